@@ -1,0 +1,41 @@
+# Two commands on a fresh machine with Python 3.10+ and nothing else:
+#   make bench    the 100K-token benchmark with its defaults
+#   make test     lint, types and the test suite
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: bench test lint types suite soak clean
+
+bench: $(VENV)/bench.stamp
+	$(BIN)/tierstore-bench longctx
+
+test: lint types suite
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/dev.stamp
+	$(BIN)/mypy
+
+suite: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -m "not soak"
+
+soak: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -m soak
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/bench.stamp: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(INSTALL) -e '.[bench]'
+	touch $@
+
+$(VENV)/dev.stamp: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(INSTALL) -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Adapters between engines and a store: one module per engine."""

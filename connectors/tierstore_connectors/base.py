@@ -1,0 +1,106 @@
+"""What an engine that computes in paged KV memory asks of a cache. One class; the store behind it varies.
+
+The bundled engine is written against :class:`Connector` and nothing else, so that the store can be absent
+(:class:`~tierstore_connectors.bundled.NoStore`), embedded or, later, a daemon.
+
+Pages are ints: indices into ``pool``, the engine's HBM page pool. Who may touch one:
+
+* ``allocate`` hands out *private* pages. The engine writes KV into them and calls ``release`` at the end.
+* ``load`` hands out pages that hold a hit. All but the last may be *shared* with other sequences and with
+  the cache: read-only. If the hit ends inside a page, that last page is a private copy the engine writes on.
+* ``save`` publishes a private page whose chunk is complete: it stays where it is, becomes read-only, and
+  after ``release`` it is cached until its room is needed. Publishing moves no byte on the engine's thread.
+
+No verb raises because the cache is full, slow or broken: fewer tokens come back, or nothing is stored.
+None of them blocks on a colder tier: whatever has to be waited for is a :class:`~tierstore.transfer.Transfer`.
+All are called from the engine's one thread.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tierstore.keys import Prompt, TokenIds
+from tierstore.tiers.hbm import PagePool
+from tierstore.transfer import Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPages:
+    """What a load brought: ``pages`` hold the KV of the first ``tokens`` tokens.
+
+    ``moved_bytes`` counts each copy between tiers, so a page that came from disk by way of host memory into HBM counts once for its
+    payload; pages already in HBM count nothing.
+    """
+
+    tokens: int
+    pages: tuple[int, ...]
+    moved_bytes: int = 0
+
+
+class Hit(Protocol):
+    """How many leading tokens of a prompt are held, where, and a lease on them."""
+
+    @property
+    def tokens(self) -> int:
+        """Leading tokens that can be loaded."""
+
+    @property
+    def by_tier(self) -> Mapping[str, int]:
+        """The same tokens by the fastest tier that holds them: ``{"hbm": …, "host": …, "disk": …}``."""
+
+    def prefetch(self, *, deadline_s: float | None = None) -> Transfer[int]:
+        """Bring what is on disk into host memory; the result is the tokens now above disk."""
+
+    def release(self) -> None:
+        """Give the lease back. Repeating it is harmless; ``load`` releases by itself when it ends."""
+
+
+class Connector(ABC):
+    """The adapter between the bundled engine and a store."""
+
+    pool: PagePool
+
+    @abstractmethod
+    def prompt(self, tokens: TokenIds) -> Prompt:
+        """``tokens`` with their keys, under this engine's identity. The engine extends it as it generates."""
+
+    @abstractmethod
+    def lookup(self, prompt: Prompt, *, max_tokens: int | None = None) -> Hit:
+        """The longest held prefix of ``prompt``, at most ``max_tokens`` long, under a lease."""
+
+    @abstractmethod
+    def load(self, hit: Hit, *, deadline_s: float | None = None) -> Transfer[LoadedPages]:
+        """Bring a hit into HBM pages. At the deadline it ends with the leading pages that have arrived; after
+        ``cancel()`` with none. The caller owns the pages of the result and releases each once."""
+
+    @abstractmethod
+    def save(
+        self, prompt: Prompt, pages: Sequence[int], *, first: int, partial: bool = False
+    ) -> Transfer[int]:
+        """Publish ``pages`` as chunks ``first, first + 1, …`` of ``prompt`` and copy them to the colder tiers
+        behind the engine's back. Chunks before ``first`` must have been saved or loaded before. With
+        ``partial`` the last page may hold the prompt's incomplete last chunk. The engine must not write to
+        a saved page again until it has been released; the result is the number of tokens stored below HBM."""
+
+    @abstractmethod
+    def allocate(self, count: int) -> list[int] | None:
+        """``count`` private pages, evicting cached ones where needed; None when that many cannot be had."""
+
+    @abstractmethod
+    def release(self, pages: Sequence[int]) -> None:
+        """The engine is done with these pages (one call for each time it came to own one)."""
+
+    @abstractmethod
+    def evict(self, count: int) -> int:
+        """Drop up to ``count`` cached pages from HBM (colder copies stay); how many were dropped."""
+
+    @abstractmethod
+    def available(self) -> int:
+        """Pages that ``allocate`` could hand out now: free ones and cached ones that nobody uses."""
+
+    def close(self) -> None:
+        """Give everything back: finish or drop what is under way, close what this connector opened."""

@@ -1,0 +1,157 @@
+"""Who a page is: the identity it was computed under and the chained key of its tokens.
+
+A **key** is XXH3-128 over the parent's key and the chunk's token ids; the first parent is the digest of
+the identity. A key therefore stands for a whole prefix under one identity. XXH3 is not cryptographic, and it
+does not have to be: a key only *finds* a page. Whether the page is the right one is decided by comparing
+the tokens and the identity kept beside it (three CVEs in this field came from trusting the hash alone).
+
+Measured on the machine this was written on: the keys of 100K tokens in 64-token chunks take 0.4 ms.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import NewType, Union
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from tierstore.errors import UsageError
+from tierstore.spec import KVSpec
+
+PageKey = NewType("PageKey", bytes)
+"""16 bytes that find a page."""
+
+TokenIds = Union[Sequence[int], npt.NDArray[np.integer]]
+Digest = Callable[[bytes], bytes]
+
+KEY_BYTES = 16
+TOKEN_BYTES = 4
+TOKEN_DTYPE = np.dtype("<u4")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Everything besides tokens that changes a page's bytes or who may read it.
+
+    Two pages are interchangeable only when every field is equal. ``layout`` is ``KVSpec.describe()``,
+    which covers layers, heads, dtype and chunk size.
+    """
+
+    model: str  # a digest of the configuration, or a name that stands for one set of weights
+    layout: str
+    revision: str = ""  # of the weights
+    adapter: str = ""  # LoRA or similar
+    codec: str = "raw"
+    rope: str = ""
+    shard: str = "tp0/1,pp0/1"
+    tenant: str = ""  # salt: pages of one tenant are invisible to the others
+
+    @classmethod
+    def of(cls, spec: KVSpec, *, model: str, **fields: str) -> Identity:
+        """The identity of pages laid out by ``spec``."""
+        return cls(model=model, layout=spec.describe(), **fields)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """32 bytes; equal digests mean equal identities (SHA-256 over all fields)."""
+        return hashlib.sha256(msgspec.json.encode(sorted(asdict(self).items()))).digest()
+
+
+class Prompt:
+    """A token sequence cut into chunks, with the key of each full chunk; grows as tokens are generated.
+
+    ``tokens`` are held as little-endian uint32. Not thread-safe: it belongs to one sequence.
+    """
+
+    __slots__ = ("_data", "_digest", "chunk_tokens", "identity", "keys")
+
+    def __init__(
+        self,
+        identity: Identity,
+        tokens: TokenIds = (),
+        *,
+        chunk_tokens: int,
+        digest: Digest = xxhash.xxh3_128_digest,
+    ) -> None:
+        self.identity = identity
+        self.chunk_tokens = chunk_tokens
+        self.keys: list[PageKey] = []
+        self._digest = digest
+        self._data = bytearray()
+        self.extend(tokens)
+
+    def __len__(self) -> int:
+        """Tokens in the prompt."""
+        return len(self._data) // TOKEN_BYTES
+
+    def __repr__(self) -> str:
+        return f"Prompt({len(self)} tokens, {len(self.keys)} full chunks)"
+
+    def extend(self, tokens: TokenIds) -> None:
+        """Append ``tokens``. Raises :class:`UsageError` for ids outside 0 … 2³²-1."""
+        self._data += encode_tokens(tokens)
+        self._extend_keys()
+
+    def chunk(self, index: int) -> bytes:
+        """The token bytes of chunk ``index``; fewer than a full chunk's at the end of the prompt."""
+        width = self.chunk_tokens * TOKEN_BYTES
+        return bytes(self._data[index * width : (index + 1) * width])
+
+    def chunks(self, first: int = 0) -> Iterator[bytes]:
+        """The token bytes of each full chunk from ``first`` on."""
+        width = self.chunk_tokens * TOKEN_BYTES
+        data = bytes(self._data)
+        return (data[start : start + width] for start in range(first * width, len(self.keys) * width, width))
+
+    @property
+    def tail(self) -> bytes:
+        """The token bytes after the last full chunk."""
+        return bytes(self._data[len(self.keys) * self.chunk_tokens * TOKEN_BYTES :])
+
+    @property
+    def tokens(self) -> npt.NDArray[np.uint32]:
+        """A copy of the token ids."""
+        return np.frombuffer(bytes(self._data), TOKEN_DTYPE)
+
+    def tail_key(self) -> PageKey:
+        """The key of the partial chunk at the end (its length is part of what is hashed)."""
+        return PageKey(self._digest(self._parent_key() + self.tail))
+
+    def _parent_key(self) -> bytes:
+        return self.keys[-1] if self.keys else self._digest(self.identity.digest)
+
+    def _extend_keys(self) -> None:
+        # One 0.3 µs step per chunk: everything that can be is kept out of the loop.
+        digest = self._digest
+        keys: list[bytes] = []
+        key = self._parent_key()
+        for chunk in self._unkeyed_chunks():
+            key = digest(key + chunk)
+            keys.append(key)
+        self.keys.extend(map(PageKey, keys))
+
+    def _unkeyed_chunks(self) -> Iterator[bytes]:
+        width = self.chunk_tokens * TOKEN_BYTES
+        start = len(self.keys) * width
+        data = bytes(self._data[start:])
+        return (data[i : i + width] for i in range(0, len(data) - width + 1, width))
+
+
+def encode_tokens(tokens: TokenIds) -> bytes:
+    """Token ids as little-endian uint32 bytes. Arrays cost nothing; a list of 100K ints costs 1–2 ms."""
+    array = np.asarray(tokens)
+    if array.size == 0:
+        return b""
+    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+        raise UsageError(
+            f"tokens must be a flat sequence of integers, not {array.dtype} of shape {array.shape}"
+        )
+    if array.dtype != TOKEN_DTYPE and (int(array.min()) < 0 or int(array.max()) > 0xFFFFFFFF):
+        raise UsageError("token ids must lie between 0 and 2³²-1")
+    return array.astype(TOKEN_DTYPE, copy=False).tobytes()

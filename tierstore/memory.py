@@ -1,0 +1,81 @@
+"""Page-aligned memory for pages, and the one way bytes are copied on the host.
+
+Memory is mapped, asked to use huge pages where the kernel offers them, and *populated* ahead of use: a first
+touch costs as much as the copy itself (measured 8 GB/s into untouched memory against 14 GB/s).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+from tierstore.errors import UsageError
+from tierstore.units import format_size, round_up
+
+ALIGNMENT = 4096
+_HUGE_PAGE = 2 << 20
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; older kernels answer EINVAL and the first touch pays instead
+_POPULATE_STEP = 32 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Memory:
+    """``nbytes`` of page-aligned memory at ``address``. ``fd`` is the shared-memory file's, or None.
+
+    Views handed out by :meth:`view` keep the mapping alive; ``close()`` only gives up this object's hold.
+    """
+
+    def __init__(self, nbytes: int, *, shared: bool) -> None:
+        nbytes = round_up(nbytes, ALIGNMENT)
+        self.nbytes = nbytes
+        self.fd: int | None = None
+        try:
+            if shared:
+                # No name in /dev/shm: nothing is left behind after kill -9, and its size limit
+                # (64 MB in many containers) does not apply.
+                self.fd = os.memfd_create("tierstore-arena", os.MFD_CLOEXEC)
+                os.fchmod(self.fd, 0o600)
+                os.ftruncate(self.fd, nbytes)
+                self._map = mmap.mmap(self.fd, nbytes)
+            else:
+                self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, ValueError, OverflowError) as error:
+            raise UsageError(f"cannot map {format_size(nbytes)} of memory: {error}") from error
+        self._view = memoryview(self._map)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        _libc.madvise(self.address, nbytes, mmap.MADV_HUGEPAGE)
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """The bytes ``offset … offset + nbytes``, writable, without a copy."""
+        return self._view[offset : offset + nbytes]
+
+    def populate(self, offset: int = 0, nbytes: int | None = None) -> None:
+        """Touch a range now, without the GIL, so that no copy pays for it later."""
+        stop = self.nbytes if nbytes is None else min(offset + nbytes, self.nbytes)
+        for start in range(offset // ALIGNMENT * ALIGNMENT, stop, _POPULATE_STEP):
+            length = min(_POPULATE_STEP, stop - start)
+            _libc.madvise(self.address + start, length, _MADV_POPULATE_WRITE)
+
+    def close(self) -> None:
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+
+def copy(destination: int, source: int, nbytes: int) -> None:
+    """Copy between addresses. Releases the GIL."""
+    ctypes.memmove(destination, source, nbytes)
+
+
+def address_of(buffer: memoryview, *, writable: bool) -> int:
+    """The address of a contiguous buffer's first byte. Raises :class:`UsageError` for any other buffer."""
+    if not buffer.contiguous or (writable and buffer.readonly):
+        raise UsageError("page buffers must be contiguous, and writable where bytes are loaded into them")
+    if buffer.readonly:
+        import numpy as np
+
+        return int(np.frombuffer(buffer, np.uint8).__array_interface__["data"][0])
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))

@@ -1,0 +1,243 @@
+"""What one page of a model's KV cache looks like: which layers, how many bytes, what lies where.
+
+A page holds the keys and values of one chunk (``chunk_tokens`` consecutive tokens) for **all** layers,
+contiguous, in this order::
+
+    [layer][K|V][kv_head][token][head_dim]
+
+so that a page is one copy over PCIe or to disk, and one (layer, K|V, head) *tile* is a contiguous
+``chunk_tokens × head_dim`` matrix for an attention kernel. Layers that keep their state differently get
+a :class:`LayerGroup` of their own; the groups of a page follow one another in the order given.
+
+>>> spec = KVSpec.uniform(layers=2, kv_heads=2, head_dim=64, dtype="float32")
+>>> spec.page_bytes
+131072
+>>> spec.tile(layer=1, plane=0, head=1)
+ByteRange(start=81920, stop=98304)
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tierstore.errors import SpecError
+
+DEFAULT_CHUNK_TOKENS = 64
+
+DTYPE_BYTES: Mapping[str, int] = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+
+
+class LayerKind(str, enum.Enum):
+    """How a layer remembers the past."""
+
+    FULL_ATTENTION = "full_attention"  # K and V of every token (MHA, GQA, MQA)
+    SLIDING_WINDOW = "sliding_window"  # K and V, of which only the last `window` tokens are read
+    MLA_LATENT = "mla_latent"  # one latent vector per token instead of K and V
+    RECURRENT_STATE = "recurrent_state"  # a state of fixed size, valid at a chunk's end
+
+
+@dataclass(frozen=True, slots=True)
+class ByteRange:
+    """A half-open range of bytes within a page."""
+
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers of the model that keep their state in the same way.
+
+    ``layers`` are indices into the model's layers, ascending. ``head_dim`` is the width of one vector:
+    of a head's K or V, or of the latent (with its RoPE part) for MLA. ``window`` is in tokens and only for
+    sliding windows; ``state_bytes`` is per layer and only for recurrent state, which has no tokens.
+    """
+
+    kind: LayerKind
+    layers: tuple[int, ...]
+    kv_heads: int = 1
+    head_dim: int = 0
+    window: int | None = None
+    state_bytes: int = 0
+
+    @property
+    def planes(self) -> int:
+        """2 where K and V are kept apart, 1 for a latent or a state."""
+        return 2 if self.kind in (LayerKind.FULL_ATTENTION, LayerKind.SLIDING_WINDOW) else 1
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """The page layout of one model. Raises :class:`SpecError` when the parts do not fit together."""
+
+    groups: tuple[LayerGroup, ...]
+    dtype: str
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_BYTES:
+            raise SpecError(f"unknown KV dtype {self.dtype!r} (known: {', '.join(DTYPE_BYTES)})")
+        if self.chunk_tokens < 1:
+            raise SpecError(f"chunk_tokens must be at least 1, not {self.chunk_tokens}")
+        layers = [layer for group in self.groups for layer in group.layers]
+        if not layers or len(set(layers)) != len(layers):
+            raise SpecError("every layer must be in exactly one layer group, and there must be at least one")
+        for group in self.groups:
+            _check_group(group)
+
+    # -- making one ----------------------------------------------------------------------------------
+
+    @classmethod
+    def uniform(
+        cls,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: str,
+        chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    ) -> KVSpec:
+        """A model whose layers are all full attention with the same heads (Llama, Qwen, Mistral)."""
+        group = LayerGroup(LayerKind.FULL_ATTENTION, tuple(range(layers)), kv_heads, head_dim)
+        return cls((group,), dtype, chunk_tokens)
+
+    @classmethod
+    def from_hf_config(
+        cls,
+        config: Mapping[str, Any],
+        *,
+        dtype: str | None = None,
+        chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    ) -> KVSpec:
+        """The spec of a Hugging Face ``config.json`` (as a mapping).
+
+        ``dtype`` overrides the checkpoint's own. Understands full attention (MHA, GQA, MQA), per-layer
+        sliding windows and MLA; raises :class:`SpecError` where a field is missing or a layer keeps
+        something else (recurrent layers).
+        """
+        config = config.get("text_config") or config
+        layers = _positive(config, "num_hidden_layers")
+        kv_dtype = dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
+        if config.get("kv_lora_rank"):
+            width = _positive(config, "kv_lora_rank") + int(config.get("qk_rope_head_dim") or 0)
+            group = LayerGroup(LayerKind.MLA_LATENT, tuple(range(layers)), 1, width)
+            return cls((group,), str(kv_dtype), chunk_tokens)
+        heads = _positive(config, "num_attention_heads")
+        kv_heads = int(config.get("num_key_value_heads") or heads)
+        head_dim = int(config.get("head_dim") or _positive(config, "hidden_size") // heads)
+        windows = _layer_windows(config, layers)
+        groups = []
+        for window in sorted(set(windows), key=lambda w: (w is not None, w or 0)):
+            members = tuple(i for i, w in enumerate(windows) if w == window)
+            kind = LayerKind.FULL_ATTENTION if window is None else LayerKind.SLIDING_WINDOW
+            groups.append(LayerGroup(kind, members, kv_heads, head_dim, window))
+        return cls(tuple(groups), str(kv_dtype), chunk_tokens)
+
+    # -- sizes and offsets ---------------------------------------------------------------------------
+
+    @property
+    def dtype_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def num_layers(self) -> int:
+        return sum(len(group.layers) for group in self.groups)
+
+    @cached_property
+    def page_bytes(self) -> int:
+        """Bytes of one page: all layers of one chunk."""
+        return sum(len(group.layers) * self._layer_bytes(group) for group in self.groups)
+
+    @property
+    def token_bytes(self) -> float:
+        """KV bytes that one token adds, all layers."""
+        return self.page_bytes / self.chunk_tokens
+
+    def layer(self, layer: int) -> ByteRange:
+        """Where layer ``layer`` (the model's own index) lies within a page."""
+        group, start = self._layer_starts[layer]
+        return ByteRange(start, start + self._layer_bytes(group))
+
+    def tile(self, layer: int, plane: int, head: int) -> ByteRange:
+        """Where one head's ``chunk_tokens × head_dim`` matrix lies; ``plane`` is 0 for K, 1 for V."""
+        group, start = self._layer_starts[layer]
+        if not (0 <= plane < group.planes and 0 <= head < group.kv_heads):
+            raise SpecError(f"layer {layer} has no tile (plane {plane}, head {head})")
+        tile_bytes = self.chunk_tokens * group.head_dim * self.dtype_bytes
+        offset = start + (plane * group.kv_heads + head) * tile_bytes
+        return ByteRange(offset, offset + tile_bytes)
+
+    def describe(self) -> str:
+        """The layout as one line of text. Equal lines mean equal bytes: it goes into the identity."""
+        parts = [f"chunk={self.chunk_tokens}", f"dtype={self.dtype}"]
+        for group in self.groups:
+            layers = ",".join(map(str, group.layers))
+            parts.append(
+                f"{group.kind.value}[{layers}]x{group.kv_heads}x{group.head_dim}"
+                f"/w{group.window or 0}/s{group.state_bytes}"
+            )
+        return ";".join(parts)
+
+    @cached_property
+    def _layer_starts(self) -> dict[int, tuple[LayerGroup, int]]:
+        starts = {}
+        offset = 0
+        for group in self.groups:
+            for layer in group.layers:
+                starts[layer] = (group, offset)
+                offset += self._layer_bytes(group)
+        return starts
+
+    def _layer_bytes(self, group: LayerGroup) -> int:
+        if group.kind is LayerKind.RECURRENT_STATE:
+            return group.state_bytes
+        return group.planes * group.kv_heads * self.chunk_tokens * group.head_dim * self.dtype_bytes
+
+
+def _check_group(group: LayerGroup) -> None:
+    if group.kind is LayerKind.RECURRENT_STATE:
+        if group.state_bytes < 1:
+            raise SpecError("a recurrent layer group needs state_bytes")
+    elif group.kv_heads < 1 or group.head_dim < 1:
+        raise SpecError(
+            f"kv_heads and head_dim must be at least 1, not {group.kv_heads} and {group.head_dim}"
+        )
+    if (group.window is not None) != (group.kind is LayerKind.SLIDING_WINDOW):
+        raise SpecError("a window belongs to a sliding-window layer group, and to no other")
+
+
+def _positive(config: Mapping[str, Any], field: str) -> int:
+    value = config.get(field)
+    if not isinstance(value, int) or value < 1:
+        raise SpecError(f"config.json: {field} must be a positive integer, not {value!r}")
+    return value
+
+
+def _layer_windows(config: Mapping[str, Any], layers: int) -> Sequence[int | None]:
+    """The attention window of each layer, None for full attention."""
+    window = config.get("sliding_window")
+    kinds = config.get("layer_types")
+    if kinds is None:
+        # Qwen2 carries a window that is switched off by a second field; Mistral has no such field.
+        used = window is not None and config.get("use_sliding_window", True)
+        return [int(window) if used and window is not None else None] * layers
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown or len(kinds) != layers:
+        raise SpecError(
+            f"config.json: layer_types names {unknown or len(kinds)}, which this version cannot keep"
+        )
+    return [int(window) if kind == "sliding_attention" and window else None for kind in kinds]

@@ -1,0 +1,1 @@
+"""The places that hold pages: they keep, and decide nothing."""

@@ -1,0 +1,187 @@
+"""A transfer: one asynchronous movement of pages between tiers, and how to wait for it.
+
+Producers (the store's jobs) call :meth:`Transfer.advance` as pages arrive and :meth:`Transfer.finish` at the
+end. Consumers poll ``done``/``progress``, block in ``wait()``, ``await`` it, or ``cancel()`` it.
+
+A transfer **always ends**: with what arrived when the deadline passes or ``cancel()`` is called. It never
+raises because a tier failed: a short result is how a miss looks here. What was asked for and what came is
+for the caller to compare.
+
+The deadline needs no timer thread. Whoever looks at the transfer (``done``, ``wait``, ``await``) ends it when
+its time is over; an unobserved transfer that overruns hurts nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import threading
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class TransferState(str, enum.Enum):
+    RUNNING = "running"
+    DONE = "done"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"  # the deadline passed first
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a transfer is. Pages that needed no copy count as done from the start."""
+
+    pages_done: int
+    pages: int
+    bytes_done: int
+    nbytes: int
+
+
+class Transfer(Generic[T]):
+    """One movement of ``pages`` pages (``nbytes`` bytes) whose result is a ``T``. Thread-safe.
+
+    ``settle(state)`` is called exactly once, by whichever thread ends the transfer, and returns the result;
+    it may take the store's lock, so nothing may end a transfer while holding that lock.
+    """
+
+    def __init__(
+        self,
+        settle: Callable[[TransferState], T],
+        *,
+        pages: int,
+        nbytes: int,
+        deadline_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._settle = settle
+        self._clock = clock
+        self._ends = None if deadline_s is None else clock() + deadline_s
+        self._pages = pages
+        self._nbytes = nbytes
+        self._changed = threading.Condition()
+        # Guarded by _changed: everything below.
+        self._pages_done = 0
+        self._bytes_done = 0
+        self._state = TransferState.RUNNING
+        self._ending = False
+        self._result: T | None = None
+        self._callbacks: list[Callable[[], None]] = []
+
+    @classmethod
+    def completed(cls, result: T) -> Transfer[T]:
+        """A transfer that had nothing to move."""
+        transfer = cls(lambda _: result, pages=0, nbytes=0)
+        transfer.finish()
+        return transfer
+
+    def __repr__(self) -> str:
+        return f"Transfer({self._state.value}, {self._pages_done}/{self._pages} pages)"
+
+    # -- for whoever waits ---------------------------------------------------------------------------
+
+    @property
+    def state(self) -> TransferState:
+        self._expire_if_due()
+        return self._state
+
+    @property
+    def done(self) -> bool:
+        """Whether the result is there (after the last page, ``cancel()`` or the deadline)."""
+        return self.state is not TransferState.RUNNING
+
+    @property
+    def progress(self) -> Progress:
+        with self._changed:
+            return Progress(self._pages_done, self._pages, self._bytes_done, self._nbytes)
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Block until the end and return the result. Raises :class:`TimeoutError` when ``timeout`` seconds
+        pass first; the transfer then goes on."""
+        give_up = None if timeout is None else self._clock() + timeout
+        while not self.done:
+            now = self._clock()
+            if give_up is not None and now >= give_up:
+                raise TimeoutError(f"transfer not finished after {timeout} s: {self!r}")
+            ends = [t - now for t in (give_up, self._ends) if t is not None]
+            with self._changed:
+                if self._state is TransferState.RUNNING:
+                    self._changed.wait(max(min(ends), 0) if ends else None)
+        return self._value()
+
+    def cancel(self) -> bool:
+        """End now and release what has arrived. False when it had already ended."""
+        return self._end(TransferState.CANCELLED)
+
+    def __await__(self) -> Generator[object, None, T]:
+        return self._wait_async().__await__()
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once ended (at once if it has): on the thread that ends it, holding no lock."""
+        with self._changed:
+            if self._state is TransferState.RUNNING:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    # -- for whoever moves ---------------------------------------------------------------------------
+
+    @property
+    def stopped(self) -> bool:
+        """Whether moving further pages is pointless. Cheap: asked before every copy."""
+        return self.done or self._ending
+
+    def advance(self, pages: int, nbytes: int) -> None:
+        """Count pages that have arrived."""
+        with self._changed:
+            self._pages_done += pages
+            self._bytes_done += nbytes
+
+    def finish(self) -> None:
+        """Everything that will arrive has arrived."""
+        self._end(TransferState.DONE)
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _expire_if_due(self) -> None:
+        if self._ends is not None and self._state is TransferState.RUNNING and self._clock() >= self._ends:
+            self._end(TransferState.EXPIRED)
+
+    def _end(self, state: TransferState) -> bool:
+        with self._changed:
+            if self._ending:
+                return False
+            self._ending = True
+        result = self._settle(state)
+        with self._changed:
+            self._result = result
+            self._state = state
+            callbacks, self._callbacks = self._callbacks, []
+            self._changed.notify_all()
+        for callback in callbacks:
+            callback()
+        return True
+
+    def _value(self) -> T:
+        with self._changed:
+            return self._result  # type: ignore[return-value]  # set before the state left RUNNING
+
+    async def _wait_async(self) -> T:
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+
+        def wake() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(ended.set)
+
+        self.on_end(wake)
+        while not self.done:
+            left = None if self._ends is None else max(self._ends - self._clock(), 0.0)
+            try:
+                await asyncio.wait_for(ended.wait(), left)
+            except (asyncio.TimeoutError, TimeoutError):
+                self._expire_if_due()
+        return self._value()

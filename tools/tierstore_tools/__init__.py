@@ -1,0 +1,1 @@
+"""tierstore-bench: what each tier is worth, measured beside the machine's own limits."""
