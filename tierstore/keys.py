@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import NewType, Union
+from typing import NewType, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -27,7 +27,7 @@ from tierstore.spec import KVSpec
 PageKey = NewType("PageKey", bytes)
 """16 bytes that find a page."""
 
-TokenIds = Union[Sequence[int], npt.NDArray[np.integer]]
+TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 Digest = Callable[[bytes], bytes]
 
 KEY_BYTES = 16
@@ -127,20 +127,16 @@ class Prompt:
         return self.keys[-1] if self.keys else self._digest(self.identity.digest)
 
     def _extend_keys(self) -> None:
-        # One 0.3 µs step per chunk: everything that can be is kept out of the loop.
-        digest = self._digest
-        keys: list[bytes] = []
-        key = self._parent_key()
-        for chunk in self._unkeyed_chunks():
-            key = digest(key + chunk)
-            keys.append(key)
-        self.keys.extend(map(PageKey, keys))
-
-    def _unkeyed_chunks(self) -> Iterator[bytes]:
+        # 0.3 µs a chunk: everything that can be is kept out of the loop.
         width = self.chunk_tokens * TOKEN_BYTES
-        start = len(self.keys) * width
-        data = bytes(self._data[start:])
-        return (data[i : i + width] for i in range(0, len(data) - width + 1, width))
+        data = bytes(memoryview(self._data)[len(self.keys) * width :])
+        digest = self._digest
+        key: bytes = self._parent_key()
+        keys: list[bytes] = []
+        for start in range(0, len(data) - width + 1, width):
+            key = digest(key + data[start : start + width])
+            keys.append(key)
+        self.keys.extend(cast(list[PageKey], keys))
 
 
 def encode_tokens(tokens: TokenIds) -> bytes:

@@ -134,6 +134,11 @@ class Transfer(Generic[T]):
         """Whether moving further pages is pointless. Cheap: asked before every copy."""
         return self.done or self._ending
 
+    @property
+    def remaining_s(self) -> float | None:
+        """Seconds until the deadline (0 when it has passed), None without one."""
+        return None if self._ends is None else max(self._ends - self._clock(), 0.0)
+
     def advance(self, pages: int, nbytes: int) -> None:
         """Count pages that have arrived."""
         with self._changed:
@@ -179,9 +184,8 @@ class Transfer(Generic[T]):
 
         self.on_end(wake)
         while not self.done:
-            left = None if self._ends is None else max(self._ends - self._clock(), 0.0)
             try:
-                await asyncio.wait_for(ended.wait(), left)
+                await asyncio.wait_for(ended.wait(), self.remaining_s)
             except (asyncio.TimeoutError, TimeoutError):
                 self._expire_if_due()
         return self._value()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from tierstore import memory
 from tierstore.errors import UsageError
 from tierstore.memory import Memory
 from tierstore.spec import KVSpec
@@ -19,7 +20,7 @@ from tierstore.spec import KVSpec
 class PagePool:
     """``num_pages`` pages of ``spec`` in one allocation, and a free list. Not thread-safe: its owner locks.
 
-    ``array`` is the memory as uint8 ``[num_pages, page_bytes]``; an engine views it in its own dtype and shape.
+    ``array`` is the memory as uint8 ``[num_pages, page_bytes]``; an engine views it in its own dtype.
     """
 
     def __init__(self, spec: KVSpec, num_pages: int, *, device: str = "cpu") -> None:
@@ -53,6 +54,17 @@ class PagePool:
     def free(self, pages: Sequence[int]) -> None:
         self._free.extend(reversed(pages))
 
-    def address(self, page: int) -> int:
-        """Where page ``page`` starts, in the device's address space."""
+    def read_page(self, page: int, address: int) -> None:
+        """Copy a page to host memory. Releases the GIL, like the two below."""
+        memory.copy(address, self._address(page), self.spec.page_bytes)
+
+    def write_page(self, page: int, address: int) -> None:
+        """Copy host memory into a page."""
+        memory.copy(self._address(page), address, self.spec.page_bytes)
+
+    def copy_page(self, source: int, destination: int) -> None:
+        """Copy within the pool."""
+        memory.copy(self._address(destination), self._address(source), self.spec.page_bytes)
+
+    def _address(self, page: int) -> int:
         return self._memory.address + page * self.spec.page_bytes

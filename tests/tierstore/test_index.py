@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tierstore.index import Index, Tier, _common_tokens
+from tierstore.keys import Identity, PageKey, Prompt, encode_tokens
+from tierstore.policy import LRU
+
+CHUNK = 2
+IDENTITIES = [Identity("m", "layout"), Identity("m", "layout", tenant="other")]
+short_prompts = st.lists(st.integers(0, 2), max_size=9)
+
+
+def prompt(tokens, identity=IDENTITIES[0], digest=None):
+    extra = {} if digest is None else {"digest": digest}
+    return Prompt(identity, tokens, chunk_tokens=CHUNK, **extra)
+
+
+class IndexAgainstDict(RuleBasedStateMachine):
+    """The tree against a flat model: a dictionary from (identity, tokens so far) to the copies there are.
+
+    Keys are cut to one bit, so that nearly every child has twins.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = Index([LRU() for _ in Tier], page_bytes=10)
+        self.model: dict[tuple[int, tuple[int, ...]], dict[Tier, int]] = {}
+        self.leased: list[tuple[tuple[int, tuple[int, ...]], object, Tier]] = []
+        self.places = iter(range(10**9))
+
+    def _prompt(self, who, tokens):
+        return prompt(tokens, IDENTITIES[who], digest=lambda data: bytes([sum(data) & 1]))
+
+    def _pages(self, who, tokens):
+        node = self.index.root(IDENTITIES[who].digest)
+        full = self._prompt(who, tokens)
+        for i in range(0, len(tokens), CHUNK):
+            chunk = tokens[i : i + CHUNK]
+            key = full.keys[i // CHUNK] if len(chunk) == CHUNK else full.tail_key()
+            yield (who, tuple(tokens[: i + len(chunk)])), node, key, encode_tokens(chunk)
+            child = self.index.child(node, key, encode_tokens(chunk))
+            if child is None:
+                return
+            node = child
+
+    @rule(who=st.integers(0, 1), tokens=short_prompts, tier=st.sampled_from(Tier))
+    def save(self, who, tokens, tier):
+        pages = []
+        for name, node, key, chunk in self._pages(who, tokens):
+            page = self.index.add(node, key, chunk)
+            pages.append(page)
+            copies = self.model.setdefault(name, {})
+            if tier not in copies:
+                copies[tier] = next(self.places)
+                self.index.add_copy(page, tier, copies[tier], ready=True)
+        self.index.touch(pages, hit=False)
+
+    @rule(who=st.integers(0, 1), tokens=short_prompts, limit=st.integers(0, 9))
+    def lookup(self, who, tokens, limit):
+        match = self.index.match(self._prompt(who, tokens), limit)
+        best = 0
+        for end in range(1, min(limit, len(tokens)) + 1):
+            whole = [(who, tuple(tokens[:i])) for i in range(CHUNK, end, CHUNK)]
+            inside = any(
+                self.model.get(name)
+                and name[0] == who
+                and (end - 1) // CHUNK == (len(name[1]) - 1) // CHUNK
+                and name[1][:end] == tuple(tokens[:end])
+                for name in self.model
+            )
+            if inside and all(self.model.get(name) for name in whole):
+                best = end
+        assert match.tokens == best
+        assert b"".join(p.tokens for p in match.pages).startswith(encode_tokens(tokens[:best]))
+        self.index.touch(match.pages, hit=True)
+
+    @rule(who=st.integers(0, 1), tokens=short_prompts)
+    def lease(self, who, tokens):
+        match = self.index.match(self._prompt(who, tokens), len(tokens))
+        for page in match.pages:
+            tier = page.ready_tier()
+            self.index.lease(page, tier)
+            self.leased.append((self._name(who, page), page, tier))
+
+    def _name(self, who, page):
+        tokens = b""
+        while page.parent is not None:
+            tokens = page.tokens + tokens
+            page = page.parent
+        return who, tuple(memoryview(tokens).cast("I"))
+
+    @precondition(lambda self: self.leased)
+    @rule()
+    def release(self):
+        for _, page, tier in self.leased:
+            self.index.unlease(page, tier)
+        self.leased.clear()
+
+    @rule(tier=st.sampled_from(Tier))
+    def evict(self, tier):
+        page = self.index.victim(tier)
+        held = {(name, t) for name, _, t in self.leased}
+        if page is None:
+            # Nothing may leave: everything here is leased, has a child here, or would cut off a held page.
+            for name, copies in self.model.items():
+                if tier in copies and (name, tier) not in held:
+                    below = [m for m, c in self.model.items() if c and self._is_child(m, name)]
+                    assert any(tier in self.model[m] for m in below) or (below and len(copies) == 1)
+            return
+        name = next(n for n, c in self.model.items() if c.get(tier) == page.copies[tier].place)
+        assert (name, tier) not in held
+        below = [m for m, c in self.model.items() if c and self._is_child(m, name)]
+        assert not any(tier in self.model[m] for m in below)
+        assert not below or len(self.model[name]) > 1
+        assert self.index.drop_copy(page, tier) == self.model[name].pop(tier)
+
+    @staticmethod
+    def _is_child(child, parent):
+        who, tokens = child
+        cut = (len(tokens) - 1) // CHUNK * CHUNK
+        return who == parent[0] and tokens[:cut] == parent[1]
+
+    @invariant()
+    def consistent(self):
+        self.index.check()
+        assert self.index.pages == sum(1 for copies in self.model.values() if copies)
+
+
+TestIndex = IndexAgainstDict.TestCase
+TestIndex.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def filled(index, tokens, tier=Tier.HOST):
+    full = prompt(tokens)
+    node = index.root(full.identity.digest)
+    pages = []
+    for key, chunk in zip(full.keys, full.chunks(), strict=True):
+        node = index.add(node, key, chunk)
+        index.add_copy(node, tier, len(pages), ready=True)
+        pages.append(node)
+    index.touch(pages, hit=False)
+    return pages
+
+
+def test_lru_takes_the_older_branch_and_children_before_parents():
+    index = Index([LRU() for _ in Tier], page_bytes=1)
+    old = filled(index, [1, 1, 2, 2])
+    filled(index, [9, 9, 8, 8])
+    order = []
+    while (page := index.victim(Tier.HOST)) is not None:
+        order.append(page)
+        index.drop_copy(page, Tier.HOST)
+    assert order[:2] == old[::-1]
+    assert index.pages == 0
+
+
+def test_pinned_pages_keep_their_coldest_copy():
+    index = Index([LRU() for _ in Tier], page_bytes=1)
+    (page,) = filled(index, [1, 1])
+    index.add_copy(page, Tier.DISK, 0, ready=True)
+    index.pin(page)
+    assert index.victim(Tier.HOST) is page
+    assert index.victim(Tier.DISK) is None
+    index.unpin(page)
+    assert index.victim(Tier.DISK) is page
+
+
+def test_a_hole_hides_what_is_below_it_until_it_is_filled_again():
+    index = Index([LRU() for _ in Tier], page_bytes=1)
+    first, second = filled(index, [1, 1, 2, 2])
+    index.set_damaged(first, Tier.HOST)
+    index.drop_copy(first, Tier.HOST)
+    assert index.match(prompt([1, 1, 2, 2]), 4).tokens == 0
+    index.add_copy(first, Tier.HOST, 7, ready=True)
+    assert index.match(prompt([1, 1, 2, 2]), 4).pages == (first, second)
+    index.check()
+
+
+def test_common_tokens():
+    def count(a, b):
+        return _common_tokens(encode_tokens(a), encode_tokens(b))
+
+    assert count([1, 2, 3], [1, 2, 4]) == 2
+    assert count([1, 2], [1, 2, 3]) == 2
+    assert count([256, 2], [1, 2]) == 0
+    assert count(list(range(64)), [*range(63), 255]) == 63
+    assert count([], [1]) == 0
+
+
+def test_a_twin_is_never_taken_for_the_other():
+    index = Index([LRU() for _ in Tier], page_bytes=1)
+    key = PageKey(b"same")
+    root = index.root(b"identity")
+    pages = [index.add(root, key, encode_tokens([n, n])) for n in range(5)]
+    for n, page in enumerate(pages):
+        index.add_copy(page, Tier.HOST, n, ready=True)
+    assert len(set(map(id, pages))) == 5
+    for n in (2, 0, 4, 1, 3):
+        assert index.child(root, key, encode_tokens([n, n])) is pages[n]
+        index.drop_copy(pages[n], Tier.HOST)
+        assert index.child(root, key, encode_tokens([n, n])) is None
+        index.check()

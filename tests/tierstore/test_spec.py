@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import pytest
+
+from tierstore.errors import SpecError
+from tierstore.spec import KVSpec, LayerGroup, LayerKind
+
+LLAMA_8B = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_size": 4096,
+    "torch_dtype": "bfloat16",
+}
+
+
+def test_llama_3_8b_takes_128_kib_a_token():
+    spec = KVSpec.from_hf_config(LLAMA_8B)
+    assert spec.token_bytes == 128 * 1024
+    assert spec.page_bytes == 8 << 20
+    assert spec.num_layers == 32
+
+
+def test_tiles_cover_a_page_without_gap_or_overlap():
+    spec = KVSpec(
+        (
+            LayerGroup(LayerKind.FULL_ATTENTION, (0, 2), kv_heads=3, head_dim=8),
+            LayerGroup(LayerKind.MLA_LATENT, (1,), head_dim=24),
+            LayerGroup(LayerKind.RECURRENT_STATE, (3,), state_bytes=100),
+        ),
+        "bfloat16",
+        chunk_tokens=16,
+    )
+    ranges = [spec.tile(layer, plane, head) for layer in (0, 2) for plane in (0, 1) for head in range(3)]
+    ranges += [spec.tile(1, 0, 0), spec.layer(3)]
+    assert [r.start for r in ranges] == [0, *(r.stop for r in ranges[:-1])]
+    assert ranges[-1].stop == spec.page_bytes
+
+
+@pytest.mark.parametrize(
+    ("config", "kinds"),
+    [
+        ({**LLAMA_8B, "sliding_window": 4096}, {LayerKind.SLIDING_WINDOW}),
+        ({**LLAMA_8B, "sliding_window": 4096, "use_sliding_window": False}, {LayerKind.FULL_ATTENTION}),
+        (
+            {
+                **LLAMA_8B,
+                "sliding_window": 512,
+                "layer_types": ["full_attention", "sliding_attention"] * 16,
+            },
+            {LayerKind.FULL_ATTENTION, LayerKind.SLIDING_WINDOW},
+        ),
+        ({"num_hidden_layers": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, {LayerKind.MLA_LATENT}),
+        ({"text_config": LLAMA_8B}, {LayerKind.FULL_ATTENTION}),
+    ],
+)
+def test_layer_kinds_of_hugging_face_configs(config, kinds):
+    assert {group.kind for group in KVSpec.from_hf_config(config).groups} == kinds
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"num_hidden_layers": None},
+        {"hidden_size": "big"},
+        {"layer_types": ["mamba"] * 32},
+        {"torch_dtype": "int3"},
+    ],
+)
+def test_configs_it_cannot_keep_are_refused_by_name(change):
+    with pytest.raises(SpecError):
+        KVSpec.from_hf_config({**LLAMA_8B, **change})
+
+
+def test_a_layer_in_two_groups_is_refused():
+    group = LayerGroup(LayerKind.FULL_ATTENTION, (0,), head_dim=8)
+    with pytest.raises(SpecError, match="exactly one"):
+        KVSpec((group, group), "float32")
+
+
+def test_descriptions_differ_where_bytes_differ():
+    specs = [
+        KVSpec.uniform(layers=layers, kv_heads=heads, head_dim=8, dtype=dtype, chunk_tokens=chunk)
+        for layers in (1, 2)
+        for heads in (1, 2)
+        for dtype in ("float16", "bfloat16")
+        for chunk in (16, 64)
+    ]
+    assert len({spec.describe() for spec in specs}) == len(specs)

@@ -1,0 +1,71 @@
+"""The host tier: one arena of page-aligned shared memory, carved in two levels.
+
+The arena is a shared-memory file (0600) so that a process on the same host can map it and move its own bytes;
+see :class:`tierstore.memory.Memory` for why it has no name. Its pages are populated by a background thread
+from the first byte on, and slots are handed out from the first byte on: the two seldom meet.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from tierstore.memory import Memory
+from tierstore.tiers.slabs import SlabAllocator
+
+_POPULATE_STEP = 64 << 20
+
+
+class HostTier:
+    """``capacity_bytes`` of arena. Slots are named by their byte offset. Not thread-safe: the store locks.
+
+    ``used_bytes`` never exceeds ``capacity_bytes``.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self._memory = Memory(capacity_bytes, shared=True)
+        self._space = SlabAllocator(capacity_bytes)
+        self._closing = threading.Event()
+        self._populating = threading.Thread(target=self._populate, name="tierstore-populate", daemon=True)
+        self._populating.start()
+
+    @property
+    def used_bytes(self) -> int:
+        return self._space.used_bytes
+
+    def pages_for(self, nbytes: int) -> int:
+        """How many pages of ``nbytes`` fit into the empty arena."""
+        return self._space.slots_for(nbytes)
+
+    def allocate(self, nbytes: int) -> int | None:
+        """The offset of a free slot, or None."""
+        return self._space.allocate(nbytes)
+
+    def free(self, place: int, nbytes: int) -> None:
+        self._space.free(place, nbytes)
+
+    def view(self, place: int, nbytes: int) -> memoryview:
+        """A slot's bytes, writable. Valid while the caller holds a lease on the page or is filling it."""
+        return self._memory.view(place, nbytes)
+
+    def address(self, place: int) -> int:
+        return self._memory.address + place
+
+    def wait_populated(self) -> None:
+        """Block until every page of the arena is backed by memory (benchmarks measure from here)."""
+        self._populating.join()
+
+    def check(self) -> None:
+        self._space.check()
+        assert self.used_bytes <= self.capacity_bytes, f"{self._space} is over its capacity"
+
+    def close(self) -> None:
+        self._closing.set()
+        self._populating.join()
+        self._memory.close()
+
+    def _populate(self) -> None:
+        for start in range(0, self._memory.nbytes, _POPULATE_STEP):
+            if self._closing.is_set():
+                return
+            self._memory.populate(start, _POPULATE_STEP)
