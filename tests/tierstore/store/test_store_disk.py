@@ -1,0 +1,254 @@
+"""The store over a real disk tier: restarts, prefetches, damage, a host tier smaller than the hit."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.tierstore.store.conftest import SPEC, load_bytes, pages_of
+from tierstore.errors import StoreUnavailableError, UsageError
+from tierstore.keys import Identity
+from tierstore.store import Store
+
+TOKENS = list(range(100, 170))
+LONG = list(range(16 * 32))
+
+
+def save(store, tokens, **kwargs):
+    stored = store.save(tokens, pages_of(tokens), **kwargs).wait(10)
+    assert store.flush(10)
+    return stored
+
+
+def test_what_was_flushed_is_there_in_the_next_life(open_store):
+    first = open_store()
+    assert save(first, TOKENS) == 70
+    first.close()
+    second = open_store()
+    hit = second.lookup(TOKENS)
+    assert hit.by_tier == {"disk": 70}
+    assert load_bytes(second, hit) == (70, pages_of(TOKENS))
+    assert second.lookup(TOKENS).by_tier == {"host": 70}
+
+
+def test_closing_writes_what_is_queued(open_store):
+    first = open_store()
+    first.save(LONG, pages_of(LONG)).wait(10)
+    first.close()
+    assert open_store().lookup(LONG).tokens == len(LONG)
+
+
+def test_another_identity_finds_nothing_in_the_same_directory(open_store):
+    first = open_store()
+    save(first, TOKENS)
+    first.close()
+    second = open_store(identity=Identity.of(SPEC, model="test", revision="2"))
+    assert second.lookup(TOKENS).tokens == 0
+    save(second, TOKENS)
+    second.close()
+    assert open_store().lookup(TOKENS).tokens == 70
+
+
+def test_both_branches_of_a_prompt_survive(open_store):
+    other = [*TOKENS[:40], *range(900, 930)]
+    first = open_store()
+    save(first, TOKENS)
+    save(first, other)
+    first.close()
+    second = open_store()
+    for tokens in (TOKENS, other):
+        assert load_bytes(second, second.lookup(tokens)) == (70, pages_of(tokens))
+
+
+def test_a_hit_larger_than_the_host_tier_passes_through_it(open_store):
+    first = open_store()
+    save(first, LONG)
+    first.close()
+    second = open_store(pages=4)
+    assert load_bytes(second, second.lookup(LONG)) == (len(LONG), pages_of(LONG))
+    assert second.stats().tiers["host"].used_bytes <= 4 * SPEC.page_bytes
+
+
+def test_a_hit_larger_than_the_host_tier_passes_through_it_into_hbm(open_store):
+    first = open_store()
+    save(first, LONG)
+    first.close()
+    second = open_store(pages=4, hbm_pages=40)
+    loaded = second.load(second.lookup(LONG)).wait(10)
+    assert loaded.tokens == len(LONG)
+    assert [second.pool.array[page].tobytes() for page in loaded.pages] == pages_of(LONG)
+    second.release_hbm(loaded.pages)
+
+
+def test_prefetch_brings_a_hit_above_the_disk(open_store):
+    first = open_store()
+    save(first, LONG)
+    first.close()
+    second = open_store()
+    with second.lookup(LONG) as hit:
+        assert hit.prefetch().wait(10) == len(LONG)
+        assert second.stats().tiers["disk"].leased_pages == 0
+        assert second.stats().tiers["host"].leased_pages == 32
+        assert load_bytes(second, second.lookup(LONG)) == (len(LONG), pages_of(LONG))
+    assert second.stats().counters["disk_read_pages"] == 32
+    assert second.stats().tiers["host"].leased_pages == 0
+
+
+def test_a_prefetch_cancelled_half_way_leaves_nothing_held(open_store):
+    first = open_store()
+    save(first, LONG)
+    first.close()
+    second = open_store()
+    for _ in range(10):
+        with second.lookup(LONG) as hit:
+            transfer = hit.prefetch()
+            transfer.cancel()
+            assert transfer.wait(10) == 0
+        second.evict("host")
+    second._mover.drain(10)
+    assert all(tier.leased_pages == 0 for tier in second.stats().tiers.values())
+
+
+def test_many_loads_of_one_prefix_read_it_once(open_store):
+    first = open_store()
+    save(first, LONG)
+    first.close()
+    second = open_store()
+    hits = [second.lookup(LONG) for _ in range(12)]
+    buffers = [[bytearray(SPEC.page_bytes) for _ in hit.pages] for hit in hits]
+    transfers = [second.load(hit, into) for hit, into in zip(hits, buffers, strict=True)]
+    assert [transfer.wait(10).tokens for transfer in transfers] == [len(LONG)] * 12
+    assert all([bytes(page) for page in into] == pages_of(LONG) for into in buffers)
+    assert second.stats().counters["disk_read_pages"] == 32
+
+
+def damage(directory):
+    """Flip a byte in the middle of every extent file."""
+    for path in (directory / "extents").iterdir():
+        with path.open("r+b") as file:
+            data = bytearray(file.read())
+            marks = [at for at in range(4000, len(data), SPEC.page_bytes) if any(data[at - 100 : at + 100])]
+            for at in marks[2:]:
+                data[at] ^= 1
+            file.seek(0)
+            file.write(data)
+
+
+def test_a_damaged_page_is_a_miss_and_can_be_saved_again(open_store, tmp_path):
+    first = open_store(inline_bytes=0)
+    save(first, LONG)
+    first.close()
+    damage(tmp_path / "disk")
+    second = open_store(inline_bytes=0)
+    tokens, pages = load_bytes(second, second.lookup(LONG))
+    assert tokens == 32
+    assert pages == pages_of(LONG)[:2]
+    assert second.stats().counters["damaged_pages"] > 0
+    assert second.lookup(LONG).tokens == 32
+    for _ in range(40):  # each attempt finds further damaged pages below
+        save(second, LONG)
+        if load_bytes(second, second.lookup(LONG)) == (len(LONG), pages_of(LONG)):
+            break
+    second.evict("host")
+    second.close()
+    third = open_store(inline_bytes=0)
+    assert load_bytes(third, third.lookup(LONG)) == (len(LONG), pages_of(LONG))
+
+
+@pytest.mark.parametrize("inline_bytes", [0, 1 << 20])
+def test_disk_capacity_holds_and_the_oldest_leave(open_store, tmp_path, inline_bytes):
+    store = open_store(disk_bytes=2 << 20, pages=128, inline_bytes=inline_bytes)
+    for n in range(30):
+        save(store, list(range(1000 * n, 1000 * n + 256)))
+        disk = store.stats().tiers["disk"]
+        assert disk.used_bytes <= disk.capacity_bytes
+        assert sum(path.stat().st_blocks * 512 for path in (tmp_path / "disk").rglob("*")) <= 2 << 20
+    assert store.stats().counters["evicted_pages"]["disk"] > 0
+    store.evict("host")
+    held = [store.lookup(range(1000 * n, 1000 * n + 256)).tokens for n in range(30)]
+    assert held[-1] == 256
+    assert held[0] == 0
+    assert sum(held) // 16 == store.stats().tiers["disk"].pages
+
+
+def test_what_was_used_last_survives_a_restart_longest(open_store):
+    first = open_store(disk_pages=64, pages=128)
+    prompts = [list(range(1000 * n, 1000 * n + 64)) for n in range(4)]
+    for tokens in prompts:
+        save(first, tokens)
+    first.lookup(prompts[0]).release()
+    first.close()
+    second = open_store(disk_pages=64, pages=128)
+    pages = second.stats().tiers["disk"].pages
+    assert pages == 16
+    second.evict("disk", 12)
+    assert [second.lookup(tokens).tokens for tokens in prompts] == [64, 0, 0, 0]
+
+
+KILLED = """
+import sys, time
+sys.path[:0] = sys.argv[3:]
+from tests.tierstore.store.conftest import SPEC, pages_of
+from tierstore.keys import Identity
+from tierstore.store import Store
+identity = Identity.of(SPEC, model="test")
+store = Store.open(sys.argv[1], SPEC, identity=identity, host_bytes=1 << 20, disk_bytes=16 << 20)
+for n in range(1000):
+    tokens = list(range(1000 * n, 1000 * n + 64))
+    store.save(tokens, pages_of(tokens)).wait()
+    store.flush()
+    print(n, flush=True)
+"""
+
+
+def test_what_was_acknowledged_survives_kill_9(open_store, tmp_path):
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "disk"), "", *sys.path]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        acknowledged = [int(process.stdout.readline()) for _ in range(25)]
+        process.send_signal(signal.SIGKILL)
+        acknowledged += [int(line) for line in process.stdout.read().split()]
+    store = open_store()
+    for n in acknowledged:
+        tokens = list(range(1000 * n, 1000 * n + 64))
+        assert load_bytes(store, store.lookup(tokens)) == (64, pages_of(tokens))
+
+
+def test_a_store_in_use_is_refused_at_once(open_store, tmp_path):
+    open_store()
+    started = time.monotonic()
+    with pytest.raises(StoreUnavailableError, match="in use"):
+        Store.open(tmp_path / "disk", SPEC, host_bytes=1 << 20, disk_bytes=16 << 20)
+    assert time.monotonic() - started < 2
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [({"disk_bytes": 10}, "less than one page"), ({"host_bytes": 0}, "needs a host tier")],
+)
+def test_what_cannot_work_leaves_no_directory_behind(tmp_path, kwargs, message):
+    with pytest.raises(UsageError, match=message):
+        Store.open(tmp_path / "new", SPEC, **{"host_bytes": 1 << 20, "disk_bytes": 16 << 20, **kwargs})
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_failing_disk_is_only_a_missing_tier(open_store, monkeypatch):
+    store = open_store(inline_bytes=0)
+    save(store, TOKENS)
+
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(store._disk, "write", fail)
+    assert store.save(LONG, pages_of(LONG)).wait(10) == len(LONG)
+    assert store.flush(10)
+    stats = store.stats()
+    assert stats.counters["disk_write_errors"] == 1
+    assert not stats.disk_writable
+    assert load_bytes(store, store.lookup(LONG)) == (len(LONG), pages_of(LONG))
+    assert load_bytes(store, store.lookup(TOKENS)) == (70, pages_of(TOKENS))
+    store.check()

@@ -1,0 +1,311 @@
+"""The store without a disk: saves, hits, loads, leases, eviction, and the page pool."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import xxhash
+
+from tests.tierstore.store.conftest import SPEC, leading_tokens, load_bytes, page_of, pages_of
+from tierstore.errors import StoreClosedError, UsageError
+from tierstore.keys import Identity, Prompt
+from tierstore.store import Store
+
+TOKENS = list(range(100, 170))  # 4 full chunks and 6 tokens
+
+
+@pytest.fixture
+def store(open_store):
+    return open_store(None)
+
+
+def save(store, tokens, **kwargs):
+    return store.save(tokens, pages_of(tokens), **kwargs).wait(10)
+
+
+def test_what_was_saved_comes_back_token_for_token(store):
+    assert save(store, TOKENS) == 70
+    hit = store.lookup(TOKENS)
+    assert hit.tokens == 70
+    assert hit.by_tier == {"host": 70}
+    assert load_bytes(store, hit) == (70, pages_of(TOKENS))
+    assert store.stats().open_hits == 0
+
+
+@pytest.mark.parametrize("same", [0, 1, 15, 16, 17, 63, 64, 65, 69])
+def test_the_match_ends_at_the_first_other_token(store, same):
+    save(store, TOKENS)
+    hit = store.lookup([*TOKENS[:same], 7, 7, 7])
+    assert hit.tokens == same
+    tokens, pages = load_bytes(store, hit)
+    assert tokens == same
+    for page, expected in zip(pages, pages_of(TOKENS), strict=False):
+        assert page == expected
+
+
+def test_max_tokens_cuts_the_hit(store):
+    save(store, TOKENS)
+    for limit in (0, 1, 16, 37, 69):
+        with store.lookup(TOKENS, max_tokens=limit) as hit:
+            assert hit.tokens == limit
+
+
+def test_nothing_is_found_under_another_identity(store):
+    save(store, TOKENS)
+    for identity in (
+        Identity.of(SPEC, model="other"),
+        Identity.of(SPEC, model="test", tenant="b"),
+        Identity.of(SPEC, model="test", revision="2"),
+    ):
+        prompt = Prompt(identity, TOKENS, chunk_tokens=SPEC.chunk_tokens)
+        assert store.lookup(prompt).tokens == 0
+    wrong_layout = Prompt(Identity("test", "float16 or so"), TOKENS, chunk_tokens=SPEC.chunk_tokens)
+    with pytest.raises(UsageError, match="another page layout"):
+        store.lookup(wrong_layout)
+
+
+def test_a_second_save_keeps_one_copy(store):
+    save(store, TOKENS)
+    used = store.stats().tiers["host"].used_bytes
+    assert save(store, TOKENS) == 70
+    assert store.stats().tiers["host"].used_bytes == used
+    assert store.stats().counters["already_stored_pages"] == 5
+
+
+def test_branches_share_their_prefix(store):
+    other = [*TOKENS[:32], *range(500, 538)]
+    save(store, TOKENS)
+    save(store, other)
+    assert store.stats().pages == 5 + 3
+    for tokens in (TOKENS, other):
+        assert load_bytes(store, store.lookup(tokens)) == (70, pages_of(tokens))
+
+
+def test_saving_from_the_middle_needs_the_pages_before(store):
+    pages = pages_of(TOKENS)
+    assert store.save(TOKENS, pages[2:], first=2).wait(10) == 0
+    assert store.save(TOKENS, pages[:2]).wait(10) == 32
+    assert store.save(TOKENS, pages[2:], first=2).wait(10) == 38
+    assert load_bytes(store, store.lookup(TOKENS)) == (70, pages)
+
+
+def test_capacity_holds_and_the_oldest_prompts_leave(open_store):
+    store = open_store(None, pages=8)
+    for n in range(10):
+        save(store, list(range(1000 * n, 1000 * n + 64)))
+        assert store.stats().tiers["host"].used_bytes <= 8 * SPEC.page_bytes
+    assert [store.lookup(range(1000 * n, 1000 * n + 64)).tokens for n in range(10)] == [0] * 8 + [64] * 2
+    assert store.stats().counters["evicted_pages"]["host"] == 32
+
+
+def test_what_a_lease_holds_is_not_evicted_and_nobody_waits(open_store):
+    store = open_store(None, pages=4)
+    save(store, range(64))
+    hit = store.lookup(range(64))
+    assert save(store, range(1000, 1064)) == 0
+    assert store.stats().counters["not_stored_pages"] == 4
+    assert load_bytes(store, hit) == (64, pages_of(list(range(64))))
+    assert save(store, range(1000, 1064)) == 64
+
+
+def test_a_lease_ends_by_itself_and_the_load_brings_what_is_still_there(open_store):
+    store = open_store(None, pages=4, lease_s=0.0)
+    save(store, range(64))
+    hit = store.lookup(range(64))
+    save(store, range(1000, 1032))
+    assert load_bytes(store, hit) == (32, pages_of(list(range(32))))
+    assert store.stats().counters["expired_leases"] == 1
+
+
+def test_pins_outlast_pressure(open_store):
+    store = open_store(None, pages=6)
+    save(store, range(32))
+    assert store.pin(range(32)) == 32
+    for n in range(1, 5):
+        save(store, list(range(1000 * n, 1000 * n + 64)))
+    assert store.lookup(range(32)).tokens == 32
+    assert store.unpin(range(32)) == 32
+    assert store.evict("host") == 4  # the pinned ones are still under the lookup's lease
+
+
+def test_evict_by_hand(store):
+    save(store, TOKENS)
+    assert store.evict("host", 2) == 2
+    assert store.lookup(TOKENS).tokens == 48
+    with pytest.raises(UsageError, match="unknown tier"):
+        store.evict("tape")
+
+
+def test_eight_bit_keys_serve_no_wrong_page(open_store):
+    """Hundreds of pages under 256 keys: only the tokens tell them apart."""
+    store = open_store(None, pages=800)
+    rng = np.random.default_rng(0)
+    identity = store.identity
+
+    def prompt(tokens):
+        return Prompt(identity, tokens, chunk_tokens=16, digest=lambda data: xxhash.xxh3_64_digest(data)[:1])
+
+    saved = [rng.integers(0, 50, 48).tolist() for _ in range(250)]
+    for tokens in saved:
+        store.save(prompt(tokens), pages_of(tokens)).wait(10)
+    known = {tuple(tokens[:end]) for tokens in saved for end in range(1, 49)}
+    wrong = 0
+    for n in range(100_000):
+        tokens = list(saved[n % 250])
+        if n % 4:
+            tokens[rng.integers(0, 48)] = int(rng.integers(0, 50))
+        with store.lookup(prompt(tokens)) as hit:
+            wrong += hit.tokens > 0 and tuple(tokens[: hit.tokens]) not in known
+            whole = hit.tokens // 16 * 16 + 16
+            wrong += whole <= 48 and tuple(tokens[:whole]) in known
+            if n % 100 == 0 and hit.tokens:
+                page = load_bytes(store, hit)[1][-1]
+                count = (hit.tokens - 1) % 16 + 1
+                wrong += leading_tokens(page, count) != leading_tokens(page_of(tokens[: hit.tokens]), count)
+    assert wrong == 0
+    assert store.stats().key_collisions > 0
+
+
+def test_bad_arguments_are_said_and_lose_nothing(store):
+    save(store, TOKENS)
+    with pytest.raises(UsageError, match="page buffer 0 has 3 bytes"):
+        store.save(TOKENS, [b"abc"])
+    with pytest.raises(UsageError, match="do not lie within"):
+        store.save(TOKENS, pages_of(TOKENS), first=1)
+    with pytest.raises(UsageError, match="5 pages, there are 1"):
+        store.load(store.lookup(TOKENS), [bytearray(SPEC.page_bytes)])
+    with pytest.raises(UsageError, match="no page pool"):
+        store.load(store.lookup(TOKENS))
+    assert store.lookup(TOKENS).tokens == 70
+
+
+def test_a_closed_store_says_so(store):
+    store.close()
+    with pytest.raises(StoreClosedError):
+        store.lookup(TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"host_bytes": 100}, "host_bytes is 100 B, less than one page"),
+        ({"policy": "oracle"}, "unknown policy"),
+        ({"host_bytes": 1 << 60}, "cannot map"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_open(kwargs, message):
+    with pytest.raises(UsageError, match=message):
+        Store.open(None, SPEC, **kwargs)
+
+
+def test_transfers_can_be_awaited(store):
+    async def run():
+        await store.save(TOKENS, pages_of(TOKENS))
+        buffers = [bytearray(SPEC.page_bytes) for _ in range(5)]
+        loaded = await store.load(store.lookup(TOKENS), buffers)
+        return loaded.tokens, [bytes(buffer) for buffer in buffers]
+
+    assert asyncio.run(run()) == (70, pages_of(TOKENS))
+
+
+# -- with a page pool -----------------------------------------------------------------------------------
+
+
+def compute(store, tokens, first=0):
+    """Play the engine: allocate HBM pages, compute into them, publish them."""
+    chunks = pages_of(tokens)[first:]
+    pages = store.allocate_hbm(len(chunks))
+    for page, data in zip(pages, chunks, strict=True):
+        store.pool.array[page] = np.frombuffer(data, np.uint8)
+    prompt = store.prompt(tokens)
+    return pages, store.save_hbm(prompt, pages, first=first)
+
+
+def hbm_bytes(store, pages):
+    return [store.pool.array[page].tobytes() for page in pages]
+
+
+def test_an_hbm_hit_is_the_same_page_without_a_copy(open_store):
+    store = open_store(None, hbm_pages=16)
+    pages, saved = compute(store, TOKENS)
+    assert saved.wait(10) == 70
+    store.release_hbm(pages)
+    hit = store.lookup(TOKENS, max_tokens=64)
+    assert hit.by_tier == {"hbm": 64}
+    loaded = store.load(hit).wait(10)
+    assert loaded.pages == tuple(pages[:4])
+    assert loaded.moved_bytes == 0
+    store.release_hbm(loaded.pages)
+
+
+def test_a_hit_that_ends_inside_a_page_gives_a_private_copy(open_store):
+    store = open_store(None, hbm_pages=16)
+    pages, saved = compute(store, TOKENS)
+    saved.wait(10)
+    loaded = store.load(store.lookup(TOKENS, max_tokens=40)).wait(10)
+    assert loaded.tokens == 40
+    assert loaded.pages[:2] == tuple(pages[:2])
+    assert loaded.pages[2] not in pages
+    assert hbm_bytes(store, loaded.pages) == pages_of(TOKENS)[:3]
+    store.pool.array[loaded.pages[2]] = 0  # the engine writes on
+    store.release_hbm(loaded.pages)
+    store.release_hbm(pages)
+    assert load_bytes(store, store.lookup(TOKENS)) == (70, pages_of(TOKENS))
+    assert store.available_hbm() == 16
+
+
+def test_evicted_from_hbm_it_comes_back_from_host(open_store):
+    store = open_store(None, hbm_pages=8)
+    pages, saved = compute(store, TOKENS)
+    saved.wait(10)
+    store.release_hbm(pages)
+    other, saved = compute(store, list(range(900, 1000)))  # needs 7 of the 8 pages
+    saved.wait(10)
+    store.release_hbm(other)
+    hit = store.lookup(TOKENS)
+    assert "host" in hit.by_tier
+    loaded = store.load(hit).wait(10)
+    assert loaded.tokens == 70
+    assert hbm_bytes(store, loaded.pages) == pages_of(TOKENS)
+    store.release_hbm(loaded.pages)
+    assert store.available_hbm() == 8
+
+
+def test_a_full_pool_gives_none_and_loads_come_short(open_store):
+    store = open_store(None, hbm_pages=6)
+    save(store, TOKENS)
+    held = store.allocate_hbm(3)
+    assert store.allocate_hbm(4) is None
+    loaded = store.load(store.lookup(TOKENS)).wait(10)
+    assert loaded.tokens == 48
+    assert store.stats().counters["loads_cut_short"] == 1
+    store.release_hbm([*held, *loaded.pages])
+    assert store.available_hbm() == 6
+
+
+def test_two_sequences_that_compute_the_same_pages_keep_one_copy(open_store):
+    store = open_store(None, hbm_pages=16)
+    first, a = compute(store, TOKENS)
+    second, b = compute(store, TOKENS)
+    assert a.wait(10) == b.wait(10) == 70
+    store.release_hbm(second)
+    assert store.stats().tiers["hbm"].pages == 5
+    store.release_hbm(first)
+    assert store.available_hbm() == 16
+    assert page_of(TOKENS[:16]) == store.pool.array[first[0]].tobytes()
+
+
+def test_cancel_gives_everything_back(open_store):
+    store = open_store(None, hbm_pages=128, pages=128)
+    tokens = list(range(16 * 100))
+    save(store, tokens)
+    for _ in range(20):
+        transfer = store.load(store.lookup(tokens))
+        transfer.cancel()
+        loaded = transfer.wait(10)
+        store.release_hbm(loaded.pages)
+    store._mover.drain(10)
+    assert store.available_hbm() == 128
+    assert store.stats().open_hits == 0

@@ -1,0 +1,121 @@
+"""A disk tier with a memory of what it was given: the model that the tests compare it with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tierstore.memory import Memory
+from tierstore.tiers.disk import DiskTier, PageRecord
+from tierstore.units import KIB, MIB, round_up
+
+MEMORY_BYTES = 24 * MIB
+
+
+class Shelf:
+    """Saves random pages and knows what must come back. One batch at a time, as a store's writer does it."""
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        self.path = path
+        self.options = {"capacity_bytes": 64 * MIB, "page_bytes": 64 * KIB, **options}
+        self.saved: dict[int, tuple[PageRecord, bytes]] = {}  # serial -> what a commit has acknowledged
+        self._memory = Memory(MEMORY_BYTES, shared=False)
+        self._random = random.Random(0)
+        self.tier = DiskTier.open(path, **self.options)
+
+    def save(self, sizes: Sequence[int], *, parent: int = 0, chained: bool = False) -> list[PageRecord]:
+        """Reserve, write and commit one page per size; those that find no room are left out."""
+        batch = []
+        for nbytes, view in zip(sizes, self._views(sizes), strict=True):
+            place = self.tier.reserve(nbytes)
+            if place is None:
+                continue
+            record = self.record(nbytes, place, parent)
+            view[:] = self._random.randbytes(nbytes)
+            batch.append((record, view))
+            parent = record.serial if chained else parent
+        try:
+            self.tier.write(batch)
+            self.tier.commit(batch, [], {})
+        except OSError:
+            for record, _ in batch:
+                self.tier.unreserve(record.place, record.nbytes)
+            raise
+        self.saved.update({record.serial: (record, bytes(view)) for record, view in batch})
+        return [record for record, _ in batch]
+
+    def record(self, nbytes: int, place: int, parent: int = 0) -> PageRecord:
+        serial = self.tier.new_serial()
+        return PageRecord(
+            serial=serial,
+            parent=parent,
+            key=self._random.randbytes(16),
+            identity=bytes(32),
+            tokens=self._random.randbytes(256),
+            nbytes=nbytes,
+            place=place,
+            created_s=float(serial),
+            used_s=float(serial),
+        )
+
+    def remove(self, records: Iterable[PageRecord]) -> None:
+        """Remove pages and everything below them."""
+        doomed = {record.serial for record in records}
+        for serial in sorted(self.saved):
+            if self.saved[serial][0].parent in doomed:
+                doomed.add(serial)
+        gone = [self.saved[serial][0] for serial in sorted(doomed, reverse=True)]
+        self.tier.commit([], gone, {})
+        for serial in doomed:
+            del self.saved[serial]
+
+    def read(self, records: Sequence[PageRecord]) -> list[bytes | None]:
+        """What the tier serves for each record; None for a miss."""
+        views = self._views([record.nbytes for record in records])
+        for view in views:
+            view[:] = b"\xaa" * view.nbytes
+        good = self.tier.read(list(zip(records, views, strict=True)))
+        return [bytes(view) if ok else None for view, ok in zip(views, good, strict=True)]
+
+    def verify(self) -> None:
+        """Everything that was saved comes back as it was."""
+        records = [record for record, _ in self.saved.values()]
+        for batch in self._batches(records):
+            for record, data in zip(batch, self.read(batch), strict=True):
+                assert data == self.saved[record.serial][1], f"page {record.serial} is not what was saved"
+
+    def reopen(self, **options: Any) -> list[PageRecord]:
+        """Close, open again, and return the records found. Pages that were dropped are forgotten here too."""
+        self.tier.close()
+        self.options.update(options)
+        self.tier = DiskTier.open(self.path, **self.options)
+        records = self.tier.records()
+        self.saved = {record.serial: (record, self.saved[record.serial][1]) for record in records}
+        return records
+
+    def close(self) -> None:
+        self.tier.check()
+        self.tier.close()
+
+    def _batches(self, records: Sequence[PageRecord]) -> Iterable[list[PageRecord]]:
+        batch: list[PageRecord] = []
+        used = 0
+        for record in records:
+            nbytes = round_up(record.nbytes, 4096)
+            if used + nbytes > MEMORY_BYTES:
+                yield batch
+                batch, used = [], 0
+            batch.append(record)
+            used += nbytes
+        yield batch
+
+    def _views(self, sizes: Sequence[int]) -> list[memoryview]:
+        views = []
+        offset = 0
+        for nbytes in sizes:
+            views.append(self._memory.view(offset, nbytes))
+            offset += round_up(nbytes, 4096)
+        assert offset <= MEMORY_BYTES, "the test's batch is too large"
+        return views

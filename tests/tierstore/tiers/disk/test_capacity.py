@@ -1,0 +1,124 @@
+"""The cap holds on everything under the directory: while churning, across lives, and when it is made smaller."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+
+from tierstore.units import KIB, MIB
+
+
+def sizes(path):
+    """(allocated, apparent) bytes of everything under ``path``, itself included."""
+    allocated = apparent = 0
+    for root, _, names in os.walk(path):
+        for each in (root, *(os.path.join(root, name) for name in names)):
+            stat = os.lstat(each)
+            allocated += stat.st_blocks * 512
+            apparent += stat.st_size
+    return allocated, apparent
+
+
+def churn(shelf, page_sizes, steps, seed=0):
+    """Save until full, remove some, and so on. The cap is looked at after each step."""
+    chance = random.Random(seed)
+    for _ in range(steps):
+        wanted = [chance.choice(page_sizes) for _ in range(16)]
+        if len(shelf.save(wanted)) < len(wanted):
+            serials = list(shelf.saved)
+            doomed = serials[: len(serials) // 8] + chance.sample(serials, k=min(len(serials), 8))
+            shelf.remove([shelf.saved[serial][0] for serial in set(doomed)])
+        assert max(sizes(shelf.path)) <= shelf.options["capacity_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "page_sizes", "inline_bytes"),
+    [
+        (64 * KIB, [64 * KIB], 16 * KIB),
+        (4 * KIB, [4 * KIB], 0),
+        (16 * KIB, [16 * KIB], 16 * KIB),
+        (100_000, [2000, 9000, 16 * KIB, 40_000, 100_000, 250_000], 16 * KIB),
+    ],
+)
+def test_the_cap_holds_while_churning(open_shelf, page_bytes, page_sizes, inline_bytes):
+    shelf = open_shelf(capacity_bytes=3 * MIB, page_bytes=page_bytes, inline_bytes=inline_bytes)
+    churn(shelf, page_sizes, steps=60)
+    shelf.verify()
+    shelf.reopen()
+    shelf.verify()
+
+
+@pytest.mark.parametrize(("page_bytes", "share"), [(16 * KIB, 0.8), (64 * KIB, 0.85), (1 * MIB, 0.9)])
+def test_most_of_the_cap_can_be_used(open_shelf, page_bytes, share):
+    shelf = open_shelf(capacity_bytes=32 * MIB, page_bytes=page_bytes)
+    while len(shelf.save([page_bytes] * 8)) == 8:
+        pass
+    assert len(shelf.saved) * page_bytes >= share * 32 * MIB
+
+
+def test_the_cap_holds_life_after_life(open_shelf):
+    shelf = open_shelf(capacity_bytes=3 * MIB)
+    for seed in range(5):
+        churn(shelf, [10_000, 64 * KIB, 100_000], steps=10, seed=seed)
+        kept = set(shelf.saved)
+        shelf.reopen()
+        assert set(shelf.saved) == kept
+        shelf.verify()
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "page_sizes"),
+    [(64 * KIB, [64 * KIB]), (16 * KIB, [16 * KIB]), (64 * KIB, [1000, 16 * KIB, 64 * KIB, 200_000])],
+)
+def test_a_smaller_cap_at_the_next_start_holds_at_once(open_shelf, page_bytes, page_sizes):
+    shelf = open_shelf(capacity_bytes=8 * MIB, page_bytes=page_bytes)
+    churn(shelf, page_sizes, steps=12)
+    before = len(shelf.saved)
+    for capacity in (6 * MIB, 3 * MIB, 1 * MIB):
+        shelf.reopen(capacity_bytes=capacity)
+        assert max(sizes(shelf.path)) <= capacity
+        assert shelf.saved
+        shelf.verify()
+        shelf.tier.check()
+    assert len(shelf.saved) < before
+    churn(shelf, page_sizes, steps=10)
+    shelf.reopen(capacity_bytes=8 * MIB)
+    kept = len(shelf.saved)
+    churn(shelf, page_sizes, steps=12)
+    assert len(shelf.saved) > 2 * kept
+    shelf.verify()
+
+
+def test_a_smaller_cap_keeps_the_most_recently_used_inline_pages(open_shelf):
+    shelf = open_shelf(capacity_bytes=8 * MIB, page_bytes=16 * KIB)
+    while shelf.save([16 * KIB] * 8):
+        pass
+    newest = max(shelf.saved)
+    shelf.reopen(capacity_bytes=4 * MIB)
+    inline = sorted(serial for serial, (record, _) in shelf.saved.items() if record.place == -1)
+    assert len(inline) > 50
+    assert inline[-1] >= newest - 20
+    shelf.verify()
+
+
+def test_other_page_sizes_in_the_next_life_work(open_shelf):
+    shelf = open_shelf(capacity_bytes=4 * MIB, page_bytes=64 * KIB)
+    for page_bytes in (16 * KIB, 200_000, 8 * KIB, 1 * MIB):
+        churn(shelf, [page_bytes], steps=6)
+        shelf.reopen(page_bytes=page_bytes)
+        churn(shelf, [page_bytes], steps=20)
+        assert any(record.nbytes == page_bytes for record, _ in shelf.saved.values())
+        shelf.verify()
+
+
+def test_a_rebuild_that_was_interrupted_changes_nothing(open_shelf):
+    shelf = open_shelf(capacity_bytes=4 * MIB)
+    shelf.save([64 * KIB] * 4)
+    shelf.tier.close()
+    (shelf.path / "index.lmdb.new").write_bytes(b"half")
+    (shelf.path / "index.lmdb.new-lock").write_bytes(b"half")
+    shelf.tier = type(shelf.tier).open(shelf.path, **shelf.options)
+    shelf.verify()
+    assert not list(shelf.path.glob("*.new*"))

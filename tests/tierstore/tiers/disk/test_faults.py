@@ -1,0 +1,145 @@
+"""System calls that fail: nothing is lost, nothing wrong is served, and the tier goes on when the disk does."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from tierstore.tiers.disk import FileIO
+from tierstore.units import KIB, MIB
+
+
+class FlakyIO(FileIO):
+    """Fails the calls named in ``failing``, with the given error numbers."""
+
+    def __init__(self):
+        self.failing = {}
+        self.short = False
+
+    def _maybe_fail(self, call):
+        if call in self.failing:
+            raise OSError(self.failing[call], "injected")
+
+    def preadv(self, fd, buffers, offset):
+        self._maybe_fail("preadv")
+        if self.short:
+            return super().preadv(fd, [buffers[0][: max(buffers[0].nbytes // 2, 1)]], offset)
+        return super().preadv(fd, buffers, offset)
+
+    def pwritev(self, fd, buffers, offset):
+        self._maybe_fail("pwritev")
+        if self.short:
+            return super().pwritev(
+                fd, [buffers[0][: max(buffers[0].nbytes // 2 // 4096 * 4096, 4096)]], offset
+            )
+        return super().pwritev(fd, buffers, offset)
+
+    def allocate(self, fd, offset, nbytes):
+        self._maybe_fail("allocate")
+        super().allocate(fd, offset, nbytes)
+
+    def sync(self, fd):
+        self._maybe_fail("sync")
+        super().sync(fd)
+
+
+@pytest.fixture
+def flaky():
+    return FlakyIO()
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("call", ["pwritev", "allocate", "sync"])
+def test_a_write_that_fails_is_an_os_error_and_leaves_nothing_behind(open_shelf, flaky, call, code):
+    shelf = open_shelf(io=flaky, capacity_bytes=4 * MIB)  # below what calibration needs: no file yet
+    if call != "allocate":
+        shelf.save([64 * KIB] * 4)
+    used = shelf.tier.stats().used_bytes
+    flaky.failing = {call: code}
+    with pytest.raises(OSError, match="injected") as raised:
+        shelf.save([64 * KIB, 100_000, 4 * KIB])
+    assert raised.value.errno == code
+    assert shelf.tier.stats().used_bytes == used
+    shelf.verify()
+    flaky.failing = {}
+    shelf.save([64 * KIB, 100_000, 4 * KIB])
+    shelf.verify()
+    shelf.reopen()
+    shelf.verify()
+
+
+def test_reads_that_fail_are_misses(open_shelf, flaky):
+    shelf = open_shelf(io=flaky)
+    inline, *records = shelf.save([4 * KIB, 64 * KIB, 300_000, 9 * MIB])
+    flaky.failing = {"preadv": errno.EIO}
+    assert shelf.read(records) == [None] * 3
+    assert shelf.read([inline]) != [None]
+    flaky.failing = {}
+    shelf.verify()
+
+
+def test_one_bad_block_costs_one_page(open_shelf):
+    class BadBlock(FlakyIO):
+        bad = -1
+
+        def preadv(self, fd, buffers, offset):
+            if offset <= self.bad < offset + sum(buffer.nbytes for buffer in buffers):
+                raise OSError(errno.EIO, "injected")
+            return super().preadv(fd, buffers, offset)
+
+    io = BadBlock()
+    shelf = open_shelf(io=io)
+    records = shelf.save([64 * KIB] * 10)
+    io.bad = records[4].place + 4096
+    data = shelf.read(records)
+    assert [index for index, each in enumerate(data) if each is None] == [4]
+
+
+def test_transfers_that_fall_short_are_continued(open_shelf, flaky):
+    shelf = open_shelf(io=flaky)
+    flaky.short = True
+    shelf.save([64 * KIB, 300_000, 9 * MIB])
+    shelf.verify()
+    flaky.short = False
+    shelf.verify()
+
+
+def test_pages_written_before_a_failed_sync_are_not_acknowledged_by_the_next_one(open_shelf, flaky):
+    shelf = open_shelf(io=flaky)
+    place = shelf.tier.reserve(64 * KIB)
+    record = shelf.record(64 * KIB, place)
+    view = shelf._views([64 * KIB])[0]
+    shelf.tier.write([(record, view)])
+    flaky.failing = {"sync": errno.EIO}
+    with pytest.raises(OSError, match="injected"):
+        shelf.tier.commit([], [], {})
+    flaky.failing = {}
+    with pytest.raises(OSError, match="failed after this page was written"):
+        shelf.tier.commit([(record, view)], [], {})
+    shelf.tier.write([(record, view)])
+    shelf.tier.commit([(record, view)], [], {})
+    shelf.saved[record.serial] = (record, bytes(view))
+    shelf.verify()
+
+
+def test_a_full_index_is_an_os_error_and_heals_by_removing(open_shelf):
+    shelf = open_shelf(capacity_bytes=2 * MIB, page_bytes=16 * KIB)
+    shelf.tier._space._index_limit = 1 << 40  # as if the estimate of what fits were wrong
+    with pytest.raises(OSError, match="the index is full") as raised:
+        while True:
+            shelf.save([16 * KIB] * 8)
+    assert raised.value.errno == errno.ENOSPC
+    shelf.verify()
+    shelf.remove([record for record, _ in list(shelf.saved.values())[:40]])
+    assert len(shelf.save([16 * KIB] * 16)) == 16
+    shelf.verify()
+
+
+def test_a_disk_that_is_full_at_the_start_does_not_keep_the_store_from_opening(open_shelf, flaky):
+    flaky.failing = {"allocate": errno.ENOSPC}
+    shelf = open_shelf(io=flaky)
+    shelf.save([4 * KIB])
+    with pytest.raises(OSError, match="injected"):
+        shelf.save([64 * KIB])
+    shelf.verify()

@@ -1,0 +1,26 @@
+"""The store: one index, one mover, one policy over a stack of tiers.
+
+How a page travels, and which file decides or moves::
+
+    save   HBM page or caller's buffer ──mover──▶ host slot ──writer, committer──▶ disk
+           save.py                                          write_behind.py
+    load   disk ──mover──▶ host slot ──mover──▶ HBM page or caller's buffer
+           load.py (a prefetch is a load that ends in the host tier)
+
+``state.py`` holds everything that can change, behind one lock, and makes every decision: what matches, what
+is evicted, which slot is used. Nobody does I/O or copies bytes while holding that lock; the jobs in
+``load.py``, ``save.py`` and ``write_behind.py`` ask the state what to do, do it outside the lock, and report
+back.
+
+Three rules keep bytes and bookkeeping together:
+
+* a copy is ``ready`` only after its last byte is in place, and only ready copies are matched;
+* whoever reads or fills a copy holds a lease on it, and a leased copy's place is never reused;
+* a disk copy is ready only after its commit, and its place is reused only after the commit that removed it.
+"""
+
+from tierstore.store.hit import Hit
+from tierstore.store.load import Loaded
+from tierstore.store.store import Store
+
+__all__ = ["Hit", "Loaded", "Store"]

@@ -1,0 +1,38 @@
+"""Where pages come from and go to outside the store's own tiers: an engine's HBM pool, or a caller's
+buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from tierstore import memory
+from tierstore.errors import UsageError
+
+
+class PageSource(Protocol):
+    """Pages to save."""
+
+    def read_into(self, position: int, address: int) -> None:
+        """Copy page ``position`` to host memory at ``address``. Runs on a mover thread, without the GIL."""
+
+
+class Buffers:
+    """Caller's memory, one contiguous buffer of ``page_bytes`` for each page. They must not move or be
+    reused until the transfer has ended. Raises :class:`UsageError` for buffers of another size or kind."""
+
+    def __init__(
+        self, buffers: Sequence[memoryview | bytearray | bytes], page_bytes: int, *, writable: bool
+    ) -> None:
+        self._views = [memoryview(buffer).cast("B") for buffer in buffers]
+        self._page_bytes = page_bytes
+        for position, view in enumerate(self._views):
+            if view.nbytes != page_bytes:
+                raise UsageError(f"page buffer {position} has {view.nbytes} bytes, a page has {page_bytes}")
+        self.addresses = [memory.address_of(view, writable=writable) for view in self._views]
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def read_into(self, position: int, address: int) -> None:
+        memory.copy(address, self.addresses[position], self._page_bytes)

@@ -1,0 +1,298 @@
+"""Everything in a store that can change, and every decision. No thread, no copy, no I/O is here.
+
+All methods and attributes need :attr:`StoreState.lock`, unless they say otherwise.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from tierstore import memory
+from tierstore.errors import StoreClosedError, UsageError
+from tierstore.index import Index, Match, Page, Tier
+from tierstore.keys import PageKey, Prompt
+from tierstore.policy import Policy
+from tierstore.spec import KVSpec
+from tierstore.store.stats import Counters, TierStats
+from tierstore.tiers.hbm import PagePool
+from tierstore.tiers.host import HostTier
+
+if TYPE_CHECKING:
+    from tierstore.tiers.disk import DiskTier, PageRecord
+
+
+class Lease:
+    """A hold on copies, with an end. Each page is held in one tier, the fastest that had it."""
+
+    __slots__ = ("ends", "held", "released")
+
+    def __init__(self) -> None:
+        self.held: list[tuple[Page, Tier]] = []
+        self.ends = 0.0
+        self.released = True
+
+
+class StoreState:
+    """The index, the tiers' space, the leases and the counters of one store."""
+
+    def __init__(
+        self,
+        spec: KVSpec,
+        policies: Sequence[Policy],
+        *,
+        host: HostTier | None,
+        pool: PagePool | None,
+        disk: DiskTier | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.spec = spec
+        self.page_bytes = spec.page_bytes
+        self.host = host
+        self.pool = pool
+        self.disk = disk
+        self.clock = clock
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)  # a copy became ready or went away, a queue moved
+        self.index = Index(policies, spec.page_bytes)
+        self.counters = Counters()
+        self.closed = False
+        self.open_hits = 0
+        self.pending_saves = 0
+        self.loading: set[Page] = set()  # being read from disk by a load that is running
+        self.in_transit = 0  # pages that loads are bringing through the host tier
+        self.published: dict[int, Page] = {}  # HBM pages that are in the index
+        self.removed: list[PageRecord] = []  # disk records to delete with the next commit
+        self.used: set[Page] = set()  # pages on disk used since the last commit
+        self._leases: list[tuple[float, int, Lease]] = []
+        self._lease_order = itertools.count()
+
+    # -- lookup and leases ---------------------------------------------------------------------------
+
+    def lookup(self, prompt: Prompt, max_tokens: int, lease_s: float) -> tuple[Match, Lease]:
+        """The longest held prefix, leased where it is fastest to load from."""
+        self.expire_leases()
+        match = self.index.match(prompt, max_tokens)
+        held = [(page, tier) for page in match.pages if (tier := page.ready_tier()) is not None]
+        lease = self.lease(held, lease_s)
+        self.index.touch(match.pages, hit=True)
+        self.used.update(page for page in match.pages if page.copies[Tier.DISK] is not None)
+        self.counters.lookups += 1
+        self.counters.lookup_tokens += min(len(prompt), max_tokens)
+        return match, lease
+
+    def lease(self, held: list[tuple[Page, Tier]], lease_s: float) -> Lease:
+        lease = Lease()
+        self._hold(lease, held, lease_s)
+        return lease
+
+    def renew(self, lease: Lease, pages: Sequence[Page], lease_s: float) -> None:
+        """If the lease has ended, hold its pages again as far as they are still there."""
+        if lease.released:
+            held = [(page, page.ready_tier()) for page in pages]
+            there = itertools.takewhile(lambda each: each[1] is not None, held)
+            self._hold(lease, [(page, tier) for page, tier in there if tier is not None], lease_s)
+
+    def _hold(self, lease: Lease, held: list[tuple[Page, Tier]], lease_s: float) -> None:
+        for page, tier in held:
+            self.index.lease(page, tier)
+        lease.held = held
+        lease.ends = self.clock() + lease_s
+        lease.released = False
+        self.open_hits += 1
+        heapq.heappush(self._leases, (lease.ends, next(self._lease_order), lease))
+
+    def release(self, lease: Lease) -> None:
+        """End a lease; repeating it does nothing."""
+        if not lease.released:
+            lease.released = True
+            self.open_hits -= 1
+            for page, tier in lease.held:
+                self.unlease(page, tier)
+            lease.held.clear()
+
+    def expire_leases(self) -> None:
+        """End the leases whose time is over."""
+        now = self.clock()
+        while self._leases and (self._leases[0][0] <= now or self._leases[0][2].released):
+            lease = heapq.heappop(self._leases)[2]
+            if not lease.released and lease.ends <= now:  # else it was renewed, and has a later entry
+                self.counters.expired_leases += 1
+                self.release(lease)
+
+    def unlease(self, page: Page, tier: Tier) -> None:
+        self.index.unlease(page, tier)
+        copy = self.index.copy(page, tier)
+        if copy.damaged and not copy.leases:
+            self.drop(page, tier)
+
+    def move_lease(self, lease: Lease, position: int, tier: Tier) -> None:
+        """The page of a lease is now held in another tier."""
+        page, held_in = lease.held[position]
+        if held_in is not tier:
+            self.index.lease(page, tier)
+            lease.held[position] = (page, tier)
+            self.unlease(page, held_in)
+
+    # -- room ----------------------------------------------------------------------------------------
+
+    def host_slot(self) -> int | None:
+        """A host slot, evicting as the policy says; None when everything is leased or being filled."""
+        assert self.host is not None
+        while (place := self.host.allocate(self.page_bytes)) is None:
+            if not self.evict(Tier.HOST, 1):
+                return None
+        return place
+
+    def hbm_pages(self, count: int) -> list[int] | None:
+        """``count`` pages of the pool, evicting cached ones; None when that many cannot be had."""
+        assert self.pool is not None
+        self.evict(Tier.HBM, count - self.pool.free_pages)
+        return self.pool.allocate(count)
+
+    def evict(self, tier: Tier, count: int) -> int:
+        """Let up to ``count`` copies leave ``tier``, the policy's worst first. Returns how many left."""
+        self.expire_leases()
+        evicted = 0
+        while evicted < count and (page := self.index.victim(tier)) is not None:
+            self.drop(page, tier)
+            evicted += 1
+        self.counters.evicted_pages[tier.label] += evicted
+        return evicted
+
+    def drop(self, page: Page, tier: Tier) -> None:
+        """Forget an unleased copy and give its place back (disk: with the next commit)."""
+        place = self.index.drop_copy(page, tier)
+        if tier is Tier.HBM:
+            assert self.pool is not None
+            del self.published[place]
+            self.pool.free([place])
+        elif tier is Tier.HOST:
+            assert self.host is not None
+            self.host.free(place, self.page_bytes)
+        else:
+            assert page.record is not None
+            self.used.discard(page)
+            self.removed.append(page.record)
+
+    # -- pages arriving ------------------------------------------------------------------------------
+
+    def begin_host_fill(self, page: Page) -> int | None:
+        """Reserve a host slot for ``page`` and lease it to whoever fills it; None when there is no room."""
+        place = self.host_slot()
+        if place is not None:
+            self.index.add_copy(page, Tier.HOST, place, ready=False, leases=1)
+        return place
+
+    def end_host_fill(self, page: Page, *, filled: bool) -> None:
+        """The filler is done: the copy is ready, or gone. The filler's lease stays with it if filled."""
+        if filled:
+            self.index.set_ready(page, Tier.HOST)
+        else:
+            self.index.unlease(page, Tier.HOST)
+            self.drop(page, Tier.HOST)
+        self.changed.notify_all()
+
+    def publish(self, page: Page, hbm_page: int) -> bool:
+        """Make an engine's private HBM page the copy of ``page``, leased to the engine. False when the tier
+        has one already: the engine's stays private."""
+        if hbm_page in self.published or page.copies[Tier.HBM] is not None:
+            return False
+        self.index.add_copy(page, Tier.HBM, hbm_page, ready=True, leases=1)
+        self.published[hbm_page] = page
+        return True
+
+    def release_hbm(self, hbm_pages: Iterable[int]) -> None:
+        """An engine is done with these pages: published ones stay cached, private ones are free."""
+        assert self.pool is not None
+        for hbm_page in hbm_pages:
+            page = self.published.get(hbm_page)
+            if page is None:
+                self.pool.free([hbm_page])
+            else:
+                self.unlease(page, Tier.HBM)
+
+    def damaged(self, page: Page) -> None:
+        """The disk copy did not read back as it was saved: never serve it, free its place."""
+        if page.copies[Tier.DISK] is None:
+            return
+        self.counters.damaged_pages += 1
+        self.index.set_damaged(page, Tier.DISK)
+        if not self.index.copy(page, Tier.DISK).leases:
+            self.drop(page, Tier.DISK)
+
+    # -- bytes (without the lock: the caller holds leases) --------------------------------
+
+    def copy_to_memory(self, tier: Tier, place: int, address: int) -> None:
+        """Copy a page of the HBM or host tier to host memory."""
+        if tier is Tier.HBM:
+            assert self.pool is not None
+            self.pool.read_page(place, address)
+        else:
+            assert self.host is not None
+            memory.copy(address, self.host.address(place), self.page_bytes)
+
+    def copy_to_hbm(self, tier: Tier, place: int, hbm_page: int) -> None:
+        """Copy a page of the HBM or host tier into a page of the pool."""
+        assert self.pool is not None
+        if tier is Tier.HBM:
+            self.pool.copy_page(place, hbm_page)
+        else:
+            assert self.host is not None
+            self.pool.write_page(hbm_page, self.host.address(place))
+
+    # -- the disk's records --------------------------------------------------------------------------
+
+    def restore(self, records: Sequence[PageRecord]) -> None:
+        """Build the tree from what the disk tier found at start. ``records`` come parents first."""
+        pages: dict[int, Page] = {}
+        for record in records:
+            parent = pages[record.parent] if record.parent else self.index.root(record.identity)
+            page = self.index.add(parent, PageKey(record.key), record.tokens)
+            page.record = record
+            pages[record.serial] = page
+            self.index.add_copy(page, Tier.DISK, record.place, ready=True)
+        for record in sorted(records, key=lambda record: record.used_s):
+            self.index.restore_use(pages[record.serial], record.hits)
+
+    # -- seeing --------------------------------------------------------------------------------------
+
+    def require_open(self) -> None:
+        if self.closed:
+            raise StoreClosedError("the store is closed")
+
+    def require_layout(self, prompt: Prompt) -> None:
+        if prompt.chunk_tokens != self.spec.chunk_tokens or prompt.identity.layout != self.spec.describe():
+            raise UsageError("the prompt was made for another page layout than this store's")
+
+    def tier_stats(self) -> dict[str, TierStats]:
+        sizes: dict[Tier, tuple[int, int]] = {}
+        if self.pool is not None:
+            free = self.pool.free_pages
+            total = self.pool.num_pages
+            sizes[Tier.HBM] = (total * self.page_bytes, (total - free) * self.page_bytes)
+        if self.host is not None:
+            sizes[Tier.HOST] = (self.host.capacity_bytes, self.host.used_bytes)
+        if self.disk is not None:
+            disk = self.disk.stats()
+            sizes[Tier.DISK] = (disk.capacity_bytes, disk.used_bytes)
+        return {
+            tier.label: TierStats(capacity, used, self.index.copies[tier], self.index.leases[tier])
+            for tier, (capacity, used) in sizes.items()
+        }
+
+    def check(self) -> None:
+        """Assert that index, pool, arena and leases agree."""
+        self.index.check()
+        pages = list(self.index.walk())
+        if self.pool is not None:
+            published = {c.place: p for p in pages if (c := p.copies[Tier.HBM]) is not None}
+            assert published == self.published, "the pool and the index disagree on cached pages"
+        if self.host is not None:
+            self.host.check()
+            places = [c.place for p in pages if (c := p.copies[Tier.HOST]) is not None]
+            assert len(set(places)) == len(places), "two pages share a host slot"

@@ -1,0 +1,279 @@
+"""Write-behind: pages go from the host tier to disk in batches, without anybody waiting.
+
+Two threads make a pipeline. The *writer* takes a batch from the queue, finds room (evicting in bulk, so that
+one commit frees space for many pages) and writes the payloads; the *committer* makes a written batch durable
+and only then calls its copies ready. While one batch is being committed the next is being written.
+
+The queue is bounded in bytes: what does not fit is not written (counted in ``disk_dropped_pages``), which is
+how a disk slower than the engine shows. A page is only written after its parent, since nothing could find it
+otherwise; a later save of the same prefix makes up for gaps. When the disk fails, the batch is undone, the
+queue is emptied, and nothing is written for a while.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from tierstore.index import Page, Tier
+from tierstore.store.state import StoreState
+from tierstore.tiers.disk import DiskTier, PageRecord
+
+_log = logging.getLogger(__name__)
+
+_BATCH_BYTES = 64 << 20
+_EVICT_FRACTION = 1 / 64  # of the disk's capacity, freed at once when it is full
+_RETRY_S = 10.0  # after a write error
+_USE_FLUSH_S = 30.0  # use times reach the disk at least this often while nothing else is written
+
+
+class WriteBehind:
+    """The queue from host to disk and the two threads that empty it."""
+
+    def __init__(self, state: StoreState, disk: DiskTier, *, queue_bytes: int) -> None:
+        self._state = state
+        self._disk = disk
+        self._queue_pages = max(queue_bytes // state.page_bytes, 1)
+        # Both threads commit (the writer when it evicts); what is removed must not overtake what is added.
+        self._commit_lock = threading.Lock()
+        self._written: queue.Queue[list[Page] | None] = queue.Queue(maxsize=1)
+        # Guarded by the state's lock.
+        self._queue: deque[Page] = deque()
+        self._queued: set[Page] = set()  # in the queue or in a batch
+        self._offline_until = 0.0
+        self._closing = False
+        self._writer = threading.Thread(target=self._write_batches, name="tierstore-writer", daemon=True)
+        self._committer = threading.Thread(
+            target=self._commit_batches, name="tierstore-committer", daemon=True
+        )
+        self._writer.start()
+        self._committer.start()
+
+    # -- for the store (under the lock) ---------------------------------------------------------------
+
+    @property
+    def pending(self) -> int:
+        """Pages queued or being written."""
+        return len(self._queued)
+
+    @property
+    def writable(self) -> bool:
+        return self._state.clock() >= self._offline_until
+
+    def enqueue(self, pages: Sequence[Page]) -> None:
+        """Write these pages, which are in the host tier, and any ancestors the disk has lost or never got."""
+        for page in pages:
+            missing = self._missing(page)
+            room = self._queue_pages - len(self._queued)
+            if missing is None or len(missing) > room or not self.writable:
+                self._state.counters.disk_dropped_pages += 1
+                continue
+            for each in missing:
+                self._state.index.lease(each, Tier.HOST)
+                self._queue.append(each)
+                self._queued.add(each)
+        self._state.changed.notify_all()
+
+    def _missing(self, page: Page) -> list[Page] | None:
+        """``page`` and those of its ancestors that have to be written first, top down; None if one cannot
+        be."""
+        missing: list[Page] = []
+        node: Page | None = page
+        while node is not None and node.parent is not None:
+            if node.copies[Tier.DISK] is not None or node in self._queued:
+                break
+            on_host = node.copies[Tier.HOST]
+            if on_host is None or not on_host.ready:
+                return None
+            missing.append(node)
+            node = node.parent
+        return missing[::-1]
+
+    # -- for the store (without the lock) -------------------------------------------------------------
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until everything queued is durable or given up; False when ``timeout`` seconds pass first."""
+        with self._state.lock:
+            return self._state.changed.wait_for(lambda: not self._queued, timeout)
+
+    def close(self) -> None:
+        """Write what is queued, record the use times, stop."""
+        with self._state.lock:
+            self._closing = True
+            self._state.changed.notify_all()
+        self._writer.join()
+        self._committer.join()
+
+    # -- the writer ----------------------------------------------------------------------------------
+
+    def _write_batches(self) -> None:
+        closing = False
+        while not closing:
+            with self._state.lock:
+                self._state.changed.wait_for(lambda: self._queue or self._closing, _USE_FLUSH_S)
+                batch = self._next_batch()
+                closing = self._closing and not self._queue
+            try:
+                placed = self._place(batch)
+                if placed or self._housekeeping_due():
+                    self._disk.write(self._payloads(placed))
+                    self._written.put(placed)
+            except Exception as error:  # noqa: BLE001  # the disk failed or we did: this thread has to live on
+                self._failed(batch, error)
+        self._written.put(None)
+
+    def _next_batch(self) -> list[Page]:
+        pages = max(_BATCH_BYTES // self._state.page_bytes, 1)
+        return [self._queue.popleft() for _ in range(min(pages, len(self._queue)))]
+
+    def _housekeeping_due(self) -> bool:
+        with self._state.lock:
+            return bool(self._state.used or self._state.removed)
+
+    def _place(self, batch: Sequence[Page]) -> list[Page]:
+        """Give each page of a batch its place on disk. Returns those that got one."""
+        state = self._state
+        placed = []
+        for page in batch:
+            with state.lock:
+                writable = self.writable and self._parent_on_disk(page)
+            place = self._reserve() if writable else None
+            with state.lock:
+                if place is None:
+                    self._give_up(page)
+                    continue
+                page.record = self._record(page, place)
+                state.index.add_copy(page, Tier.DISK, place, ready=False, leases=1)
+                placed.append(page)
+        return placed
+
+    def _parent_on_disk(self, page: Page) -> bool:
+        assert page.parent is not None
+        return page.parent.parent is None or page.parent.copies[Tier.DISK] is not None
+
+    def _record(self, page: Page, place: int) -> PageRecord:
+        assert page.parent is not None
+        above = page.parent.record
+        now = time.time()
+        return PageRecord(
+            serial=page.record.serial if page.record else self._disk.new_serial(),
+            parent=above.serial if above else 0,
+            key=page.key,
+            identity=page.identity,
+            tokens=page.tokens,
+            nbytes=self._state.page_bytes,
+            place=place,
+            checksum=0,
+            created_s=now,
+            used_s=now,
+            hits=page.hits,
+        )
+
+    def _reserve(self) -> int | None:
+        """A place for one page, evicting when the disk is full; None when nothing may leave."""
+        nbytes = self._state.page_bytes
+        place = self._disk.reserve(nbytes)
+        if place is None:
+            with self._state.lock:
+                share = int(self._disk.stats().capacity_bytes * _EVICT_FRACTION / nbytes)
+                evicted = self._state.evict(Tier.DISK, max(share, 1))
+            if evicted and self._commit([]):
+                place = self._disk.reserve(nbytes)
+        return place
+
+    def _payloads(self, batch: Sequence[Page]) -> list[tuple[PageRecord, memoryview]]:
+        """Each page's record and its bytes in the host tier, which the queue's lease keeps there."""
+        state = self._state
+        assert state.host is not None
+        with state.lock:
+            return [
+                (page.record, state.host.view(state.index.copy(page, Tier.HOST).place, state.page_bytes))
+                for page in batch
+                if page.record is not None
+            ]
+
+    # -- the committer -------------------------------------------------------------------------------
+
+    def _commit_batches(self) -> None:
+        while (batch := self._written.get()) is not None:
+            with self._state.lock:
+                orphans = self._without_parent(batch)
+                for page in orphans:
+                    self._undo(page)
+            lost = set(orphans)
+            self._commit([page for page in batch if page not in lost])
+
+    def _without_parent(self, batch: Sequence[Page]) -> list[Page]:
+        """Pages of a batch whose parent's write failed after this batch was put together."""
+        lost: set[Page] = set()
+        for page in batch:
+            if page.parent in lost or not self._parent_on_disk(page):
+                lost.add(page)
+        return [page for page in batch if page in lost]
+
+    def _commit(self, batch: Sequence[Page]) -> bool:
+        """Make a written batch durable together with the removals and use times that have come up."""
+        with self._commit_lock:
+            return self._commit_in_turn(batch)
+
+    def _commit_in_turn(self, batch: Sequence[Page]) -> bool:
+        state = self._state
+        with state.lock:
+            removed, state.removed = state.removed, []
+            used = {page.record.serial: (time.time(), page.hits) for page in state.used if page.record}
+            state.used.clear()
+        try:
+            self._disk.commit(self._payloads(batch), removed, used)
+        except Exception as error:  # noqa: BLE001  # as in the writer
+            with state.lock:
+                state.removed = removed + state.removed
+            self._failed(batch, error)
+            return False
+        with state.lock:
+            for page in batch:
+                state.index.set_ready(page, Tier.DISK)
+                state.unlease(page, Tier.DISK)
+                self._finish(page)
+            state.counters.disk_written_pages += len(batch)
+            state.changed.notify_all()
+        return True
+
+    # -- giving up -----------------------------------------------------------------------------------
+
+    def _failed(self, batch: Sequence[Page], error: Exception) -> None:
+        state = self._state
+        if isinstance(error, OSError):
+            _log.warning("disk tier: write failed (%s); not writing for %.0f s", error, _RETRY_S)
+        else:
+            _log.error("disk tier: write failed", exc_info=error)
+        with state.lock:
+            state.counters.disk_write_errors += 1
+            self._offline_until = state.clock() + _RETRY_S
+            for page in reversed(batch):
+                self._undo(page)
+            while self._queue:
+                self._give_up(self._queue.pop())
+            state.changed.notify_all()
+
+    def _undo(self, page: Page) -> None:
+        """Take back what a page that did not become durable was given."""
+        if page not in self._queued:
+            return  # given up before it had a place
+        copy = page.copies[Tier.DISK]
+        if copy is not None and not copy.ready:
+            self._state.index.unlease(page, Tier.DISK)
+            self._disk.unreserve(self._state.index.drop_copy(page, Tier.DISK), self._state.page_bytes)
+        self._give_up(page)
+
+    def _give_up(self, page: Page) -> None:
+        self._state.counters.disk_dropped_pages += 1
+        self._finish(page)
+
+    def _finish(self, page: Page) -> None:
+        self._queued.discard(page)
+        self._state.unlease(page, Tier.HOST)
+        self._state.changed.notify_all()

@@ -1,0 +1,204 @@
+"""The extent space: one run of bytes from 0 to ``capacity_bytes``, kept in a few preallocated files.
+
+Byte ``n`` of the space is byte ``n % file_bytes`` of file ``n // file_bytes``. Files are made and grown in
+steps when a write needs them, and never past the capacity; what lies beyond the capacity of this life is cut
+off at open. Each file is open twice: with O_DIRECT, for memory that is aligned, and through the page cache,
+for memory that is not and for disks that read faster that way. The kernel keeps the two coherent.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierstore.memory import ALIGNMENT
+from tierstore.tiers.disk.io import FileIO
+from tierstore.units import MIB
+
+_GROWTH = 128 * MIB  # what ext4 keeps as one extent
+
+
+@dataclass(slots=True)
+class _File:
+    cached_fd: int
+    direct_fd: int | None  # None: this file system has no O_DIRECT
+    nbytes: int
+
+
+class ExtentFiles:
+    """The files in ``directory``. Thread-safe: different ranges may be read and written at once."""
+
+    def __init__(self, directory: Path, *, capacity_bytes: int, file_bytes: int, io: FileIO) -> None:
+        """Open what is there, and cut off what lies beyond ``capacity_bytes``. Raises :class:`OSError`."""
+        self.capacity_bytes = capacity_bytes
+        self.file_bytes = file_bytes
+        self._directory = directory
+        self._io = io
+        self._growing = threading.Lock()  # guards _files and the sizes in it
+        self._files: list[_File] = []
+        self._dirty_lock = threading.Lock()
+        self._dirty: set[int] = set()  # numbers of the files written to since they were last synced
+        try:
+            self._remove_beyond()
+            while (path := self._path(len(self._files))).exists():
+                self._open(path)
+        except OSError:
+            self.close()
+            raise
+
+    @property
+    def direct(self) -> bool:
+        """Whether O_DIRECT works here. Known once there is a file."""
+        return all(file.direct_fd is not None for file in self._files)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes the files take on disk."""
+        return sum(file.nbytes for file in self._files)
+
+    def grow(self, end: int) -> None:
+        """See to it that bytes 0 … ``end`` of the space have blocks on disk. Raises :class:`OSError`."""
+        assert end <= self.capacity_bytes, (
+            f"{end} is beyond the {self.capacity_bytes} bytes of the extent space"
+        )
+        with self._growing:
+            for number in range(-(-end // self.file_bytes)):
+                within = min(end - number * self.file_bytes, self.file_bytes)
+                if number == len(self._files):
+                    self._open(self._path(number))
+                    self._io.sync_directory(self._directory)
+                if within > self._files[number].nbytes:
+                    self._grow_file(number, within)
+
+    def read(self, offset: int, views: Sequence[memoryview], *, direct: bool) -> int:
+        """Fill ``views`` from one file. Returns the bytes read: fewer than asked for where the file ends.
+
+        ``direct`` needs addresses, lengths and ``offset`` to be multiples of 4096. Without it the range is
+        dropped from the page cache afterwards.
+        """
+        number, start = divmod(offset, self.file_bytes)
+        if number >= len(self._files):
+            return 0
+        file = self._files[number]
+        if direct and file.direct_fd is not None:
+            return self._read_fully(file.direct_fd, start, views)
+        got = self._read_fully(file.cached_fd, start, views)
+        if got:
+            self._io.forget(file.cached_fd, start, got)
+        return got
+
+    def write(self, offset: int, views: Sequence[memoryview], *, direct: bool) -> None:
+        """Write ``views`` to one file, into space that :meth:`grow` has provided. Raises :class:`OSError`."""
+        number, start = divmod(offset, self.file_bytes)
+        file = self._files[number]
+        try:
+            while views:
+                done = self._write_some(file, start, views, direct)
+                start += done
+                views = _after(views, done)
+        finally:
+            # Only now: a sync that began before the last byte was written does not cover it.
+            with self._dirty_lock:
+                self._dirty.add(number)
+
+    def sync(self) -> None:
+        """Make every :meth:`write` that has returned durable. Raises :class:`OSError`."""
+        with self._dirty_lock:
+            dirty, self._dirty = self._dirty, set()
+        for number in sorted(dirty):
+            self._io.sync(self._files[number].cached_fd)
+
+    def forget(self, offset: int, nbytes: int) -> None:
+        """Drop a range within one file from the page cache."""
+        number, start = divmod(offset, self.file_bytes)
+        self._io.forget(self._files[number].cached_fd, start, nbytes)
+
+    def close(self) -> None:
+        files, self._files = self._files, []
+        for file in files:
+            self._io.close(file.cached_fd)
+            if file.direct_fd is not None:
+                self._io.close(file.direct_fd)
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"{number:06d}"
+
+    def _open(self, path: Path) -> None:
+        fd = self._io.open(path, os.O_RDWR | os.O_CREAT)
+        try:
+            direct_fd = self._open_direct(path)
+            self._files.append(_File(fd, direct_fd, self._io.size(fd)))
+        except OSError:
+            self._io.close(fd)
+            raise
+
+    def _open_direct(self, path: Path) -> int | None:
+        try:
+            return self._io.open(path, os.O_RDWR | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return None
+
+    def _grow_file(self, number: int, nbytes: int) -> None:
+        file = self._files[number]
+        most = min(self.file_bytes, self.capacity_bytes - number * self.file_bytes)
+        nbytes = min(-(-nbytes // _GROWTH) * _GROWTH, most)
+        self._io.allocate(file.cached_fd, file.nbytes, nbytes - file.nbytes)
+        file.nbytes = nbytes
+        with self._dirty_lock:
+            self._dirty.add(number)
+
+    def _remove_beyond(self) -> None:
+        for path in sorted(self._directory.iterdir(), reverse=True):
+            if not path.name.isdigit():
+                continue
+            most = self.capacity_bytes - int(path.name) * self.file_bytes
+            if most <= 0:
+                self._io.unlink(path)
+            elif path.stat().st_size > min(most, self.file_bytes):
+                fd = self._io.open(path, os.O_RDWR)
+                try:
+                    self._io.truncate(fd, min(most, self.file_bytes))
+                finally:
+                    self._io.close(fd)
+
+    def _write_some(self, file: _File, offset: int, views: Sequence[memoryview], direct: bool) -> int:
+        if direct and file.direct_fd is not None:
+            try:
+                return _at_least_one(self._io.pwritev(file.direct_fd, views, offset))
+            except OSError as error:
+                # Refused as such: a file system that opens files with O_DIRECT but cannot do it, or the odd
+                # rest of a request that was cut short.
+                if error.errno != errno.EINVAL:
+                    raise
+        return _at_least_one(self._io.pwritev(file.cached_fd, views, offset))
+
+    def _read_fully(self, fd: int, offset: int, views: Sequence[memoryview]) -> int:
+        total = 0
+        while views:
+            got = self._io.preadv(fd, views, offset + total)
+            if got == 0 or got % ALIGNMENT:
+                return total + got
+            total += got
+            views = _after(views, got)
+        return total
+
+
+def _after(views: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+    """What is left of ``views`` after their first ``nbytes`` bytes."""
+    for index, view in enumerate(views):
+        if nbytes < view.nbytes:
+            return [view[nbytes:], *views[index + 1 :]]
+        nbytes -= view.nbytes
+    return []
+
+
+def _at_least_one(nbytes: int) -> int:
+    if nbytes < 1:
+        raise OSError(errno.EIO, "the disk took no bytes")
+    return nbytes

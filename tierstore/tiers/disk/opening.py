@@ -1,0 +1,191 @@
+"""Opening a directory: what was found is checked, what does not fit this life's capacity is let go."""
+
+from __future__ import annotations
+
+import logging
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from tierstore.errors import StoreUnavailableError
+from tierstore.tiers.disk.calibration import Calibration, calibrate
+from tierstore.tiers.disk.catalog import FORMAT, Catalog, stored_format
+from tierstore.tiers.disk.directory import StoreDirectory
+from tierstore.tiers.disk.extents import ExtentFiles
+from tierstore.tiers.disk.io import FileIO
+from tierstore.tiers.disk.layout import Layout, file_bytes, unit_bytes
+from tierstore.tiers.disk.payloads import Payloads
+from tierstore.tiers.disk.rebuild import rebuild, remove_leftovers
+from tierstore.tiers.disk.records import PageRecord
+from tierstore.tiers.disk.space import Space
+
+_log = logging.getLogger(__name__)
+
+_STORE = b"store"
+
+
+class StoreMeta(msgspec.Struct, kw_only=True):
+    """What a directory knows of itself, besides its pages."""
+
+    identity: str
+    created_s: float
+    unit_bytes: int
+    file_bytes: int
+    calibration: Calibration | None = None
+
+
+@dataclass(slots=True)
+class OpenedParts:
+    """Everything a disk tier is made of."""
+
+    directory: StoreDirectory
+    meta: StoreMeta
+    catalog: Catalog
+    extents: ExtentFiles
+    payloads: Payloads
+    space: Space
+    records: list[PageRecord]
+
+
+def open_parts(path: Path, layout: Layout, *, inline_bytes: int, io_threads: int, io: FileIO) -> OpenedParts:
+    """Lock and open ``path``.
+
+    Raises :class:`StoreUnavailableError` for a directory that cannot be used; one that is refused is left
+    untouched.
+    """
+    directory = StoreDirectory.acquire(path)
+    try:
+        _refuse_other_formats(directory)
+        directory.sign()
+        return _Opening(directory, layout, inline_bytes, io_threads, io).parts()
+    except OSError as error:
+        directory.release()
+        raise StoreUnavailableError(
+            f"cannot open the store in {path}: {error.strerror or error}; make room or give another directory"
+        ) from error
+    except BaseException:
+        directory.release()
+        raise
+
+
+def _refuse_other_formats(directory: StoreDirectory) -> None:
+    found = stored_format(directory.index)
+    if found is not None and found > FORMAT:
+        raise StoreUnavailableError(
+            f"{directory.path} was written by a newer tierstore (format {found}, this one knows {FORMAT}): "
+            "upgrade tierstore, or give another directory"
+        )
+
+
+class _Opening:
+    """The steps of opening a locked directory of a known format."""
+
+    def __init__(
+        self, directory: StoreDirectory, layout: Layout, inline_bytes: int, io_threads: int, io: FileIO
+    ) -> None:
+        self._directory = directory
+        self._layout = layout
+        self._inline_bytes = inline_bytes
+        self._io_threads = io_threads
+        self._io = io
+        self._before_bytes = directory.allocated_bytes()
+
+    def parts(self) -> OpenedParts:
+        self._directory.extents.mkdir(exist_ok=True, mode=0o700)
+        remove_leftovers(self._directory, self._io)
+        with ExitStack() as opened:
+            catalog = self._open_catalog(opened)
+            meta = self._meta(catalog)
+            extents = ExtentFiles(
+                self._directory.extents,
+                capacity_bytes=self._layout.extent_bytes,
+                file_bytes=meta.file_bytes,
+                io=self._io,
+            )
+            opened.callback(extents.close)
+            payloads = Payloads(extents, io_threads=self._io_threads)
+            opened.callback(payloads.close)
+            space, records, lost = self._claim(catalog, meta)
+            if self._too_large() or not _forgotten(catalog, lost):
+                self._rebuild(catalog, meta, records)
+                catalog = self._open_catalog(opened)
+                space, records, lost = self._claim(catalog, meta)
+                catalog.forget(lost)
+            if meta.calibration is None and not records:
+                meta.calibration = self._calibrate(payloads, extents)
+            if meta.calibration is not None:
+                payloads.read_mode = meta.calibration.mode
+            catalog.put_meta(_encoded(meta))
+            opened.pop_all()
+        return OpenedParts(self._directory, meta, catalog, extents, payloads, space, records)
+
+    def _open_catalog(self, opened: ExitStack) -> Catalog:
+        catalog = Catalog(self._directory.index, map_bytes=self._layout.index_bytes)
+        opened.callback(catalog.close)
+        return catalog
+
+    def _meta(self, catalog: Catalog) -> StoreMeta:
+        stored = catalog.get_meta(_STORE)
+        meta = msgspec.json.decode(stored, type=StoreMeta) if stored else None
+        unit = unit_bytes(self._layout.extent_bytes, meta.unit_bytes if meta else None)
+        if meta is not None:
+            meta.unit_bytes = unit
+            return meta
+        return StoreMeta(
+            identity=uuid.uuid4().hex,
+            created_s=time.time(),
+            unit_bytes=unit,
+            file_bytes=file_bytes(self._layout.extent_bytes),
+        )
+
+    def _claim(self, catalog: Catalog, meta: StoreMeta) -> tuple[Space, list[PageRecord], list[int]]:
+        """(free space, the valid records in order of serials, the serials of all others)."""
+        space = Space(
+            self._layout,
+            unit_bytes=meta.unit_bytes,
+            inline_bytes=self._inline_bytes,
+            index_used_bytes=catalog.used_bytes,
+        )
+        valid = {0}
+        records: list[PageRecord] = []
+        lost: list[int] = []
+        for serial, record in catalog.scan():  # a parent's serial is below its children's
+            if record is not None and record.parent in valid and space.claim(record):
+                valid.add(serial)
+                records.append(record)
+            else:
+                lost.append(serial)
+        return space, records, lost
+
+    def _too_large(self) -> bool:
+        return self._directory.index.stat().st_size > self._layout.index_bytes
+
+    def _rebuild(self, catalog: Catalog, meta: StoreMeta, records: Sequence[PageRecord]) -> None:
+        now = self._directory.allocated_bytes()
+        room = max(self._before_bytes, self._layout.capacity_bytes) - now
+        map_bytes = min(self._layout.index_bytes, room)
+        rebuild(self._directory, catalog, records, map_bytes=map_bytes, meta=_encoded(meta), io=self._io)
+
+    def _calibrate(self, payloads: Payloads, extents: ExtentFiles) -> Calibration | None:
+        try:
+            return calibrate(payloads, extents, io_threads=self._io_threads)
+        except OSError as error:  # a full disk is no reason not to start
+            _log.warning("disk tier: could not measure the disk in %s: %s", self._directory.path, error)
+            return None
+
+
+def _forgotten(catalog: Catalog, lost: Sequence[int]) -> bool:
+    try:
+        catalog.forget(lost)
+    except OSError:  # an index so full that not even deletions fit
+        return False
+    return True
+
+
+def _encoded(meta: StoreMeta) -> dict[bytes, bytes]:
+    return {_STORE: msgspec.json.encode(meta)}

@@ -1,0 +1,168 @@
+"""Payload bytes between memory and extents: several requests in flight, checksums on the way.
+
+A batch becomes a queue of requests. The calling thread works it off together with helpers from a pool, so
+that a batch always makes progress, however busy the pool is. Each thread hashes what it has just moved while
+the others wait for the disk. Both the system calls and the hash run without the GIL.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from tierstore.tiers.disk.buffers import PageBuffer
+from tierstore.tiers.disk.extents import ExtentFiles
+from tierstore.tiers.disk.records import PageRecord
+from tierstore.tiers.disk.requests import Extent, Request, plan
+from tierstore.units import MIB
+
+_LEAST_REQUEST = 1 * MIB
+_MOST_REQUEST = 4 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class ReadMode:
+    """How this disk is best read."""
+
+    direct: bool
+    streams: int  # requests in flight per batch
+
+
+class Payloads:
+    """Reads and writes page payloads. Thread-safe."""
+
+    def __init__(self, extents: ExtentFiles, *, io_threads: int) -> None:
+        self._extents = extents
+        self._streams = io_threads
+        self.read_mode = ReadMode(direct=True, streams=io_threads)
+        # Apart, so that demand reads never queue behind write-behind.
+        self._readers = ThreadPoolExecutor(io_threads, thread_name_prefix="tierstore-disk-read")
+        self._writers = ThreadPoolExecutor(io_threads, thread_name_prefix="tierstore-disk-write")
+
+    def write(self, pages: Sequence[tuple[PageRecord, memoryview]]) -> None:
+        """Write the payloads to their places and fill in the records' checksums.
+
+        On return, also by :class:`OSError`, no request is in flight any more.
+        """
+        batch = _Batch(pages)
+        for buffer in batch.buffers:
+            buffer.fill_tail()
+        self._extents.grow(batch.end)
+
+        def work(request: Request) -> None:
+            self._extents.write(request.offset, batch.memory(request), direct=batch.aligned)
+            batch.hash(request, request.nbytes)
+
+        requests = batch.plan(self._streams, self._extents.file_bytes)
+        _work_off(requests, work, self._writers, self._streams)
+        for (record, _), buffer in zip(pages, batch.buffers, strict=True):
+            assert buffer.checksum is not None, f"page {record.serial} was written in part"
+            record.checksum = buffer.checksum
+
+    def read(self, pages: Sequence[tuple[PageRecord, memoryview]]) -> list[bool]:
+        """Fill the views. For each page: whether it came back whole and with its checksum."""
+        batch = _Batch(pages)
+        mode = self.read_mode
+
+        def attempt(request: Request, direct: bool) -> bool:
+            try:
+                got = self._extents.read(request.offset, batch.memory(request), direct=direct)
+            except OSError:
+                return False
+            batch.hash(request, got, read=True)
+            return True
+
+        def work(request: Request) -> None:
+            if not attempt(request, mode.direct and batch.aligned):
+                for single in request.singles():  # one bad block must not cost its neighbours
+                    attempt(single, False)
+
+        requests = batch.plan(mode.streams, self._extents.file_bytes)
+        _work_off(requests, work, self._readers, mode.streams)
+        return [
+            buffer.checksum == record.checksum
+            for (record, _), buffer in zip(pages, batch.buffers, strict=True)
+        ]
+
+    def close(self) -> None:
+        self._readers.shutdown()
+        self._writers.shutdown()
+
+
+class _Batch:
+    """The pages of one call: their extents and their memory."""
+
+    def __init__(self, pages: Sequence[tuple[PageRecord, memoryview]]) -> None:
+        self.buffers = [PageBuffer(view) for _, view in pages]
+        self.aligned = all(buffer.aligned for buffer in self.buffers)
+        self._extents = [
+            Extent(record.place, buffer.nbytes)
+            for (record, _), buffer in zip(pages, self.buffers, strict=True)
+        ]
+
+    @property
+    def end(self) -> int:
+        """The first byte of the extent space beyond this batch."""
+        return max((extent.place + extent.nbytes for extent in self._extents), default=0)
+
+    def plan(self, streams: int, file_bytes: int) -> list[Request]:
+        """The requests to make, and each page made ready for them."""
+        # Large requests are faster, but only while there are enough of them to keep every stream busy.
+        share = sum(extent.nbytes for extent in self._extents) // (2 * streams)
+        request_bytes = min(max(share // _LEAST_REQUEST * _LEAST_REQUEST, _LEAST_REQUEST), _MOST_REQUEST)
+        requests = plan(self._extents, request_bytes=request_bytes, file_bytes=file_bytes)
+        for request in requests:
+            for part in request.parts:
+                if part.stop - part.start < self._extents[part.page].nbytes and part.start == 0:
+                    self.buffers[part.page].expect_pieces()
+        return requests
+
+    def memory(self, request: Request) -> list[memoryview]:
+        return [
+            view for part in request.parts for view in self.buffers[part.page].memory(part.start, part.stop)
+        ]
+
+    def hash(self, request: Request, moved: int, *, read: bool = False) -> None:
+        """Hash the parts of a request that lie within the ``moved`` bytes."""
+        for part in request.parts:
+            moved -= part.stop - part.start
+            if moved < 0:
+                return
+            buffer = self.buffers[part.page]
+            if read and part.stop == buffer.nbytes:
+                buffer.empty_tail()
+            buffer.hash(part.start, part.stop)
+
+
+def _work_off(
+    requests: Sequence[Request], work: Callable[[Request], None], pool: ThreadPoolExecutor, streams: int
+) -> None:
+    """Do ``work`` for all requests, ``streams`` at a time, the caller included. After an error no further
+    request is begun, those in flight are waited for, and the error is raised."""
+    queue = deque(requests)
+
+    def drain() -> None:
+        while (request := _next(queue)) is not None:
+            try:
+                work(request)
+            except BaseException:
+                queue.clear()
+                raise
+
+    helpers = [pool.submit(drain) for _ in range(min(streams, len(requests)) - 1)]
+    try:
+        drain()
+    finally:
+        errors = [helper.exception() for helper in helpers if not helper.cancel()]
+    for error in errors:
+        if error is not None:
+            raise error
+
+
+def _next(queue: deque[Request]) -> Request | None:
+    try:
+        return queue.popleft()
+    except IndexError:  # another thread took the last one
+        return None
