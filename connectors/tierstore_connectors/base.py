@@ -12,33 +12,20 @@ Pages are ints: indices into ``pool``, the engine's HBM page pool. Who may touch
   after ``release`` it is cached until its room is needed. Publishing moves no byte on the engine's thread.
 
 No verb raises because the cache is full, slow or broken: fewer tokens come back, or nothing is stored.
-None of them blocks on a colder tier: whatever has to be waited for is a :class:`~tierstore.transfer.Transfer`.
-All are called from the engine's one thread.
+None of them blocks on a colder tier: whatever has to be waited for is a
+:class:`~tierstore.transfer.Transfer`. All are called from the engine's one thread.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from tierstore.keys import Prompt, TokenIds
+from tierstore.store.load import Loaded
 from tierstore.tiers.hbm import PagePool
 from tierstore.transfer import Transfer
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedPages:
-    """What a load brought: ``pages`` hold the KV of the first ``tokens`` tokens.
-
-    ``moved_bytes`` counts each copy between tiers, so a page that came from disk by way of host memory into HBM counts once for its
-    payload; pages already in HBM count nothing.
-    """
-
-    tokens: int
-    pages: tuple[int, ...]
-    moved_bytes: int = 0
 
 
 class Hit(Protocol):
@@ -73,18 +60,16 @@ class Connector(ABC):
         """The longest held prefix of ``prompt``, at most ``max_tokens`` long, under a lease."""
 
     @abstractmethod
-    def load(self, hit: Hit, *, deadline_s: float | None = None) -> Transfer[LoadedPages]:
+    def load(self, hit: Hit, *, deadline_s: float | None = None) -> Transfer[Loaded]:
         """Bring a hit into HBM pages. At the deadline it ends with the leading pages that have arrived; after
         ``cancel()`` with none. The caller owns the pages of the result and releases each once."""
 
     @abstractmethod
-    def save(
-        self, prompt: Prompt, pages: Sequence[int], *, first: int, partial: bool = False
-    ) -> Transfer[int]:
+    def save(self, prompt: Prompt, pages: Sequence[int], *, first: int) -> Transfer[int]:
         """Publish ``pages`` as chunks ``first, first + 1, …`` of ``prompt`` and copy them to the colder tiers
-        behind the engine's back. Chunks before ``first`` must have been saved or loaded before. With
-        ``partial`` the last page may hold the prompt's incomplete last chunk. The engine must not write to
-        a saved page again until it has been released; the result is the number of tokens stored below HBM."""
+        behind the engine's back. Chunks before ``first`` must have been saved or loaded before; the last
+        page may hold the prompt's incomplete last chunk. The engine must not write to a saved page again;
+        the result is the number of tokens stored below HBM."""
 
     @abstractmethod
     def allocate(self, count: int) -> list[int] | None:
@@ -102,5 +87,6 @@ class Connector(ABC):
     def available(self) -> int:
         """Pages that ``allocate`` could hand out now: free ones and cached ones that nobody uses."""
 
+    @abstractmethod
     def close(self) -> None:
         """Give everything back: finish or drop what is under way, close what this connector opened."""

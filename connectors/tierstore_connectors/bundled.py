@@ -1,14 +1,19 @@
-"""The bundled engine's connectors: without a store (here first), and over a :class:`tierstore.Store`."""
+"""The bundled engine's connectors: without a store, and over a :class:`tierstore.Store`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tierstore.errors import UsageError
 from tierstore.keys import Identity, Prompt, TokenIds
+from tierstore.spec import KVSpec
+from tierstore.store import Hit as StoreHit
+from tierstore.store import Loaded, Store
+from tierstore.store.store import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES
 from tierstore.tiers.hbm import PagePool
 from tierstore.transfer import Transfer
-from tierstore_connectors.base import Connector, Hit, LoadedPages
+from tierstore_connectors.base import Connector, Hit
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +43,10 @@ class NoStore(Connector):
     def lookup(self, prompt: Prompt, *, max_tokens: int | None = None) -> Hit:
         return NoHit()
 
-    def load(self, hit: Hit, *, deadline_s: float | None = None) -> Transfer[LoadedPages]:
-        return Transfer.completed(LoadedPages(0, ()))
+    def load(self, hit: Hit, *, deadline_s: float | None = None) -> Transfer[Loaded]:
+        return Transfer.completed(Loaded(0))
 
-    def save(
-        self, prompt: Prompt, pages: Sequence[int], *, first: int, partial: bool = False
-    ) -> Transfer[int]:
+    def save(self, prompt: Prompt, pages: Sequence[int], *, first: int) -> Transfer[int]:
         return Transfer.completed(0)
 
     def allocate(self, count: int) -> list[int] | None:
@@ -57,3 +60,67 @@ class NoStore(Connector):
 
     def available(self) -> int:
         return self.pool.free_pages
+
+    def close(self) -> None:
+        """The pool's memory goes with its last view."""
+
+
+class StoreConnector(Connector):
+    """The engine over a store that shares its page pool: pages in HBM are found and kept like any others."""
+
+    def __init__(self, store: Store) -> None:
+        if store.pool is None:
+            raise UsageError("the bundled engine needs a store with a page pool")
+        self.pool = store.pool
+        self.store = store
+
+    def prompt(self, tokens: TokenIds) -> Prompt:
+        return self.store.prompt(tokens)
+
+    def lookup(self, prompt: Prompt, *, max_tokens: int | None = None) -> Hit:
+        return self.store.lookup(prompt, max_tokens=max_tokens)
+
+    def load(self, hit: Hit, *, deadline_s: float | None = None) -> Transfer[Loaded]:
+        assert isinstance(hit, StoreHit), "the hit is of another connector"
+        return self.store.load(hit, deadline_s=deadline_s)
+
+    def save(self, prompt: Prompt, pages: Sequence[int], *, first: int) -> Transfer[int]:
+        return self.store.save_hbm(prompt, pages, first=first)
+
+    def allocate(self, count: int) -> list[int] | None:
+        return self.store.allocate_hbm(count)
+
+    def release(self, pages: Sequence[int]) -> None:
+        self.store.release_hbm(pages)
+
+    def evict(self, count: int) -> int:
+        return self.store.evict("hbm", count)
+
+    def available(self) -> int:
+        return self.store.available_hbm()
+
+    def close(self) -> None:
+        self.store.close()
+
+
+def open_connector(
+    spec: KVSpec,
+    identity: Identity,
+    *,
+    pool_pages: int,
+    store: str | None,
+    host_bytes: int = DEFAULT_HOST_BYTES,
+    disk_bytes: int = DEFAULT_DISK_BYTES,
+    device: str = "cpu",
+) -> Connector:
+    """A page pool of ``pool_pages`` pages on ``device`` and the connector to ``store``: a directory for an
+    embedded store, or None to compute without one. Raises what :meth:`Store.open` raises."""
+    if store is None:
+        return NoStore(PagePool(spec, pool_pages, device=device), identity)
+    if "://" in store:
+        raise UsageError(f"--store {store}: only directories can be opened yet, no daemons")
+    pool = PagePool(spec, pool_pages, device=device)
+    opened = Store.open(
+        store, spec, identity=identity, pool=pool, host_bytes=host_bytes, disk_bytes=disk_bytes
+    )
+    return StoreConnector(opened)
