@@ -1,1 +1,43 @@
-"""The bundled paged-attention engine."""
+"""The bundled paged-attention engine. The public names; torch is imported when the first of them is used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tierstore_engine.build import LoadedModel, build_engine, load_model, open_model
+    from tierstore_engine.engine import Engine, EngineStats
+    from tierstore_engine.outputs import Completion, FinishReason, RequestMetrics, StepOutput
+    from tierstore_engine.sampling import SamplingParams
+    from tierstore_engine.settings import EngineSettings
+
+__all__ = [
+    "Completion",
+    "Engine",
+    "EngineSettings",
+    "EngineStats",
+    "FinishReason",
+    "LoadedModel",
+    "RequestMetrics",
+    "SamplingParams",
+    "StepOutput",
+    "build_engine",
+    "load_model",
+    "open_model",
+]
+
+_HOMES = {
+    "build": ("LoadedModel", "build_engine", "load_model", "open_model"),
+    "engine": ("Engine", "EngineStats"),
+    "outputs": ("Completion", "FinishReason", "RequestMetrics", "StepOutput"),
+    "sampling": ("SamplingParams",),
+    "settings": ("EngineSettings",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"tierstore_engine.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

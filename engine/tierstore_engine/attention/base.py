@@ -1,0 +1,88 @@
+"""What the model asks of paged attention, and the choice of a backend. One class per kind of device.
+
+The pool of the hbm tier *is* the KV memory. Seen by a backend it is::
+
+    kv [num_pages, layers, 2, kv_heads, chunk_tokens, head_dim]     (0 is K, 1 is V)
+
+and a sequence's tokens ``64 i … 64 i + 63`` (for 64-token chunks) live in the page that its block table
+names at ``i``. Which pages those are must not matter: the same contents give the same bits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tierstore.tiers.hbm import PagePool
+from tierstore_engine.config import ModelConfig
+from tierstore_engine.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The tokens ``start … stop`` of one sequence, computed in this step; those before are in pages."""
+
+    block_table: Sequence[int]  # one page per chunk, at least up to ``stop``
+    start: int
+    stop: int
+
+    @property
+    def tokens(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLayout:
+    """Where a step's flattened tokens are: rows of the batch in the order of ``spans``.
+
+    ``pages`` and ``offsets`` (int64 ``[tokens]``) say where each new token's KV goes; ``block_tables`` holds
+    each span's table as an int64 tensor.
+    """
+
+    spans: tuple[Span, ...]
+    block_tables: tuple[torch.Tensor, ...]
+    pages: torch.Tensor
+    offsets: torch.Tensor
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], *, chunk_tokens: int, device: str) -> BatchLayout:
+        tables = tuple(torch.tensor(span.block_table, dtype=torch.int64, device=device) for span in spans)
+        positions = positions_of(spans, device=device)
+        owners = torch.cat(
+            [table[_chunks_of(span, chunk_tokens, device)] for table, span in zip(tables, spans, strict=True)]
+        )
+        return cls(tuple(spans), tables, owners, positions % chunk_tokens)
+
+
+class Attention(ABC):
+    """Paged attention on one device. Both verbs are called once per layer and step, ``write`` first."""
+
+    @abstractmethod
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: BatchLayout) -> None:
+        """Put the new tokens' ``keys`` and ``values`` (``[tokens, kv_heads, head_dim]``) into their pages."""
+
+    @abstractmethod
+    def attend(self, layer: int, queries: torch.Tensor, batch: BatchLayout) -> torch.Tensor:
+        """Causal attention of ``queries [tokens, heads, head_dim]`` over each sequence's own pages, windowed
+        where the layer is; returns the same shape and dtype. Reads pages, changes none."""
+
+
+def make_attention(pool: PagePool, config: ModelConfig) -> Attention:
+    """The backend for the pool's device. Raises :class:`ModelError` when there is none."""
+    if pool.device == "cpu":
+        from tierstore_engine.attention.cpu import CpuAttention
+
+        return CpuAttention(pool, config)
+    raise ModelError(f"no attention backend for device {pool.device!r} in this version: use cpu")
+
+
+def positions_of(spans: Sequence[Span], *, device: str) -> torch.Tensor:
+    """The position of every row of the batch, int64 ``[tokens]``."""
+    return torch.cat([torch.arange(span.start, span.stop, device=device) for span in spans])
+
+
+def _chunks_of(span: Span, chunk_tokens: int, device: str) -> torch.Tensor:
+    return torch.arange(span.start, span.stop, device=device) // chunk_tokens

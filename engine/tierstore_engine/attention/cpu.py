@@ -1,0 +1,165 @@
+"""Paged attention on the CPU: pages are gathered block by block into a small buffer and attended from there.
+
+A span of new tokens sees two parts: the *past*, all of which every query sees, and *itself*, causally. Each
+part gives an output and the logarithm of its softmax denominator, and two such pairs merge exactly::
+
+    lse = log(exp(lse₁) + exp(lse₂))        out = out₁ exp(lse₁ - lse) + out₂ exp(lse₂ - lse)
+
+So no mask of chunk × context is ever built, and the past can be taken in blocks. Blocks begin at multiples
+of ``BLOCK_TOKENS``, wherever the past ends, so that equal work has equal shapes and therefore equal bits. A
+block of a few MB stays in the cache between being gathered and being read; gathering 100K tokens at once
+costs twice as much, and its buffer would be as large as the KV itself.
+
+Everything is computed in float32, whatever the pages hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from tierstore.tiers.hbm import PagePool
+from tierstore_engine.attention.base import Attention, BatchLayout
+from tierstore_engine.config import ModelConfig
+
+BLOCK_TOKENS = 8192
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+@dataclass(frozen=True, slots=True)
+class _Partial:
+    """Attention over a part of the keys: ``out [kv_heads, groups, tokens, head_dim]``, and ``lse`` likewise
+    with a last dimension of 1."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    def merge(self, other: _Partial) -> _Partial:
+        lse = torch.logaddexp(self.lse, other.lse)
+        out = self.out * (self.lse - lse).exp_() + other.out * (other.lse - lse).exp_()
+        return _Partial(out, lse)
+
+
+class CpuAttention(Attention):
+    """See the module's text. Holds one gather buffer of ``BLOCK_TOKENS`` tokens of one layer."""
+
+    def __init__(self, pool: PagePool, config: ModelConfig) -> None:
+        self._config = config
+        self._chunk = pool.spec.chunk_tokens
+        self._block = max(BLOCK_TOKENS // self._chunk, 1) * self._chunk
+        self._scale = config.head_dim**-0.5
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        shape = (pool.num_pages, config.layers, 2, config.kv_heads, self._chunk, config.head_dim)
+        self._kv = torch.from_numpy(pool.array).view(dtype).view(shape)
+        # One page more than a block: a block's first token need not be its page's.
+        buffer = (2, config.kv_heads, self._block + self._chunk, config.head_dim)
+        self._gathered = torch.empty(buffer, dtype=dtype)
+        # The same memory where the pages already are float32.
+        self._floats = torch.empty(buffer) if dtype is not torch.float32 else self._gathered
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: BatchLayout) -> None:
+        for plane, new in enumerate((keys, values)):
+            self._kv[:, layer, plane][batch.pages, :, batch.offsets] = new
+
+    def attend(self, layer: int, queries: torch.Tensor, batch: BatchLayout) -> torch.Tensor:
+        config = self._config
+        out = torch.empty_like(queries)
+        groups = queries.float().view(-1, config.kv_heads, config.heads // config.kv_heads, config.head_dim)
+        row = 0
+        for span, table in zip(batch.spans, batch.block_tables, strict=True):
+            for start, stop in _cut(span.start, span.stop, self._block):
+                rows = slice(row, row + stop - start)
+                part = self._attend_span(layer, groups[rows].permute(1, 2, 0, 3), table, start, stop)
+                out[rows] = part.out.permute(2, 0, 1, 3).reshape(stop - start, config.heads, config.head_dim)
+                row = rows.stop
+        return out
+
+    def _attend_span(
+        self, layer: int, queries: torch.Tensor, table: torch.Tensor, start: int, stop: int
+    ) -> _Partial:
+        """``queries [kv_heads, groups, tokens, head_dim]`` of the tokens ``start … stop`` of one sequence."""
+        window = self._config.window(layer)
+        if window is not None and stop > window:
+            return self._windowed(layer, queries, table, start, stop, window)
+        past = self._over_past(layer, queries, table, start)
+        keys, values = self._gather(layer, table, start, stop)
+        own = self._flash(queries, keys, values, causal=stop - start > 1)
+        return own if past is None else past.merge(own)
+
+    def _over_past(
+        self, layer: int, queries: torch.Tensor, table: torch.Tensor, past: int
+    ) -> _Partial | None:
+        """All queries over the tokens ``0 … past``, None when there are none."""
+        kv_heads, groups, tokens, head_dim = queries.shape
+        # Every query sees the whole past, so the queries that share a KV head are rows of one product.
+        folded = queries.reshape(kv_heads, 1, groups * tokens, head_dim)
+        merged: _Partial | None = None
+        for start, stop in _cut(0, past, self._block):
+            part = self._flash(folded, *self._gather(layer, table, start, stop))
+            merged = part if merged is None else merged.merge(part)
+        if merged is None:
+            return None
+        return _Partial(merged.out.reshape(queries.shape), merged.lse.reshape(kv_heads, groups, tokens, 1))
+
+    def _windowed(
+        self, layer: int, queries: torch.Tensor, table: torch.Tensor, start: int, stop: int, window: int
+    ) -> _Partial:
+        """Each query over the last ``window`` tokens up to itself, under a mask of tokens × block at most."""
+        merged: _Partial | None = None
+        positions = torch.arange(start, stop)[:, None]
+        oldest = max(start - window + 1, 0) // self._chunk * self._chunk
+        for first, end in _cut(oldest, stop, self._block):
+            others = torch.arange(first, end)[None, :]
+            hidden = (others > positions) | (others <= positions - window)
+            # Not -inf: a query that sees nothing in this block would be nan. Its huge negative lse erases the
+            # block's part on merging instead.
+            mask = torch.zeros(hidden.shape).masked_fill_(hidden, -1e30)
+            part = self._flash(queries, *self._gather(layer, table, first, end), mask=mask[None, None])
+            merged = part if merged is None else merged.merge(part)
+        assert merged is not None
+        return merged
+
+    def _flash(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        causal: bool = False,
+        mask: torch.Tensor | None = None,
+    ) -> _Partial:
+        # KV heads are the batch here, and the heads that share one see it through a stride of 0.
+        shape = (keys.shape[0], queries.shape[1], keys.shape[2], keys.shape[3])
+        out, lse = _flash(
+            queries, keys.expand(shape), values.expand(shape), 0.0, causal, attn_mask=mask, scale=self._scale
+        )
+        return _Partial(out, lse.unsqueeze(-1))
+
+    def _gather(
+        self, layer: int, table: torch.Tensor, start: int, stop: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the tokens ``start … stop``, float32 ``[kv_heads, 1, tokens, head_dim]``. Valid until
+        the next call, which overwrites them."""
+        first = start // self._chunk
+        pages = table[first : -(-stop // self._chunk)]
+        whole = len(pages) * self._chunk
+        for plane in range(2):
+            for head in range(self._config.kv_heads):
+                target = self._gathered[plane, head, :whole].view(len(pages), self._chunk, -1)
+                torch.index_select(self._kv[:, layer, plane, head], 0, pages, out=target)
+        if self._floats is not self._gathered:
+            self._floats[:, :, :whole].copy_(self._gathered[:, :, :whole])
+        begin = first * self._chunk
+        keys, values = self._floats[:, :, start - begin : stop - begin]
+        return keys.unsqueeze(1), values.unsqueeze(1)
+
+
+def _cut(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:
+    """``start … stop`` cut at the multiples of ``width``."""
+    while start < stop:
+        end = min((start // width + 1) * width, stop)
+        yield start, end
+        start = end

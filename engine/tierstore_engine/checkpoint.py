@@ -1,0 +1,111 @@
+"""A Hugging Face checkpoint folder: its ``config.json``, and its tensors by name, read one at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from tierstore_engine.config import ModelConfig, config_from_hf, token_ids
+from tierstore_engine.errors import ModelError
+
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def read_config(folder: Path, *, dtype: str | None = None) -> ModelConfig:
+    """The model's shape; the end-of-sequence ids come from ``generation_config.json`` where there is one.
+
+    Raises :class:`ModelError` when the folder is not a checkpoint this engine can run.
+    """
+    if not folder.is_dir():
+        raise ModelError(f"no model folder at {folder}")
+    if not (folder / CONFIG_FILE).is_file():
+        raise ModelError(f"{folder} is not a model folder: it has no {CONFIG_FILE}")
+    raw = dict(_read_json(folder / CONFIG_FILE))
+    if (folder / GENERATION_FILE).is_file():
+        generation = _read_json(folder / GENERATION_FILE)
+        if token_ids(generation.get("eos_token_id")):
+            raw["eos_token_id"] = generation["eos_token_id"]
+    return config_from_hf(raw, dtype=dtype)
+
+
+class Checkpoint:
+    """The tensors of a folder's safetensors files, whole or sharded. A context manager; files open lazily."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files = _tensor_files(folder)
+        self._open: dict[Path, Any] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._open.clear()
+        self._stack.close()
+
+    def read(self, name: str, shape: torch.Size) -> torch.Tensor:
+        """Tensor ``name`` in host memory. Raises :class:`ModelError` when missing or not of ``shape``."""
+        file = self._files.get(name)
+        if file is None:
+            raise ModelError(f"{self._folder}: tensor {name} is missing from the checkpoint")
+        try:
+            handle = self._handle(file)
+            found = tuple(handle.get_slice(name).get_shape())
+            if found != tuple(shape):
+                raise ModelError(
+                    f"{file}: tensor {name} has shape {list(found)}, but config.json asks for {list(shape)}"
+                )
+            tensor: torch.Tensor = handle.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{file}: cannot read tensor {name}: {error}") from error
+        return tensor
+
+    def _handle(self, file: Path) -> Any:
+        if file not in self._open:
+            self._open[file] = self._stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+        return self._open[file]
+
+
+def _tensor_files(folder: Path) -> Mapping[str, Path]:
+    """Which file holds each tensor."""
+    index = folder / INDEX_FILE
+    if index.is_file():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ModelError(f"{index} has no weight_map")
+        files = {str(name): folder / str(file) for name, file in weight_map.items()}
+        for file in sorted(set(files.values())):
+            if not file.is_file():
+                raise ModelError(f"{index} names {file.name}, which is not in the folder")
+        return files
+    single = folder / WEIGHTS_FILE
+    if not single.is_file():
+        raise ModelError(f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE} (only safetensors are read)")
+    try:
+        with safe_open(single, framework="pt", device="cpu") as handle:
+            return dict.fromkeys(handle.keys(), single)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{single} is not a readable safetensors file: {error}") from error
+
+
+def _read_json(file: Path) -> Mapping[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{file} does not hold a JSON object")
+    return value

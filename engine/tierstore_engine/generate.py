@@ -1,0 +1,165 @@
+"""One prompt from text to text: what ``tierstore-engine generate`` does."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from tierstore.spec import KVSpec
+from tierstore.units import format_size
+from tierstore_engine.build import (
+    OpenModel,
+    build_engine,
+    check_pool,
+    load_model,
+    open_model,
+    pages_for_tokens,
+)
+from tierstore_engine.engine import Engine, check_tokens
+from tierstore_engine.errors import RequestError
+from tierstore_engine.outputs import Completion
+from tierstore_engine.sampling import SamplingParams
+from tierstore_engine.settings import EngineSettings
+
+# Random weights (and some models) produce control characters that would rearrange a terminal.
+_UNPRINTABLE = {code: "\N{REPLACEMENT CHARACTER}" for code in range(32) if chr(code) not in "\n\t"} | {
+    127: "\N{REPLACEMENT CHARACTER}"
+}
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """The command's options; sizes in bytes, ``hbm_bytes`` None for a pool that just holds the request."""
+
+    model: str
+    prompt: str
+    params: SamplingParams
+    store: str | None
+    host_bytes: int
+    disk_bytes: int
+    hbm_bytes: int | None
+    prefill_chunk: int
+    device: str
+    dtype: str | None
+    json: bool
+
+
+def run(request: GenerateRequest, *, out: TextIO | None = None, err: TextIO | None = None) -> Completion:
+    """Generate and print. Everything about the request is checked before weights are read and before the
+    store is opened. Raises :class:`~tierstore.errors.TierStoreError` with one line to show."""
+    out, err = out or sys.stdout, err or sys.stderr
+    settings = EngineSettings(prefill_chunk=request.prefill_chunk)
+    opened = open_model(request.model, device=request.device, dtype=request.dtype)
+    spec = opened.config.kv_spec()
+    settings.check_chunk(spec.chunk_tokens)
+    tokens = opened.tokenizer.encode(request.prompt)
+    pool_pages = _pool_pages(request, opened, spec, tokens)
+    engine = build_engine(
+        load_model(opened),
+        pool_pages=pool_pages,
+        store=request.store,
+        host_bytes=request.host_bytes,
+        disk_bytes=request.disk_bytes,
+        settings=settings,
+    )
+    try:
+        completion = _generate(engine, tokens, request, _Screen(out, err, text=not request.json))
+    finally:
+        engine.close()
+    if request.json:
+        print(json.dumps(report(completion), ensure_ascii=False), file=out)
+    print(summary(completion), file=err)
+    return completion
+
+
+def summary(completion: Completion) -> str:
+    """The run in one line: prompt tokens, tokens from each tier, TTFT, tokens per second."""
+    metrics = completion.metrics
+    tiers = {"hbm": 0, "host": 0, "disk": 0} | dict(metrics.reused_by_tier)
+    reused = ", ".join(f"{count} from {tier}" for tier, count in tiers.items())
+    return (
+        f"prompt {metrics.prompt_tokens} tokens: {reused}; TTFT {metrics.ttft_s:.3f} s; "
+        f"{metrics.generated_tokens} new tokens at {metrics.tokens_per_s:.1f} tokens/s"
+    )
+
+
+def report(completion: Completion) -> dict[str, Any]:
+    """The run for machines; units are in the field names."""
+    metrics = completion.metrics
+    return {
+        "text": completion.text,
+        "tokens": list(completion.tokens),
+        "finish_reason": completion.finish_reason.value,
+        "prompt_tokens": metrics.prompt_tokens,
+        "generated_tokens": metrics.generated_tokens,
+        "reused_tokens": metrics.reused_tokens,
+        "reused_tokens_by_tier": dict(metrics.reused_by_tier),
+        "loaded_bytes": metrics.loaded_bytes,
+        "load_s": metrics.load_s,
+        "ttft_s": metrics.ttft_s,
+        "tokens_per_s": metrics.tokens_per_s,
+    }
+
+
+class _Screen:
+    """Where text and progress go; progress only to a terminal, and never between pieces of text."""
+
+    def __init__(self, out: TextIO, err: TextIO, *, text: bool) -> None:
+        self._out = out if text else None
+        self._plain = out.isatty()
+        self._err = err if err.isatty() else None
+        self._shown = False
+
+    def text(self, text: str) -> None:
+        self._clear()
+        if self._out is not None:
+            self._out.write(text.translate(_UNPRINTABLE) if self._plain else text)
+            self._out.flush()
+
+    def prefilled(self, done: int, total: int) -> None:
+        if self._err is not None:
+            self._err.write(f"\rprefill {done}/{total} tokens ({100 * done // total} %)")
+            self._err.flush()
+            self._shown = True
+
+    def end(self) -> None:
+        self.text("\n")
+
+    def _clear(self) -> None:
+        if self._shown and self._err is not None:
+            self._err.write("\r\x1b[K")
+            self._err.flush()
+            self._shown = False
+
+
+def _generate(engine: Engine, tokens: list[int], request: GenerateRequest, screen: _Screen) -> Completion:
+    request_id = engine.add(tokens, request.params)
+    while True:
+        for output in engine.step():
+            screen.text(output.text)
+            if output.completion is not None:
+                screen.end()
+                return output.completion
+        done = engine.computed_tokens(request_id)
+        if done < len(tokens):
+            screen.prefilled(done, len(tokens))
+
+
+def _pool_pages(request: GenerateRequest, model: OpenModel, spec: KVSpec, tokens: list[int]) -> int:
+    """The size of the pool, after checking that the request can run in it."""
+    config = model.config
+    check_tokens(tokens, vocab_size=config.vocab_size, limit=config.max_positions)
+    needed = pages_for_tokens(spec, min(len(tokens) + request.params.max_new_tokens, config.max_positions))
+    if request.hbm_bytes is None:
+        check_pool(spec, needed)
+        return needed
+    pages = request.hbm_bytes // spec.page_bytes
+    check_pool(spec, pages)
+    if pages < needed:
+        raise RequestError(
+            f"the prompt's {len(tokens)} tokens and up to {request.params.max_new_tokens} new ones need "
+            f"{needed} pages ({format_size(needed * spec.page_bytes)}), but --hbm-bytes holds {pages}"
+        )
+    return pages

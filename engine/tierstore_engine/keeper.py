@@ -1,0 +1,176 @@
+"""All that the engine says to the connector: a sequence's pages are taken, filled from the store, saved and
+given back here, and nowhere else."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import TypeVar
+
+from tierstore_connectors.base import Connector, Hit
+
+from tierstore.store import Loaded
+from tierstore.transfer import Transfer
+from tierstore_engine.sequence import Loading, Sequence, SequenceState
+
+T = TypeVar("T")
+
+
+class PageKeeper:
+    """Moves sequences between *waiting* (no page), *loading* and *running*, as far as pages decide it.
+
+    A sequence is admitted with pages for all of its tokens at once, so that only decoding can ever run out;
+    whoever has to give way is parked: its pages are saved and released, and it is admitted again later like
+    a new sequence whose prompt happens to be in the store.
+    """
+
+    def __init__(self, connector: Connector, *, load_deadline_s: float) -> None:
+        self._connector = connector
+        self._chunk = connector.pool.spec.chunk_tokens
+        self._load_deadline_s = load_deadline_s
+        self._parking: deque[Transfer[int]] = deque()  # saves whose end may make pages available
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self._chunk
+
+    def available(self) -> int:
+        """Pages that could be had now."""
+        return self._connector.available()
+
+    @property
+    def parking(self) -> bool:
+        """Whether pages of sequences that have left are still being copied, and come free after that."""
+        while self._parking and self._parking[0].done:
+            self._parking.popleft()
+        return bool(self._parking)
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold the KV of ``tokens`` tokens."""
+        return -(-tokens // self._chunk)
+
+    def admit(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence its pages and start loading what the store holds of it: it is *loading* or
+        *running* then. False, and nothing changed, when there is no room."""
+        hit = self._connector.lookup(sequence.prompt, max_tokens=len(sequence.tokens) - 1)
+        fresh = self._reserve(sequence, hit)
+        if fresh is None:
+            hit.release()
+            return False
+        if hit.tokens == 0:
+            hit.release()
+            sequence.pages = fresh
+            sequence.state = SequenceState.RUNNING
+            return True
+        by_tier = dict(hit.by_tier)
+        started = time.monotonic()
+        transfer = self._connector.load(hit, deadline_s=self._load_deadline_s)
+        sequence.loading = Loading(transfer, by_tier, fresh, started)
+        sequence.state = SequenceState.LOADING
+        return True
+
+    def settle(self, sequence: Sequence) -> None:
+        """Take over a load that has ended: *running*, or *waiting* again if it came short and there are no
+        pages to compute the rest in. A load still under way is left alone."""
+        loading = sequence.loading
+        if loading is None or not loading.transfer.done:
+            return
+        loaded = loading.transfer.wait()
+        missing = self.pages_for(len(sequence.tokens)) - len(loaded.pages) - len(loading.fresh)
+        more = self._connector.allocate(missing) if missing > 0 else []
+        sequence.loading = None
+        if more is None:
+            self._connector.release([*loaded.pages, *loading.fresh])
+            sequence.state = SequenceState.WAITING
+            return
+        self._account(sequence, loading, loaded)
+        sequence.pages = [*loaded.pages, *loading.fresh, *more]
+        sequence.restore(loaded.tokens)
+        sequence.saved_pages = loaded.tokens // self._chunk
+        sequence.state = SequenceState.RUNNING
+
+    def grow(self, sequence: Sequence) -> bool:
+        """See to it that the sequence has a page for its newest token. False when there is none."""
+        missing = self.pages_for(len(sequence.tokens)) - len(sequence.pages)
+        if missing <= 0:
+            return True
+        pages = self._connector.allocate(missing)
+        if pages is None:
+            return False
+        sequence.pages += pages
+        return True
+
+    def save(self, sequence: Sequence) -> Transfer[int] | None:
+        """Publish the pages that have become full since the last call."""
+        return self._publish(sequence, sequence.computed // self._chunk)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Save what has been computed, the partial last page too, and give all pages back: *waiting*."""
+        if sequence.loading is not None:
+            self._abandon(sequence.loading)
+            sequence.loading = None
+        # A partial page can only be saved as the end of its prompt; a prefill that is cut short ends at a
+        # page's end, or within a page that was loaded and is in the store already.
+        whole = sequence.computed == len(sequence.prompt)
+        stop = self.pages_for(sequence.computed) if whole else sequence.computed // self._chunk
+        saving = self._publish(sequence, stop)
+        if saving is not None and not saving.done:
+            self._parking.append(saving)
+        self._connector.release(sequence.pages)
+        sequence.pages = []
+        sequence.computed = sequence.saved_pages = 0
+        sequence.state = SequenceState.WAITING
+
+    def wait_for_room(self, timeout_s: float) -> None:
+        """Wait, briefly, for something that may make pages available."""
+        if self.parking:
+            wait_briefly(self._parking[0], timeout_s)
+        else:
+            time.sleep(timeout_s)
+
+    def _reserve(self, sequence: Sequence, hit: Hit) -> list[int] | None:
+        """Pages for the tokens behind the hit, if those and the ones the load will need can be had."""
+        total = self.pages_for(len(sequence.tokens))
+        # A page that is whole and in HBM is shared, not copied.
+        shared = hit.by_tier.get("hbm", 0) // self._chunk
+        if self._connector.available() < total - shared:
+            return None
+        return self._connector.allocate(total - self.pages_for(hit.tokens))
+
+    def _publish(self, sequence: Sequence, stop: int) -> Transfer[int] | None:
+        first = sequence.saved_pages
+        if stop <= first:
+            return None
+        saving = self._connector.save(sequence.prompt, sequence.pages[first:stop], first=first)
+        sequence.saved_pages = stop
+        return saving
+
+    def _abandon(self, loading: Loading) -> None:
+        loading.transfer.cancel()
+        loaded = loading.transfer.wait()  # it may have ended before it could be cancelled
+        self._connector.release([*loaded.pages, *loading.fresh])
+
+    def _account(self, sequence: Sequence, loading: Loading, loaded: Loaded) -> None:
+        tally = sequence.tally
+        tally.loaded_bytes += loaded.moved_bytes
+        tally.load_s += time.monotonic() - loading.started
+        if not sequence.started:
+            tally.reused_by_tier = clip_tiers(loading.by_tier, loaded.tokens)
+
+
+def clip_tiers(by_tier: Mapping[str, int], tokens: int) -> dict[str, int]:
+    """``by_tier`` (fastest tier first, which also is the order along the prompt) cut to ``tokens`` in all."""
+    clipped = {}
+    for tier, count in by_tier.items():
+        clipped[tier] = min(count, tokens)
+        tokens -= clipped[tier]
+    return clipped
+
+
+def wait_briefly(transfer: Transfer[T], timeout_s: float) -> None:
+    """Wait for the end of ``transfer``, at most ``timeout_s``."""
+    try:
+        transfer.wait(timeout_s)
+    except TimeoutError:
+        return

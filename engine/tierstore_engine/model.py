@@ -1,0 +1,80 @@
+"""The decoder: token ids in, the logits of chosen rows out, keys and values into pages on the way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import linear, silu
+
+from tierstore_engine.attention.base import Attention, BatchLayout
+from tierstore_engine.config import ModelConfig
+from tierstore_engine.rope import Rope, rotate
+from tierstore_engine.weights import LayerWeights, ModelWeights
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """One step's flattened batch. ``tokens`` and ``positions`` are int64 ``[tokens]``, in the order of
+    ``layout.spans``; ``logit_rows`` (int64) names the rows whose logits are wanted."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    layout: BatchLayout
+    logit_rows: torch.Tensor
+
+
+class Model:
+    """A Llama-family decoder over paged KV. Not thread-safe: its attention owns buffers."""
+
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, attention: Attention, *, device: str
+    ) -> None:
+        self.config = config
+        self.device = device
+        self._weights = weights
+        self._attention = attention
+        self._rope = Rope(config.rope, config.head_dim, device=device)
+
+    @torch.inference_mode()
+    def forward(self, step: StepInput) -> torch.Tensor:
+        """Logits, float32 ``[len(logit_rows), vocab_size]``; the KV of all rows is in its pages then."""
+        hidden = self._weights.embed[step.tokens]
+        rotations = self._rope.rotations(step.positions, hidden.dtype)
+        for index, layer in enumerate(self._weights.layers):
+            attended = self._attend(
+                index, layer, self._norm(hidden, layer.input_norm), rotations, step.layout
+            )
+            hidden = hidden + linear(attended, layer.o, layer.o_bias)
+            hidden = hidden + self._mlp(layer, self._norm(hidden, layer.mlp_norm))
+        last = self._norm(hidden[step.logit_rows], self._weights.norm)
+        return linear(last, self._weights.head).float()
+
+    def _attend(
+        self,
+        index: int,
+        layer: LayerWeights,
+        hidden: torch.Tensor,
+        rotations: tuple[torch.Tensor, torch.Tensor],
+        layout: BatchLayout,
+    ) -> torch.Tensor:
+        config = self.config
+        heads = (config.heads, config.kv_heads, config.kv_heads)
+        projected = linear(hidden, layer.qkv, layer.qkv_bias)
+        projected = projected.view(len(hidden), sum(heads), config.head_dim)
+        queries, keys, values = torch.split(projected, list(heads), dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            queries, keys = self._norm(queries, layer.q_norm), self._norm(keys, layer.k_norm)
+        queries, keys = rotate(queries, *rotations), rotate(keys, *rotations)
+        self._attention.write(index, keys, values, layout)
+        return self._attention.attend(index, queries, layout).view(len(hidden), -1)
+
+    def _mlp(self, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:
+        gate, up = linear(hidden, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+        return linear(silu(gate) * up, layer.down, layer.down_bias)
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """RMSNorm over the last dimension, its mean square in float32."""
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.config.norm_eps)
+        return weight * wide.to(x.dtype)

@@ -1,0 +1,137 @@
+"""Who computes what in the next step: continuous batching with chunked prefill, under a token budget.
+
+Decoding comes first, one token per sequence, then prefill chunks as far as the budget goes, oldest request
+first in both. When decoding runs out of pages the youngest admitted sequence gives way.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+
+from tierstore_engine.keeper import PageKeeper, wait_briefly
+from tierstore_engine.sequence import Sequence, SequenceState
+from tierstore_engine.settings import EngineSettings
+
+_LOAD_POLL_S = 0.005
+_ROOM_POLL_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Compute the tokens ``start … stop`` of ``sequence``."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+    @property
+    def tokens(self) -> int:
+        return self.stop - self.start
+
+
+class Scheduler:
+    """Two queues, both by age: *waiting* sequences hold no pages, *admitted* ones are loading or running."""
+
+    def __init__(self, keeper: PageKeeper, settings: EngineSettings) -> None:
+        self.waiting: list[Sequence] = []
+        self.admitted: list[Sequence] = []
+        self._keeper = keeper
+        self._settings = settings
+        self._refused_at: int | None = None  # pages available when the oldest waiting one was refused
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.admitted)
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=_age)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a sequence out for good, saving what it has and giving its pages back."""
+        if sequence in self.admitted:
+            self._keeper.leave(sequence)
+            self.admitted.remove(sequence)
+            self._refused_at = None
+        else:
+            self.waiting.remove(sequence)
+        sequence.state = SequenceState.FINISHED
+
+    def plan(self) -> list[Work]:
+        """The next step's work; every token of it has a page. Admits, settles loads and parks on the way."""
+        self._settle()
+        self._admit()
+        self._settle()  # what was in HBM has loaded at once
+        budget = self._settings.batch_tokens
+        decodes = self._decodes()
+        return decodes + self._prefills(budget - len(decodes))
+
+    def wait(self) -> None:
+        """Nothing can be computed now: wait briefly for a load or for room instead of spinning."""
+        for sequence in self.admitted:
+            if sequence.loading is not None:
+                wait_briefly(sequence.loading.transfer, _LOAD_POLL_S)
+                return
+        self._keeper.wait_for_room(_ROOM_POLL_S)
+
+    def _settle(self) -> None:
+        for sequence in [s for s in self.admitted if s.state is SequenceState.LOADING]:
+            self._keeper.settle(sequence)
+            if sequence.state is SequenceState.WAITING:
+                self._requeue(sequence)
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.admitted) < self._settings.max_sequences:
+            room = self._keeper.available()
+            if self.admitted and room == self._refused_at:
+                return  # nothing has changed: do not ask the store again at every step
+            if not self._keeper.admit(self.waiting[0]):
+                self._refused_at = room
+                return
+            insort(self.admitted, self.waiting.pop(0), key=_age)
+
+    def _decodes(self) -> list[Work]:
+        work = []
+        for sequence in list(self.admitted):
+            decoding = sequence.state is SequenceState.RUNNING and sequence.remaining == 1
+            if decoding and self._make_room(sequence):
+                work.append(Work(sequence, sequence.computed, sequence.computed + 1))
+        return work
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """A page for the sequence's next token, parking the youngest until there is one. False when it was
+        itself the youngest, or when pages are still being saved and come free in a moment. Nothing older is
+        touched, so work planned before stays valid."""
+        while not self._keeper.grow(sequence):
+            if self._keeper.parking:
+                return False
+            youngest = self.admitted[-1]
+            self._keeper.leave(youngest)
+            youngest.tally.preemptions += 1
+            self._requeue(youngest)
+            if youngest is sequence:
+                return False
+        return True
+
+    def _prefills(self, budget: int) -> list[Work]:
+        work = []
+        chunk = self._settings.prefill_chunk
+        for sequence in self.admitted:
+            if sequence.state is not SequenceState.RUNNING or sequence.remaining == 1:
+                continue
+            stop = min((sequence.computed // chunk + 1) * chunk, len(sequence.tokens))
+            # All of the chunk or nothing: a chunk cut to fit would change the shapes, and so the bits.
+            if stop - sequence.computed > budget:
+                break
+            work.append(Work(sequence, sequence.computed, stop))
+            budget -= stop - sequence.computed
+        return work
+
+    def _requeue(self, sequence: Sequence) -> None:
+        self.admitted.remove(sequence)
+        self._refused_at = None
+        insort(self.waiting, sequence, key=_age)
+
+
+def _age(sequence: Sequence) -> int:
+    return sequence.request_id

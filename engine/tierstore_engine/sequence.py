@@ -1,0 +1,184 @@
+"""One request on its way: its tokens, the pages that hold their KV, and how far each has come.
+
+::
+
+    tokens   [ prompt ........................ | generated ... | newest ]
+    KV in    [ loaded ...... | computed ..................... ) computed = tokens whose KV is in `pages`
+    saved    [ full pages ............. )       the partial last page is saved when the sequence leaves
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+import time
+from collections.abc import Sequence as Ints
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+
+from tierstore.keys import Prompt
+from tierstore.store import Loaded
+from tierstore.transfer import Transfer
+from tierstore_engine.outputs import (
+    Completion,
+    FinishReason,
+    RequestId,
+    RequestMetrics,
+    StepLogprobs,
+)
+from tierstore_engine.sampling import SamplingParams, choose, logprobs_of
+from tierstore_engine.stops import StopMatcher
+from tierstore_engine.tokenizer import Detokenizer
+
+
+class SequenceState(str, enum.Enum):
+    WAITING = "waiting"  # holds no page: new, or parked
+    LOADING = "loading"  # its pages are on their way from the store
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class Loading:
+    """A load that has not been taken over yet."""
+
+    transfer: Transfer[Loaded]
+    by_tier: dict[str, int]
+    fresh: list[int]  # pages already allocated for the tokens behind the hit
+    started: float
+
+
+@dataclass(slots=True)
+class Tally:
+    """The metrics of a sequence while it runs; see :class:`RequestMetrics`."""
+
+    added: float
+    token_times: list[float] = field(default_factory=list)
+    reused_by_tier: dict[str, int] = field(default_factory=dict)
+    loaded_bytes: int = 0
+    load_s: float = 0.0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+
+
+class Sequence:
+    """The state of one request. Mutated by the engine's thread only."""
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        prompt: Prompt,
+        tokens: Ints[int],
+        params: SamplingParams,
+        detokenizer: Detokenizer,
+        *,
+        max_tokens: int,
+        stop_ids: frozenset[int],
+        added: float,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt = prompt  # of all tokens whose KV is computed, and at least of the request's own
+        self.tokens = list(tokens)
+        self.prompt_tokens = len(self.tokens)
+        self.max_tokens = max_tokens
+        self.params = params
+        self.state = SequenceState.WAITING
+        self.pages: list[int] = []
+        self.computed = 0
+        self.saved_pages = 0
+        self.loading: Loading | None = None
+        self.tally = Tally(added)
+        self.finish_reason: FinishReason | None = None
+        self._most_computed = 0
+        self._stop_ids = stop_ids
+        self._random = random.Random(params.seed)
+        self._detokenizer = detokenizer
+        self._stops = StopMatcher(params.stop)
+        self._text: list[str] = []
+        self._logprobs: list[StepLogprobs] = []
+        self._logits: list[torch.Tensor] = []
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request_id}, {self.state.value}, {self.computed}/{len(self.tokens)} computed, "
+            f"{len(self.pages)} pages)"
+        )
+
+    @property
+    def remaining(self) -> int:
+        """Tokens whose KV is still to be computed; 1 while decoding."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def started(self) -> bool:
+        """Whether anything has been computed for it yet."""
+        return self._most_computed > 0
+
+    def advance(self, computed: int) -> None:
+        """The KV of the first ``computed`` tokens is in the pages now."""
+        self.tally.recomputed_tokens += max(min(computed, self._most_computed) - self.computed, 0)
+        self._most_computed = max(self._most_computed, computed)
+        self.computed = computed
+        if computed > len(self.prompt):
+            self.prompt.extend(self.tokens[len(self.prompt) : computed])
+
+    def restore(self, loaded: int) -> None:
+        """The KV of the first ``loaded`` tokens has come from the store."""
+        self.computed = loaded
+
+    def append(self, logits: torch.Tensor) -> str:
+        """Choose the next token from ``logits [vocab_size]``; the text that became certain. May finish."""
+        token = choose(logits, self.params, self._random.random())
+        self._note(logits, token)
+        self.tokens.append(token)
+        self.tally.token_times.append(time.monotonic())
+        if token in self._stop_ids:
+            return self.finish(FinishReason.STOP)
+        text = self._stops.push(self._detokenizer.push(token))
+        self._text.append(text)
+        if self._stops.stopped:
+            return text + self.finish(FinishReason.STOP)
+        if len(self.tokens) >= self.max_tokens:
+            return text + self.finish(FinishReason.LENGTH)
+        return text
+
+    def finish(self, reason: FinishReason) -> str:
+        """End here; the text that was still held back."""
+        self.finish_reason = reason
+        text = self._stops.push(self._detokenizer.flush()) + self._stops.flush()
+        self._text.append(text)
+        return text
+
+    def completion(self) -> Completion:
+        assert self.finish_reason is not None
+        return Completion(
+            request_id=self.request_id,
+            text="".join(self._text),
+            tokens=tuple(self.tokens[self.prompt_tokens :]),
+            finish_reason=self.finish_reason,
+            metrics=self._metrics(),
+            logprobs=tuple(self._logprobs),
+            logits=torch.stack(self._logits).numpy() if self._logits else None,
+        )
+
+    def _note(self, logits: torch.Tensor, token: int) -> None:
+        if self.params.logprobs is not None:
+            self._logprobs.append(logprobs_of(logits, token, self.params.logprobs))
+        if self.params.keep_logits:
+            self._logits.append(logits.cpu().clone())
+
+    def _metrics(self) -> RequestMetrics:
+        tally, times = self.tally, self.tally.token_times
+        return RequestMetrics(
+            prompt_tokens=self.prompt_tokens,
+            generated_tokens=len(self.tokens) - self.prompt_tokens,
+            reused_by_tier=dict(tally.reused_by_tier),
+            loaded_bytes=tally.loaded_bytes,
+            load_s=tally.load_s,
+            ttft_s=times[0] - tally.added if times else 0.0,
+            itl_s=tuple(later - earlier for earlier, later in pairwise(times)),
+            preemptions=tally.preemptions,
+            recomputed_tokens=tally.recomputed_tokens,
+        )

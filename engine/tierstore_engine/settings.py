@@ -1,0 +1,46 @@
+"""The engine's settings: few, frozen, checked when made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tierstore.errors import UsageError
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """``prefill_chunk`` prompt tokens of one sequence are computed per step; chunks end at its multiples, so
+    equal prompts are cut equally wherever a cached prefix ends. ``max_sequences`` share the pages at a time;
+    ``max_batch_tokens`` (0: one prefill chunk beside decoding) bounds a step. A load from the store that
+    takes longer than ``load_deadline_s`` is cut off and the rest computed. Raises :class:`UsageError`."""
+
+    prefill_chunk: int = 1024
+    max_sequences: int = 32
+    max_batch_tokens: int = 0
+    load_deadline_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.prefill_chunk < 1 or self.max_sequences < 1 or self.load_deadline_s <= 0:
+            raise UsageError("prefill_chunk, max_sequences and load_deadline_s must be positive")
+        if self.max_batch_tokens and self.max_batch_tokens < self._least_batch:
+            raise UsageError(
+                f"max_batch_tokens must hold a prefill chunk and a token of every other sequence: "
+                f"at least {self._least_batch}, not {self.max_batch_tokens}"
+            )
+
+    @property
+    def batch_tokens(self) -> int:
+        """The most tokens of one step."""
+        return self.max_batch_tokens or self._least_batch
+
+    @property
+    def _least_batch(self) -> int:
+        return self.prefill_chunk + self.max_sequences - 1
+
+    def check_chunk(self, chunk_tokens: int) -> None:
+        """Raises :class:`UsageError` unless prefill chunks end where pages end."""
+        if self.prefill_chunk % chunk_tokens:
+            raise UsageError(
+                f"prefill_chunk must be a multiple of the page's {chunk_tokens} tokens, "
+                f"not {self.prefill_chunk}"
+            )

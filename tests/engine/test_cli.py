@@ -1,0 +1,145 @@
+"""``tierstore-engine``: text on stdout, one line on stderr, and one clear line for every mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tierstore_engine.cli import app
+from typer.testing import CliRunner
+
+PROMPT = "Once upon a time there was a very small model. " * 4
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    """Runs the command in an empty directory: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        result = CliRunner().invoke(app, list(arguments))
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        return result.exit_code, result.stdout, result.stderr
+
+    return call
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+def test_generate(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    code, out, err = run(
+        "generate", "--model", "tiny", "--prompt-file", "prompt.txt", "--max-new-tokens", "20"
+    )
+    assert code == 0
+    assert out.strip()
+    assert err.count("\n") == 1
+    assert f"prompt {len(PROMPT) + 1} tokens: 0 from hbm, 0 from host, 0 from disk; TTFT" in err
+    assert "tokens/s" in err
+
+
+def test_the_same_seed_gives_the_same_text(run: Run) -> None:
+    options = ("--model", "tiny", "--prompt", "hi", "--temperature", "1.2", "--top-p", "0.9", "--seed", "3")
+    first, second = (run("generate", *options, "--max-new-tokens", "30")[1] for _ in range(2))
+    assert first == second
+    assert first != run("generate", *options[:-1], "4", "--max-new-tokens", "30")[1]
+
+
+def test_json(run: Run) -> None:
+    code, out, _ = run("generate", "--model", "tiny", "--prompt", "hi", "--json", "--max-new-tokens", "5")
+    report = json.loads(out)
+    assert code == 0
+    assert report["prompt_tokens"] == 3
+    assert report["generated_tokens"] == len(report["tokens"])
+    assert {"text", "ttft_s", "reused_tokens_by_tier", "tokens_per_s", "finish_reason"} <= report.keys()
+
+
+def test_a_checkpoint_folder(run: Run, checkpoints: Callable[..., Path]) -> None:
+    code, out, err = run("generate", "--model", str(checkpoints("llama3")), "--prompt", "the cat sat")
+    assert code == 0, err
+    assert out.strip()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--model", "huge", "--prompt", "x"), 2, "neither a folder nor a preset"),
+        (("--model", ".", "--prompt", "x"), 1, "is not a model folder"),
+        (("--model", "tiny"), 2, "no prompt: give --prompt-file"),
+        (("--model", "tiny", "--prompt-file", "gone.txt"), 2, "cannot read the prompt from gone.txt"),
+        (("--model", "tiny", "--prompt", "x" * 8192), 2, "has 8193 tokens, but the model allows 8192"),
+        (("--model", "tiny", "--prompt", "x", "--temperature", "-1"), 2, "temperature cannot be -1.0"),
+        (("--model", "tiny", "--prompt", "x", "--hbm-bytes", "1KiB"), 2, "at least one page of 32 KiB"),
+        (("--model", "tiny", "--prompt", "x", "--hbm-bytes", "lots"), 2, "not a size: 'lots'"),
+        (("--model", "tiny", "--prompt", "x" * 500, "--hbm-bytes", "64KiB"), 2, "need 10 pages (320 KiB)"),
+        (("--model", "tiny", "--prompt", "x", "--prefill-chunk", "100"), 2, "multiple of the page's 64"),
+        (("--model", "tiny", "--prompt", "x", "--device", "cuda"), 2, "no CUDA backend"),
+        (("--model", "tiny", "--prompt", "x", "--dtype", "int4"), 2, "unknown dtype 'int4'"),
+        (
+            ("--model", "tiny", "--prompt", "x", "--hbm-bytes", "99TiB"),
+            2,
+            "does not fit this machine's memory",
+        ),
+    ],
+)
+def test_mistakes(arguments: tuple[str, ...], code: int, message: str, run: Run, tmp_path: Path) -> None:
+    found, out, err = run("generate", *arguments, "--store", "store")
+    assert found == code
+    assert message in err
+    assert err.startswith("tierstore-engine: ")
+    assert err.count("\n") == 1
+    assert out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_run_finds_the_first_ones_pages(run: Run) -> None:
+    options = ("--model", "tiny", "--prompt", PROMPT, "--store", "store", "--json", "--max-new-tokens", "9")
+    first, second = (json.loads(run("generate", *options)[1]) for _ in range(2))
+    assert first["reused_tokens_by_tier"] == {}
+    assert second["reused_tokens_by_tier"] == {"disk": len(PROMPT)}
+    assert second["tokens"] == first["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (("--store", "file.txt"), 1, "file.txt"),
+        (("--store", "/proc/store"), 1, "/proc/store"),
+        (("--store", "store", "--host-bytes", "1KiB"), 2, "host_bytes"),
+        (("--store", "store", "--disk-bytes", "1KiB"), 2, "disk_bytes"),
+        (("--store", "redis://host"), 2, "redis://host"),
+    ],
+)
+def test_stores_that_cannot_be_opened(
+    options: tuple[str, ...], code: int, message: str, run: Run, tmp_path: Path
+) -> None:
+    (tmp_path / "file.txt").write_text("not a directory")
+    found, out, err = run("generate", "--model", "tiny", "--prompt", "x", *options)
+    assert (found, out, err.count("\n")) == (code, "", 1), err
+    assert message in err
+    assert [path.name for path in tmp_path.iterdir()] == ["file.txt"]
+
+
+def test_a_reader_that_leaves_early() -> None:
+    command = "from tierstore_engine.cli import main; main()"
+    options = ["generate", "--model", "tiny", "--prompt", "hi", "--max-new-tokens", "2000", "--ignore-eos"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(30) == 1
+
+
+def test_help_does_not_import_torch() -> None:
+    command = "import sys; import tierstore_engine.cli; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", command], check=True)

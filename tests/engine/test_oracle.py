@@ -1,0 +1,113 @@
+"""The same logits and greedy tokens as transformers, for every architecture and however the work is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tierstore_engine.build import LoadedModel
+from tierstore_engine.engine import Engine
+from tierstore_engine.outputs import Completion, RequestId
+from tierstore_engine.sampling import SamplingParams
+
+from .conftest import ARCHITECTURES, NEW_TOKENS, Oracle
+
+MAX_LOGIT_DIFF = 2e-4
+GREEDY = SamplingParams(max_new_tokens=NEW_TOKENS, ignore_eos=True, keep_logits=True)
+
+
+def assert_same(completion: Completion, oracle: Oracle) -> None:
+    assert completion.logits is not None
+    assert list(completion.tokens) == oracle.tokens
+    assert np.abs(completion.logits - oracle.logits.numpy()).max() <= MAX_LOGIT_DIFF
+
+
+def finish(engine: Engine) -> dict[RequestId, Completion]:
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    return {output.request_id: output.completion for output in outputs if output.completion}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("prefill_chunk", [16, 112, 512])
+def test_alone(
+    name: str,
+    prefill_chunk: int,
+    oracles: Callable[[str], Oracle],
+    loaded: Callable[..., LoadedModel],
+    engine_of: Callable[..., Engine],
+) -> None:
+    oracle = oracles(name)
+    engine = engine_of(loaded(str(oracle.folder)), prefill_chunk=prefill_chunk)
+    [completion] = engine.generate([oracle.prompt], GREEDY)
+    assert_same(completion, oracle)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_in_a_mixed_batch(
+    name: str,
+    oracles: Callable[[str], Oracle],
+    loaded: Callable[..., LoadedModel],
+    engine_of: Callable[..., Engine],
+) -> None:
+    """Others decode while it prefills, and prefill while it decodes."""
+    oracle = oracles(name)
+    engine = engine_of(loaded(str(oracle.folder)), prefill_chunk=48, pool_pages=128)
+    engine.add(oracle.prompt[5:40], GREEDY)
+    for _ in range(3):
+        engine.step()
+    request_id = engine.add(oracle.prompt, GREEDY)
+    for length in (200, 77, 1):
+        for _ in range(6):
+            engine.step()
+        engine.add(oracle.prompt[:length], GREEDY)
+    assert_same(finish(engine)[request_id], oracle)
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral-windowed", "qwen3"])
+def test_after_preemptions(
+    name: str,
+    oracles: Callable[[str], Oracle],
+    loaded: Callable[..., LoadedModel],
+    engine_of: Callable[..., Engine],
+) -> None:
+    """Both fit when admitted but not when they have grown; without a store the younger is computed again."""
+    oracle = oracles(name)
+    engine = engine_of(loaded(str(oracle.folder)), prefill_chunk=64, pool_pages=2 * 21 + 4)
+    first = engine.add(oracle.prompt, GREEDY)
+    second = engine.add(oracle.prompt, GREEDY)
+    completions = finish(engine)
+    assert_same(completions[first], oracle)
+    assert_same(completions[second], oracle)
+    assert completions[first].metrics.preemptions == 0
+    assert completions[second].metrics.preemptions == 1
+    assert completions[second].metrics.recomputed_tokens >= len(oracle.prompt)
+
+
+def test_sharded_checkpoint(
+    checkpoints: Callable[..., Path],
+    oracles: Callable[[str], Oracle],
+    loaded: Callable[..., LoadedModel],
+    engine_of: Callable[..., Engine],
+) -> None:
+    folder = checkpoints("qwen3", sharded=True)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    [completion] = engine_of(loaded(str(folder))).generate([oracles("qwen3").prompt], GREEDY)
+    assert_same(completion, oracles("qwen3"))
+
+
+def test_bfloat16_is_close(
+    oracles: Callable[[str], Oracle],
+    loaded: Callable[..., LoadedModel],
+    engine_of: Callable[..., Engine],
+) -> None:
+    oracle = oracles("llama3")
+    engine = engine_of(loaded(str(oracle.folder), dtype="bfloat16"))
+    params = SamplingParams(max_new_tokens=1, ignore_eos=True, keep_logits=True)
+    [completion] = engine.generate([oracle.prompt], params)
+    assert completion.logits is not None
+    exact = oracle.logits[0].numpy()
+    assert np.abs(completion.logits[0] - exact).max() < 0.15 * exact.std()

@@ -1,0 +1,153 @@
+"""The scheduler's promises on random requests, without a model: tokens come from a fixed row of logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tierstore_connectors.bundled import NoStore
+from tierstore_engine.batch import finishing
+from tierstore_engine.keeper import PageKeeper, clip_tiers
+from tierstore_engine.outputs import RequestId
+from tierstore_engine.sampling import SamplingParams
+from tierstore_engine.scheduler import Scheduler, Work
+from tierstore_engine.sequence import Sequence, SequenceState
+from tierstore_engine.settings import EngineSettings
+from tierstore_engine.tokenizer import ByteTokenizer
+
+from tierstore.errors import UsageError
+from tierstore.keys import Identity
+from tierstore.spec import KVSpec
+from tierstore.tiers.hbm import PagePool
+
+CHUNK = 4
+POOL_PAGES = 24
+SPEC = KVSpec.uniform(layers=1, kv_heads=1, head_dim=1, dtype="float32", chunk_tokens=CHUNK)
+LOGITS = torch.tensor([0.0, 1.0])
+
+requests = st.lists(
+    # Steps before it arrives, prompt tokens, new tokens: none larger than the pool by itself.
+    st.tuples(st.integers(0, 6), st.integers(1, 60), st.integers(1, 36)),
+    min_size=1,
+    max_size=12,
+)
+settings = st.builds(
+    EngineSettings,
+    prefill_chunk=st.sampled_from([4, 8, 20]),
+    max_sequences=st.integers(1, 5),
+    max_batch_tokens=st.sampled_from([0, 30]),
+)
+
+
+class Bench:
+    """A scheduler over a real pool, stepped without computing anything."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.connector = NoStore(PagePool(SPEC, POOL_PAGES), Identity.of(SPEC, model="none"))
+        self.settings = settings
+        self.keeper = PageKeeper(self.connector, load_deadline_s=1)
+        self.scheduler = Scheduler(self.keeper, settings)
+        self.sequences: list[Sequence] = []
+
+    def add(self, prompt_tokens: int, new_tokens: int) -> Sequence:
+        tokens = [0] * prompt_tokens
+        sequence = Sequence(
+            RequestId(len(self.sequences)),
+            self.connector.prompt(tokens),
+            tokens,
+            SamplingParams(max_new_tokens=new_tokens),
+            ByteTokenizer().detokenizer(),
+            max_tokens=prompt_tokens + new_tokens,
+            stop_ids=frozenset(),
+            added=0.0,
+        )
+        self.sequences.append(sequence)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self) -> list[Work]:
+        work = self.scheduler.plan()
+        self.check(work)
+        ending = finishing(work)
+        for item in work:
+            item.sequence.advance(item.stop)
+            self.keeper.save(item.sequence)
+        for item in ending:
+            item.sequence.append(LOGITS)
+            if item.sequence.finish_reason is not None:
+                self.scheduler.remove(item.sequence)
+        return work
+
+    def check(self, work: list[Work]) -> None:
+        held = [page for sequence in self.sequences for page in sequence.pages]
+        assert len(set(held)) == len(held)
+        assert len(held) + self.connector.available() == POOL_PAGES
+        assert len(self.scheduler.admitted) <= self.settings.max_sequences
+        assert sum(item.tokens for item in work) <= self.settings.batch_tokens
+        assert len({item.sequence.request_id for item in work}) == len(work)
+        for item in work:
+            sequence = item.sequence
+            assert sequence.state is SequenceState.RUNNING
+            assert item.start == sequence.computed < item.stop <= len(sequence.tokens)
+            assert item.stop <= len(sequence.pages) * CHUNK
+            # A chunk ends at a multiple of its size or at the end, wherever it began.
+            assert item.stop % self.settings.prefill_chunk == 0 or item.stop == len(sequence.tokens)
+        for sequence in self.scheduler.waiting:
+            assert not sequence.pages
+            assert sequence.computed == 0
+
+
+@given(requests, settings)
+def test_everything_finishes_and_no_page_is_lost(
+    requests: list[tuple[int, int, int]], settings: EngineSettings
+) -> None:
+    bench = Bench(settings)
+    queue = list(requests)
+    steps = 0
+    while queue or bench.scheduler.has_work:
+        while queue and (queue[0][0] <= 0 or not bench.scheduler.has_work):
+            _, prompt, new = queue.pop(0)
+            bench.add(prompt, new)
+        if queue:
+            queue[0] = (queue[0][0] - 1, *queue[0][1:])
+        assert bench.step(), "nothing is loading, so there is always something to compute"
+        steps += 1
+        assert steps < 5000
+    for sequence, (_, prompt, new) in zip(bench.sequences, requests, strict=True):
+        assert sequence.state is SequenceState.FINISHED
+        assert len(sequence.tokens) == prompt + new
+    assert bench.connector.available() == POOL_PAGES
+
+
+def test_the_oldest_is_never_preempted() -> None:
+    bench = Bench(EngineSettings(prefill_chunk=8))
+    sequences = [bench.add(30, 36) for _ in range(5)]
+    while bench.scheduler.has_work:
+        bench.step()
+    assert sequences[0].tally.preemptions == 0
+    assert sum(sequence.tally.preemptions for sequence in sequences) > 0
+
+
+def test_decoding_goes_on_while_another_prefills() -> None:
+    bench = Bench(EngineSettings(prefill_chunk=4))
+    decoding = bench.add(1, 30)
+    bench.step()
+    long = bench.add(40, 1)
+    while long.state is not SequenceState.FINISHED:
+        assert decoding in [item.sequence for item in bench.step()]
+
+
+def test_settings_that_cannot_work() -> None:
+    with pytest.raises(UsageError, match="at least 1055"):
+        EngineSettings(max_batch_tokens=512)
+    with pytest.raises(UsageError, match="must be positive"):
+        EngineSettings(prefill_chunk=0)
+    with pytest.raises(UsageError, match="multiple of the page's 64 tokens"):
+        EngineSettings(prefill_chunk=100).check_chunk(64)
+
+
+def test_tiers_are_clipped_in_prompt_order() -> None:
+    held = {"hbm": 128, "host": 64, "disk": 64}
+    assert clip_tiers(held, 256) == held
+    assert clip_tiers(held, 150) == {"hbm": 128, "host": 22, "disk": 0}
