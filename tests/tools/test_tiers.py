@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from tierstore_tools import tiers
+
+from tierstore.errors import UsageError
+
+OPS = [(tier, op) for tier in ("host", "hbm", "disk") for op in ("put", "get")]
+
+
+def test_every_tier_is_measured_beside_its_limit(tmp_path):
+    result = tiers.run(tmp_path, [64 << 10, 1 << 20], total_bytes=4 << 20, rounds=1)
+    assert [(row.tier, row.op) for row in result.rows] == OPS * 2
+    for row in result.rows:
+        assert row.gb_per_s > 0
+        assert row.limit_fraction == pytest.approx(row.gb_per_s / result.limits[row.limit], rel=5)
+        assert row.us_per_page == pytest.approx(row.page_bytes / row.gb_per_s / 1e3)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("size", [1000, 0, 1 << 30])
+def test_page_sizes_that_cannot_be_measured_are_refused(tmp_path, size):
+    with pytest.raises(UsageError, match="page size"):
+        tiers.run(tmp_path, [size], total_bytes=1 << 20, rounds=1)
+
+
+def test_the_command_prints_a_table_and_one_json_document(tmp_path):
+    options = ["--page-bytes", "128KiB", "--total", "2MiB", "--rounds", "1", "--dir", str(tmp_path), "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tierstore_tools.cli", "tiers", *options],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    document = json.loads(done.stdout)
+    assert set(document) == {"machine", "limits", "rows"}
+    assert set(document["rows"][0]) >= {
+        "tier",
+        "op",
+        "page_bytes",
+        "gb_per_s",
+        "us_per_page",
+        "limit_fraction",
+    }
+    assert "of limit" in done.stderr

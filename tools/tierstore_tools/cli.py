@@ -1,0 +1,154 @@
+"""``tierstore-bench``: the benchmarks from the command line.
+
+Exit codes: 0 done, 1 the run failed, 2 bad usage. An error is one line on stderr. ``--json`` takes a file;
+without one (or with ``-``) the document goes to stdout and the table to stderr.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tierstore.errors import TierStoreError, UsageError
+from tierstore.units import format_size, parse_size
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
+)
+
+JsonOption = Annotated[
+    str | None, typer.Option("--json", help="Write one JSON document: a file, or - for stdout")
+]
+
+
+def main() -> None:
+    """Run the command line; ``--json`` without a value means stdout."""
+    arguments = sys.argv[1:]
+    for at, argument in enumerate(arguments):
+        if argument == "--json" and (at + 1 == len(arguments) or arguments[at + 1].startswith("--")):
+            arguments.insert(at + 1, "-")
+            break
+    try:
+        app(arguments, standalone_mode=True)
+    except KeyboardInterrupt:
+        _fail("interrupted", 1)
+    except UsageError as error:
+        _fail(str(error), 2)
+    except TierStoreError as error:
+        _fail(str(error), 1)
+
+
+def _fail(message: str, code: int) -> None:
+    sys.stderr.write(f"tierstore-bench: {message}\n")
+    raise SystemExit(code)
+
+
+@app.callback()
+def _commands() -> None:
+    """What each tier is worth, measured beside this machine's own limits."""
+
+
+@app.command()
+def tiers(
+    page_bytes: Annotated[str, typer.Option(help="Page sizes, comma-separated")] = "128KiB,1MiB,8MiB",
+    total: Annotated[str, typer.Option(help="Bytes moved per measurement")] = "256MiB",
+    rounds: Annotated[int, typer.Option(min=1, help="Repetitions; medians are reported")] = 5,
+    directory: Annotated[Path, typer.Option("--dir", help="Where the disk is measured")] = Path(),
+    json: JsonOption = None,
+) -> None:
+    """put/get GB/s and µs of each tier by page size beside the limit."""
+    from tierstore_tools import machine, report
+    from tierstore_tools import tiers as bench
+
+    _require_writable(directory)
+    sizes = [parse_size(size) for size in page_bytes.split(",")]
+    with report.phases() as shown, shown.phase("tiers", measurable=False) as phase:
+        result = bench.run(
+            directory,
+            sizes,
+            total_bytes=parse_size(total),
+            rounds=rounds,
+            progress=lambda text: phase.update(text=text),
+        )
+    report.table(
+        "tiers: GB/s beside the same machine's limit",
+        ("tier", "op", "page", "GB/s", "µs/page", "of limit", "limit"),
+        [
+            (
+                row.tier,
+                row.op,
+                format_size(row.page_bytes),
+                report.rate(row.gb_per_s),
+                f"{row.us_per_page:.0f}",
+                report.percent(row.limit_fraction),
+                row.limit.removesuffix("_gb_per_s"),
+            )
+            for row in result.rows
+        ],
+        to_stderr=json == "-",
+    )
+    report.write_json({"machine": machine.describe(), **result.to_json()}, json)
+
+
+@app.command()
+def longctx(
+    model: Annotated[str, typer.Option(help="A Hugging Face folder, or a preset")] = "demo",
+    tokens: Annotated[int, typer.Option(min=2, help="Length of the prompt")] = 100_000,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="Text to use instead of the standard library's sources")
+    ] = None,
+    store: Annotated[Path, typer.Option(help="Directory in which the store is made (and removed)")] = Path(),
+    device: Annotated[str, typer.Option(help="auto|cpu|cuda")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="float32|bfloat16|float16; default: the model's")] = None,
+    prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens computed per step")] = 2048,
+    sweep: Annotated[str | None, typer.Option(help="Prompt lengths to compare as well: 1000,4000,…")] = None,
+    json: JsonOption = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a PNG")] = None,
+) -> None:
+    """A 100K-token prompt, cold and from every tier: TTFT, bytes, limits, and whether the answers agree."""
+    from tierstore_tools.longctx import command
+    from tierstore_tools.longctx.settings import LongContext
+
+    _require_writable(store)
+    command.run(
+        LongContext(
+            model=model,
+            tokens=tokens,
+            directory=store.absolute(),
+            device=device,
+            dtype=dtype,
+            prompt_text=None if prompt_file is None else _read_text(prompt_file),
+            prefill_chunk=prefill_chunk,
+            sweep=_lengths(sweep),
+        ),
+        json=json,
+        plot=plot,
+    )
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read {path}: {error}") from error
+
+
+def _lengths(text: str | None) -> tuple[int, ...]:
+    try:
+        return tuple(int(length) for length in text.split(",")) if text else ()
+    except ValueError as error:
+        raise UsageError(f"--sweep takes numbers of tokens, as in 1000,4000,16000, not {text!r}") from error
+
+
+def _require_writable(directory: Path) -> None:
+    import os
+
+    if not directory.is_dir() or not os.access(directory, os.W_OK):
+        raise UsageError(f"{directory} is not a directory that can be written to: choose another one")
+
+
+if __name__ == "__main__":
+    main()

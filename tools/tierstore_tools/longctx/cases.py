@@ -1,0 +1,250 @@
+"""The experiment: the same long prompt, cold and from each tier, compared token by token and byte by byte."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from tierstore_engine.build import LoadedModel, load_model
+from tierstore_engine.engine import Engine
+
+from tierstore.errors import UsageError
+from tierstore_tools import corpus, limits
+from tierstore_tools.limits import Limits
+from tierstore_tools.longctx.session import Answer, ask, ask_in_turn, open_engine, page_digests
+from tierstore_tools.longctx.settings import MAX_LOGIT_DIFF, TAIL_TOKENS, LongContext, Sizes
+from tierstore_tools.longctx.worker import Job, run_in_new_process
+from tierstore_tools.report import Phases
+
+_STEPS_IN_TURN = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case. ``gb_per_s`` is the load's, held against ``limit``; ``speedup`` is over the cold run of the
+    same prompt. ``identical``: equal greedy tokens, logits within 1e-4 (float32), and equal page bytes."""
+
+    case: str
+    prompt_tokens: int
+    reused_tokens: int
+    ttft_s: float
+    itl_s: float
+    moved_bytes: int
+    gb_per_s: float | None
+    limit: str | None
+    limit_fraction: float | None
+    speedup: float
+    identical: bool
+    max_logit_diff: float
+    pages_identical: bool | None = None
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """TTFT by tier for one prompt length, seconds."""
+
+    prompt_tokens: int
+    cold_s: float
+    hbm_s: float
+    host_s: float
+    disk_s: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """``save_overhead`` is (cold with a store − without) / without."""
+
+    limits: Limits
+    rows: tuple[Row, ...]
+    save_overhead: float
+    sweep: tuple[SweepRow, ...]
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "limits": self.limits.to_json(),
+            "rows": [asdict(row) for row in self.rows],
+            "save_overhead": self.save_overhead,
+            "sweep": [asdict(row) for row in self.sweep],
+        }
+
+
+def run(settings: LongContext, phases: Phases) -> Result:
+    """Everything, in this order: limits, cold with and without a store, each tier, the sweep."""
+    with phases.phase("loading the model", measurable=False):
+        model = load_model(settings.model, device=settings.device, dtype=settings.dtype)
+        prompt = corpus.long_prompt(
+            model.tokenizer.encode, settings.tokens, text=settings.prompt_text, question=corpus.QUESTION
+        )
+        sizes = _sizes(model, settings, settings.tokens)
+    with phases.phase("this machine's limits", measurable=False):
+        measured = limits.measure(settings.directory)
+    rows, overhead = _Experiment(settings, model, sizes, measured, phases).run(prompt)
+    sweep = [_sweep_one(settings, model, tokens, phases) for tokens in settings.sweep]
+    return Result(measured, tuple(rows), overhead, tuple(sweep))
+
+
+def _sizes(model: LoadedModel, settings: LongContext, tokens: int) -> Sizes:
+    longest = tokens + TAIL_TOKENS + 128
+    if longest > model.config.max_positions:
+        raise UsageError(
+            f"{tokens} tokens, a tail and the answers make {longest}, but {settings.model} allows "
+            f"{model.config.max_positions}: give fewer --tokens"
+        )
+    sizes = Sizes.for_tokens(model.kv_spec(), tokens)
+    sizes.check_disk(settings.directory)
+    return sizes
+
+
+@contextmanager
+def _store_directory(parent: Path) -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="tierstore-bench-", dir=parent))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+class _Experiment:
+    """The cases of one prompt."""
+
+    def __init__(
+        self, settings: LongContext, model: LoadedModel, sizes: Sizes, measured: Limits, phases: Phases
+    ) -> None:
+        self._settings = settings
+        self._model = model
+        self._sizes = sizes
+        self._limits = measured
+        self._phases = phases
+
+    def run(self, prompt: Sequence[int]) -> tuple[list[Row], float]:
+        with ExitStack() as stack:
+            directory = stack.enter_context(_store_directory(self._settings.directory))
+            without = self._open(None)
+            stack.callback(without.close)
+            engine = self._open(str(directory))
+            stack.callback(engine.close)
+
+            off, cold = self._cold(without, engine, prompt)
+            pages = page_digests(engine, prompt)
+            rows = [
+                self._row("store_off", off, cold, len(prompt), None),
+                self._row("cold", cold, cold, len(prompt), None),
+            ]
+            rows += self._warm(engine, prompt, cold, pages)
+            rows.append(self._tail(engine, without, prompt, cold))
+            engine.connector.close()
+            rows.insert(4, self._disk(directory, prompt, cold, pages))
+        return rows, cold.ttft_s / off.ttft_s - 1
+
+    def _open(self, store: str | None) -> Engine:
+        return open_engine(self._model, self._sizes, store, self._settings.prefill_chunk)
+
+    def _cold(self, without: Engine, engine: Engine, prompt: Sequence[int]) -> list[Answer]:
+        with self._phases.phase("cold, without and with a store in turn") as phase:
+            return ask_in_turn([without, engine], prompt, steps=_STEPS_IN_TURN, progress=phase.update)
+
+    def _warm(self, engine: Engine, prompt: Sequence[int], cold: Answer, pages: list[bytes]) -> Iterator[Row]:
+        with self._phases.phase("hit in hbm") as phase:
+            answer = ask(engine, prompt, phase.update)
+        yield self._row("hbm", answer, cold, len(prompt), None, page_digests(engine, prompt) == pages)
+        engine.connector.evict(self._sizes.pool_pages)
+        with self._phases.phase("hit in host memory") as phase:
+            answer = ask(engine, prompt, phase.update)
+        yield self._row("host", answer, cold, len(prompt), "memcpy", page_digests(engine, prompt) == pages)
+
+    def _tail(self, engine: Engine, without: Engine, prompt: Sequence[int], cold: Answer) -> Row:
+        """The next turn of the conversation: the prompt, its answer and 1K new tokens."""
+        new = corpus.long_prompt(
+            self._model.tokenizer.encode, TAIL_TOKENS, skip=len(prompt) // 2, question=corpus.FOLLOW_UP
+        )
+        turn = [*prompt, *cold.tokens, *new]
+        engine.connector.evict(self._sizes.pool_pages)
+        with self._phases.phase("prefix from host, new 1K tail") as phase:
+            answer = ask(engine, turn, phase.update)
+        with self._phases.phase("the same cold, for comparison") as phase:
+            reference = ask(without, turn, phase.update)
+        return self._row("tail", answer, reference, len(turn), "memcpy")
+
+    def _disk(self, directory: Path, prompt: Sequence[int], cold: Answer, pages: list[bytes]) -> Row:
+        with self._phases.phase("hit on disk in a new process", measurable=False):
+            answer, loaded = self._in_new_process(directory, prompt)
+        return self._row("disk", answer, cold, len(prompt), "disk_read", loaded == pages)
+
+    def _in_new_process(self, directory: Path, prompt: Sequence[int]) -> tuple[Answer, list[bytes]]:
+        settings, sizes = self._settings, self._sizes
+        job = Job(
+            settings.model,
+            settings.device,
+            settings.dtype,
+            str(directory),
+            list(prompt),
+            settings.prefill_chunk,
+            sizes.pool_pages,
+            sizes.host_bytes,
+            sizes.disk_bytes,
+        )
+        with tempfile.TemporaryDirectory(prefix="tierstore-bench-") as scratch:
+            return run_in_new_process(job, Path(scratch))
+
+    def _row(
+        self,
+        case: str,
+        answer: Answer,
+        reference: Answer,
+        prompt_tokens: int,
+        limit: str | None,
+        pages_identical: bool | None = None,
+    ) -> Row:
+        metrics = answer.metrics
+        moved = metrics.loaded_bytes if limit else 0
+        rate = moved / metrics.load_s / 1e9 if moved else None
+        bound = {"memcpy": self._limits.memcpy_gb_per_s, "disk_read": self._limits.disk.read}.get(limit or "")
+        diff = float(np.abs(answer.logits - reference.logits).max())
+        close = diff <= MAX_LOGIT_DIFF or self._model.config.dtype != "float32"
+        return Row(
+            case=case,
+            prompt_tokens=prompt_tokens,
+            reused_tokens=metrics.reused_tokens,
+            ttft_s=answer.ttft_s,
+            itl_s=answer.itl_s,
+            moved_bytes=moved,
+            gb_per_s=rate,
+            limit=limit,
+            limit_fraction=rate / bound if rate and bound else None,
+            speedup=reference.ttft_s / answer.ttft_s,
+            identical=answer.tokens == reference.tokens and close and pages_identical is not False,
+            max_logit_diff=diff,
+            pages_identical=pages_identical,
+        )
+
+    # -- the sweep -----------------------------------------------------------------------------------
+
+    def times(self, prompt: Sequence[int]) -> SweepRow:
+        """Only the TTFTs."""
+        with _store_directory(self._settings.directory) as directory:
+            engine = self._open(str(directory))
+            try:
+                cold = ask(engine, prompt)
+                hbm = statistics.median(ask(engine, prompt).ttft_s for _ in range(3))
+                engine.connector.evict(self._sizes.pool_pages)
+                host = ask(engine, prompt)
+            finally:
+                engine.close()
+            disk, _ = self._in_new_process(directory, prompt)
+        return SweepRow(len(prompt), cold.ttft_s, hbm, host.ttft_s, disk.ttft_s)
+
+
+def _sweep_one(settings: LongContext, model: LoadedModel, tokens: int, phases: Phases) -> SweepRow:
+    prompt = corpus.long_prompt(
+        model.tokenizer.encode, tokens, text=settings.prompt_text, question=corpus.QUESTION
+    )
+    sizes = _sizes(model, settings, tokens)
+    unused = Limits(0.0, limits.DiskLimits(0.0, 0.0, 0.0, 0.0))
+    with phases.phase(f"sweep: {tokens} tokens", measurable=False):
+        return _Experiment(settings, model, sizes, unused, phases).times(prompt)

@@ -1,0 +1,70 @@
+"""``longctx`` from the command line: run, show, write, and say so when answers differ."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tierstore.errors import TierStoreError, UsageError
+from tierstore.units import format_size
+from tierstore_tools import machine, report
+from tierstore_tools.longctx import cases
+from tierstore_tools.longctx.settings import LongContext
+
+
+def run(settings: LongContext, *, json: str | None, plot: Path | None) -> None:
+    """Raises :class:`TierStoreError` when a hit answered other than the cold run."""
+    for target in filter(None, (plot, Path(json) if json and json != "-" else None)):
+        if not target.absolute().parent.is_dir():
+            raise UsageError(f"cannot write {target}: there is no such directory")
+    with report.phases() as phases:
+        result = cases.run(settings, phases)
+    described = machine.describe(settings.device)
+    _show(result, to_stderr=json == "-")
+    report.write_json({"machine": described, "model": settings.model, **result.to_json()}, json)
+    if plot is not None:
+        from tierstore_tools.longctx import plot as drawing
+
+        title = f"{settings.model} on {described['cpu']}, {described['cores']} cores"
+        drawing.draw(result, title, plot)
+    wrong = [row.case for row in result.rows if not row.identical]
+    if wrong:
+        raise TierStoreError(f"the answers of these cases differ from the cold run: {', '.join(wrong)}")
+
+
+def _show(result: cases.Result, *, to_stderr: bool) -> None:
+    columns = (
+        "case",
+        "prompt",
+        "reused",
+        "TTFT",
+        "speed-up",
+        "ITL",
+        "moved",
+        "GB/s",
+        "of limit",
+        "identical",
+        "Δlogit",
+    )
+    rows = [
+        (
+            row.case,
+            f"{row.prompt_tokens:,}",
+            f"{row.reused_tokens:,}",
+            report.seconds(row.ttft_s),
+            f"{row.speedup:.1f}×" if row.reused_tokens else "–",
+            report.seconds(row.itl_s),
+            format_size(row.moved_bytes) if row.moved_bytes else "–",
+            report.rate(row.gb_per_s),
+            report.percent(row.limit_fraction),
+            "yes" if row.identical else "NO",
+            f"{row.max_logit_diff:.1g}",
+        )
+        for row in result.rows
+    ]
+    report.table("longctx: time to first token, cold and from each tier", columns, rows, to_stderr=to_stderr)
+    limits = result.limits
+    console = report.stderr if to_stderr else report.stdout
+    console.print(
+        f"limits: memcpy {limits.memcpy_gb_per_s:.1f} GB/s, disk read {limits.disk.read:.1f}, "
+        f"write {limits.disk.write:.1f}; save overhead {100 * result.save_overhead:+.1f} % of cold TTFT"
+    )

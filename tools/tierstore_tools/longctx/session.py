@@ -1,0 +1,144 @@
+"""One prompt on one engine: asked, timed, and its pages fingerprinted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from tierstore_engine.build import LoadedModel, build_engine
+from tierstore_engine.engine import Engine
+from tierstore_engine.outputs import Completion, RequestMetrics
+from tierstore_engine.sampling import SamplingParams
+from tierstore_engine.settings import EngineSettings
+
+from tierstore.memory import Memory
+from tierstore_tools.longctx.settings import ANSWER_TOKENS, Sizes
+
+Share = Callable[[float], None]
+
+_WARM_UP_TOKENS = 200
+
+
+@dataclass(frozen=True)
+class Answer:
+    """``ttft_s`` and ``itl_s`` (median) are the engine's own time: that of other engines in between is left
+    out. ``logits`` are float32 ``[ANSWER_TOKENS, vocab]``."""
+
+    tokens: tuple[int, ...]
+    logits: npt.NDArray[np.float32]
+    ttft_s: float
+    itl_s: float
+    metrics: RequestMetrics
+
+
+def open_engine(model: LoadedModel, sizes: Sizes, store: str | None, prefill_chunk: int) -> Engine:
+    """An engine that has run once, so that nothing measured pays for the first call of a kernel."""
+    engine = build_engine(
+        model,
+        pool_pages=sizes.pool_pages,
+        store=store,
+        host_bytes=sizes.host_bytes,
+        disk_bytes=sizes.disk_bytes,
+        settings=EngineSettings(prefill_chunk=prefill_chunk),
+    )
+    engine.generate([[1] * _WARM_UP_TOKENS], SamplingParams(max_new_tokens=2, ignore_eos=True))
+    return engine
+
+
+class Run:
+    """A request under way. Step it until it has ``finished``."""
+
+    def __init__(self, engine: Engine, prompt: Sequence[int]) -> None:
+        self._engine = engine
+        self._prompt_tokens = len(prompt)
+        self._spent = 0.0
+        self._token_times: list[float] = []
+        self._completion: Completion | None = None
+        params = SamplingParams(max_new_tokens=ANSWER_TOKENS, ignore_eos=True, keep_logits=True)
+        start = time.perf_counter()
+        self._id = engine.add(list(prompt), params)
+        self._spent += time.perf_counter() - start
+
+    @property
+    def started(self) -> bool:
+        """Whether the first token is there."""
+        return bool(self._token_times)
+
+    @property
+    def finished(self) -> bool:
+        return self._completion is not None
+
+    @property
+    def share(self) -> float:
+        """How much of the work is done, roughly: attention grows with the square of the tokens."""
+        return 1.0 if self.started else (self._engine.computed_tokens(self._id) / self._prompt_tokens) ** 2
+
+    def step(self) -> None:
+        start = time.perf_counter()
+        outputs = self._engine.step()
+        self._spent += time.perf_counter() - start
+        for output in outputs:
+            if output.request_id == self._id:
+                self._token_times += [self._spent] * len(output.tokens)
+                self._completion = output.completion or self._completion
+
+    def answer(self) -> Answer:
+        completion = self._completion
+        assert completion is not None
+        assert completion.logits is not None
+        gaps = np.diff(self._token_times)
+        return Answer(
+            completion.tokens,
+            completion.logits,
+            self._token_times[0],
+            float(np.median(gaps)),
+            completion.metrics,
+        )
+
+
+def ask(engine: Engine, prompt: Sequence[int], progress: Share = lambda _: None) -> Answer:
+    """Run one prompt to its end."""
+    run = Run(engine, prompt)
+    while not run.finished:
+        run.step()
+        progress(run.share)
+    return run.answer()
+
+
+def ask_in_turn(
+    engines: Sequence[Engine], prompt: Sequence[int], *, steps: int, progress: Share = lambda _: None
+) -> list[Answer]:
+    """The same prompt on several engines, ``steps`` steps each in turn, so that a slow moment of the machine
+    slows all of them. Who goes first changes each time."""
+    runs = [Run(engine, prompt) for engine in engines]
+    order = list(runs)
+    while not all(run.started for run in runs):
+        for run in order:
+            for _ in range(steps):
+                if not run.started:
+                    run.step()
+            progress(sum(each.share for each in runs) / len(runs))
+        order.reverse()
+    for run in runs:
+        while not run.finished:
+            run.step()
+    return [run.answer() for run in runs]
+
+
+def page_digests(engine: Engine, prompt: Sequence[int]) -> list[bytes]:
+    """The XXH3-128 of each whole page of ``prompt`` as the engine's store hands it out, through HBM."""
+    connector = engine.connector
+    spec = connector.pool.spec
+    keyed = connector.prompt(prompt)
+    loaded = connector.load(connector.lookup(keyed, max_tokens=len(keyed.keys) * spec.chunk_tokens)).wait()
+    scratch = Memory(spec.page_bytes, shared=False)
+    digests = []
+    for page in loaded.pages:
+        connector.pool.read_page(page, scratch.address)
+        digests.append(xxhash.xxh3_128_digest(scratch.view(0, spec.page_bytes)))
+    connector.release(loaded.pages)
+    return digests

@@ -1,0 +1,54 @@
+"""What one run of the benchmark does, and how large its tiers have to be for it."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierstore.errors import UsageError
+from tierstore.spec import KVSpec
+from tierstore.units import MIB, format_size
+
+ANSWER_TOKENS = 32
+TAIL_TOKENS = 1024
+MAX_LOGIT_DIFF = 1e-4  # float32; other dtypes are held to equal tokens only
+
+
+@dataclass(frozen=True)
+class LongContext:
+    """``directory`` is where the store is made; ``prompt_text`` replaces the standard library as text."""
+
+    model: str
+    tokens: int
+    directory: Path
+    device: str = "auto"
+    dtype: str | None = None
+    prompt_text: str | None = None
+    prefill_chunk: int = 2048
+    sweep: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Capacities that hold the longest conversation of the run in every tier."""
+
+    pool_pages: int
+    host_bytes: int
+    disk_bytes: int
+
+    @classmethod
+    def for_tokens(cls, spec: KVSpec, tokens: int) -> Sizes:
+        pages = -(-(tokens + TAIL_TOKENS + 4 * ANSWER_TOKENS) // spec.chunk_tokens) + 8
+        nbytes = pages * spec.page_bytes
+        # Half of the host tier may wait to be written to disk: a prompt of any length is then written whole.
+        return cls(pages, 2 * nbytes + 16 * MIB, nbytes + nbytes // 4 + 64 * MIB)
+
+    def check_disk(self, directory: Path) -> None:
+        """Raises :class:`UsageError` when the store would not fit on the file system."""
+        free = shutil.disk_usage(directory).free
+        if free < self.disk_bytes:
+            raise UsageError(
+                f"the store needs {format_size(self.disk_bytes)} in {directory}, "
+                f"which has {format_size(free)} left: choose another --store"
+            )

@@ -1,0 +1,103 @@
+"""The disk case in a process of its own: nothing of the store is in its memory, and the page cache is
+dropped.
+
+``python -m tierstore_tools.longctx.worker JOB RESULT``: JOB is a JSON :class:`Job`, RESULT the npz file to
+write.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+
+from tierstore.errors import TierStoreError
+from tierstore_tools.limits import drop_page_cache
+
+if TYPE_CHECKING:
+    from tierstore_tools.longctx.session import Answer
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the process runs: ``store`` is the directory, the rest as in the parent."""
+
+    model: str
+    device: str
+    dtype: str | None
+    store: str
+    prompt: list[int]
+    prefill_chunk: int
+    pool_pages: int
+    host_bytes: int
+    disk_bytes: int
+
+
+def run_in_new_process(job: Job, scratch: Path) -> tuple[Answer, list[bytes]]:
+    """The answer, and the digests of the pages that came from disk. Raises :class:`TierStoreError` with what
+    the process said when it failed."""
+    job_file, result_file = scratch / "job.json", scratch / "result.npz"
+    job_file.write_bytes(msgspec.json.encode(job))
+    command = [sys.executable, "-m", "tierstore_tools.longctx.worker", str(job_file), str(result_file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise TierStoreError(f"the new process of the disk case failed: {last}")
+    return _read_result(result_file)
+
+
+def _read_result(file: Path) -> tuple[Answer, list[bytes]]:
+    from tierstore_engine.outputs import RequestMetrics
+
+    from tierstore_tools.longctx.session import Answer
+
+    with np.load(file) as result:
+        metrics = msgspec.json.decode(result["metrics"].tobytes(), type=RequestMetrics)
+        answer = Answer(
+            tuple(result["tokens"].tolist()),
+            result["logits"],
+            float(result["ttft_s"]),
+            float(result["itl_s"]),
+            metrics,
+        )
+        return answer, [row.tobytes() for row in result["digests"]]
+
+
+def main(job_file: str, result_file: str) -> None:
+    from tierstore_engine.build import load_model
+
+    from tierstore_tools.longctx.session import ask, open_engine, page_digests
+    from tierstore_tools.longctx.settings import Sizes
+
+    job = msgspec.json.decode(Path(job_file).read_bytes(), type=Job)
+    model = load_model(job.model, device=job.device, dtype=job.dtype)
+    sizes = Sizes(job.pool_pages, job.host_bytes, job.disk_bytes)
+    engine = open_engine(model, sizes, job.store, job.prefill_chunk)
+    drop_page_cache(Path(job.store))
+    answer = ask(engine, job.prompt)
+    digests = page_digests(engine, job.prompt)
+    engine.close()
+    np.savez(
+        result_file,
+        tokens=np.array(answer.tokens),
+        logits=answer.logits,
+        ttft_s=answer.ttft_s,
+        itl_s=answer.itl_s,
+        digests=np.frombuffer(b"".join(digests), np.uint8).reshape(-1, 16),
+        metrics=np.frombuffer(msgspec.json.encode(answer.metrics), np.uint8),
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except TierStoreError as error:
+        sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()
+        os._exit(1)

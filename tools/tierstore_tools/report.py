@@ -1,0 +1,93 @@
+"""How results are shown: progress while they are measured, a table at the end, JSON for machines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tierstore.errors import UsageError
+
+stdout = Console(width=None if sys.stdout.isatty() else 120)
+stderr = Console(stderr=True)
+
+
+class Phase:
+    """One line of live progress. ``update(done)`` takes a share from 0 to 1, or None when it cannot be
+    told."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress = progress
+        self._task = task
+
+    def update(self, done: float | None = None, text: str | None = None) -> None:
+        if done is not None:
+            self._progress.update(self._task, completed=done)
+        if text is not None:
+            self._progress.update(self._task, description=text)
+
+
+@contextmanager
+def phases() -> Iterator[Phases]:
+    """Shows phases on stderr for as long as the block runs."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=stderr) as progress:
+        yield Phases(progress)
+
+
+class Phases:
+    """Starts and ends the lines of progress."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    @contextmanager
+    def phase(self, text: str, *, measurable: bool = True) -> Iterator[Phase]:
+        """A line that ends with the block. Off a terminal its end is one line of text."""
+        task = self._progress.add_task(text, total=1.0 if measurable else None)
+        yield Phase(self._progress, task)
+        self._progress.update(task, total=1.0, completed=1.0)
+
+
+def write_json(document: Mapping[str, object], target: str | None) -> None:
+    """To a file, or to stdout for ``-``. Raises :class:`UsageError` when the file cannot be written."""
+    if target is None:
+        return
+    text = json.dumps(document, indent=2) + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(target).write_text(text)
+    except OSError as error:
+        raise UsageError(f"cannot write {target}: {error.strerror}") from error
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, to_stderr: bool) -> None:
+    """Right-aligned columns but the first."""
+    shown = Table(title=title, title_justify="left")
+    for number, column in enumerate(columns):
+        shown.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
+    for row in rows:
+        shown.add_row(*row)
+    (stderr if to_stderr else stdout).print(shown)
+
+
+def seconds(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
+
+
+def rate(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.0f} %"

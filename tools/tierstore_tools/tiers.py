@@ -1,0 +1,212 @@
+"""``tierstore-bench tiers``: what each tier takes and gives, by page size, beside the machine's limit.
+
+A *put* brings pages into a tier, a *get* takes them out:
+
+=====  ==========================================  ==========================================
+tier   put                                         get
+=====  ==========================================  ==========================================
+hbm    host slots → pool pages (a load)            pool pages → host slots (a save)
+host   caller's buffers → host slots (a save)      host slots → caller's buffers (a load)
+disk   caller's buffers → durable on disk          disk, page cache dropped → host slots
+=====  ==========================================  ==========================================
+
+Everything goes through the store's own verbs, with index, leases, checksums and commits. The limit is
+measured again in every round, next to what is held against it; a fraction is the median of the rounds'
+fractions.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tierstore.errors import UsageError
+from tierstore.memory import Memory
+from tierstore.spec import KVSpec
+from tierstore.store import Store
+from tierstore.tiers.hbm import PagePool
+from tierstore_tools import limits
+
+_LAYER_BYTES = 16 << 10  # of the spec below: K and V, one head, 64 tokens × 64 values, float16
+_ROUNDS = 5
+_WAIT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class TierRow:
+    """One line of the result; ``limit`` names what ``limit_fraction`` refers to."""
+
+    tier: str
+    op: str
+    page_bytes: int
+    gb_per_s: float
+    us_per_page: float
+    limit_fraction: float
+    limit: str
+
+
+@dataclass(frozen=True, slots=True)
+class TiersResult:
+    """Limits are medians over all rounds."""
+
+    limits: dict[str, float]
+    rows: tuple[TierRow, ...]
+
+    def to_json(self) -> dict[str, object]:
+        return {"limits": self.limits, "rows": [asdict(row) for row in self.rows]}
+
+
+Progress = Callable[[str], None]
+
+
+def run(
+    directory: Path,
+    page_sizes: Sequence[int],
+    *,
+    total_bytes: int = 256 << 20,
+    rounds: int = _ROUNDS,
+    progress: Progress = lambda _: None,
+) -> TiersResult:
+    """Measure all tiers with pages of each of ``page_sizes`` (multiples of 16 KiB), ``total_bytes`` at a
+    time, the disk under ``directory``."""
+    for page_bytes in page_sizes:
+        if page_bytes % _LAYER_BYTES or not 0 < page_bytes <= total_bytes:
+            raise UsageError(
+                f"a page size must be a multiple of 16KiB and at most {total_bytes}: {page_bytes} is not"
+            )
+    seen: list[dict[str, float]] = []
+    rows: list[TierRow] = []
+    for page_bytes in page_sizes:
+        bench = _PageSize(directory, page_bytes, total_bytes)
+        samples: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        for round_ in range(rounds):
+            progress(f"{page_bytes >> 10} KiB pages, round {round_ + 1} of {rounds}")
+            measured = bench.round()
+            seen.append(measured.limits)
+            for op, rate in measured.rates.items():
+                samples.setdefault(op, []).append((rate, rate / measured.limits[_LIMIT_OF[op]]))
+        rows += [_row(op, page_bytes, values) for op, values in samples.items()]
+    merged = {name: statistics.median(each[name] for each in seen) for name in seen[0]}
+    return TiersResult(merged, tuple(rows))
+
+
+_LIMIT_OF = {
+    ("hbm", "put"): "memcpy_gb_per_s",
+    ("hbm", "get"): "memcpy_gb_per_s",
+    ("host", "put"): "memcpy_gb_per_s",
+    ("host", "get"): "memcpy_gb_per_s",
+    ("disk", "put"): "disk_write_gb_per_s",
+    ("disk", "get"): "disk_read_gb_per_s",
+}
+
+
+def _row(op: tuple[str, str], page_bytes: int, samples: Sequence[tuple[float, float]]) -> TierRow:
+    rate = statistics.median(rate for rate, _ in samples)
+    fraction = statistics.median(fraction for _, fraction in samples)
+    return TierRow(*op, page_bytes, rate, page_bytes / rate / 1e3, fraction, _LIMIT_OF[op])
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    limits: dict[str, float]
+    rates: dict[tuple[str, str], float]
+
+
+class _PageSize:
+    """The measurements for one page size."""
+
+    def __init__(self, directory: Path, page_bytes: int, total_bytes: int) -> None:
+        self._directory = directory
+        self._spec = KVSpec.uniform(
+            layers=page_bytes // _LAYER_BYTES, kv_heads=1, head_dim=64, dtype="float16"
+        )
+        self._count = total_bytes // page_bytes
+        self._nbytes = self._count * page_bytes
+        self._tokens = np.arange(self._count * self._spec.chunk_tokens)
+        self._source = self._buffers(fill=True)
+        self._target = self._buffers(fill=False)
+
+    def _buffers(self, *, fill: bool) -> list[memoryview]:
+        memory = Memory(self._nbytes, shared=False)
+        memory.populate()
+        if fill:
+            np.frombuffer(memory.view(0, self._nbytes), np.uint32)[:] = np.arange(
+                self._nbytes // 4, dtype=np.uint32
+            )
+        page = self._spec.page_bytes
+        return [memory.view(i * page, page) for i in range(self._count)]
+
+    def round(self) -> _Round:
+        """All tiers once, each beside its limit."""
+        memcpy = limits.memcpy(self._nbytes, piece=self._spec.page_bytes, passes=3)
+        rates = {**self._host(), **self._hbm()}
+        memcpy = statistics.mean((memcpy, limits.memcpy(self._nbytes, piece=self._spec.page_bytes, passes=3)))
+        disk = limits.disk(self._directory, nbytes=self._nbytes, passes=1)
+        rates |= self._disk()
+        return _Round(limits.Limits(memcpy, disk).to_json(), rates)
+
+    def _host(self) -> dict[tuple[str, str], float]:
+        with self._open(None) as store:
+            put = self._time(lambda: store.save(self._tokens, self._source).wait(_WAIT_S))
+            get = self._time(lambda: store.load(store.lookup(self._tokens), self._target).wait(_WAIT_S))
+            self._verify()
+        return {("host", "put"): put, ("host", "get"): get}
+
+    def _hbm(self) -> dict[tuple[str, str], float]:
+        pool = PagePool(self._spec, self._count)
+        with self._open(None, pool) as store:
+            store.save(self._tokens, self._source).wait(_WAIT_S)
+            put = self._time(lambda: store.load(store.lookup(self._tokens)).wait(_WAIT_S))
+            store.evict("host")
+            prompt = store.prompt(self._tokens)
+            get = self._time(lambda: store.save_hbm(prompt, range(self._count)).wait(_WAIT_S))
+        return {("hbm", "put"): put, ("hbm", "get"): get}
+
+    def _disk(self) -> dict[tuple[str, str], float]:
+        path = Path(tempfile.mkdtemp(prefix="tierstore-tiers-", dir=self._directory))
+        try:
+            with self._open(path) as store:
+
+                def put_durably() -> None:
+                    store.save(self._tokens, self._source).wait(_WAIT_S)
+                    store.flush(_WAIT_S)
+
+                put = self._time(put_durably)
+                store.evict("host")
+                limits.drop_page_cache(path)
+                hit = store.lookup(self._tokens)
+                get = self._time(lambda: hit.prefetch().wait(_WAIT_S))
+                store.load(hit, self._target).wait(_WAIT_S)
+                self._verify()
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+        return {("disk", "put"): put, ("disk", "get"): get}
+
+    @contextmanager
+    def _open(self, path: Path | None, pool: PagePool | None = None) -> Iterator[Store]:
+        room = 2 * self._nbytes + (16 << 20)  # half of the host tier may wait to be written
+        with Store.open(path, self._spec, pool=pool, host_bytes=room, disk_bytes=room) as store:
+            store.wait_ready()
+            yield store
+
+    def _time(self, work: Callable[[], object]) -> float:
+        """GB/s of moving all pages."""
+        start = time.perf_counter()
+        work()
+        return self._nbytes / (time.perf_counter() - start) / 1e9
+
+    def _verify(self) -> None:
+        """A figure for wrong bytes would be worth nothing."""
+        for source, target in zip(self._source, self._target, strict=True):
+            if source != target:
+                raise AssertionError("pages came back with other bytes than were put")
+            target[:64] = os.urandom(64)
