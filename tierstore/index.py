@@ -46,6 +46,9 @@ class Tier(enum.IntEnum):
         return self.name.lower()
 
 
+_TIERS = tuple(Tier)  # iterating over the enum itself is slow
+
+
 class Copy:
     """One page in one tier. ``place`` means something to that tier only. Only ``ready`` copies are served."""
 
@@ -213,7 +216,8 @@ class Index:
         if above is not None:
             above.children += 1
         # A copy placed under children that are already in this tier (a hole being filled) has to know them.
-        copy.children = sum(child.copies[tier] is not None for child in _all_children(page))
+        if page.children:
+            copy.children = sum(child.copies[tier] is not None for child in _all_children(page))
         self._offer_all(page)
         return copy
 
@@ -255,8 +259,7 @@ class Index:
             parent = page.parent
             _unlink(parent, page)
             self.pages -= 1
-            for tier in Tier:
-                self._offer(parent, tier)
+            self._offer_all(parent)
             page = parent
 
     # -- use, leases, pins ---------------------------------------------------------------------------
@@ -338,8 +341,9 @@ class Index:
             heapq.heappush(self._queues[tier], entry)
 
     def _offer_all(self, page: Page) -> None:
-        for tier in Tier:
-            self._offer(page, tier)
+        for tier, copy in zip(_TIERS, page.copies, strict=True):
+            if copy is not None and not copy.queued:
+                self._offer(page, tier)
 
     # -- seeing and checking -------------------------------------------------------------------------
 

@@ -11,12 +11,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierstore_connectors.bundled import open_connector
-
 from tierstore.errors import UsageError
 from tierstore.keys import Identity
 from tierstore.spec import DEFAULT_CHUNK_TOKENS, KVSpec
 from tierstore.units import GIB, format_size
+from tierstore_connectors.bundled import open_connector
 from tierstore_engine.attention.base import make_attention
 from tierstore_engine.checkpoint import read_config
 from tierstore_engine.config import DTYPES, ModelConfig

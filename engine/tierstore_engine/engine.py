@@ -13,9 +13,8 @@ from collections.abc import Sequence as Ints
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from tierstore_connectors.base import Connector
-
 from tierstore.errors import TierStoreError
+from tierstore_connectors.base import Connector
 from tierstore_engine.batch import build_step, finishing
 from tierstore_engine.errors import RequestError
 from tierstore_engine.keeper import PageKeeper

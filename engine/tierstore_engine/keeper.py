@@ -8,10 +8,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TypeVar
 
-from tierstore_connectors.base import Connector, Hit
-
 from tierstore.store import Loaded
 from tierstore.transfer import Transfer
+from tierstore_connectors.base import Connector, Hit
 from tierstore_engine.sequence import Loading, Sequence, SequenceState
 
 T = TypeVar("T")

@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 import pytest
-from tierstore_connectors.bundled import NoStore, StoreConnector, open_connector
-from tierstore_connectors.testing import TOKENS, ConnectorTests
 
 from tierstore.errors import UsageError
 from tierstore.keys import Identity
 from tierstore.spec import KVSpec
 from tierstore.store import Store
 from tierstore.tiers.hbm import PagePool
+from tierstore_connectors.bundled import NoStore, StoreConnector, open_connector
+from tierstore_connectors.testing import TOKENS, ConnectorTests
 
 SPEC = KVSpec.uniform(layers=2, kv_heads=1, head_dim=32, dtype="float32", chunk_tokens=16)
 IDENTITY = Identity.of(SPEC, model="m")

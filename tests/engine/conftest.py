@@ -13,19 +13,22 @@ import hypothesis
 import pytest
 import torch
 import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tierstore.tiers.hbm import PagePool
 from tierstore_connectors.bundled import NoStore
 from tierstore_engine.attention.base import make_attention
 from tierstore_engine.build import LoadedModel, load_model
 from tierstore_engine.engine import Engine
 from tierstore_engine.model import Model
 from tierstore_engine.settings import EngineSettings
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-from tierstore.tiers.hbm import PagePool
 
 # The first call of anything in torch takes longer than a test case usually may.
 hypothesis.settings.register_profile("engine", deadline=None)
 hypothesis.settings.load_profile("engine")
+
+# These models are so small that a second thread only costs, and on a busy machine it costs a great deal.
+torch.set_num_threads(1)
 
 VOCAB = 320
 PROMPT_TOKENS = 333

@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from tierstore.tiers.hbm import PagePool
 from tierstore_engine.attention import cpu
 from tierstore_engine.attention.base import Attention, BatchLayout, Span, make_attention
 from tierstore_engine.config import ModelConfig
-
-from tierstore.tiers.hbm import PagePool
 
 CHUNK = 4
 PAGES = 64

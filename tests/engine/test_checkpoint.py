@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
 from tierstore_engine.build import load_model, open_model
 from tierstore_engine.checkpoint import read_config
 from tierstore_engine.config import ModelConfig

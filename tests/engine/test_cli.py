@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tierstore_engine.cli import app
 from typer.testing import CliRunner
+
+from tierstore_engine.cli import app
 
 PROMPT = "Once upon a time there was a very small model. " * 4
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from tierstore_engine.config import RopeConfig, config_from_hf
 from tierstore_engine.errors import ModelError
 from tierstore_engine.presets import PRESETS, preset

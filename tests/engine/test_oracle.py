@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from tierstore_engine.build import LoadedModel
 from tierstore_engine.engine import Engine
 from tierstore_engine.outputs import Completion, RequestId

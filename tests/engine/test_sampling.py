@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tierstore_engine.errors import RequestError
 from tierstore_engine.sampling import SamplingParams, candidates, choose, logprobs_of
 

@@ -6,6 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+from tierstore.errors import UsageError
+from tierstore.keys import Identity
+from tierstore.spec import KVSpec
+from tierstore.tiers.hbm import PagePool
 from tierstore_connectors.bundled import NoStore
 from tierstore_engine.batch import finishing
 from tierstore_engine.keeper import PageKeeper, clip_tiers
@@ -15,11 +20,6 @@ from tierstore_engine.scheduler import Scheduler, Work
 from tierstore_engine.sequence import Sequence, SequenceState
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.tokenizer import ByteTokenizer
-
-from tierstore.errors import UsageError
-from tierstore.keys import Identity
-from tierstore.spec import KVSpec
-from tierstore.tiers.hbm import PagePool
 
 CHUNK = 4
 POOL_PAGES = 24

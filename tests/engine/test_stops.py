@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tierstore_engine.stops import StopMatcher
 
 # Two letters: stop strings overlap themselves and each other all the time.

@@ -10,6 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from tierstore.store import Store
+from tierstore.tiers.hbm import PagePool
 from tierstore_connectors.bundled import StoreConnector
 from tierstore_engine.attention.base import make_attention
 from tierstore_engine.build import LoadedModel
@@ -18,9 +21,6 @@ from tierstore_engine.model import Model
 from tierstore_engine.outputs import FinishReason
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
-
-from tierstore.store import Store
-from tierstore.tiers.hbm import PagePool
 
 from .conftest import NEW_TOKENS, Oracle
 from .test_oracle import GREEDY, assert_same, finish

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from tierstore_engine.errors import ModelError
 from tierstore_engine.tokenizer import BOS_BYTE_ID, EOS_BYTE_ID, ByteTokenizer, HFTokenizer, Tokenizer
 

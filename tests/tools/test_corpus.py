@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import pytest
-from tierstore_tools import corpus
 
 from tierstore.errors import UsageError
+from tierstore_tools import corpus
 
 
 def encode(text):

@@ -5,9 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from tierstore_tools import tiers
 
 from tierstore.errors import UsageError
+from tierstore_tools import tiers
 
 OPS = [(tier, op) for tier in ("host", "hbm", "disk") for op in ("put", "get")]
 

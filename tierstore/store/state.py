@@ -151,7 +151,8 @@ class StoreState:
     def hbm_pages(self, count: int) -> list[int] | None:
         """``count`` pages of the pool, evicting cached ones; None when that many cannot be had."""
         assert self.pool is not None
-        self.evict(Tier.HBM, count - self.pool.free_pages)
+        if count > self.pool.free_pages:
+            self.evict(Tier.HBM, count - self.pool.free_pages)
         return self.pool.allocate(count)
 
     def evict(self, tier: Tier, count: int) -> int:

@@ -58,6 +58,14 @@ class Change:
     next_serial: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class IndexUsage:
+    """What a transaction left behind."""
+
+    used_bytes: int  # everything alive
+    tree_bytes: int  # of that, what later transactions rewrite; the rest is payload
+
+
 class Catalog:
     """An open index. Raises :class:`OSError` for whatever goes wrong while it is in use."""
 
@@ -109,13 +117,14 @@ class Catalog:
         return int.from_bytes(value, "big") if value else 1
 
     @property
-    def used_bytes(self) -> int:
-        """What the live trees and the free list take of the map. The rest can be written to."""
+    def usage(self) -> IndexUsage:
+        """How much of the map is taken now."""
         with self._env.begin() as txn:
             stats = [txn.stat(db) for db in (self._meta, self._pages, self._uses, self._payload)]
-        used = sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats)
-        free = max(self._env.info()["last_pgno"] + 1 - used, 0)
-        return int(used + free // _FREE_PER_PAGE + _FIXED_PAGES) * ALIGNMENT
+        tree = sum(stat["branch_pages"] + stat["leaf_pages"] for stat in stats)
+        used = tree + sum(stat["overflow_pages"] for stat in stats) + _FIXED_PAGES
+        free = max(self._env.info()["last_pgno"] + 1 - used, 0) // _FREE_PER_PAGE
+        return IndexUsage((used + free) * ALIGNMENT, (tree + free) * ALIGNMENT)
 
     # -- pages ---------------------------------------------------------------------------------------
 
@@ -173,11 +182,8 @@ class Catalog:
     def _make_room(self, change: Change) -> None:
         # LMDB reuses what a transaction freed only in the second one after it (the one before must stay
         # readable until then). So remove in small steps, and let two transactions pass.
-        removed = change.removed
-        for start in range(0, len(removed), _REMOVED_AT_ONCE):
-            self._apply(
-                Change(removed=removed[start : start + _REMOVED_AT_ONCE], next_serial=change.next_serial)
-            )
+        for removed in _small_steps(change.removed):
+            self._apply(Change(removed=removed, next_serial=change.next_serial))
         for _ in range(2):
             with self._env.begin(write=True, db=self._meta) as txn:
                 txn.put(b"turn", (txn.id() % 256).to_bytes(1, "big"))
@@ -254,6 +260,18 @@ def stored_format(path: Path) -> int | None:
     if value is not None and not value.isdigit():
         raise StoreUnavailableError(f"{path} was not written by tierstore: give another directory")
     return int(value) if value is not None else None
+
+
+def _small_steps(removed: Sequence[PageRecord]) -> Iterator[list[PageRecord]]:
+    step: list[PageRecord] = []
+    freed = 0
+    for record in removed:
+        step.append(record)
+        freed += -(-record.nbytes // PIECE_BYTES) if record.place == INLINE else 0
+        if len(step) == _REMOVED_AT_ONCE or freed >= _FREE_PER_PAGE:
+            yield step
+            step, freed = [], 0
+    yield step
 
 
 def _key(serial: int) -> bytes:

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierstore.memory import ALIGNMENT
 from tierstore.tiers.disk.io import FileIO
 from tierstore.units import MIB
 
@@ -182,8 +181,8 @@ class ExtentFiles:
         total = 0
         while views:
             got = self._io.preadv(fd, views, offset + total)
-            if got == 0 or got % ALIGNMENT:
-                return total + got
+            if got == 0:
+                break
             total += got
             views = _after(views, got)
         return total

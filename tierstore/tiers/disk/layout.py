@@ -15,11 +15,12 @@ from tierstore.units import GIB, KIB, MIB, format_size
 
 _ALLOWANCE = 40 * KIB  # two directories, the lock file, LMDB's lock file
 _BLOCK_MAP_FRACTION = 256  # the file system's own map of the extent files: 1/330 at its very worst on ext4
-_LEAST_INDEX = 192 * KIB
+_LEAST_INDEX = 256 * KIB
 _RECORD_BYTES = 1536  # per page: a 64-token record in B-tree leaves that churn has left a quarter full
-_INDEX_SLACK_FRACTION = 64
-_MOST_INDEX_SLACK = 64 * MIB
-_INLINE_FRACTION = 15 / 16  # of the cap, when pages are small enough to live in the index
+_MOST_TREE_HEADROOM = 2 * MIB  # what LMDB needs to rewrite tree pages; see space.py
+_SLACK_FRACTION = 128  # of the cap, for inline payloads beside larger pages
+_MOST_SLACK = 64 * MIB
+_INLINE_FRACTION = 31 / 32  # of the cap, when pages are small enough to live in the index
 _LEAST_FILE = 1 * GIB
 _MOST_FILES = 256
 _LEAST_UNITS = 16
@@ -32,6 +33,7 @@ class Layout:
 
     capacity_bytes: int
     index_bytes: int  # LMDB's map size: its file never grows beyond
+    payload_bytes: int  # of these, what inline payloads may take: the rest is for the records
     extent_bytes: int
 
 
@@ -46,12 +48,13 @@ def split(capacity_bytes: int, *, page_bytes: int, inline_bytes: int) -> Layout:
         )
     room = capacity_bytes - _ALLOWANCE
     if page_bytes <= inline_bytes:
-        index = int(room * _INLINE_FRACTION)
+        index = payload = int(room * _INLINE_FRACTION)
         least = _LEAST_INDEX + 2 * page_bytes
     else:
         pages = room // slot_bytes(page_bytes)
-        slack = min(room // _INDEX_SLACK_FRACTION, _MOST_INDEX_SLACK)
-        index = min(pages * _RECORD_BYTES + slack, room // 2)
+        records = pages * _RECORD_BYTES
+        payload = min(room // _SLACK_FRACTION, _MOST_SLACK)
+        index = min(records + min(records, _MOST_TREE_HEADROOM) + payload, room // 2)
         least = _LEAST_INDEX
     index = _round_down(max(index, least))
     extents = _round_down((room - index) * _BLOCK_MAP_FRACTION // (_BLOCK_MAP_FRACTION + 1))
@@ -62,7 +65,7 @@ def split(capacity_bytes: int, *, page_bytes: int, inline_bytes: int) -> Layout:
             f"a disk capacity of {format_size(capacity_bytes)} cannot hold a page of "
             f"{format_size(page_bytes)}: give at least {format_size(needed)}"
         )
-    return Layout(capacity_bytes, index, extents)
+    return Layout(capacity_bytes, index, payload, extents)
 
 
 def unit_bytes(extent_bytes: int, before: int | None) -> int:

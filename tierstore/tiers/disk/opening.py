@@ -149,7 +149,7 @@ class _Opening:
             self._layout,
             unit_bytes=meta.unit_bytes,
             inline_bytes=self._inline_bytes,
-            index_used_bytes=catalog.used_bytes,
+            index=catalog.usage,
         )
         valid = {0}
         records: list[PageRecord] = []
@@ -168,8 +168,15 @@ class _Opening:
     def _rebuild(self, catalog: Catalog, meta: StoreMeta, records: Sequence[PageRecord]) -> None:
         now = self._directory.allocated_bytes()
         room = max(self._before_bytes, self._layout.capacity_bytes) - now
-        map_bytes = min(self._layout.index_bytes, room)
-        rebuild(self._directory, catalog, records, map_bytes=map_bytes, meta=_encoded(meta), io=self._io)
+        rebuild(
+            self._directory,
+            catalog,
+            records,
+            map_bytes=self._layout.index_bytes,
+            beside_bytes=room,
+            meta=_encoded(meta),
+            io=self._io,
+        )
 
     def _calibrate(self, payloads: Payloads, extents: ExtentFiles) -> Calibration | None:
         try:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 
-from tierstore.tiers.disk.catalog import PIECE_BYTES
+from tierstore.tiers.disk.catalog import PIECE_BYTES, IndexUsage
 from tierstore.tiers.disk.layout import Layout
 from tierstore.tiers.disk.records import INLINE, PageRecord
 from tierstore.tiers.slabs import SlabAllocator, slot_bytes
-from tierstore.units import KIB
+from tierstore.units import KIB, MIB
 
 _RECORD_BYTES = 1 * KIB  # reserved in the index for each page until its commit shows what it really took
 _PIECE_COST = 4096 + 64
-_HEADROOM_FRACTION = 16  # of the index: LMDB writes changed tree pages to new places before it frees the old
-_LEAST_HEADROOM = 64 * KIB
+# LMDB writes changed tree pages to new places, and reuses the old ones in the second transaction after that.
+# So twice the tree must stay free for the index never to get stuck, or twice what a small change touches.
+_HEADROOM_FRACTION = (
+    32  # more is wanted where much is freed at once, so that transactions need not wait for it
+)
+_LEAST_HEADROOM = 32 * KIB
+_MOST_TREE_HEADROOM = 2 * MIB
 
 
 class Space:
@@ -24,25 +29,26 @@ class Space:
     later :meth:`settle` says that its removal is durable.
     """
 
-    def __init__(self, layout: Layout, *, unit_bytes: int, inline_bytes: int, index_used_bytes: int) -> None:
+    def __init__(self, layout: Layout, *, unit_bytes: int, inline_bytes: int, index: IndexUsage) -> None:
         self._inline_bytes = inline_bytes
-        headroom = max(layout.index_bytes // _HEADROOM_FRACTION, _LEAST_HEADROOM)
-        self._index_limit = layout.index_bytes - headroom
+        self._index_bytes = layout.index_bytes
+        self._payload_bytes = layout.payload_bytes
         self._lock = threading.Lock()
         # Guarded by the lock.
         fits = layout.extent_bytes >= slot_bytes(1)
         self._slots = SlabAllocator(layout.extent_bytes, unit_bytes=unit_bytes) if fits else None
-        self._index_used = index_used_bytes
+        self._index = index
         self._index_reserved = 0
+        self._payload_reserved = 0  # of which for payloads
         self._reserved_slots = 0
 
     def __repr__(self) -> str:
-        return f"Space({self._slots}, index {self.index_used_bytes}/{self._index_limit} bytes)"
+        return f"Space({self._slots}, index {self.index_used_bytes}/{self._index_bytes} bytes)"
 
     @property
     def index_used_bytes(self) -> int:
         """Bytes of the index in use or promised."""
-        return self._index_used + self._index_reserved
+        return self._index.used_bytes + self._index_reserved
 
     @property
     def slots_used_bytes(self) -> int:
@@ -59,38 +65,32 @@ class Space:
     def reserve(self, nbytes: int) -> int | None:
         """A place for ``nbytes``, or None."""
         with self._lock:
-            if nbytes <= self._inline_bytes and self._index_fits(_index_cost(nbytes, INLINE)):
-                self._index_reserved += _index_cost(nbytes, INLINE)
-                return INLINE
-            if self._slots is None or not self._index_fits(_index_cost(nbytes, 0)):
-                return None
-            place = self._slots.allocate(nbytes)
+            if nbytes <= self._inline_bytes and self._payload_fits(nbytes):
+                place: int | None = INLINE
+            elif self._slots is not None and self._index_fits(_RECORD_BYTES):
+                place = self._slots.allocate(nbytes)
+            else:
+                place = None
             if place is not None:
-                self._index_reserved += _index_cost(nbytes, place)
-                self._reserved_slots += slot_bytes(nbytes)
+                self._count_reserved(place, nbytes, +1)
             return place
 
     def unreserve(self, place: int, nbytes: int) -> None:
         """Give a reserved place back."""
         with self._lock:
-            self._index_reserved -= _index_cost(nbytes, place)
-            if place != INLINE:
-                self._reserved_slots -= slot_bytes(nbytes)
-                self._free(place, nbytes)
+            self._count_reserved(place, nbytes, -1)
+            self._free(place, nbytes)
 
     def settle(
-        self, added: Iterable[PageRecord], removed: Iterable[PageRecord], *, index_used_bytes: int
+        self, added: Iterable[PageRecord], removed: Iterable[PageRecord], *, index: IndexUsage
     ) -> None:
         """A transaction is durable: what it added is held, what it removed is free."""
         with self._lock:
             for record in added:
-                self._index_reserved -= _index_cost(record.nbytes, record.place)
-                if record.place != INLINE:
-                    self._reserved_slots -= slot_bytes(record.nbytes)
+                self._count_reserved(record.place, record.nbytes, -1)
             for record in removed:
-                if record.place != INLINE:
-                    self._free(record.place, record.nbytes)
-            self._index_used = index_used_bytes
+                self._free(record.place, record.nbytes)
+            self._index = index
 
     def check(self, held: Sequence[PageRecord]) -> None:
         """Assert that what is used is what the durable records hold plus what is reserved."""
@@ -103,14 +103,34 @@ class Space:
             assert accounted == self.slots_used_bytes, f"{accounted} bytes are accounted for in {self._slots}"
 
     def _index_fits(self, nbytes: int) -> bool:
-        return self._index_used + self._index_reserved + nbytes <= self._index_limit
+        return self._index_reserved + nbytes <= index_room(self._index_bytes, self._index)
+
+    def _payload_fits(self, nbytes: int) -> bool:
+        payload = self._index.used_bytes - self._index.tree_bytes + self._payload_reserved
+        cost = index_cost(nbytes, INLINE)
+        return payload + cost <= self._payload_bytes and self._index_fits(cost)
+
+    def _count_reserved(self, place: int, nbytes: int, sign: int) -> None:
+        self._index_reserved += sign * index_cost(nbytes, place)
+        if place == INLINE:
+            self._payload_reserved += sign * index_cost(nbytes, place)
+        else:
+            self._reserved_slots += sign * slot_bytes(nbytes)
 
     def _free(self, place: int, nbytes: int) -> None:
-        assert self._slots is not None
-        self._slots.free(place, nbytes)
+        if place != INLINE:
+            assert self._slots is not None
+            self._slots.free(place, nbytes)
 
 
-def _index_cost(nbytes: int, place: int) -> int:
+def index_room(index_bytes: int, usage: IndexUsage) -> int:
+    """How much may be added to an index of ``index_bytes``, in terms of :func:`index_cost`."""
+    tree = min(2 * usage.tree_bytes, _MOST_TREE_HEADROOM) + _LEAST_HEADROOM
+    return index_bytes - max(index_bytes // _HEADROOM_FRACTION, tree) - usage.used_bytes
+
+
+def index_cost(nbytes: int, place: int) -> int:
+    """What a page takes of the index, at most: its record, and its payload if that is inline."""
     if place != INLINE:
         return _RECORD_BYTES
     return _RECORD_BYTES + -(-nbytes // PIECE_BYTES) * _PIECE_COST

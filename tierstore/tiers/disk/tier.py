@@ -181,7 +181,7 @@ class DiskTier:
                 next_serial = self._next_serial
             self._catalog.apply(Change(added, removed, used, next_serial))
             records = [record for record, _ in added]
-            self._space.settle(records, removed, index_used_bytes=self._catalog.used_bytes)
+            self._space.settle(records, removed, index=self._catalog.usage)
             with self._lock:
                 for record in records:
                     self._written.pop(record.place, None)

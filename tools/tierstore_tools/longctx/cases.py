@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-from tierstore_engine.build import LoadedModel, load_model
-from tierstore_engine.engine import Engine
 
 from tierstore.errors import UsageError
+from tierstore_engine.build import LoadedModel, load_model
+from tierstore_engine.engine import Engine
 from tierstore_tools import corpus, limits
 from tierstore_tools.limits import Limits
 from tierstore_tools.longctx.session import Answer, ask, ask_in_turn, open_engine, page_digests

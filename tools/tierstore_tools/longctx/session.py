@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import xxhash
+
+from tierstore.memory import Memory
 from tierstore_engine.build import LoadedModel, build_engine
 from tierstore_engine.engine import Engine
 from tierstore_engine.outputs import Completion, RequestMetrics
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
-
-from tierstore.memory import Memory
 from tierstore_tools.longctx.settings import ANSWER_TOKENS, Sizes
 
 Share = Callable[[float], None]

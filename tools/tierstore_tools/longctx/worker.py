@@ -54,7 +54,6 @@ def run_in_new_process(job: Job, scratch: Path) -> tuple[Answer, list[bytes]]:
 
 def _read_result(file: Path) -> tuple[Answer, list[bytes]]:
     from tierstore_engine.outputs import RequestMetrics
-
     from tierstore_tools.longctx.session import Answer
 
     with np.load(file) as result:
@@ -71,7 +70,6 @@ def _read_result(file: Path) -> tuple[Answer, list[bytes]]:
 
 def main(job_file: str, result_file: str) -> None:
     from tierstore_engine.build import load_model
-
     from tierstore_tools.longctx.session import ask, open_engine, page_digests
     from tierstore_tools.longctx.settings import Sizes
 

@@ -1,7 +1,7 @@
 """A process that saves and removes pages until it is killed. Not a test: ``python -m … DIR SEED``.
 
-Each line it prints is a fact that was durable when it was printed: ``+serial seed nbytes`` a page that was
-committed, ``-serial`` one whose removal is about to be, ``~serial`` one whose removal was.
+It says what it is about to commit (``?serial seed nbytes`` a page, ``-serial`` a removal) and what was
+committed (``+serial``, ``~serial``).
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ def run(path: Path, seed: int) -> None:
             view = next(views)[:nbytes]
             view[:] = payload(page_seed, nbytes)
             batch.append((shelf.record(nbytes, place, parent), view, page_seed))
-        gone = leaves(records, chance) if len(batch) < len(seeds) else []
+        used = {record.parent for record, _, _ in batch}
+        gone = [r for r in leaves(records, chance) if r.serial not in used] if len(batch) < len(seeds) else []
+        for record, _, page_seed in batch:
+            say(f"?{record.serial} {page_seed} {record.nbytes}")
         for record in gone:
             say(f"-{record.serial}")
         shelf.tier.write([(record, view) for record, view, _ in batch])
@@ -47,9 +50,9 @@ def run(path: Path, seed: int) -> None:
         for record in gone:
             records.remove(record)
             say(f"~{record.serial}")
-        for record, _, page_seed in batch:
+        for record, _, _ in batch:
             records.append(record)
-            say(f"+{record.serial} {page_seed} {record.nbytes}")
+            say(f"+{record.serial}")
 
 
 def leaves(records, chance):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -56,18 +57,20 @@ def test_a_second_opener_is_told_who_the_first_is(open_shelf, path):
 
 def test_a_forked_child_does_not_hold_the_directory(open_shelf, path):
     shelf = open_shelf()
-    reader, writer = os.pipe()
+    here, there = socket.socketpair()
     child = os.fork()
     if child == 0:
-        os.read(reader, 1)
+        there.send(b"running")
+        there.recv(1)
         os._exit(0)
+    here.recv(7)
     try:
         shelf.reopen()
     finally:
-        os.write(writer, b"x")
+        here.send(b"x")
         os.waitpid(child, 0)
-        os.close(reader)
-        os.close(writer)
+        here.close()
+        there.close()
 
 
 def test_a_newer_format_is_refused_untouched(open_shelf, path):

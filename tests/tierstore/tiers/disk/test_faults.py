@@ -1,4 +1,4 @@
-"""System calls that fail: nothing is lost, nothing wrong is served, and the tier goes on when the disk does."""
+"""System calls that fail: nothing is lost, nothing wrong is served, and the tier goes on with the disk."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import errno
 import pytest
 
 from tierstore.tiers.disk import FileIO
+from tierstore.tiers.disk.catalog import Catalog
 from tierstore.units import KIB, MIB
 
 
@@ -123,16 +124,34 @@ def test_pages_written_before_a_failed_sync_are_not_acknowledged_by_the_next_one
     shelf.verify()
 
 
-def test_a_full_index_is_an_os_error_and_heals_by_removing(open_shelf):
+def test_what_a_large_removal_freed_in_the_index_can_be_used_at_once(open_shelf, monkeypatch):
+    made_room = []
+    make_room = Catalog._make_room
+    monkeypatch.setattr(Catalog, "_make_room", lambda *args: made_room.append(make_room(*args)))
     shelf = open_shelf(capacity_bytes=2 * MIB, page_bytes=16 * KIB)
-    shelf.tier._space._index_limit = 1 << 40  # as if the estimate of what fits were wrong
-    with pytest.raises(OSError, match="the index is full") as raised:
+    while shelf.save([16 * KIB] * 8):
+        pass
+    for _ in range(3):
+        shelf.remove([record for record, _ in list(shelf.saved.values())[:40]])
+        assert len(shelf.save([16 * KIB] * 32)) == 32
+    assert made_room
+    shelf.verify()
+
+
+def test_an_index_that_is_full_against_all_expectation_is_an_os_error(open_shelf):
+    shelf = open_shelf(capacity_bytes=2 * MIB, page_bytes=16 * KIB)
+    shelf.tier._space._index_bytes = 1 << 40
+
+    def save_until_it_fails():
         while True:
             shelf.save([16 * KIB] * 8)
+
+    with pytest.raises(OSError, match="the index is full") as raised:
+        save_until_it_fails()
     assert raised.value.errno == errno.ENOSPC
     shelf.verify()
-    shelf.remove([record for record, _ in list(shelf.saved.values())[:40]])
-    assert len(shelf.save([16 * KIB] * 16)) == 16
+    kept = len(shelf.saved)
+    assert len(shelf.reopen()) == kept
     shelf.verify()
 
 

@@ -18,20 +18,24 @@ WRITER = "tests.tierstore.tiers.disk.killed_writer"
 
 
 class Ledger:
-    """What the killed writers said, and so what must be there and what may."""
+    """What the killed writers said."""
 
     def __init__(self):
-        self.durable = {}  # serial -> (seed, nbytes)
-        self.leaving = {}  # removal announced, not known to have happened
+        self.announced = {}  # serial -> (seed, nbytes)
+        self.durable = set()  # serials that must be there
+        self.removed = set()  # serials that must not be there
 
     def hear(self, line):
-        if line.startswith("+"):
-            serial, seed, nbytes = map(int, line[1:].split())
-            self.durable[serial] = (seed, nbytes)
+        serial, *page = map(int, line[1:].split())
+        if line.startswith("?"):
+            self.announced[serial] = page
         elif line.startswith("-"):
-            self.leaving[int(line[1:])] = self.durable.pop(int(line[1:]))
-        elif line.startswith("~"):
-            del self.leaving[int(line[1:])]
+            self.durable.discard(serial)
+        elif line.startswith("+"):
+            self.durable.add(serial)
+        else:
+            assert line.startswith("~")
+            self.removed.add(serial)
 
 
 def run_and_kill(path, seed, ledger, delay_s):
@@ -52,15 +56,14 @@ def run_and_kill(path, seed, ledger, delay_s):
 def verify(path, ledger):
     shelf = Shelf(path, **OPTIONS)
     records = {record.serial: record for record in shelf.tier.records()}
-    assert ledger.durable.keys() <= records.keys(), "an acknowledged page is lost"
+    assert ledger.durable <= records.keys(), "an acknowledged page is lost"
+    assert not ledger.removed & records.keys(), "a removed page is back"
     for record, data in zip(records.values(), shelf.read(list(records.values())), strict=True):
-        known = ledger.durable.get(record.serial) or ledger.leaving.get(record.serial)
-        if known is not None:
-            assert data == payload(*known), f"page {record.serial} is not what was saved"
-        else:  # committed, but killed before it could say so
-            assert data is not None, f"page {record.serial} was committed without its payload"
+        assert data == payload(*ledger.announced[record.serial]), (
+            f"page {record.serial} is not what was saved"
+        )
     shelf.close()
-    return records
+    ledger.durable = set(records)  # what was committed unheard counts from now on
 
 
 @pytest.mark.parametrize("kills", [30, pytest.param(1000, marks=pytest.mark.soak)])
@@ -70,8 +73,6 @@ def test_what_was_acknowledged_survives_kills(path, kills):
     ledger = Ledger()
     for seed in range(kills):
         run_and_kill(path, seed, ledger, delay_s=chance.uniform(0, 0.2))
-        records = verify(path, ledger)
-        # The next writer knows only what is there. Pages that were committed unheard have no seed.
-        ledger.leaving.clear()
-        ledger.durable = {serial: known for serial, known in ledger.durable.items() if serial in records}
+        verify(path, ledger)
     assert ledger.durable
+    assert ledger.removed

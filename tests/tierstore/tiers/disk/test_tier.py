@@ -12,7 +12,7 @@ from tierstore.tiers.disk import INLINE, DiskTier
 from tierstore.tiers.disk.payloads import ReadMode
 from tierstore.units import KIB, MIB, parse_size
 
-SIZES = [1, 4096, 5000, 16 * KIB, 16 * KIB + 1, 64 * KIB, 300_000, 1 * MIB, 5 * MIB + 12]
+SIZES = [1, 4096, 5000, 16 * KIB, 16 * KIB + 1, 64 * KIB, 300_000, 1 * MIB, 5 * MIB - 12]
 
 
 def test_pages_of_all_sizes_come_back(open_shelf):
