@@ -115,6 +115,14 @@ class Page:
             return Tier.DISK
         return None
 
+    def all_children(self) -> Iterator[Page]:
+        """The children, newest first, twins included."""
+        for child in reversed(self.children.values()):
+            twin: Page | None = child
+            while twin is not None:
+                yield twin
+                twin = twin.twin
+
 
 @dataclass(frozen=True, slots=True)
 class Match:
@@ -187,7 +195,7 @@ class Index:
     def _match_inside(self, parent: Page, tokens: bytes, limit: int) -> tuple[Page | None, int]:
         best: Page | None = None
         most = 0
-        for page in itertools.islice(_newest_children(parent), _SIBLINGS_TRIED):
+        for page in itertools.islice(parent.all_children(), _SIBLINGS_TRIED):
             common = min(_common_tokens(page.tokens, tokens), limit)
             if common > most and page.ready_tier() is not None:
                 best, most = page, common
@@ -217,7 +225,7 @@ class Index:
             above.children += 1
         # A copy placed under children that are already in this tier (a hole being filled) has to know them.
         if page.children:
-            copy.children = sum(child.copies[tier] is not None for child in _all_children(page))
+            copy.children = sum(child.copies[tier] is not None for child in page.all_children())
         self._offer_all(page)
         return copy
 
@@ -350,11 +358,11 @@ class Index:
     def walk(self, identity: bytes | None = None) -> Iterator[Page]:
         """Every page (of one identity), parents before children."""
         roots = self._roots.values() if identity is None else filter(None, [self._roots.get(identity)])
-        stack = [page for root in roots for page in _all_children(root)]
+        stack = [page for root in roots for page in root.all_children()]
         while stack:
             page = stack.pop()
             yield page
-            stack.extend(_all_children(page))
+            stack.extend(page.all_children())
 
     def check(self) -> None:
         """Assert that counts, parents, children and queues agree."""
@@ -368,25 +376,13 @@ class Index:
             assert sum(copy.leases > 0 for _, copy in held) == self.leases[tier], f"leases in {tier.label}"
             queued = {id(entry[3].copies[tier]) for entry in self._queues[tier]}
             for page, copy in held:
-                below = sum(child.copies[tier] is not None for child in _all_children(page))
+                below = sum(child.copies[tier] is not None for child in page.all_children())
                 assert copy.children == below, (
                     f"{page}: {below} children in {tier.label}, {copy.children} counted"
                 )
                 assert not self.may_leave(page, tier) or id(copy) in queued, f"{page} is missing in a queue"
         for page in pages:
             assert page.children or page.pins or any(page.copies), f"{page} should have been pruned"
-
-
-def _newest_children(page: Page) -> Iterator[Page]:
-    for child in reversed(page.children.values()):
-        twin: Page | None = child
-        while twin is not None:
-            yield twin
-            twin = twin.twin
-
-
-def _all_children(page: Page) -> list[Page]:
-    return list(_newest_children(page))
 
 
 def _unlink(parent: Page, page: Page) -> None:

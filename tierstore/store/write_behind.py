@@ -65,29 +65,48 @@ class WriteBehind:
         return self._state.clock() >= self._offline_until
 
     def enqueue(self, pages: Sequence[Page]) -> None:
-        """Write these pages, which are in the host tier, and any ancestors the disk has lost or never got."""
+        """Write these pages, which are in the host tier, with any ancestors the disk has lost or never got,
+        and any descendants that came before them (copies end in no particular order)."""
         for page in pages:
             missing = self._missing(page)
-            room = self._queue_pages - len(self._queued)
-            if missing is None or len(missing) > room or not self.writable:
-                self._state.counters.disk_dropped_pages += 1
+            if missing is None:
                 continue
-            for each in missing:
-                self._state.index.lease(each, Tier.HOST)
-                self._queue.append(each)
-                self._queued.add(each)
+            if missing and all(self._append(each) for each in missing):
+                self._append_below(page)
         self._state.changed.notify_all()
 
+    def _append_below(self, page: Page) -> None:
+        waiting = [page]
+        while waiting:
+            for child in waiting.pop().all_children():
+                if self._unwritten(child) and self._append(child):
+                    waiting.append(child)
+
+    def _append(self, page: Page) -> bool:
+        if len(self._queued) >= self._queue_pages or not self.writable:
+            self._state.counters.disk_dropped_pages += 1
+            return False
+        self._state.index.lease(page, Tier.HOST)
+        self._queue.append(page)
+        self._queued.add(page)
+        return True
+
+    def _unwritten(self, page: Page) -> bool:
+        """Whether a page could be written, and has not been."""
+        on_host = page.copies[Tier.HOST]
+        written = page.copies[Tier.DISK] is not None or page in self._queued
+        return on_host is not None and on_host.ready and not written
+
     def _missing(self, page: Page) -> list[Page] | None:
-        """``page`` and those of its ancestors that have to be written first, top down; None if one cannot
-        be."""
+        """``page`` and those of its ancestors that have to be written first, top down. None if one of them
+        cannot be: it is on its way, and will bring this page along, or it is lost."""
         missing: list[Page] = []
         node: Page | None = page
         while node is not None and node.parent is not None:
             if node.copies[Tier.DISK] is not None or node in self._queued:
                 break
-            on_host = node.copies[Tier.HOST]
-            if on_host is None or not on_host.ready:
+            if not self._unwritten(node):
+                self._state.counters.disk_dropped_pages += node.copies[Tier.HOST] is None
                 return None
             missing.append(node)
             node = node.parent
