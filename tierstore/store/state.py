@@ -179,6 +179,7 @@ class StoreState:
             assert page.record is not None
             self.used.discard(page)
             self.removed.append(page.record)
+            self.changed.notify_all()
 
     # -- pages arriving ------------------------------------------------------------------------------
 

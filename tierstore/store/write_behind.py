@@ -133,7 +133,7 @@ class WriteBehind:
         closing = False
         while not closing:
             with self._state.lock:
-                self._state.changed.wait_for(lambda: self._queue or self._closing, _USE_FLUSH_S)
+                self._state.changed.wait_for(self._work_to_do, _USE_FLUSH_S)
                 batch = self._next_batch()
                 closing = self._closing and not self._queue
             try:
@@ -144,6 +144,9 @@ class WriteBehind:
             except Exception as error:  # noqa: BLE001  # the disk failed or we did: this thread has to live on
                 self._failed(batch, error)
         self._written.put(None)
+
+    def _work_to_do(self) -> bool:
+        return bool(self._queue or self._closing or (self._state.removed and self.writable))
 
     def _next_batch(self) -> list[Page]:
         pages = max(_BATCH_BYTES // self._state.page_bytes, 1)
