@@ -185,7 +185,9 @@ class StoreState:
 
     def begin_host_fill(self, page: Page) -> int | None:
         """Reserve a host slot for ``page`` and lease it to whoever fills it; None when there is no room."""
+        page.pins += 1  # making room may take the last page below a hole, and with it the hole itself
         place = self.host_slot()
+        page.pins -= 1
         if place is not None:
             self.index.add_copy(page, Tier.HOST, place, ready=False, leases=1)
         return place

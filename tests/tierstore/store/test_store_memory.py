@@ -10,6 +10,7 @@ import xxhash
 
 from tests.tierstore.store.conftest import SPEC, leading_tokens, load_bytes, page_of, pages_of
 from tierstore.errors import StoreClosedError, UsageError
+from tierstore.index import Tier
 from tierstore.keys import Identity, Prompt
 from tierstore.store import Store
 
@@ -117,6 +118,20 @@ def test_a_lease_ends_by_itself_and_the_load_brings_what_is_still_there(open_sto
     save(store, range(1000, 1032))
     assert load_bytes(store, hit) == (32, pages_of(list(range(32))))
     assert store.stats().counters["expired_leases"] == 1
+
+
+def test_filling_a_hole_may_evict_the_page_below_it(open_store):
+    store = open_store(None, pages=2)
+    save(store, range(32))
+    state = store._state
+    with state.lock:
+        (first, _) = state.index.match(store.prompt(range(32)), 32).pages
+        state.index.set_damaged(first, Tier.HOST)
+        state.drop(first, Tier.HOST)
+    save(store, range(900, 916))
+    assert save(store, range(16)) == 16
+    store.check()
+    assert load_bytes(store, store.lookup(range(32))) == (16, pages_of(list(range(16))))
 
 
 def test_pins_outlast_pressure(open_store):

@@ -42,7 +42,7 @@ def churn(shelf, page_sizes, steps, seed=0):
         (64 * KIB, [64 * KIB], 16 * KIB),
         (4 * KIB, [4 * KIB], 0),
         (16 * KIB, [16 * KIB], 16 * KIB),
-        (100_000, [2000, 9000, 16 * KIB, 40_000, 100_000, 250_000], 16 * KIB),
+        (100_000, [2000, 9000, 16 * KIB, 40_000, 100_000, 256 * KIB], 16 * KIB),
     ],
 )
 def test_the_cap_holds_while_churning(open_shelf, page_bytes, page_sizes, inline_bytes):
@@ -73,7 +73,7 @@ def test_the_cap_holds_life_after_life(open_shelf):
 
 @pytest.mark.parametrize(
     ("page_bytes", "page_sizes"),
-    [(64 * KIB, [64 * KIB]), (16 * KIB, [16 * KIB]), (64 * KIB, [1000, 16 * KIB, 64 * KIB, 200_000])],
+    [(64 * KIB, [64 * KIB]), (16 * KIB, [16 * KIB]), (64 * KIB, [1000, 16 * KIB, 64 * KIB, 256 * KIB])],
 )
 def test_a_smaller_cap_at_the_next_start_holds_at_once(open_shelf, page_bytes, page_sizes):
     shelf = open_shelf(capacity_bytes=8 * MIB, page_bytes=page_bytes)
