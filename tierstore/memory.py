@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Iterable
 
 from tierstore.errors import UsageError
 from tierstore.units import format_size, round_up
@@ -65,9 +66,22 @@ class Memory:
             self.fd = None
 
 
-def copy(destination: int, source: int, nbytes: int) -> None:
-    """Copy between addresses. Releases the GIL."""
-    ctypes.memmove(destination, source, nbytes)
+def copy_all(copies: Iterable[tuple[int, int]], nbytes: int) -> None:
+    """Copy ``nbytes`` for each (destination, source) pair of addresses. Releases the GIL.
+
+    Pairs that continue one another on both sides become one copy: each copy costs a hand-over of the GIL, and
+    among several busy threads that costs more than copying a small page.
+    """
+    to, of, length = 0, 0, 0
+    for destination, source in copies:
+        if destination == to + length and source == of + length and length:
+            length += nbytes
+            continue
+        if length:
+            ctypes.memmove(to, of, length)
+        to, of, length = destination, source, nbytes
+    if length:
+        ctypes.memmove(to, of, length)
 
 
 def address_of(buffer: memoryview, *, writable: bool) -> int:

@@ -13,8 +13,8 @@ from tierstore.errors import UsageError
 class PageSource(Protocol):
     """Pages to save."""
 
-    def read_into(self, position: int, address: int) -> None:
-        """Copy page ``position`` to host memory at ``address``. Runs on a mover thread, without the GIL."""
+    def read_into(self, wanted: Sequence[tuple[int, int]]) -> None:
+        """Copy pages to host memory: (position, address). Runs on a mover thread, without the GIL."""
 
 
 class Buffers:
@@ -34,5 +34,5 @@ class Buffers:
     def __len__(self) -> int:
         return len(self._views)
 
-    def read_into(self, position: int, address: int) -> None:
-        memory.copy(address, self.addresses[position], self._page_bytes)
+    def read_into(self, wanted: Sequence[tuple[int, int]]) -> None:
+        memory.copy_all(((address, self.addresses[at]) for at, address in wanted), self._page_bytes)

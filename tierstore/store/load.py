@@ -294,8 +294,8 @@ class _BufferLoad(_Load[Loaded]):
         with self.state.lock:
             wanted = [] if self.closed else [(move, self._place(move)) for move in moves]
             self._copying += 1
-        for move, place in wanted:
-            self.state.copy_to_memory(move.tier, place, self._buffers.addresses[move.position])
+        addresses = self._buffers.addresses
+        self.state.copy_to_memory([(move.tier, place, addresses[move.position]) for move, place in wanted])
         with self.state.lock:
             self._copying -= 1
             for move in moves:
@@ -335,11 +335,10 @@ class _HbmLoad(_Load[Loaded]):
         state = self.state
         with state.lock:
             taken = self._take_pages(len(moves))
-            copies = [(move, self._place(move), page) for move, page in zip(moves, taken, strict=False)]
+            copies = [(move.tier, self._place(move), page) for move, page in zip(moves, taken, strict=False)]
             for move in moves[len(taken) :]:
                 self._cut_at(move.position)
-        for move, place, hbm_page in copies:
-            state.copy_to_hbm(move.tier, place, hbm_page)
+        state.copy_to_hbm(copies)
         with state.lock:
             for move, hbm_page in zip(moves, taken, strict=False):
                 self._arrive(move, hbm_page)

@@ -29,8 +29,8 @@ class HbmPages:
         self.pool = pool
         self.hbm_pages = list(hbm_pages)
 
-    def read_into(self, position: int, address: int) -> None:
-        self.pool.read_page(self.hbm_pages[position], address)
+    def read_into(self, wanted: Sequence[tuple[int, int]]) -> None:
+        self.pool.read_pages((self.hbm_pages[position], address) for position, address in wanted)
 
 
 @dataclass(slots=True)
@@ -130,8 +130,7 @@ class SaveJob:
         with state.lock:
             wanted = [] if self.closed else piece
             self._copying += 1
-        for fill in wanted:
-            self.source.read_into(fill.position, fill.address)
+        self.source.read_into([(fill.position, fill.address) for fill in wanted])
         with state.lock:
             self._copying -= 1
             for fill in piece:

@@ -231,23 +231,22 @@ class StoreState:
 
     # -- bytes (without the lock: the caller holds leases) --------------------------------
 
-    def copy_to_memory(self, tier: Tier, place: int, address: int) -> None:
-        """Copy a page of the HBM or host tier to host memory."""
-        if tier is Tier.HBM:
-            assert self.pool is not None
-            self.pool.read_page(place, address)
-        else:
-            assert self.host is not None
-            memory.copy(address, self.host.address(place), self.page_bytes)
+    def copy_to_memory(self, copies: Sequence[tuple[Tier, int, int]]) -> None:
+        """Copy pages of the HBM and host tiers to host memory: (tier, place, address)."""
+        if self.pool is not None:
+            self.pool.read_pages((place, address) for tier, place, address in copies if tier is Tier.HBM)
+        if self.host is not None:
+            start = self.host.address(0)
+            pairs = ((address, start + place) for tier, place, address in copies if tier is Tier.HOST)
+            memory.copy_all(pairs, self.page_bytes)
 
-    def copy_to_hbm(self, tier: Tier, place: int, hbm_page: int) -> None:
-        """Copy a page of the HBM or host tier into a page of the pool."""
+    def copy_to_hbm(self, copies: Sequence[tuple[Tier, int, int]]) -> None:
+        """Copy pages of the HBM and host tiers into pages of the pool: (tier, place, HBM page)."""
         assert self.pool is not None
-        if tier is Tier.HBM:
-            self.pool.copy_page(place, hbm_page)
-        else:
-            assert self.host is not None
-            self.pool.write_page(hbm_page, self.host.address(place))
+        self.pool.copy_pages((page, place) for tier, place, page in copies if tier is Tier.HBM)
+        if self.host is not None:
+            start = self.host.address(0)
+            self.pool.write_pages((page, start + place) for tier, place, page in copies if tier is Tier.HOST)
 
     # -- the disk's records --------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from tierstore.tiers.disk import DiskTier, PageRecord
 
 _log = logging.getLogger(__name__)
 
-_BATCH_BYTES = 64 << 20
+_BATCH_BYTES = 256 << 20  # at most, and a quarter of the queue: commits disturb the writes beside them
 _EVICT_FRACTION = 1 / 64  # of the disk's capacity, freed at once when it is full
 _RETRY_S = 10.0  # after a write error
 _USE_FLUSH_S = 30.0  # use times reach the disk at least this often while nothing else is written
@@ -38,6 +38,7 @@ class WriteBehind:
         self._state = state
         self._disk = disk
         self._queue_pages = max(queue_bytes // state.page_bytes, 1)
+        self._batch_pages = max(min(_BATCH_BYTES, queue_bytes // 4) // state.page_bytes, 1)
         # Both threads commit (the writer when it evicts); what is removed must not overtake what is added.
         self._commit_lock = threading.Lock()
         self._written: queue.Queue[list[Page] | None] = queue.Queue(maxsize=1)
@@ -149,8 +150,7 @@ class WriteBehind:
         return bool(self._queue or self._closing or (self._state.removed and self.writable))
 
     def _next_batch(self) -> list[Page]:
-        pages = max(_BATCH_BYTES // self._state.page_bytes, 1)
-        return [self._queue.popleft() for _ in range(min(pages, len(self._queue)))]
+        return [self._queue.popleft() for _ in range(min(self._batch_pages, len(self._queue)))]
 
     def _housekeeping_due(self) -> bool:
         with self._state.lock:

@@ -6,7 +6,7 @@ the hierarchy. One page is ``KVSpec.page_bytes`` contiguous bytes, so a page mov
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -54,17 +54,18 @@ class PagePool:
     def free(self, pages: Sequence[int]) -> None:
         self._free.extend(reversed(pages))
 
-    def read_page(self, page: int, address: int) -> None:
-        """Copy a page to host memory. Releases the GIL, like the two below."""
-        memory.copy(address, self._address(page), self.spec.page_bytes)
+    def read_pages(self, copies: Iterable[tuple[int, int]]) -> None:
+        """Copy pages to host memory: (page, address) pairs. Releases the GIL, like the two below."""
+        memory.copy_all(((address, self._address(page)) for page, address in copies), self.spec.page_bytes)
 
-    def write_page(self, page: int, address: int) -> None:
-        """Copy host memory into a page."""
-        memory.copy(self._address(page), address, self.spec.page_bytes)
+    def write_pages(self, copies: Iterable[tuple[int, int]]) -> None:
+        """Copy host memory into pages: (page, address) pairs."""
+        memory.copy_all(((self._address(page), address) for page, address in copies), self.spec.page_bytes)
 
-    def copy_page(self, source: int, destination: int) -> None:
-        """Copy within the pool."""
-        memory.copy(self._address(destination), self._address(source), self.spec.page_bytes)
+    def copy_pages(self, copies: Iterable[tuple[int, int]]) -> None:
+        """Copy within the pool: (destination page, source page) pairs."""
+        addresses = ((self._address(to), self._address(of)) for to, of in copies)
+        memory.copy_all(addresses, self.spec.page_bytes)
 
     def _address(self, page: int) -> int:
         return self._memory.address + page * self.spec.page_bytes

@@ -70,7 +70,9 @@ def memcpy(nbytes: int = 256 << 20, *, piece: int = 1 << 20, passes: int = 3) ->
 
     def copy_all() -> None:
         for start in range(0, nbytes, piece):
-            memory.copy(destination.address + start, source.address + start, min(piece, nbytes - start))
+            memory.copy_all(
+                [(destination.address + start, source.address + start)], min(piece, nbytes - start)
+            )
 
     return _median_gb_per_s(copy_all, nbytes, passes)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -38,11 +39,11 @@ from tierstore.tiers.disk.records import (
 )
 
 FORMAT = 1
+TREES = (b"meta", b"pages", b"uses", b"payload")
+FORMAT_KEY = b"format"
 PIECE_BYTES = 4096 - 16  # what one LMDB overflow page holds
 
-_FORMAT_KEY = b"format"
 _NEXT_SERIAL = b"next_serial"
-_TREES = 4
 _FIXED_PAGES = 8  # two meta pages, the directory of trees, the roots of the free list
 _FREE_PER_PAGE = 500  # page numbers that one page of the free list holds
 _REMOVED_AT_ONCE = 64  # when space is so short that a large transaction does not fit
@@ -76,13 +77,11 @@ class Catalog:
         """
         try:
             self._env = lmdb.open(
-                str(path), subdir=False, map_size=map_bytes, max_dbs=_TREES, mode=0o600, readahead=True
+                str(path), subdir=False, map_size=map_bytes, max_dbs=len(TREES), mode=0o600, readahead=True
             )
-            self._meta, self._pages, self._uses, self._payload = (
-                self._env.open_db(name) for name in (b"meta", b"pages", b"uses", b"payload")
-            )
+            self._meta, self._pages, self._uses, self._payload = (self._env.open_db(name) for name in TREES)
         except lmdb.Error as error:
-            raise _unreadable(path, error) from error
+            raise unreadable(path, str(error)) from error
         self.map_bytes = map_bytes
 
     def close(self) -> None:
@@ -99,14 +98,14 @@ class Catalog:
     # -- the store's own facts -----------------------------------------------------------------------
 
     def get_meta(self, name: bytes) -> bytes | None:
-        with self._env.begin(db=self._meta) as txn:
+        with _os_errors(), self._env.begin(db=self._meta) as txn:
             value: bytes | None = txn.get(name)
             return value
 
     def put_meta(self, values: Mapping[bytes, bytes]) -> None:
         """Store facts, and with them the mark of this format, in one transaction."""
         with _os_errors(), self._env.begin(write=True, db=self._meta) as txn:
-            txn.put(_FORMAT_KEY, str(FORMAT).encode())
+            txn.put(FORMAT_KEY, str(FORMAT).encode())
             for name, value in values.items():
                 txn.put(name, value)
 
@@ -119,7 +118,7 @@ class Catalog:
     @property
     def usage(self) -> IndexUsage:
         """How much of the map is taken now."""
-        with self._env.begin() as txn:
+        with _os_errors(), self._env.begin() as txn:
             stats = [txn.stat(db) for db in (self._meta, self._pages, self._uses, self._payload)]
         tree = sum(stat["branch_pages"] + stat["leaf_pages"] for stat in stats)
         used = tree + sum(stat["overflow_pages"] for stat in stats) + _FIXED_PAGES
@@ -129,12 +128,16 @@ class Catalog:
     # -- pages ---------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        with self._env.begin() as txn:
+        with _os_errors(), self._env.begin() as txn:
             return int(txn.stat(self._pages)["entries"])
 
     def scan(self) -> Iterator[tuple[int, PageRecord | None]]:
         """Every (serial, record) in order of serials; None for a record that is damaged."""
-        with self._env.begin() as txn, txn.cursor(self._uses) as uses, txn.cursor(self._pages) as pages:
+        with ExitStack() as stack:
+            stack.enter_context(_os_errors())
+            txn = stack.enter_context(self._env.begin())
+            uses = stack.enter_context(txn.cursor(self._uses))
+            pages = stack.enter_context(txn.cursor(self._pages))
             more = uses.first()
             for key, data in pages:
                 serial = int.from_bytes(key, "big")
@@ -239,29 +242,6 @@ class Catalog:
             return cursor.key() if cursor.last() else b""
 
 
-def stored_format(path: Path) -> int | None:
-    """The format of the index at ``path``, read without changing a byte; None when there is none yet.
-
-    Raises :class:`StoreUnavailableError` when the file is no index, or a damaged one.
-    """
-    if not path.exists() or path.stat().st_size == 0:
-        return None
-    try:
-        with lmdb.open(
-            str(path), subdir=False, readonly=True, lock=False, create=False, max_dbs=_TREES
-        ) as env:
-            with env.begin() as txn:
-                if txn.get(b"meta") is None:
-                    return None
-            with env.begin(db=env.open_db(b"meta", create=False)) as txn:
-                value = txn.get(_FORMAT_KEY)
-    except lmdb.Error as error:
-        raise _unreadable(path, error) from error
-    if value is not None and not value.isdigit():
-        raise StoreUnavailableError(f"{path} was not written by tierstore: give another directory")
-    return int(value) if value is not None else None
-
-
 def _small_steps(removed: Sequence[PageRecord]) -> Iterator[list[PageRecord]]:
     step: list[PageRecord] = []
     freed = 0
@@ -282,9 +262,10 @@ def _payload_key(serial: int, piece: int) -> bytes:
     return serial.to_bytes(8, "big") + piece.to_bytes(4, "big")
 
 
-def _unreadable(path: Path, error: Exception) -> StoreUnavailableError:
+def unreadable(path: Path, why: str) -> StoreUnavailableError:
+    """What to tell a person about an index that is there and is none."""
     return StoreUnavailableError(
-        f"{path} cannot be read ({error}): it is damaged or not an index of tierstore; "
+        f"{path} cannot be read ({why}): it is damaged or not an index of tierstore; "
         "remove the directory to start afresh, or give another one"
     )
 

@@ -14,9 +14,10 @@ import msgspec
 
 from tierstore.errors import StoreUnavailableError
 from tierstore.tiers.disk.calibration import Calibration, calibrate
-from tierstore.tiers.disk.catalog import FORMAT, Catalog, stored_format
+from tierstore.tiers.disk.catalog import FORMAT, Catalog
 from tierstore.tiers.disk.directory import StoreDirectory
 from tierstore.tiers.disk.extents import ExtentFiles
+from tierstore.tiers.disk.inspection import stored_format
 from tierstore.tiers.disk.io import FileIO
 from tierstore.tiers.disk.layout import Layout, file_bytes, unit_bytes
 from tierstore.tiers.disk.payloads import Payloads
@@ -121,6 +122,9 @@ class _Opening:
             if meta.calibration is not None:
                 payloads.read_mode = meta.calibration.mode
             catalog.put_meta(_encoded(meta))
+            # The files' names, too, must outlive a power loss.
+            self._io.sync_directory(self._directory.path)
+            self._io.sync_directory(self._directory.path.parent)
             opened.pop_all()
         return OpenedParts(self._directory, meta, catalog, extents, payloads, space, records)
 
@@ -131,7 +135,7 @@ class _Opening:
 
     def _meta(self, catalog: Catalog) -> StoreMeta:
         stored = catalog.get_meta(_STORE)
-        meta = msgspec.json.decode(stored, type=StoreMeta) if stored else None
+        meta = self._decoded(stored) if stored else None
         unit = unit_bytes(self._layout.extent_bytes, meta.unit_bytes if meta else None)
         if meta is not None:
             meta.unit_bytes = unit
@@ -142,6 +146,15 @@ class _Opening:
             unit_bytes=unit,
             file_bytes=file_bytes(self._layout.extent_bytes),
         )
+
+    def _decoded(self, stored: bytes) -> StoreMeta:
+        try:
+            return msgspec.json.decode(stored, type=StoreMeta)
+        except msgspec.MsgspecError as error:
+            raise StoreUnavailableError(
+                f"the index in {self._directory.path} is damaged ({error}): "
+                "remove the directory to start afresh"
+            ) from error
 
     def _claim(self, catalog: Catalog, meta: StoreMeta) -> tuple[Space, list[PageRecord], list[int]]:
         """(free space, the valid records in order of serials, the serials of all others)."""

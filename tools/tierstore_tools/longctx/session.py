@@ -138,7 +138,7 @@ def page_digests(engine: Engine, prompt: Sequence[int]) -> list[bytes]:
     scratch = Memory(spec.page_bytes, shared=False)
     digests = []
     for page in loaded.pages:
-        connector.pool.read_page(page, scratch.address)
+        connector.pool.read_pages([(page, scratch.address)])
         digests.append(xxhash.xxh3_128_digest(scratch.view(0, spec.page_bytes)))
     connector.release(loaded.pages)
     return digests

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 
 import pytest
+
+from tierstore.errors import StoreUnavailableError
+from tierstore.tiers.disk import DiskTier
 
 from tierstore.units import KIB, MIB
 
@@ -68,7 +72,7 @@ def test_a_lost_extent_file_costs_its_pages_only(open_shelf):
     small, _ = shelf.save([4 * KIB, 64 * KIB])
     shelf.tier.close()
     extent_file(shelf).unlink()
-    shelf.tier = type(shelf.tier).open(shelf.path, **shelf.options)
+    shelf.tier = DiskTier.open(shelf.path, **shelf.options)
     assert served(shelf) == {small.serial}
 
 
@@ -98,7 +102,7 @@ def test_a_flipped_bit_in_an_inline_payload_is_a_miss(open_shelf):
     data = (shelf.path / "index.lmdb").read_bytes()
     at = data.index(shelf.saved[record.serial][1][:4000])
     overwrite(shelf.path / "index.lmdb", at + 1234, bytes([data[at + 1234] ^ 4]))
-    shelf.tier = type(shelf.tier).open(shelf.path, **shelf.options)
+    shelf.tier = DiskTier.open(shelf.path, **shelf.options)
     assert served(shelf) == {other.serial}
 
 
@@ -111,9 +115,38 @@ def test_a_flipped_bit_in_a_record_drops_the_page(open_shelf):
     while (at := data.find(record.tokens, start)) >= 0:  # also in tree pages that are no longer live
         overwrite(shelf.path / "index.lmdb", at + 7, bytes([data[at + 7] ^ 16]))
         start = at + 1
-    shelf.tier = type(shelf.tier).open(shelf.path, **shelf.options)
+    shelf.tier = DiskTier.open(shelf.path, **shelf.options)
     assert [found.serial for found in shelf.tier.records()] == [other.serial]
     shelf.saved.pop(record.serial)
+    shelf.verify()
+
+
+@pytest.mark.parametrize("share", [0.001, 0.02, 0.3, 0.7])
+def test_a_truncated_index_is_refused_with_what_to_do(open_shelf, tmp_path, share):
+    shelf = open_shelf()
+    for _ in range(4):
+        shelf.save([4 * KIB] * 20)
+    copy = tmp_path / "copy"
+    shutil.copytree(shelf.path, copy)
+    index = copy / "index.lmdb"
+    os.truncate(index, int(index.stat().st_size * share))
+    with pytest.raises(StoreUnavailableError, match="remove the directory to start afresh"):
+        DiskTier.open(copy, **shelf.options)
+
+
+def test_an_index_shorter_than_it_says_is_opened_if_it_reads_well(open_shelf):
+    shelf = open_shelf()
+    shelf.save([4 * KIB] * 20)
+    shelf.remove([record for record, _ in shelf.saved.values()])
+    shelf.save([4 * KIB])
+    shelf.tier.close()
+    index = shelf.path / "index.lmdb"
+    data = index.read_bytes()
+    payload = next(iter(shelf.saved.values()))[1]
+    last_used = max(data.rfind(payload[:1000]), data.rfind(b"next_serial"), data.rfind(payload[-10:]))
+    if last_used // 4096 + 1 < index.stat().st_size // 4096:
+        os.truncate(index, (last_used // 4096 + 1) * 4096)
+    shelf.tier = DiskTier.open(shelf.path, **shelf.options)
     shelf.verify()
 
 
