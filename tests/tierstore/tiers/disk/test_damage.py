@@ -10,7 +10,6 @@ import pytest
 
 from tierstore.errors import StoreUnavailableError
 from tierstore.tiers.disk import DiskTier
-
 from tierstore.units import KIB, MIB
 
 
