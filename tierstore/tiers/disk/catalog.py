@@ -139,13 +139,16 @@ class Catalog:
             uses = stack.enter_context(txn.cursor(self._uses))
             pages = stack.enter_context(txn.cursor(self._pages))
             more = uses.first()
+            identities: dict[bytes, bytes] = {}  # few, and on many records: kept once
             for key, data in pages:
                 serial = int.from_bytes(key, "big")
                 record = decode(serial, data)
                 while more and uses.key() < key:
                     more = uses.next()
-                if record is not None and more and uses.key() == key:
-                    record.used_s, record.hits = decode_use(uses.value())
+                if record is not None:
+                    record.identity = identities.setdefault(record.identity, record.identity)
+                    if more and uses.key() == key:
+                        record.used_s, record.hits = decode_use(uses.value())
                 yield serial, record
 
     def read_payload(self, record: PageRecord, view: memoryview) -> bool:
