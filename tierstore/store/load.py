@@ -92,28 +92,28 @@ class _Load(ABC, Generic[R]):
 
     def start(self, mover: Mover, priority: Priority) -> Transfer[R]:
         with self.state.lock:
-            first = self._take_present()
-            pieces = self._cut_into_pieces(first)
+            missing = self._take_present()
+            self._reserve(missing)
+            pieces = self._cut_into_pieces(missing[0]) if missing else []
             self._pieces = len(pieces)
-        self.transfer.advance(first, 0)
+        self.transfer.advance(len(self.pages) - len(missing), 0)
         if not pieces:
             self.transfer.finish()
         for start, stop in pieces:
             mover.submit(priority, lambda start=start, stop=stop: self._run(start, stop))  # type: ignore[misc]
         return self.transfer
 
-    def _take_present(self) -> int:
-        for position, page in enumerate(self.pages):
-            if not self._present(position, page):
-                return position
-            self._arrived[position] = True
-        return len(self.pages)
+    def _take_present(self) -> list[int]:
+        """Take note of the pages that are where they should be. Returns the positions of the others."""
+        self._arrived = [self._present(position, page) for position, page in enumerate(self.pages)]
+        return [position for position, here in enumerate(self._arrived) if not here]
+
+    def _reserve(self, missing: list[int]) -> None:
+        """Take the room that the missing pages will need at the destination, or cut. Under the lock."""
 
     def _cut_into_pieces(self, first: int) -> list[tuple[int, int]]:
         pages = min(max(_PIECE_BYTES // self.state.page_bytes, 1), _PIECE_PAGES)
-        return [
-            (start, min(start + pages, len(self.pages))) for start in range(first, len(self.pages), pages)
-        ]
+        return [(start, min(start + pages, self._cut)) for start in range(first, self._cut, pages)]
 
     def _run(self, start: int, stop: int) -> None:
         if not self.transfer.stopped and start < self._cut:
@@ -317,6 +317,7 @@ class _HbmLoad(_Load[Loaded]):
     def __init__(self, state: StoreState, hit: Hit, deadline_s: float | None) -> None:
         super().__init__(state, hit, deadline_s)
         self._hbm_pages: list[int] = [-1] * len(self.pages)
+        self._reserved: dict[int, int] = {}  # position -> page of the pool
         self._moved = 0
 
     def _private(self, position: int) -> bool:
@@ -329,31 +330,32 @@ class _HbmLoad(_Load[Loaded]):
             return False
         self.state.index.lease(page, Tier.HBM)
         self._hbm_pages[position] = copy.place
+        unneeded = self._reserved.pop(position, None)
+        if unneeded is not None:
+            self.state.release_hbm([unneeded])
         return True
+
+    def _reserve(self, missing: list[int]) -> None:
+        for position in missing:
+            pages = self.state.hbm_pages(1)
+            if pages is None:
+                self._cut_at(position)
+                return
+            self._reserved[position] = pages[0]
 
     def _deliver(self, moves: list[_Move]) -> int:
         state = self.state
         with state.lock:
-            taken = self._take_pages(len(moves))
-            copies = [(move.tier, self._place(move), page) for move, page in zip(moves, taken, strict=False)]
-            for move in moves[len(taken) :]:
-                self._cut_at(move.position)
+            # Once settled, what was reserved is no longer ours.
+            wanted = [] if self.closed else [(move, self._reserved.pop(move.position)) for move in moves]
+            copies = [(move.tier, self._place(move), page) for move, page in wanted]
         state.copy_to_hbm(copies)
         with state.lock:
-            for move, hbm_page in zip(moves, taken, strict=False):
+            for move, hbm_page in wanted:
                 self._arrive(move, hbm_page)
             for move in moves:
                 state.unlease(move.page, move.tier)
-        return len(taken)
-
-    def _take_pages(self, count: int) -> list[int]:
-        taken: list[int] = []
-        while len(taken) < count and not self.closed:
-            more = self.state.hbm_pages(1)
-            if more is None:
-                break
-            taken += more
-        return taken
+        return len(wanted)
 
     def _arrive(self, move: _Move, hbm_page: int) -> None:
         state = self.state
@@ -372,7 +374,8 @@ class _HbmLoad(_Load[Loaded]):
 
     def _result(self, state: TransferState, pages: int, tokens: int) -> Loaded:
         behind = [page for page in self._hbm_pages[pages:] if page >= 0]
-        self.state.release_hbm(behind)
+        self.state.release_hbm([*behind, *self._reserved.values()])
+        self._reserved.clear()
         self.state.release(self.hit.lease)
         return Loaded(tokens, tuple(self._hbm_pages[:pages]), self._moved * self.state.page_bytes)
 

@@ -155,6 +155,27 @@ class StoreState:
             self.evict(Tier.HBM, count - self.pool.free_pages)
         return self.pool.allocate(count)
 
+    def available_hbm(self) -> int:
+        """Pages of the pool that are free or could be evicted, one after the other."""
+        assert self.pool is not None
+        cached = self.index.copies[Tier.HBM] - self.index.leases[Tier.HBM]
+        if self.pending_saves:
+            # A save holds single pages, and what is before them cannot leave either. (All other leases are on
+            # whole prefixes.)
+            cached -= self._held_up_in_hbm()
+        return self.pool.free_pages + cached
+
+    def _held_up_in_hbm(self) -> int:
+        """Cached pages that nobody holds, but that have a held page behind them."""
+        seen: set[Page] = set()
+        for page in self.published.values():
+            if self.index.copy(page, Tier.HBM).leases:
+                above = page.parent
+                while above is not None and above not in seen and above.copies[Tier.HBM] is not None:
+                    seen.add(above)
+                    above = above.parent
+        return sum(not self.index.copy(page, Tier.HBM).leases for page in seen)
+
     def evict(self, tier: Tier, count: int) -> int:
         """Let up to ``count`` copies leave ``tier``, the policy's worst first. Returns how many left."""
         self.expire_leases()

@@ -244,10 +244,9 @@ class Store:
             self._state.release_hbm(hbm_pages)
 
     def available_hbm(self) -> int:
-        """Pages that ``allocate_hbm`` could find: free ones and cached ones that nobody holds."""
+        """Pages that ``allocate_hbm`` could find: free ones and cached ones that may leave."""
         with self._state.lock:
-            cached = self._state.index.copies[Tier.HBM] - self._state.index.leases[Tier.HBM]
-            return cached + (self.pool.free_pages if self.pool is not None else 0)
+            return self._state.available_hbm()
 
     # -- keeping and dropping ------------------------------------------------------------------------
 
