@@ -21,7 +21,7 @@ types: $(VENV)/dev.stamp
 	$(BIN)/mypy
 
 suite: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -m "not soak"
+	$(BIN)/python -m pytest
 
 soak: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m soak

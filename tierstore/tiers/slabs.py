@@ -20,6 +20,7 @@ from tierstore.units import round_up
 _MAX_UNIT = 4 << 20
 _UNITS_WANTED = 256
 _MAX_SLOTS_TRIED = 64
+_MAX_SLAB_FRACTION = 16  # no slab takes more of the space than this share, unless a single slot does
 _TOLERATED_WASTE = 1 / 64
 
 
@@ -48,6 +49,7 @@ class SlabAllocator:
         self.unit_bytes = unit_bytes
         self.used_bytes = 0  # in slots
         self._owner: list[_Slab | None] = [None] * (capacity_bytes // unit_bytes)
+        self._first_free = 0  # a lower bound of the first unit without a slab
         self._open: dict[int, dict[int, _Slab]] = {}  # slot_bytes -> slabs with a free slot, by first unit
         self._shapes: dict[int, tuple[int, int]] = {}
 
@@ -85,6 +87,7 @@ class SlabAllocator:
         if len(slab.free) == slab.slots:
             del self._open[size][slab.start]
             self._owner[slab.start : slab.start + slab.units] = [None] * slab.units
+            self._first_free = min(self._first_free, slab.start)
 
     def claim(self, offset: int, nbytes: int) -> bool:
         """Mark a slot known from elsewhere as used (a record read at start). False when ``offset`` is no
@@ -136,7 +139,7 @@ class SlabAllocator:
         most = 0
         for wanted in range(1, _MAX_SLOTS_TRIED + 1):
             units = -(-wanted * size // self.unit_bytes)
-            if units > len(self._owner):
+            if units > len(self._owner) or (best[0] and units > len(self._owner) // _MAX_SLAB_FRACTION):
                 break
             slots = units * self.unit_bytes // size
             total = len(self._owner) // units * slots
@@ -148,7 +151,10 @@ class SlabAllocator:
         units, slots = self._shape(size)
         if not units:
             return None
-        for start in range(0, len(self._owner) - units + 1, units):
+        # Everything before _first_free is taken, so filling a space looks at each unit about once.
+        while self._first_free < len(self._owner) and self._owner[self._first_free] is not None:
+            self._first_free += 1
+        for start in range(round_up(self._first_free, units), len(self._owner) - units + 1, units):
             if not any(self._owner[start : start + units]):
                 return self._place_slab(start, size, units, slots)
         return None

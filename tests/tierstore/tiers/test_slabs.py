@@ -67,6 +67,14 @@ def test_one_class_fills_nearly_everything(pages, nbytes):
     assert space.used_bytes == 0
 
 
+@pytest.mark.parametrize("nbytes", [200_000, (5 << 20) + 12, 72 << 10])
+def test_one_class_leaves_room_for_another(nbytes):
+    space = SlabAllocator(64 << 20)
+    assert space.allocate(nbytes) is not None
+    assert space.allocate(1 << 20) is not None
+    assert space.slots_for(nbytes) * slot_bytes(nbytes) > 0.9 * space.capacity_bytes
+
+
 def test_another_class_gets_the_space_back():
     space = SlabAllocator(8 << 20)
     small = [space.allocate(4096) for _ in range(2048)]
