@@ -10,6 +10,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Iterable
+from pathlib import Path
 
 from tierstore.errors import UsageError
 from tierstore.units import format_size, round_up
@@ -64,6 +65,16 @@ class Memory:
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
+
+
+def shared_huge_pages() -> bool:
+    """Whether the kernel gives shared memory huge pages when asked (``advise`` or more in
+    ``shmem_enabled``)."""
+    try:
+        setting = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled").read_text()
+    except OSError:
+        return False
+    return not any(off in setting for off in ("[never]", "[deny]"))
 
 
 def copy_all(copies: Iterable[tuple[int, int]], nbytes: int) -> None:

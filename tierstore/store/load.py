@@ -20,8 +20,8 @@ from tierstore.store.hit import Hit
 from tierstore.store.state import StoreState
 from tierstore.transfer import Transfer, TransferState
 
-_PIECE_BYTES = 4 << 20
-_PIECE_PAGES = 64
+_PIECE_BYTES = 16 << 20
+_PIECE_PAGES = 256
 _OTHERS_READ_S = 10.0  # how long a page that another load reads is waited for without a deadline of our own
 
 R = TypeVar("R")

@@ -25,7 +25,7 @@ from tierstore.tiers.disk import DiskTier, PageRecord
 
 _log = logging.getLogger(__name__)
 
-_BATCH_BYTES = 256 << 20  # at most, and a quarter of the queue: commits disturb the writes beside them
+_BATCH_BYTES = 128 << 20  # at most, and a quarter of the queue, so that commits overlap with writes
 _EVICT_FRACTION = 1 / 64  # of the disk's capacity, freed at once when it is full
 _RETRY_S = 10.0  # after a write error
 _USE_FLUSH_S = 30.0  # use times reach the disk at least this often while nothing else is written

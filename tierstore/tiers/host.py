@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 
+from tierstore import memory
 from tierstore.memory import Memory
 from tierstore.tiers.slabs import SlabAllocator
 
@@ -18,16 +19,22 @@ _POPULATE_STEP = 64 << 20
 class HostTier:
     """``capacity_bytes`` of arena. Slots are named by their byte offset. Not thread-safe: the store locks.
 
+    ``shared`` says whether it has to be a shared-memory file; None leaves it to what is faster.
     ``used_bytes`` never exceeds ``capacity_bytes``.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, *, shared: bool | None = None) -> None:
         self.capacity_bytes = capacity_bytes
-        self._memory = Memory(capacity_bytes, shared=True)
+        self._memory = Memory(capacity_bytes, shared=memory.shared_huge_pages() if shared is None else shared)
         self._space = SlabAllocator(capacity_bytes)
         self._closing = threading.Event()
         self._populating = threading.Thread(target=self._populate, name="tierstore-populate", daemon=True)
         self._populating.start()
+
+    @property
+    def shared_fd(self) -> int | None:
+        """The arena's file for another process to map, None where it is ordinary memory."""
+        return self._memory.fd
 
     @property
     def used_bytes(self) -> int:
