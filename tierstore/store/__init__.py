@@ -2,7 +2,7 @@
 
 How a page travels, and which file decides or moves::
 
-    save   HBM page or caller's buffer ──mover──▶ host slot ──writer, committer──▶ disk
+    save   HBM page or caller's buffer ──mover──▶ host slot ──writer──▶ disk
            save.py                                          write_behind.py
     load   disk ──mover──▶ host slot ──mover──▶ HBM page or caller's buffer
            load.py (a prefetch is a load that ends in the host tier)

@@ -1,8 +1,9 @@
 """Write-behind: pages go from the host tier to disk in batches, without anybody waiting.
 
-Two threads make a pipeline. The *writer* takes a batch from the queue, finds room (evicting in bulk, so that
-one commit frees space for many pages) and writes the payloads; the *committer* makes a written batch durable
-and only then calls its copies ready. While one batch is being committed the next is being written.
+One thread takes a batch from the queue, finds room (evicting in bulk, so that one commit frees space for many
+pages), writes the payloads, makes them durable, and only then calls the copies ready. A second thread that
+committed one batch while the next was written made it slower: beside other writes a commit took 30 ms and
+stalled them, after them it takes 3 ms.
 
 The queue is bounded in bytes: what does not fit is not written (counted in ``disk_dropped_pages``), which is
 how a disk slower than the engine shows. A page is only written after its parent, since nothing could find it
@@ -13,7 +14,6 @@ queue is emptied, and nothing is written for a while.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections import deque
@@ -25,34 +25,27 @@ from tierstore.tiers.disk import DiskTier, PageRecord
 
 _log = logging.getLogger(__name__)
 
-_BATCH_BYTES = 128 << 20  # at most, and a quarter of the queue, so that commits overlap with writes
+_BATCH_BYTES = 128 << 20  # at most, and half of the queue: each batch costs a commit
 _EVICT_FRACTION = 1 / 64  # of the disk's capacity, freed at once when it is full
 _RETRY_S = 10.0  # after a write error
 _USE_FLUSH_S = 30.0  # use times reach the disk at least this often while nothing else is written
 
 
 class WriteBehind:
-    """The queue from host to disk and the two threads that empty it."""
+    """The queue from host to disk and the thread that empties it."""
 
     def __init__(self, state: StoreState, disk: DiskTier, *, queue_bytes: int) -> None:
         self._state = state
         self._disk = disk
         self._queue_pages = max(queue_bytes // state.page_bytes, 1)
-        self._batch_pages = max(min(_BATCH_BYTES, queue_bytes // 4) // state.page_bytes, 1)
-        # Both threads commit (the writer when it evicts); what is removed must not overtake what is added.
-        self._commit_lock = threading.Lock()
-        self._written: queue.Queue[list[Page] | None] = queue.Queue(maxsize=1)
+        self._batch_pages = max(min(_BATCH_BYTES, queue_bytes // 2) // state.page_bytes, 1)
         # Guarded by the state's lock.
         self._queue: deque[Page] = deque()
         self._queued: set[Page] = set()  # in the queue or in a batch
         self._offline_until = 0.0
         self._closing = False
         self._writer = threading.Thread(target=self._write_batches, name="tierstore-writer", daemon=True)
-        self._committer = threading.Thread(
-            target=self._commit_batches, name="tierstore-committer", daemon=True
-        )
         self._writer.start()
-        self._committer.start()
 
     # -- for the store (under the lock) ---------------------------------------------------------------
 
@@ -126,7 +119,6 @@ class WriteBehind:
             self._closing = True
             self._state.changed.notify_all()
         self._writer.join()
-        self._committer.join()
 
     # -- the writer ----------------------------------------------------------------------------------
 
@@ -141,10 +133,9 @@ class WriteBehind:
                 placed = self._place(batch)
                 if placed or self._housekeeping_due():
                     self._disk.write(self._payloads(placed))
-                    self._written.put(placed)
+                    self._commit(placed)
             except Exception as error:  # noqa: BLE001  # the disk failed or we did: this thread has to live on
                 self._failed(batch, error)
-        self._written.put(None)
 
     def _work_to_do(self) -> bool:
         return bool(self._queue or self._closing or (self._state.removed and self.writable))
@@ -218,31 +209,8 @@ class WriteBehind:
                 if page.record is not None
             ]
 
-    # -- the committer -------------------------------------------------------------------------------
-
-    def _commit_batches(self) -> None:
-        while (batch := self._written.get()) is not None:
-            with self._state.lock:
-                orphans = self._without_parent(batch)
-                for page in orphans:
-                    self._undo(page)
-            lost = set(orphans)
-            self._commit([page for page in batch if page not in lost])
-
-    def _without_parent(self, batch: Sequence[Page]) -> list[Page]:
-        """Pages of a batch whose parent's write failed after this batch was put together."""
-        lost: set[Page] = set()
-        for page in batch:
-            if page.parent in lost or not self._parent_on_disk(page):
-                lost.add(page)
-        return [page for page in batch if page in lost]
-
     def _commit(self, batch: Sequence[Page]) -> bool:
         """Make a written batch durable together with the removals and use times that have come up."""
-        with self._commit_lock:
-            return self._commit_in_turn(batch)
-
-    def _commit_in_turn(self, batch: Sequence[Page]) -> bool:
         state = self._state
         with state.lock:
             removed, state.removed = state.removed, []
