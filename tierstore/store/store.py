@@ -90,7 +90,8 @@ class Store:
 
         ``path`` is the disk tier's directory (made if it is not there; one process at a time), None for none.
         ``pool`` is the engine's HBM page pool, if pages are to be found and kept there too. ``identity``
-        stands for tokens given without a prompt. ``lease_s`` is how long a hit holds its pages.
+        stands for tokens given without a prompt; without one only the layout tells pages apart, so give one
+        wherever weights, adapters or tenants can differ. ``lease_s`` is how long a hit holds its pages.
 
         Raises :class:`UsageError` for capacities that cannot hold a page and
         :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
