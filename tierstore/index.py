@@ -355,10 +355,9 @@ class Index:
 
     # -- seeing and checking -------------------------------------------------------------------------
 
-    def walk(self, identity: bytes | None = None) -> Iterator[Page]:
-        """Every page (of one identity), parents before children."""
-        roots = self._roots.values() if identity is None else filter(None, [self._roots.get(identity)])
-        stack = [page for root in roots for page in root.all_children()]
+    def walk(self) -> Iterator[Page]:
+        """Every page, parents before children."""
+        stack = [page for root in self._roots.values() for page in root.all_children()]
         while stack:
             page = stack.pop()
             yield page

@@ -14,7 +14,8 @@ from pathlib import Path
 from tierstore.errors import UsageError
 from tierstore.keys import Identity
 from tierstore.spec import DEFAULT_CHUNK_TOKENS, KVSpec
-from tierstore.units import GIB, format_size
+from tierstore.store.store import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES
+from tierstore.units import format_size
 from tierstore_connectors.bundled import open_connector
 from tierstore_engine.attention.base import make_attention
 from tierstore_engine.checkpoint import read_config
@@ -26,9 +27,6 @@ from tierstore_engine.presets import PRESETS, preset
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
 from tierstore_engine.weights import ModelWeights, digest_weights, load_weights, random_weights, weights_bytes
-
-DEFAULT_HOST_BYTES = 1 * GIB
-DEFAULT_DISK_BYTES = 10 * GIB
 
 
 @dataclass(frozen=True)

@@ -5,16 +5,13 @@ Exit codes: 0 done, 1 the run failed, 2 bad usage. An error is one line on stder
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tierstore.errors import TierStoreError, UsageError
+from tierstore.command_line import one_line_errors
+from tierstore.errors import UsageError
 from tierstore.units import parse_size
 
 app = typer.Typer(
@@ -57,7 +54,7 @@ def generate(
     json: Annotated[bool, typer.Option("--json", help="One JSON document instead of text")] = False,
 ) -> None:
     """Continue a prompt: the text on stdout as it comes, one line about the run on stderr."""
-    with _one_line_errors():
+    with one_line_errors("tierstore-engine"):
         # Only here: torch takes seconds to import, and --help should not.
         from tierstore_engine.generate import GenerateRequest, run
         from tierstore_engine.sampling import SamplingParams
@@ -95,25 +92,3 @@ def _read_prompt(file: Path | None, text: str | None) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read the prompt from {file}: {error}") from error
     return before + (text or "")
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:
-        # Whoever read the text has gone (`| head`). Python would complain once more when it flushes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(1) from None
-    except KeyboardInterrupt:
-        _fail("interrupted", 1)
-    except UsageError as error:
-        _fail(str(error), 2)
-    except TierStoreError as error:
-        _fail(str(error), 1)
-
-
-def _fail(message: str, code: int) -> None:
-    line = " ".join(message.split())  # a library's message inside ours may have several
-    typer.echo(f"tierstore-engine: {line}", err=True)
-    raise typer.Exit(code)

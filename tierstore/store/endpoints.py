@@ -31,8 +31,5 @@ class Buffers:
                 raise UsageError(f"page buffer {position} has {view.nbytes} bytes, a page has {page_bytes}")
         self.addresses = [memory.address_of(view, writable=writable) for view in self._views]
 
-    def __len__(self) -> int:
-        return len(self._views)
-
     def read_into(self, wanted: Sequence[tuple[int, int]]) -> None:
         memory.copy_all(((address, self.addresses[at]) for at, address in wanted), self._page_bytes)

@@ -52,6 +52,7 @@ class StoreState:
     ) -> None:
         self.spec = spec
         self.page_bytes = spec.page_bytes
+        self._layout = spec.describe()  # compared at every lookup
         self.host = host
         self.pool = pool
         self.disk = disk
@@ -290,7 +291,7 @@ class StoreState:
             raise StoreClosedError("the store is closed")
 
     def require_layout(self, prompt: Prompt) -> None:
-        if prompt.chunk_tokens != self.spec.chunk_tokens or prompt.identity.layout != self.spec.describe():
+        if prompt.chunk_tokens != self.spec.chunk_tokens or prompt.identity.layout != self._layout:
             raise UsageError("the prompt was made for another page layout than this store's")
 
     def tier_stats(self) -> dict[str, TierStats]:

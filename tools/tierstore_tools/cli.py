@@ -12,7 +12,8 @@ from typing import Annotated
 
 import typer
 
-from tierstore.errors import TierStoreError, UsageError
+from tierstore.command_line import one_line_errors
+from tierstore.errors import UsageError
 from tierstore.units import format_size, parse_size
 
 app = typer.Typer(
@@ -31,19 +32,8 @@ def main() -> None:
         if argument == "--json" and (at + 1 == len(arguments) or arguments[at + 1].startswith("--")):
             arguments.insert(at + 1, "-")
             break
-    try:
+    with one_line_errors("tierstore-bench"):
         app(arguments, standalone_mode=True)
-    except KeyboardInterrupt:
-        _fail("interrupted", 1)
-    except UsageError as error:
-        _fail(str(error), 2)
-    except TierStoreError as error:
-        _fail(str(error), 1)
-
-
-def _fail(message: str, code: int) -> None:
-    sys.stderr.write(f"tierstore-bench: {message}\n")
-    raise SystemExit(code)
 
 
 @app.callback()
