@@ -21,7 +21,7 @@ from tierstore.store.save import HbmPages, SaveJob
 from tierstore.store.state import StoreState
 from tierstore.store.stats import StoreStats
 from tierstore.store.write_behind import WriteBehind
-from tierstore.tiers.disk import DiskTier
+from tierstore.tiers.disk import DiskTier, FileIO
 from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.host import HostTier
 from tierstore.transfer import Transfer
@@ -85,6 +85,7 @@ class Store:
         policy: str = "lru",
         lease_s: float = 60.0,
         mover_threads: int = 4,
+        io: FileIO | None = None,
     ) -> Store:
         """Open the embedded store.
 
@@ -92,6 +93,7 @@ class Store:
         ``pool`` is the engine's HBM page pool, if pages are to be found and kept there too. ``identity``
         stands for tokens given without a prompt; without one only the layout tells pages apart, so give one
         wherever weights, adapters or tenants can differ. ``lease_s`` is how long a hit holds its pages.
+        ``io`` is for tests that make the disk fail.
 
         Raises :class:`UsageError` for capacities that cannot hold a page and
         :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
@@ -108,7 +110,11 @@ class Store:
         disk = None
         if path is not None:
             disk = DiskTier.open(
-                Path(path), capacity_bytes=disk_bytes, page_bytes=spec.page_bytes, inline_bytes=inline_bytes
+                Path(path),
+                capacity_bytes=disk_bytes,
+                page_bytes=spec.page_bytes,
+                inline_bytes=inline_bytes,
+                io=io,
             )
         try:
             host = HostTier(host_bytes) if host_bytes else None
