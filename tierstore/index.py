@@ -4,9 +4,15 @@ A *page* is a node: one chunk of tokens after one parent, under one identity (th
 in one tier. A page without any copy is a *hole*: it stays in the tree only while pages below it have copies
 (a copy lost to damage leaves one), and no match reaches past it.
 
+The tree holds the pages that somebody has to do with. A page that is only on disk, and that nobody holds, may
+fall *asleep*: it leaves the tree (:meth:`Index.sleep`), is known to the disk tier alone, and is brought back
+when a lookup comes by (:meth:`Index.wake`). Ancestors of a page in the tree are in the tree. So memory is
+bounded by what is in use and not by what the disk holds.
+
 Two rules keep every held page reachable by a lookup, and both are in :meth:`Index.may_leave`:
 
-* no copy leaves a tier before the copies of its children in that tier;
+* no copy leaves a tier before the copies of its children in that tier (for the disk, whose pages may sleep,
+  the disk tier's own count decides);
 * no page gives up its last copy while it has children at all.
 
 A key only finds a child; its tokens decide (``Page.tokens`` is compared on every match). Two chunks with
@@ -23,7 +29,7 @@ import heapq
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from tierstore.keys import TOKEN_BYTES, PageKey, Prompt
 from tierstore.policy import PageFacts, Policy
@@ -71,21 +77,27 @@ class Page:
         "copies",
         "depth",
         "hits",
+        "hole",
         "identity",
         "key",
         "last_use",
+        "nbytes",
         "parent",
         "pins",
         "record",
+        "serial",
         "tokens",
         "twin",
     )
 
-    def __init__(self, parent: Page | None, identity: bytes, key: PageKey, tokens: bytes) -> None:
+    def __init__(
+        self, parent: Page | None, identity: bytes, key: PageKey, tokens: bytes, nbytes: int
+    ) -> None:
         self.parent = parent
         self.identity = identity
         self.key = key
         self.tokens = tokens
+        self.nbytes = nbytes  # of every copy, and of all pages under one identity
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[PageKey, Page] = {}
         self.twin: Page | None = None
@@ -93,7 +105,9 @@ class Page:
         self.pins = 0
         self.last_use = 0
         self.hits = 0
-        self.record: PageRecord | None = None  # what the disk tier keeps of it; outlives a lost disk copy
+        self.serial = 0  # what the disk tier knows it by; 0: nothing of it is on disk
+        self.record: PageRecord | None = None  # of its disk copy
+        self.hole = False  # its disk copy was lost, pages below it are still there
 
     def __repr__(self) -> str:
         where = ",".join(tier.label for tier in Tier if self.copies[tier] is not None)
@@ -137,32 +151,35 @@ class Match:
 class Index:
     """The tree and, for each tier, the queue of pages that may leave. Not thread-safe: the store locks."""
 
-    def __init__(self, policies: Sequence[Policy], page_bytes: int) -> None:
+    def __init__(self, policies: Sequence[Policy], *, tick: int = 0) -> None:
+        """``policies`` by tier; the one for the disk is not used here. ``tick`` is the logical clock."""
         self._policies = policies
-        self._page_bytes = page_bytes
         self._roots: dict[bytes, Page] = {}
         self._queues: list[list[tuple[float, int, int, Page]]] = [[] for _ in Tier]
         self._order = itertools.count()
-        self._tick = 0
+        self.tick = tick
+        self.by_serial: dict[int, Page] = {}  # pages with a disk copy, ready or not, and holes
+        self.idle: dict[Page, None] = {}  # that may have fallen idle, the first one first
         self.pages = 0  # in the tree, without the roots
         self.copies = [0] * len(Tier)
         self.leases = [0] * len(Tier)  # copies with at least one
         self.key_collisions = 0
+        self.changes = 0  # grows whenever a match may come out differently
 
     # -- finding -------------------------------------------------------------------------------------
 
-    def root(self, identity: bytes) -> Page:
-        """The root of everything stored under an identity digest."""
+    def root(self, identity: bytes, nbytes: int) -> Page:
+        """The root of everything stored under an identity digest, whose pages have ``nbytes``."""
         page = self._roots.get(identity)
         if page is None:
-            page = self._roots[identity] = Page(None, identity, PageKey(b""), b"")
+            page = self._roots[identity] = Page(None, identity, PageKey(b""), b"", nbytes)
         return page
 
-    def match(self, prompt: Prompt, max_tokens: int) -> Match:
-        """The longest prefix of ``prompt`` of which every page has a complete copy somewhere."""
+    def match(self, root: Page, prompt: Prompt, max_tokens: int) -> Match:
+        """The longest prefix of ``prompt`` of which every page is in the tree and has a complete copy."""
         chunk_tokens = prompt.chunk_tokens
         pages: list[Page] = []
-        page = self.root(prompt.identity.digest)
+        page = root
         for key, chunk in zip(prompt.keys[: max_tokens // chunk_tokens], prompt.chunks(), strict=False):
             child = page.children.get(key)
             if child is None or child.tokens != chunk:
@@ -185,9 +202,10 @@ class Index:
             page = page.twin
         return page
 
-    def path(self, prompt: Prompt, pages: int) -> Page | None:
-        """The page of chunk ``pages - 1`` (the root for 0), whether or not it has copies; None if unknown."""
-        page: Page | None = self.root(prompt.identity.digest)
+    def path(self, root: Page, prompt: Prompt, pages: int) -> Page | None:
+        """The page of chunk ``pages - 1`` (the root for 0), whether or not it has copies; None if it is not
+        in the tree."""
+        page: Page | None = root
         for key, chunk in zip(prompt.keys[:pages], prompt.chunks(), strict=False):
             page = self.child(page, key, chunk) if page is not None else None
         return page
@@ -196,7 +214,7 @@ class Index:
         best: Page | None = None
         most = 0
         for page in itertools.islice(parent.all_children(), _SIBLINGS_TRIED):
-            common = min(_common_tokens(page.tokens, tokens), limit)
+            common = min(common_tokens(page.tokens, tokens), limit)
             if common > most and page.ready_tier() is not None:
                 best, most = page, common
         return best, most
@@ -207,10 +225,10 @@ class Index:
         """The child of ``parent`` with ``tokens``, made if it is not there (then without copies)."""
         page = self.child(parent, key, tokens)
         if page is None:
-            page = Page(parent, parent.identity, key, tokens)
+            page = Page(parent, parent.identity, key, tokens, parent.nbytes)
             page.twin = parent.children.get(key)
             parent.children[key] = page
-            page.last_use = self._tick
+            page.last_use = self.tick
             self.pages += 1
         return page
 
@@ -220,6 +238,7 @@ class Index:
         copy = page.copies[tier] = Copy(place, ready=ready, leases=leases)
         self.copies[tier] += 1
         self.leases[tier] += leases > 0
+        self.changes += 1
         above = page.parent.copies[tier] if page.parent else None
         if above is not None:
             above.children += 1
@@ -232,6 +251,7 @@ class Index:
     def set_ready(self, page: Page, tier: Tier) -> None:
         """The copy's bytes are complete."""
         self.copy(page, tier).ready = True
+        self.changes += 1
         self._offer_all(page)
 
     def set_damaged(self, page: Page, tier: Tier) -> None:
@@ -239,20 +259,40 @@ class Index:
         copy = self.copy(page, tier)
         copy.ready = False
         copy.damaged = True
+        self.changes += 1
 
     def drop_copy(self, page: Page, tier: Tier) -> int:
         """Forget a copy and return its place. Forgets the page too when nothing needs it any more."""
+        copy = self._take_copy(page, tier)
+        if page.parent is not None:
+            self._offer(page.parent, tier)
+        if tier is Tier.DISK:
+            page.record = None
+            if not page.hole:
+                self.by_serial.pop(page.serial, None)
+                page.serial = 0
+        self._offer_all(page)
+        self.prune(page)
+        return copy.place
+
+    def _take_copy(self, page: Page, tier: Tier) -> Copy:
         copy = self.copy(page, tier)
         assert copy.leases == 0, f"{page} leaves {tier.label} under a lease"
         page.copies[tier] = None
         self.copies[tier] -= 1
+        self.changes += 1
         above = page.parent.copies[tier] if page.parent else None
         if above is not None:
             above.children -= 1
-        if page.parent is not None:
-            self._offer(page.parent, tier)
+        return copy
+
+    def fill_hole(self, page: Page) -> None:
+        """Nothing on disk is below ``page`` any more: it need not be kept in mind."""
+        page.hole = False
+        if page.copies[Tier.DISK] is None:
+            self.by_serial.pop(page.serial, None)
+            page.serial = 0
         self.prune(page)
-        return copy.place
 
     def copy(self, page: Page, tier: Tier) -> Copy:
         """The copy of ``page`` in ``tier``, which must be there."""
@@ -263,27 +303,65 @@ class Index:
     def prune(self, page: Page) -> None:
         """Remove ``page`` and then its ancestors from the tree as far as nothing needs them: no copies, no
         children, no pins."""
-        while page.parent is not None and not page.children and not any(page.copies) and not page.pins:
+        while page.parent is not None and not (page.children or any(page.copies) or page.pins or page.hole):
             parent = page.parent
-            _unlink(parent, page)
-            self.pages -= 1
+            self._unlink(page)
             self._offer_all(parent)
             page = parent
+
+    def _unlink(self, page: Page) -> None:
+        assert page.parent is not None
+        _unlink(page.parent, page)
+        self.pages -= 1
+        self.idle.pop(page, None)
+        self.by_serial.pop(page.serial, None)
+
+    # -- sleep ---------------------------------------------------------------------------------------
+
+    def in_tree(self, page: Page) -> bool:
+        """Whether a page seen earlier is still there (roots always are)."""
+        return page.parent is None or self.by_serial.get(page.serial) is page
+
+    def wake(self, parent: Page, record: PageRecord, hits: int) -> Page:
+        """Bring the page of ``record``, which is on disk, into the tree. One that is there stays as it is."""
+        page = self.add(parent, PageKey(record.key), record.tokens)
+        if page.copies[Tier.DISK] is None and not page.hole:
+            page.hits = max(page.hits, hits)
+            self.put_on_disk(page, record, ready=True)
+        return page
+
+    def put_on_disk(self, page: Page, record: PageRecord, *, ready: bool, leases: int = 0) -> None:
+        """Give ``page`` its disk copy."""
+        page.record = record
+        page.serial = record.serial
+        page.hole = False
+        self.by_serial[record.serial] = page
+        self.add_copy(page, Tier.DISK, record.place, ready=ready, leases=leases)
+
+    def may_sleep(self, page: Page) -> bool:
+        """Whether a page is on disk only, and nobody has to do with it."""
+        hbm, host, disk = page.copies
+        if disk is None or hbm is not None or host is not None:
+            return False
+        return disk.ready and not disk.leases and not page.children and not page.pins
+
+    def sleep(self, page: Page) -> None:
+        """Take an idle page out of the tree. Whoever still knows it sees a page without copies."""
+        assert self.may_sleep(page), f"{page} is not idle"
+        self._take_copy(page, Tier.DISK)
+        parent = page.parent
+        assert parent is not None
+        self._unlink(page)
+        self._offer_all(parent)
 
     # -- use, leases, pins ---------------------------------------------------------------------------
 
     def touch(self, pages: Sequence[Page], *, hit: bool) -> None:
         """These pages are in use now (one tick of the logical clock for all of them)."""
-        self._tick += 1
+        self.tick += 1
         for page in pages:
-            page.last_use = self._tick
+            page.last_use = self.tick
             page.hits += hit
-
-    def restore_use(self, page: Page, hits: int) -> None:
-        """Take over what an earlier life knew: called for pages in order of last use, oldest first."""
-        self._tick += 1
-        page.last_use = self._tick
-        page.hits = hits
 
     def lease(self, page: Page, tier: Tier) -> None:
         copy = self.copy(page, tier)
@@ -319,7 +397,8 @@ class Index:
         return not page.children or any(c is not None and c.ready for c in page.copies if c is not copy)
 
     def victim(self, tier: Tier) -> Page | None:
-        """The page whose copy in ``tier`` should leave next, by the tier's policy; None if none may."""
+        """The page whose copy in ``tier`` (not the disk, which keeps its own order) should leave next, by the
+        tier's policy; None if none may."""
         queue = self._queues[tier]
         while queue:
             score, _, _, page = queue[0]
@@ -336,14 +415,17 @@ class Index:
         return None
 
     def facts(self, page: Page) -> PageFacts:
-        return PageFacts(self._page_bytes, page.depth, page.last_use, page.hits)
+        return PageFacts(page.nbytes, page.depth, page.last_use, page.hits)
 
     def _score(self, page: Page, tier: Tier) -> float:
-        return self._policies[tier].score(self.facts(page))
+        return float(cast(float, self._policies[tier].score(self.facts(page))))
 
     def _offer(self, page: Page, tier: Tier) -> None:
         copy = page.copies[tier]
-        if copy is not None and not copy.queued and self.may_leave(page, tier):
+        if tier is Tier.DISK:
+            if self.may_sleep(page):
+                self.idle.setdefault(page)
+        elif copy is not None and not copy.queued and self.may_leave(page, tier):
             copy.queued = True
             entry = (self._score(page, tier), -page.depth, next(self._order), page)
             heapq.heappush(self._queues[tier], entry)
@@ -374,14 +456,18 @@ class Index:
             )
             assert sum(copy.leases > 0 for _, copy in held) == self.leases[tier], f"leases in {tier.label}"
             queued = {id(entry[3].copies[tier]) for entry in self._queues[tier]}
+            queued |= {id(page.copies[tier]) for page in self.idle if tier is Tier.DISK}
             for page, copy in held:
                 below = sum(child.copies[tier] is not None for child in page.all_children())
                 assert copy.children == below, (
                     f"{page}: {below} children in {tier.label}, {copy.children} counted"
                 )
-                assert not self.may_leave(page, tier) or id(copy) in queued, f"{page} is missing in a queue"
+                may_go = self.may_sleep(page) if tier is Tier.DISK else self.may_leave(page, tier)
+                assert not may_go or id(copy) in queued, f"{page} is missing in a queue"
         for page in pages:
-            assert page.children or page.pins or any(page.copies), f"{page} should have been pruned"
+            assert page.children or page.pins or page.hole or any(page.copies), f"{page} should be gone"
+        on_disk = {page.serial: page for page in pages if page.copies[Tier.DISK] is not None or page.hole}
+        assert on_disk == self.by_serial, "pages on disk and serials do not agree"
 
 
 def _unlink(parent: Page, page: Page) -> None:
@@ -398,7 +484,7 @@ def _unlink(parent: Page, page: Page) -> None:
     first.twin = page.twin
 
 
-def _common_tokens(a: bytes, b: bytes) -> int:
+def common_tokens(a: bytes, b: bytes) -> int:
     """How many leading tokens two token strings share."""
     if a[:TOKEN_BYTES] != b[:TOKEN_BYTES]:
         return 0

@@ -1,6 +1,6 @@
 """Which page leaves a full tier next. Policies are small pure classes over the facts of a page.
 
-The index offers a policy only pages that *may* leave (ready, no lease, no child in the tier); the policy
+The store offers a policy only pages that *may* leave (ready, no lease, no child in the tier); the policy
 says in which order. One instance serves one tier.
 """
 
@@ -8,16 +8,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Number: TypeAlias = "int | float | npt.NDArray[np.generic]"
 
 
 @dataclass(frozen=True, slots=True)
 class PageFacts:
-    """What a policy may know of a page."""
+    """What a policy may know of a page, or of many: then each field is an array, all of one length. (A disk
+    holds millions of pages, which are scored in one stroke.)"""
 
-    nbytes: int
-    depth: int  # pages before it in its prompt
-    last_use: int  # the store's logical clock: one tick per lookup or save
-    hits: int
+    nbytes: Number
+    depth: Number  # pages before it in its prompt
+    last_use: Number  # the store's logical clock: one tick per lookup or save
+    hits: Number
 
 
 class Policy(ABC):
@@ -30,8 +37,8 @@ class Policy(ABC):
         return True
 
     @abstractmethod
-    def score(self, facts: PageFacts) -> float:
-        """The worth of keeping a page: the lowest leaves first. It may only grow with use."""
+    def score(self, facts: PageFacts) -> Number:
+        """The worth of keeping a page (of each page): the lowest leaves first. It may only grow with use."""
 
 
 class LRU(Policy):
@@ -39,7 +46,7 @@ class LRU(Policy):
 
     name = "lru"
 
-    def score(self, facts: PageFacts) -> float:
+    def score(self, facts: PageFacts) -> Number:
         return facts.last_use
 
 

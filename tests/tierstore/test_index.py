@@ -4,11 +4,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tierstore.index import Index, Tier, _common_tokens
+from tierstore.index import Index, Tier, common_tokens
 from tierstore.keys import Identity, PageKey, Prompt, encode_tokens
 from tierstore.policy import LRU
+from tierstore.tiers.disk import PageRecord
 
 CHUNK = 2
+PAGE_BYTES = 10
 IDENTITIES = [Identity("m", "layout"), Identity("m", "layout", tenant="other")]
 short_prompts = st.lists(st.integers(0, 2), max_size=9)
 
@@ -26,7 +28,7 @@ class IndexAgainstDict(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = Index([LRU() for _ in Tier], page_bytes=10)
+        self.index = Index([LRU() for _ in Tier])
         self.model: dict[tuple[int, tuple[int, ...]], dict[Tier, int]] = {}
         self.leased: list[tuple[tuple[int, tuple[int, ...]], object, Tier]] = []
         self.places = iter(range(10**9))
@@ -34,8 +36,11 @@ class IndexAgainstDict(RuleBasedStateMachine):
     def _prompt(self, who, tokens):
         return prompt(tokens, IDENTITIES[who], digest=lambda data: bytes([sum(data) & 1]))
 
+    def _root(self, who):
+        return self.index.root(IDENTITIES[who].digest, PAGE_BYTES)
+
     def _pages(self, who, tokens):
-        node = self.index.root(IDENTITIES[who].digest)
+        node = self._root(who)
         full = self._prompt(who, tokens)
         for i in range(0, len(tokens), CHUNK):
             chunk = tokens[i : i + CHUNK]
@@ -55,12 +60,12 @@ class IndexAgainstDict(RuleBasedStateMachine):
             copies = self.model.setdefault(name, {})
             if tier not in copies:
                 copies[tier] = next(self.places)
-                self.index.add_copy(page, tier, copies[tier], ready=True)
+                put(self.index, page, tier, copies[tier])
         self.index.touch(pages, hit=False)
 
     @rule(who=st.integers(0, 1), tokens=short_prompts, limit=st.integers(0, 9))
     def lookup(self, who, tokens, limit):
-        match = self.index.match(self._prompt(who, tokens), limit)
+        match = self.index.match(self._root(who), self._prompt(who, tokens), limit)
         best = 0
         for end in range(1, min(limit, len(tokens)) + 1):
             whole = [(who, tuple(tokens[:i])) for i in range(CHUNK, end, CHUNK)]
@@ -79,7 +84,7 @@ class IndexAgainstDict(RuleBasedStateMachine):
 
     @rule(who=st.integers(0, 1), tokens=short_prompts)
     def lease(self, who, tokens):
-        match = self.index.match(self._prompt(who, tokens), len(tokens))
+        match = self.index.match(self._root(who), self._prompt(who, tokens), len(tokens))
         for page in match.pages:
             tier = page.ready_tier()
             self.index.lease(page, tier)
@@ -101,7 +106,7 @@ class IndexAgainstDict(RuleBasedStateMachine):
 
     @rule(tier=st.sampled_from(Tier))
     def evict(self, tier):
-        page = self.index.victim(tier)
+        page = self._victim(tier)
         held = {(name, t) for name, _, t in self.leased}
         if page is None:
             # Nothing may leave: everything here is leased, has a child here, or would cut off a held page.
@@ -116,6 +121,24 @@ class IndexAgainstDict(RuleBasedStateMachine):
         assert not any(tier in self.model[m] for m in below)
         assert not below or len(self.model[name]) > 1
         assert self.index.drop_copy(page, tier) == self.model[name].pop(tier)
+
+    def _victim(self, tier):
+        if tier is not Tier.DISK:
+            return self.index.victim(tier)
+        # The disk's own order is not the index's business, only what may leave.
+        return next((page for page in self.index.walk() if self.index.may_leave(page, tier)), None)
+
+    @rule(who=st.integers(0, 1), tokens=short_prompts)
+    def sleep_and_wake(self, who, tokens):
+        """Everything idle leaves the tree, and is found again when it is brought back, parents first."""
+        asleep = []
+        while (page := next(filter(self.index.may_sleep, list(self.index.idle)), None)) is not None:
+            asleep.append((page.parent, page.record))
+            self.index.sleep(page)
+            assert not any(page.copies)
+        self.index.check()
+        for parent, record in reversed(asleep):
+            self.index.wake(self.index.by_serial.get(parent.serial, parent), record, hits=0)
 
     @staticmethod
     def _is_child(child, parent):
@@ -133,9 +156,19 @@ TestIndex = IndexAgainstDict.TestCase
 TestIndex.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
+def put(index, page, tier, place):
+    """A ready copy of ``page``; on disk with a record, as the disk tier makes one."""
+    if tier is not Tier.DISK:
+        index.add_copy(page, tier, place, ready=True)
+        return
+    parent = page.parent.serial
+    record = PageRecord(place + 1, parent, page.key, page.identity, page.tokens, PAGE_BYTES, place)
+    index.put_on_disk(page, record, ready=True)
+
+
 def filled(index, tokens, tier=Tier.HOST):
     full = prompt(tokens)
-    node = index.root(full.identity.digest)
+    node = index.root(full.identity.digest, PAGE_BYTES)
     pages = []
     for key, chunk in zip(full.keys, full.chunks(), strict=True):
         node = index.add(node, key, chunk)
@@ -146,7 +179,7 @@ def filled(index, tokens, tier=Tier.HOST):
 
 
 def test_lru_takes_the_older_branch_and_children_before_parents():
-    index = Index([LRU() for _ in Tier], page_bytes=1)
+    index = Index([LRU() for _ in Tier])
     old = filled(index, [1, 1, 2, 2])
     filled(index, [9, 9, 8, 8])
     order = []
@@ -158,30 +191,31 @@ def test_lru_takes_the_older_branch_and_children_before_parents():
 
 
 def test_pinned_pages_keep_their_coldest_copy():
-    index = Index([LRU() for _ in Tier], page_bytes=1)
+    index = Index([LRU() for _ in Tier])
     (page,) = filled(index, [1, 1])
-    index.add_copy(page, Tier.DISK, 0, ready=True)
+    put(index, page, Tier.DISK, 0)
     index.pin(page)
     assert index.victim(Tier.HOST) is page
-    assert index.victim(Tier.DISK) is None
+    assert not index.may_leave(page, Tier.DISK)
     index.unpin(page)
-    assert index.victim(Tier.DISK) is page
+    assert index.may_leave(page, Tier.DISK)
 
 
 def test_a_hole_hides_what_is_below_it_until_it_is_filled_again():
-    index = Index([LRU() for _ in Tier], page_bytes=1)
+    index = Index([LRU() for _ in Tier])
     first, second = filled(index, [1, 1, 2, 2])
     index.set_damaged(first, Tier.HOST)
     index.drop_copy(first, Tier.HOST)
-    assert index.match(prompt([1, 1, 2, 2]), 4).tokens == 0
+    root = index.root(IDENTITIES[0].digest, PAGE_BYTES)
+    assert index.match(root, prompt([1, 1, 2, 2]), 4).tokens == 0
     index.add_copy(first, Tier.HOST, 7, ready=True)
-    assert index.match(prompt([1, 1, 2, 2]), 4).pages == (first, second)
+    assert index.match(root, prompt([1, 1, 2, 2]), 4).pages == (first, second)
     index.check()
 
 
 def test_common_tokens():
     def count(a, b):
-        return _common_tokens(encode_tokens(a), encode_tokens(b))
+        return common_tokens(encode_tokens(a), encode_tokens(b))
 
     assert count([1, 2, 3], [1, 2, 4]) == 2
     assert count([1, 2], [1, 2, 3]) == 2
@@ -191,9 +225,9 @@ def test_common_tokens():
 
 
 def test_a_twin_is_never_taken_for_the_other():
-    index = Index([LRU() for _ in Tier], page_bytes=1)
+    index = Index([LRU() for _ in Tier])
     key = PageKey(b"same")
-    root = index.root(b"identity")
+    root = index.root(b"identity", PAGE_BYTES)
     pages = [index.add(root, key, encode_tokens([n, n])) for n in range(5)]
     for n, page in enumerate(pages):
         index.add_copy(page, Tier.HOST, n, ready=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tierstore.index import Page, Tier
+from tierstore.index import Match, Page, Tier
 from tierstore.keys import PageKey, Prompt
 from tierstore.mover import Mover, Priority
 from tierstore.store.endpoints import PageSource
@@ -59,11 +59,15 @@ class SaveJob:
 
     # -- deciding (under the lock) -------------------------------------------------------------------
 
-    def plan(self, prompt: Prompt, first: int, count: int) -> None:
-        """Find or make the pages of chunks ``first … first + count`` and reserve host slots for the new
-        ones."""
+    def plan(self, prompt: Prompt, match: Match, first: int, count: int) -> None:
+        """Find or make the pages of chunks ``first … first + count`` and reserve host slots for the new ones.
+        ``match`` is what is held of the prompt."""
         state = self.state
-        parent = state.index.path(prompt, first)
+        state.identities.setdefault(prompt.identity.digest, prompt.identity)
+        if 0 < first <= match.tokens // prompt.chunk_tokens:
+            parent: Page | None = match.pages[first - 1]
+        else:
+            parent = state.index.path(state.root(prompt.identity), prompt, first)
         touched: list[Page] = []
         for position in range(count):
             if parent is None or (parent.parent is not None and not any(parent.copies)):
@@ -76,7 +80,7 @@ class SaveJob:
                 break
             touched.append(page)
             parent = page
-        state.index.touch(touched, hit=False)
+        state.touch(touched, hit=False)
 
     def _plan_page(self, position: int, page: Page) -> bool:
         """Publish and reserve for one page. False when the page is in no tier and cannot be put in one."""

@@ -10,20 +10,19 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
 from tierstore import memory
 from tierstore.errors import StoreClosedError, UsageError
 from tierstore.index import Index, Match, Page, Tier
-from tierstore.keys import PageKey, Prompt
+from tierstore.keys import Identity, Prompt
 from tierstore.policy import Policy
 from tierstore.spec import KVSpec
 from tierstore.store.stats import Counters, TierStats
+from tierstore.tiers.disk import DiskTier, Ledger, PageRecord, PageUse, Removal
 from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.host import HostTier
 
-if TYPE_CHECKING:
-    from tierstore.tiers.disk import DiskTier, PageRecord
+_AWAKE_PAGES = 1 << 15  # on disk only, and kept in memory all the same: 1 KiB each
 
 
 class Lease:
@@ -49,6 +48,7 @@ class StoreState:
         pool: PagePool | None,
         disk: DiskTier | None,
         clock: Callable[[], float] = time.monotonic,
+        awake_pages: int = _AWAKE_PAGES,
     ) -> None:
         self.spec = spec
         self.page_bytes = spec.page_bytes
@@ -59,7 +59,7 @@ class StoreState:
         self.clock = clock
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)  # a copy became ready or went away, a queue moved
-        self.index = Index(policies, spec.page_bytes)
+        self.index = Index(policies, tick=disk.tick if disk is not None else 0)
         self.counters = Counters()
         self.closed = False
         self.open_hits = 0
@@ -67,24 +67,43 @@ class StoreState:
         self.loading: set[Page] = set()  # being read from disk by a load that is running
         self.in_transit = 0  # pages that loads are bringing through the host tier
         self.published: dict[int, Page] = {}  # HBM pages that are in the index
-        self.removed: list[PageRecord] = []  # disk records to delete with the next commit
-        self.used: set[Page] = set()  # pages on disk used since the last commit
+        self.identities: dict[bytes, Identity] = {}  # by digest, of everything saved in this life
+        self.removed: list[Removal] = []  # pages to delete from disk with the next commit
+        self.used: set[Page] = set()  # pages on disk used since note_uses
+        self.noted: dict[int, PageUse] = {}  # uses by serial, for the next commit
+        self._disk_policy = policies[Tier.DISK]
+        self._awake_pages = awake_pages
         self._leases: list[tuple[float, int, Lease]] = []
         self._lease_order = itertools.count()
 
     # -- lookup and leases ---------------------------------------------------------------------------
 
-    def lookup(self, prompt: Prompt, max_tokens: int, lease_s: float) -> tuple[Match, Lease]:
-        """The longest held prefix, leased where it is fastest to load from."""
+    def root(self, identity: Identity) -> Page:
+        """The root of everything stored under ``identity``."""
+        root = self.index.root(identity.digest, self.page_bytes)
+        if not root.serial and self.disk is not None:
+            root.serial = self.disk.root(identity.digest) or 0
+        return root
+
+    def match(self, prompt: Prompt, max_tokens: int) -> Match:
+        """The longest held prefix that is in the tree."""
+        return self.index.match(self.root(prompt.identity), prompt, max_tokens)
+
+    def use(self, match: Match, lookup_tokens: int, lease_s: float) -> Lease:
+        """Lease what a lookup found, each page where it is fastest to load from."""
         self.expire_leases()
-        match = self.index.match(prompt, max_tokens)
         held = [(page, tier) for page in match.pages if (tier := page.ready_tier()) is not None]
         lease = self.lease(held, lease_s)
-        self.index.touch(match.pages, hit=True)
-        self.used.update(page for page in match.pages if page.copies[Tier.DISK] is not None)
+        self.touch(match.pages, hit=True)
         self.counters.lookups += 1
-        self.counters.lookup_tokens += min(len(prompt), max_tokens)
-        return match, lease
+        self.counters.lookup_tokens += lookup_tokens
+        self.let_sleep()
+        return lease
+
+    def touch(self, pages: Sequence[Page], *, hit: bool) -> None:
+        """These pages are in use now."""
+        self.index.touch(pages, hit=hit)
+        self.used.update(page for page in pages if page.copies[Tier.DISK] is not None)
 
     def lease(self, held: list[tuple[Page, Tier]], lease_s: float) -> Lease:
         lease = Lease()
@@ -128,8 +147,8 @@ class StoreState:
     def unlease(self, page: Page, tier: Tier) -> None:
         self.index.unlease(page, tier)
         copy = self.index.copy(page, tier)
-        if copy.damaged and not copy.leases:
-            self.drop(page, tier)
+        if copy.damaged:
+            self._drop_damaged(page)
 
     def move_lease(self, lease: Lease, position: int, tier: Tier) -> None:
         """The page of a lease is now held in another tier."""
@@ -180,28 +199,88 @@ class StoreState:
     def evict(self, tier: Tier, count: int) -> int:
         """Let up to ``count`` copies leave ``tier``, the policy's worst first. Returns how many left."""
         self.expire_leases()
+        evicted = self._evict_from_disk(count) if tier is Tier.DISK else self._evict_from_memory(tier, count)
+        self.counters.evicted_pages[tier.label] += evicted
+        return evicted
+
+    def _evict_from_memory(self, tier: Tier, count: int) -> int:
         evicted = 0
         while evicted < count and (page := self.index.victim(tier)) is not None:
             self.drop(page, tier)
             evicted += 1
-        self.counters.evicted_pages[tier.label] += evicted
         return evicted
+
+    def _evict_from_disk(self, count: int) -> int:
+        ledger = self.ledger
+        if ledger is None:
+            return 0
+        self.note_uses()
+        evicted = 0
+        asked = count
+        while evicted < count:
+            before = evicted
+            for serial in ledger.next_to_leave(self._disk_policy, asked):
+                if evicted == count:
+                    break
+                evicted += self._leaves_disk(ledger, serial)
+            if evicted == before:
+                if asked >= len(ledger):
+                    break
+                asked *= 4  # those that were asked for are held: look further
+        return evicted
+
+    def _leaves_disk(self, ledger: Ledger, serial: int) -> bool:
+        """Let a page leave the disk, if it may."""
+        page = self.index.by_serial.get(serial)
+        if serial not in ledger or ledger.children(serial):
+            return False
+        if page is None:
+            self._remove(serial)
+        elif self.index.may_leave(page, Tier.DISK):
+            self.drop(page, Tier.DISK)
+        else:
+            return False
+        return True
 
     def drop(self, page: Page, tier: Tier) -> None:
         """Forget an unleased copy and give its place back (disk: with the next commit)."""
+        if tier is Tier.DISK:
+            self._drop_from_disk(page)
+            return
         place = self.index.drop_copy(page, tier)
         if tier is Tier.HBM:
             assert self.pool is not None
             del self.published[place]
             self.pool.free([place])
-        elif tier is Tier.HOST:
-            assert self.host is not None
-            self.host.free(place, self.page_bytes)
         else:
-            assert page.record is not None
-            self.used.discard(page)
-            self.removed.append(page.record)
-            self.changed.notify_all()
+            assert self.host is not None
+            self.host.free(place, page.nbytes)
+
+    def _drop_from_disk(self, page: Page) -> None:
+        assert self.ledger is not None, f"{page} leaves a disk that is not known yet"
+        serial = page.serial
+        self.used.discard(page)
+        page.hole = self.ledger.children(serial) > 0
+        self.index.drop_copy(page, Tier.DISK)
+        if serial in self.ledger:  # else it was found before the survey said that it cannot be
+            self._remove(serial)
+
+    def _remove(self, serial: int) -> None:
+        ledger = self.ledger
+        assert ledger is not None
+        removal = ledger.remove(serial)
+        self.noted.pop(serial, None)
+        self.removed.append(removal)
+        above = self.index.by_serial.get(removal.parent)
+        if above is not None and above.hole and not ledger.children(removal.parent):
+            self.index.fill_hole(above)
+        self.changed.notify_all()
+
+    def unwrite(self, page: Page) -> int:
+        """Take a disk copy back that did not become durable. Returns the place it had."""
+        assert self.ledger is not None
+        page.hole = self.ledger.children(page.serial) > 0
+        return self.index.drop_copy(page, Tier.DISK)
 
     # -- pages arriving ------------------------------------------------------------------------------
 
@@ -248,7 +327,11 @@ class StoreState:
             return
         self.counters.damaged_pages += 1
         self.index.set_damaged(page, Tier.DISK)
-        if not self.index.copy(page, Tier.DISK).leases:
+        self._drop_damaged(page)
+
+    def _drop_damaged(self, page: Page) -> None:
+        # While the disk is still being surveyed, the copy just stays where nobody is served from it.
+        if not self.index.copy(page, Tier.DISK).leases and self.ledger is not None:
             self.drop(page, Tier.DISK)
 
     # -- bytes (without the lock: the caller holds leases) --------------------------------
@@ -270,19 +353,57 @@ class StoreState:
             start = self.host.address(0)
             self.pool.write_pages((page, start + place) for tier, place, page in copies if tier is Tier.HOST)
 
-    # -- the disk's records --------------------------------------------------------------------------
+    # -- pages that are only on disk --------------------------------------------------------------
 
-    def restore(self, records: Sequence[PageRecord]) -> None:
-        """Build the tree from what the disk tier found at start. ``records`` come parents first."""
-        pages: dict[int, Page] = {}
+    @property
+    def ledger(self) -> Ledger | None:
+        """What is on disk; None without a disk, and until it has been surveyed."""
+        return self.disk.ledger if self.disk is not None else None
+
+    def surveyed(self) -> None:
+        """The ledger is there: drop what was found before it, and cannot be."""
+        assert self.ledger is not None
+        for page in list(self.index.by_serial.values()):
+            copy = self.index.copy(page, Tier.DISK)
+            if page.serial not in self.ledger:
+                self.index.set_damaged(page, Tier.DISK)
+            if copy.damaged:
+                self._drop_damaged(page)
+
+    def wake(self, parent: Page, records: Sequence[PageRecord]) -> bool:
+        """Bring pages that were found on disk, one below the other, into the tree. False when things have
+        changed since they were looked for."""
+        ledger = self.ledger
         for record in records:
-            parent = pages[record.parent] if record.parent else self.index.root(record.identity)
-            page = self.index.add(parent, PageKey(record.key), record.tokens)
-            page.record = record
-            pages[record.serial] = page
-            self.index.add_copy(page, Tier.DISK, record.place, ready=True)
-        for record in sorted(records, key=lambda record: record.used_s):
-            self.index.restore_use(pages[record.serial], record.hits)
+            if not self.index.in_tree(parent) or (ledger is not None and record.serial not in ledger):
+                return False
+            hits = ledger.use(record.serial).hits if ledger is not None else 0
+            parent = self.index.wake(parent, record, hits)
+            if parent.serial != record.serial:
+                return False  # the same page is on disk twice, or on its way there once more
+        return True
+
+    def let_sleep(self) -> None:
+        """Take pages that nobody has to do with out of the tree, down to a limit: they are on disk."""
+        idle = self.index.idle
+        while len(idle) > self._awake_pages and self.ledger is not None:
+            page = next(iter(idle))
+            if not self.index.may_sleep(page):
+                del idle[page]
+                continue
+            if page in self.used:
+                self.note_uses()
+            self.index.sleep(page)
+
+    def note_uses(self) -> None:
+        """Pass on what lookups and saves have said of pages on disk: to the ledger, and to the next
+        commit."""
+        now = time.time()
+        noted = {page.serial: PageUse(page.last_use, now, page.hits) for page in self.used if page.serial}
+        self.used.clear()
+        if self.ledger is not None:
+            self.ledger.touch(noted)
+        self.noted.update(noted)
 
     # -- seeing --------------------------------------------------------------------------------------
 
@@ -305,8 +426,11 @@ class StoreState:
         if self.disk is not None:
             disk = self.disk.stats()
             sizes[Tier.DISK] = (disk.capacity_bytes, disk.used_bytes)
+        pages = list(self.index.copies)
+        if self.disk is not None:
+            pages[Tier.DISK] = len(self.ledger) if self.ledger is not None else disk.pages
         return {
-            tier.label: TierStats(capacity, used, self.index.copies[tier], self.index.leases[tier])
+            tier.label: TierStats(capacity, used, pages[tier], self.index.leases[tier])
             for tier, (capacity, used) in sizes.items()
         }
 
@@ -321,3 +445,9 @@ class StoreState:
             self.host.check()
             places = [c.place for p in pages if (c := p.copies[Tier.HOST]) is not None]
             assert len(set(places)) == len(places), "two pages share a host slot"
+        if self.ledger is not None:
+            for page in pages:
+                copy = page.copies[Tier.DISK]
+                durable = copy is not None and (copy.ready or copy.damaged)
+                assert not durable or page.serial in self.ledger, f"{page} is on disk and in no ledger"
+                assert page.hole <= (self.ledger.children(page.serial) > 0), f"{page} is no hole"

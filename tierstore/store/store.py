@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,7 @@ from tierstore.mover import Mover
 from tierstore.policy import POLICIES
 from tierstore.spec import KVSpec
 from tierstore.store.endpoints import Buffers, PageSource
+from tierstore.store.find import find
 from tierstore.store.hit import Hit
 from tierstore.store.load import Loaded, Loader
 from tierstore.store.save import HbmPages, SaveJob
@@ -66,8 +68,6 @@ class Store:
         self._loader = Loader(self._state, self._mover)
         self._write_behind: WriteBehind | None = None
         if disk is not None and host is not None:
-            with self._state.lock:
-                self._state.restore(disk.records())
             queue_bytes = int(host.capacity_bytes * _QUEUE_FRACTION)
             self._write_behind = WriteBehind(self._state, disk, queue_bytes=queue_bytes)
 
@@ -158,9 +158,8 @@ class Store:
         prompt = self._as_prompt(prompt)
         limit = len(prompt) if max_tokens is None else min(max_tokens, len(prompt))
         state = self._state
-        with state.lock:
-            state.require_open()
-            match, lease = state.lookup(prompt, limit, self._lease_s)
+        with find(state, prompt, limit) as match:
+            lease = state.use(match, limit, self._lease_s)
             hit = Hit(state, self._loader, match, lease, self.spec.chunk_tokens)
             for label, tokens in hit.by_tier.items():
                 state.counters.hit_tokens[label] += tokens
@@ -224,9 +223,8 @@ class Store:
                 f"chunks {first} … {first + count} do not lie within a prompt of {chunks} chunks"
             )
         job = SaveJob(self._state, source, self._write_behind)
-        with self._state.lock:
-            self._state.require_open()
-            job.plan(prompt, first, count)
+        with find(self._state, prompt, len(prompt)) as match:
+            job.plan(prompt, match, first, count)
         return job.start(self._mover)
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -261,36 +259,37 @@ class Store:
         """Let up to ``pages`` pages (None: all that may) leave ``tier`` (``hbm``, ``host`` or ``disk``), the
         policy's worst first. Returns how many left; leased and pinned ones stay."""
         name = _tier(tier)
-        with self._state.lock:
-            self._state.require_open()
-            count = self._state.index.copies[name] if pages is None else pages
-            return self._state.evict(name, count)
+        state = self._state
+        if name is Tier.DISK and self._disk is not None:
+            self._disk.wait_surveyed()
+        with state.lock:
+            state.require_open()
+            held = len(state.ledger) if name is Tier.DISK and state.ledger else state.index.copies[name]
+            return state.evict(name, held if pages is None else pages)
 
     def pin(self, prompt: Prompt | TokenIds) -> int:
         """Keep the held whole chunks of ``prompt`` in the store until :meth:`unpin`; returns their tokens. A
         pinned page may leave fast tiers, but not its last and coldest one."""
-        state = self._state
-        with state.lock:
-            pages = self._whole_pages(prompt)
+        with self._whole_pages(prompt) as pages:
             for page in pages:
-                state.index.pin(page)
+                self._state.index.pin(page)
         return len(pages) * self.spec.chunk_tokens
 
     def unpin(self, prompt: Prompt | TokenIds) -> int:
         """Undo one :meth:`pin` of the same prompt; returns the tokens that were pinned."""
-        state = self._state
-        with state.lock:
-            pages = [page for page in self._whole_pages(prompt) if page.pins]
-            for page in pages:
-                state.index.unpin(page)
-        return len(pages) * self.spec.chunk_tokens
+        with self._whole_pages(prompt) as pages:
+            pinned = [page for page in pages if page.pins]
+            for page in pinned:
+                self._state.index.unpin(page)
+        return len(pinned) * self.spec.chunk_tokens
 
-    def _whole_pages(self, prompt: Prompt | TokenIds) -> tuple[Page, ...]:
+    @contextmanager
+    def _whole_pages(self, prompt: Prompt | TokenIds) -> Iterator[tuple[Page, ...]]:
+        """The held whole chunks of a prompt, under the lock."""
         prompt = self._as_prompt(prompt)
-        self._state.require_open()
         whole = len(prompt.keys) * self.spec.chunk_tokens
-        match = self._state.index.match(prompt, whole)
-        return match.pages[: match.tokens // self.spec.chunk_tokens]
+        with find(self._state, prompt, whole) as match:
+            yield match.pages[: match.tokens // self.spec.chunk_tokens]
 
     # -- seeing and ending ---------------------------------------------------------------------------
 
@@ -312,6 +311,8 @@ class Store:
 
     def check(self) -> None:
         """Assert that index, pool, arena and disk agree. For tests and idle moments."""
+        if self._disk is not None:
+            self._disk.wait_surveyed()
         with self._state.lock:
             self._state.check()
         if self._disk is not None:

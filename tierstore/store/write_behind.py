@@ -14,6 +14,7 @@ queue is emptied, and nothing is written for a while.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -123,6 +124,12 @@ class WriteBehind:
     # -- the writer ----------------------------------------------------------------------------------
 
     def _write_batches(self) -> None:
+        surveyed = self._disk.wait_surveyed()
+        with self._state.lock:
+            if surveyed:
+                self._state.surveyed()
+            else:
+                self._offline_until = math.inf  # nobody knows what is free
         closing = False
         while not closing:
             with self._state.lock:
@@ -145,23 +152,23 @@ class WriteBehind:
 
     def _housekeeping_due(self) -> bool:
         with self._state.lock:
-            return bool(self._state.used or self._state.removed)
+            return bool(self._state.used or self._state.noted or self._state.removed)
 
     def _place(self, batch: Sequence[Page]) -> list[Page]:
         """Give each page of a batch its place on disk. Returns those that got one."""
         state = self._state
         placed = []
         for page in batch:
+            place = self._reserve(page.nbytes) if self.writable else None
             with state.lock:
-                writable = self.writable and self._parent_on_disk(page)
-            place = self._reserve() if writable else None
-            with state.lock:
-                if place is None:
-                    self._give_up(page)
+                # Only now: making room may have taken the parent.
+                if place is not None and self._parent_on_disk(page) and page.copies[Tier.DISK] is None:
+                    state.index.put_on_disk(page, self._record(page, place), ready=False, leases=1)
+                    placed.append(page)
                     continue
-                page.record = self._record(page, place)
-                state.index.add_copy(page, Tier.DISK, place, ready=False, leases=1)
-                placed.append(page)
+                if place is not None:
+                    self._disk.unreserve(place, page.nbytes)
+                self._give_up(page)
         return placed
 
     def _parent_on_disk(self, page: Page) -> bool:
@@ -169,26 +176,23 @@ class WriteBehind:
         return page.parent.parent is None or page.parent.copies[Tier.DISK] is not None
 
     def _record(self, page: Page, place: int) -> PageRecord:
-        assert page.parent is not None
-        above = page.parent.record
-        now = time.time()
+        parent = page.parent
+        assert parent is not None
+        if parent.parent is None and not parent.serial:
+            parent.serial = self._disk.add_root(self._state.identities[page.identity])
         return PageRecord(
-            serial=page.record.serial if page.record else self._disk.new_serial(),
-            parent=above.serial if above else 0,
+            serial=page.serial or self._disk.new_serial(),
+            parent=parent.serial,
             key=page.key,
             identity=page.identity,
             tokens=page.tokens,
-            nbytes=self._state.page_bytes,
+            nbytes=page.nbytes,
             place=place,
-            checksum=0,
-            created_s=now,
-            used_s=now,
-            hits=page.hits,
+            created_s=time.time(),
         )
 
-    def _reserve(self) -> int | None:
+    def _reserve(self, nbytes: int) -> int | None:
         """A place for one page, evicting when the disk is full; None when nothing may leave."""
-        nbytes = self._state.page_bytes
         place = self._disk.reserve(nbytes)
         if place is None:
             with self._state.lock:
@@ -204,7 +208,7 @@ class WriteBehind:
         assert state.host is not None
         with state.lock:
             return [
-                (page.record, state.host.view(state.index.copy(page, Tier.HOST).place, state.page_bytes))
+                (page.record, state.host.view(state.index.copy(page, Tier.HOST).place, page.nbytes))
                 for page in batch
                 if page.record is not None
             ]
@@ -213,14 +217,17 @@ class WriteBehind:
         """Make a written batch durable together with the removals and use times that have come up."""
         state = self._state
         with state.lock:
+            state.used.update(batch)
+            state.note_uses()
             removed, state.removed = state.removed, []
-            used = {page.record.serial: (time.time(), page.hits) for page in state.used if page.record}
-            state.used.clear()
+            used, state.noted = state.noted, {}
+            tick = state.index.tick
         try:
-            self._disk.commit(self._payloads(batch), removed, used)
+            self._disk.commit(self._payloads(batch), removed, used, tick)
         except Exception as error:  # noqa: BLE001  # as in the writer
             with state.lock:
                 state.removed = removed + state.removed
+                state.noted = used | state.noted
             self._failed(batch, error)
             return False
         with state.lock:
@@ -256,7 +263,7 @@ class WriteBehind:
         copy = page.copies[Tier.DISK]
         if copy is not None and not copy.ready:
             self._state.index.unlease(page, Tier.DISK)
-            self._disk.unreserve(self._state.index.drop_copy(page, Tier.DISK), self._state.page_bytes)
+            self._disk.unreserve(self._state.unwrite(page), page.nbytes)
         self._give_up(page)
 
     def _give_up(self, page: Page) -> None:

@@ -27,8 +27,12 @@ for the rest they add up to less than the cap (layout.py). Neither file can grow
 a smaller cap cuts the extents, drops the records that no longer have a place, and rebuilds the index when
 its file is larger than its new share (rebuild.py).
 
-**Serials.** The index is keyed by serials, not by page keys: a parent's is always below its children's, so
-one pass over the records in order restores the tree, and two pages under one key are two pages.
+**What is read when.** Opening reads the index's facts (56 bytes a page) beside the first lookups, for free
+space and the order of eviction (survey.py, ledger.py). Records are read when a lookup comes by: a link from
+(parent, key) leads to them. So a store of millions of pages opens at once and costs 66 bytes of memory each.
+
+**Serials.** The index is keyed by serials, not by page keys: a parent's is always below its children's, and
+two pages under one key are two pages. The root of each identity has one too.
 
 **Rejected.** One file per page (a directory entry, an inode and two syncs for each). Buffered writes (a
 sixth of the speed of O_DIRECT here, and they push everybody's page cache out). A free list on disk (one
@@ -37,8 +41,9 @@ acknowledged could be lost). Growing LMDB's map while running (it races with rea
 """
 
 from tierstore.tiers.disk.io import FileIO
-from tierstore.tiers.disk.records import INLINE, PageRecord
+from tierstore.tiers.disk.ledger import Ledger
+from tierstore.tiers.disk.records import INLINE, PageRecord, PageUse, Removal
 from tierstore.tiers.disk.stats import DiskStats
 from tierstore.tiers.disk.tier import DiskTier
 
-__all__ = ["INLINE", "DiskStats", "DiskTier", "FileIO", "PageRecord"]
+__all__ = ["INLINE", "DiskStats", "DiskTier", "FileIO", "Ledger", "PageRecord", "PageUse", "Removal"]

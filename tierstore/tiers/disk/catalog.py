@@ -1,14 +1,16 @@
 """The index of a store directory: LMDB, and the only module that knows it.
 
-Four named trees, all keyed by the page's serial, big-endian, so that pages of one prompt lie side by side::
+Six named trees. Pages are keyed by their serials, big-endian, so that those of one prompt lie side by side::
 
-    meta     format, store identity, geometry, next serial
-    pages    serial → record                  (never changes while the page exists)
-    uses     serial → last use, hits          (small and apart: updating them rewrites few tree pages)
-    payload  serial, piece → 4080 bytes       (pages whose place is INLINE)
+    meta      format, store identity, geometry, next serial, logical clock
+    roots     serial → identity, as JSON                (one for each identity that ever had a page)
+    pages     serial → record                           (never changes while the page exists)
+    facts     serial → parent, place, size, use         (all that is read at open: 56 bytes a page)
+    children  parent, four tokens, key, serial → b""    (how a lookup finds its way)
+    payload   serial, piece → 4080 bytes                (pages whose place is INLINE)
 
-A payload lies in pieces that fill one LMDB page each. So the space never needs a run of free pages, and
-churn of mixed sizes cannot fragment it.
+A page's parent is a page or a root: both have serials from one count. A payload lies in pieces that fill one
+LMDB page each. So the space never needs a run of free pages, and churn of mixed sizes cannot fragment it.
 
 A write transaction belongs to the thread that began it; :meth:`Catalog.apply` begins and ends one (its caller
 sees to it that there is one at a time). Readers are never blocked.
@@ -17,7 +19,7 @@ sees to it that there is one at a time). Readers are never blocked.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,25 +27,35 @@ from types import TracebackType
 from typing import Any
 
 import lmdb
+import numpy as np
+import numpy.typing as npt
 
 from tierstore.errors import StoreUnavailableError
 from tierstore.memory import ALIGNMENT
 from tierstore.tiers.disk.records import (
+    FACTS_BYTES,
     INLINE,
     PageRecord,
+    PageUse,
+    Removal,
     decode,
-    decode_use,
+    decode_facts,
     encode,
-    encode_use,
+    encode_facts,
+    stored_names,
     stored_place,
+    with_use,
 )
 
-FORMAT = 1
-TREES = (b"meta", b"pages", b"uses", b"payload")
+FORMAT = 2
+TREES = (b"meta", b"roots", b"pages", b"facts", b"children", b"payload")
 FORMAT_KEY = b"format"
 PIECE_BYTES = 4096 - 16  # what one LMDB overflow page holds
 
 _NEXT_SERIAL = b"next_serial"
+_TICK = b"tick"
+_BEGINNING = 16  # bytes of a chunk, four tokens, that its siblings are sorted by
+_SIMILAR_TRIED = 16
 _FIXED_PAGES = 8  # two meta pages, the directory of trees, the roots of the free list
 _FREE_PER_PAGE = 500  # page numbers that one page of the free list holds
 _REMOVED_AT_ONCE = 64  # when space is so short that a large transaction does not fit
@@ -51,12 +63,14 @@ _REMOVED_AT_ONCE = 64  # when space is so short that a large transaction does no
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What one transaction does, in this order: removals, additions, use times."""
+    """What one transaction does, in this order: removals, roots, additions, uses."""
 
     added: Sequence[tuple[PageRecord, memoryview | None]] = ()
-    removed: Sequence[PageRecord] = ()
-    used: Mapping[int, tuple[float, int]] = field(default_factory=dict)
+    removed: Sequence[Removal] = ()
+    used: Mapping[int, PageUse] = field(default_factory=dict)  # of added pages too
+    roots: Mapping[int, bytes] = field(default_factory=dict)
     next_serial: int = 1
+    tick: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +93,10 @@ class Catalog:
             self._env = lmdb.open(
                 str(path), subdir=False, map_size=map_bytes, max_dbs=len(TREES), mode=0o600, readahead=True
             )
-            self._meta, self._pages, self._uses, self._payload = (self._env.open_db(name) for name in TREES)
+            trees = [self._env.open_db(name) for name in TREES]
         except lmdb.Error as error:
             raise unreadable(path, str(error)) from error
+        self._meta, self._roots, self._pages, self._facts, self._children, self._payload = self._trees = trees
         self.map_bytes = map_bytes
 
     def close(self) -> None:
@@ -112,14 +127,22 @@ class Catalog:
     @property
     def next_serial(self) -> int:
         """The lowest serial that was never used by anything durable."""
-        value = self.get_meta(_NEXT_SERIAL)
-        return int.from_bytes(value, "big") if value else 1
+        return self._number(_NEXT_SERIAL, default=1)
+
+    @property
+    def tick(self) -> int:
+        """The store's logical clock at the last commit."""
+        return self._number(_TICK, default=0)
+
+    def _number(self, name: bytes, *, default: int) -> int:
+        value = self.get_meta(name)
+        return int.from_bytes(value, "big") if value else default
 
     @property
     def usage(self) -> IndexUsage:
         """How much of the map is taken now."""
         with _os_errors(), self._env.begin() as txn:
-            stats = [txn.stat(db) for db in (self._meta, self._pages, self._uses, self._payload)]
+            stats = [txn.stat(db) for db in self._trees]
         tree = sum(stat["branch_pages"] + stat["leaf_pages"] for stat in stats)
         used = tree + sum(stat["overflow_pages"] for stat in stats) + _FIXED_PAGES
         free = max(self._env.info()["last_pgno"] + 1 - used, 0) // _FREE_PER_PAGE
@@ -135,21 +158,83 @@ class Catalog:
         """Every (serial, record) in order of serials; None for a record that is damaged."""
         with ExitStack() as stack:
             stack.enter_context(_os_errors())
-            txn = stack.enter_context(self._env.begin())
-            uses = stack.enter_context(txn.cursor(self._uses))
-            pages = stack.enter_context(txn.cursor(self._pages))
-            more = uses.first()
-            identities: dict[bytes, bytes] = {}  # few, and on many records: kept once
-            for key, data in pages:
+            txn = stack.enter_context(self._env.begin(db=self._pages))
+            for key, data in stack.enter_context(txn.cursor()):
                 serial = int.from_bytes(key, "big")
-                record = decode(serial, data)
-                while more and uses.key() < key:
-                    more = uses.next()
+                yield serial, decode(serial, data)
+
+    def records(self, serials: Iterable[int]) -> Iterator[PageRecord | None]:
+        """The record of each serial; None for one that is not there or damaged."""
+        with ExitStack() as stack:
+            stack.enter_context(_os_errors())
+            txn = stack.enter_context(self._env.begin(db=self._pages))
+            for serial in serials:
+                data = txn.get(_key(serial))
+                yield decode(serial, data) if data is not None else None
+
+    def facts(self) -> npt.NDArray[np.void]:
+        """The facts of every page in order of serials (``FACTS_DTYPE``). One pass over a compact tree: a
+        second for a million pages."""
+        parts: list[bytes] = []
+        with _os_errors(), self._env.begin(db=self._facts) as txn, txn.cursor() as cursor:
+            for key, value in cursor:
+                if len(value) == FACTS_BYTES:
+                    parts += (key, value)
+        return decode_facts(b"".join(parts))
+
+    def roots(self) -> dict[int, bytes]:
+        """Serial → identity, for every identity that ever had a page here."""
+        with _os_errors(), self._env.begin(db=self._roots) as txn, txn.cursor() as cursor:
+            return {int.from_bytes(key, "big"): value for key, value in cursor}
+
+    def find(self, parent: int, identity: bytes, chunks: Iterable[tuple[bytes, bytes]]) -> list[PageRecord]:
+        """Follow (key, tokens) after (key, tokens) down from ``parent``, as far as there are pages with
+        exactly these tokens under this identity."""
+        found: list[PageRecord] = []
+        with (
+            _os_errors(),
+            self._env.begin(db=self._pages) as txn,
+            txn.cursor(self._children) as cursor,
+        ):
+            for key, tokens in chunks:
+                prefix = _child_prefix(parent, tokens) + key
+                more = cursor.set_range(prefix)
+                record = None
+                while record is None and more and cursor.key().startswith(prefix):
+                    record = self._child(txn, cursor.key(), parent, identity)
+                    if record is not None and record.tokens != tokens:
+                        record = None  # a twin: equal keys, other tokens
+                    more = cursor.next()
+                if record is None:
+                    break
+                found.append(record)
+                parent = record.serial
+        return found
+
+    def find_similar(self, parent: int, identity: bytes, tokens: bytes) -> list[PageRecord]:
+        """Some children of ``parent`` that begin with the same four tokens as ``tokens``."""
+        found: list[PageRecord] = []
+        prefix = _child_prefix(parent, tokens)
+        with (
+            _os_errors(),
+            self._env.begin(db=self._pages) as txn,
+            txn.cursor(self._children) as cursor,
+        ):
+            more = cursor.set_range(prefix)
+            while more and len(found) < _SIMILAR_TRIED and cursor.key().startswith(prefix):
+                record = self._child(txn, cursor.key(), parent, identity)
                 if record is not None:
-                    record.identity = identities.setdefault(record.identity, record.identity)
-                    if more and uses.key() == key:
-                        record.used_s, record.hits = decode_use(uses.value())
-                yield serial, record
+                    found.append(record)
+                more = cursor.next()
+        return found
+
+    def _child(self, txn: Any, link: bytes, parent: int, identity: bytes) -> PageRecord | None:
+        serial = link[-8:]
+        data = txn.get(serial)
+        record = decode(int.from_bytes(serial, "big"), data) if data is not None else None
+        if record is None or record.parent != parent or record.identity != identity:
+            return None
+        return record
 
     def read_payload(self, record: PageRecord, view: memoryview) -> bool:
         """Copy an inline payload into ``view``. False when it is not there, or not in full."""
@@ -189,35 +274,48 @@ class Catalog:
         # LMDB reuses what a transaction freed only in the second one after it (the one before must stay
         # readable until then). So remove in small steps, and let two transactions pass.
         for removed in _small_steps(change.removed):
-            self._apply(Change(removed=removed, next_serial=change.next_serial))
+            self._apply(Change(removed=removed, next_serial=change.next_serial, tick=change.tick))
         for _ in range(2):
             with self._env.begin(write=True, db=self._meta) as txn:
                 txn.put(b"turn", (txn.id() % 256).to_bytes(1, "big"))
 
     def _apply(self, change: Change) -> None:
         with self._env.begin(write=True) as txn:
-            for record in change.removed:
-                self._remove(txn, record)
-            self._add(txn, change.added)
-            self._touch(txn, change.used)
+            for removal in change.removed:
+                # A page that was damaged and saved again keeps its serial: only the copy that was meant may
+                # go.
+                stored = txn.get(_key(removal.serial), db=self._pages)
+                if stored is not None and stored_place(stored) == removal.place:
+                    self._delete(txn, removal.serial)
+            for serial, identity in change.roots.items():
+                txn.put(_key(serial), identity, db=self._roots)
+            self._add(txn, change.added, change.used)
+            added = {record.serial for record, _ in change.added}
+            self._touch(txn, {serial: use for serial, use in change.used.items() if serial not in added})
             txn.put(_NEXT_SERIAL, change.next_serial.to_bytes(8, "big"), db=self._meta)
-
-    def _remove(self, txn: Any, record: PageRecord) -> None:
-        # A page that was evicted and saved again keeps its serial: only the copy that was meant may go.
-        stored = txn.get(_key(record.serial), db=self._pages)
-        if stored is not None and stored_place(stored) == record.place:
-            self._delete(txn, record.serial)
+            txn.put(_TICK, change.tick.to_bytes(8, "big"), db=self._meta)
 
     def _delete(self, txn: Any, serial: int) -> None:
-        txn.delete(_key(serial), db=self._pages)
-        txn.delete(_key(serial), db=self._uses)
+        key = _key(serial)
+        stored = txn.get(key, db=self._pages)
+        names = stored_names(stored) if stored is not None else None
+        if names is not None:
+            parent, page_key, tokens = names
+            txn.delete(_child_prefix(parent, tokens) + page_key + key, db=self._children)
+        txn.delete(key, db=self._pages)
+        txn.delete(key, db=self._facts)
         with txn.cursor(self._payload) as cursor:
             found = cursor.set_range(_payload_key(serial, 0))
-            while found and cursor.key().startswith(_key(serial)):
+            while found and cursor.key().startswith(key):
                 found = cursor.delete()
 
-    def _add(self, txn: Any, added: Sequence[tuple[PageRecord, memoryview | None]]) -> None:
-        last = {db: self._last_key(txn, db) for db in (self._pages, self._uses, self._payload)}
+    def _add(
+        self,
+        txn: Any,
+        added: Sequence[tuple[PageRecord, memoryview | None]],
+        used: Mapping[int, PageUse],
+    ) -> None:
+        last = {db: self._last_key(txn, db) for db in (self._pages, self._facts, self._payload)}
 
         def put(db: Any, key: bytes, value: bytes | memoryview) -> None:
             # Serials mostly come in order: appending fills tree pages instead of splitting them in halves.
@@ -225,19 +323,23 @@ class Catalog:
             last[db] = max(last[db], key)
 
         for record, payload in sorted(added, key=lambda pair: pair[0].serial):
-            put(self._pages, _key(record.serial), encode(record))
-            put(self._uses, _key(record.serial), encode_use(record.used_s, record.hits))
+            key = _key(record.serial)
+            put(self._pages, key, encode(record))
+            use = used.get(record.serial) or PageUse(0, record.created_s, 0)
+            put(self._facts, key, encode_facts(record, use))
+            txn.put(_child_prefix(record.parent, record.tokens) + record.key + key, b"", db=self._children)
             if record.place == INLINE:
                 assert payload is not None, f"page {record.serial} is inline, but its payload was not given"
                 for piece, start in enumerate(range(0, record.nbytes, PIECE_BYTES)):
                     value = payload[start : min(start + PIECE_BYTES, record.nbytes)]
                     put(self._payload, _payload_key(record.serial, piece), value)
 
-    def _touch(self, txn: Any, used: Mapping[int, tuple[float, int]]) -> None:
+    def _touch(self, txn: Any, used: Mapping[int, PageUse]) -> None:
         for serial in sorted(used):
             key = _key(serial)
-            if txn.get(key, db=self._uses) is not None:
-                txn.put(key, encode_use(*used[serial]), db=self._uses)
+            facts = txn.get(key, db=self._facts)
+            if facts is not None:
+                txn.put(key, with_use(facts, used[serial]), db=self._facts)
 
     @staticmethod
     def _last_key(txn: Any, db: Any) -> bytes:
@@ -245,12 +347,12 @@ class Catalog:
             return cursor.key() if cursor.last() else b""
 
 
-def _small_steps(removed: Sequence[PageRecord]) -> Iterator[list[PageRecord]]:
-    step: list[PageRecord] = []
+def _small_steps(removed: Sequence[Removal]) -> Iterator[list[Removal]]:
+    step: list[Removal] = []
     freed = 0
-    for record in removed:
-        step.append(record)
-        freed += -(-record.nbytes // PIECE_BYTES) if record.place == INLINE else 0
+    for removal in removed:
+        step.append(removal)
+        freed += -(-removal.nbytes // PIECE_BYTES) if removal.place == INLINE else 0
         if len(step) == _REMOVED_AT_ONCE or freed >= _FREE_PER_PAGE:
             yield step
             step, freed = [], 0
@@ -259,6 +361,11 @@ def _small_steps(removed: Sequence[PageRecord]) -> Iterator[list[PageRecord]]:
 
 def _key(serial: int) -> bytes:
     return serial.to_bytes(8, "big")
+
+
+def _child_prefix(parent: int, tokens: bytes) -> bytes:
+    """What the links to all children of ``parent`` that begin like ``tokens`` have in common."""
+    return parent.to_bytes(8, "big") + tokens[:_BEGINNING].ljust(_BEGINNING, b"\0")
 
 
 def _payload_key(serial: int, piece: int) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,20 +13,22 @@ import msgspec
 
 from tierstore.errors import StoreUnavailableError
 from tierstore.tiers.disk.calibration import Calibration, calibrate
-from tierstore.tiers.disk.catalog import FORMAT, Catalog
+from tierstore.tiers.disk.catalog import FORMAT, Catalog, unreadable
 from tierstore.tiers.disk.directory import StoreDirectory
 from tierstore.tiers.disk.extents import ExtentFiles
 from tierstore.tiers.disk.inspection import stored_format
 from tierstore.tiers.disk.io import FileIO
 from tierstore.tiers.disk.layout import Layout, file_bytes, unit_bytes
+from tierstore.tiers.disk.ledger import Ledger
 from tierstore.tiers.disk.payloads import Payloads
 from tierstore.tiers.disk.rebuild import rebuild, remove_leftovers
-from tierstore.tiers.disk.records import PageRecord
 from tierstore.tiers.disk.space import Space
+from tierstore.tiers.disk.survey import SurveyThread
 
 _log = logging.getLogger(__name__)
 
 _STORE = b"store"
+_QUICKLY_SURVEYED = 50_000  # pages: a tenth of a second, which opening may take
 
 
 class StoreMeta(msgspec.Struct, kw_only=True):
@@ -50,7 +51,7 @@ class OpenedParts:
     extents: ExtentFiles
     payloads: Payloads
     space: Space
-    records: list[PageRecord]
+    survey: SurveyThread
 
 
 def open_parts(path: Path, layout: Layout, *, inline_bytes: int, io_threads: int, io: FileIO) -> OpenedParts:
@@ -76,11 +77,17 @@ def open_parts(path: Path, layout: Layout, *, inline_bytes: int, io_threads: int
 
 def _refuse_other_formats(directory: StoreDirectory) -> None:
     found = stored_format(directory.index)
-    if found is not None and found > FORMAT:
+    if found is None or found == FORMAT:
+        return
+    if found > FORMAT:
         raise StoreUnavailableError(
             f"{directory.path} was written by a newer tierstore (format {found}, this one knows {FORMAT}): "
             "upgrade tierstore, or give another directory"
         )
+    raise StoreUnavailableError(
+        f"{directory.path} was written by an older tierstore (format {found}, this one knows {FORMAT}): "
+        "its pages cannot be taken over; remove the directory, or give another one"
+    )
 
 
 class _Opening:
@@ -111,13 +118,16 @@ class _Opening:
             opened.callback(extents.close)
             payloads = Payloads(extents, io_threads=self._io_threads)
             opened.callback(payloads.close)
-            space, records, lost = self._claim(catalog, meta)
-            if self._too_large() or not _forgotten(catalog, lost):
-                self._rebuild(catalog, meta, records)
+            space, survey = self._survey(catalog, meta)
+            if self._too_large():
+                survey.wait()
+                if survey.ledger is None:
+                    raise unreadable(self._directory.index, str(survey.error))
+                self._rebuild(catalog, meta, survey.ledger)
                 catalog = self._open_catalog(opened)
-                space, records, lost = self._claim(catalog, meta)
-                catalog.forget(lost)
-            if meta.calibration is None and not records:
+                space, survey = self._survey(catalog, meta)
+            opened.callback(survey.wait)
+            if meta.calibration is None and not len(catalog):
                 meta.calibration = self._calibrate(payloads, extents)
             if meta.calibration is not None:
                 payloads.read_mode = meta.calibration.mode
@@ -126,7 +136,7 @@ class _Opening:
             self._io.sync_directory(self._directory.path)
             self._io.sync_directory(self._directory.path.parent)
             opened.pop_all()
-        return OpenedParts(self._directory, meta, catalog, extents, payloads, space, records)
+        return OpenedParts(self._directory, meta, catalog, extents, payloads, space, survey)
 
     def _open_catalog(self, opened: ExitStack) -> Catalog:
         catalog = Catalog(self._directory.index, map_bytes=self._layout.index_bytes)
@@ -156,35 +166,28 @@ class _Opening:
                 "remove the directory to start afresh"
             ) from error
 
-    def _claim(self, catalog: Catalog, meta: StoreMeta) -> tuple[Space, list[PageRecord], list[int]]:
-        """(free space, the valid records in order of serials, the serials of all others)."""
+    def _survey(self, catalog: Catalog, meta: StoreMeta) -> tuple[Space, SurveyThread]:
         space = Space(
             self._layout,
             unit_bytes=meta.unit_bytes,
             inline_bytes=self._inline_bytes,
             index=catalog.usage,
         )
-        valid = {0}
-        records: list[PageRecord] = []
-        lost: list[int] = []
-        for serial, record in catalog.scan():  # a parent's serial is below its children's
-            if record is not None and record.parent in valid and space.claim(record):
-                valid.add(serial)
-                records.append(record)
-            else:
-                lost.append(serial)
-        return space, records, lost
+        survey = SurveyThread(catalog, space)
+        if len(catalog) <= _QUICKLY_SURVEYED:
+            survey.wait()
+        return space, survey
 
     def _too_large(self) -> bool:
         return self._directory.index.stat().st_size > self._layout.index_bytes
 
-    def _rebuild(self, catalog: Catalog, meta: StoreMeta, records: Sequence[PageRecord]) -> None:
+    def _rebuild(self, catalog: Catalog, meta: StoreMeta, ledger: Ledger) -> None:
         now = self._directory.allocated_bytes()
         room = max(self._before_bytes, self._layout.capacity_bytes) - now
         rebuild(
             self._directory,
             catalog,
-            records,
+            ledger,
             map_bytes=self._layout.index_bytes,
             beside_bytes=room,
             meta=_encoded(meta),
@@ -197,14 +200,6 @@ class _Opening:
         except OSError as error:  # a full disk is no reason not to start
             _log.warning("disk tier: could not measure the disk in %s: %s", self._directory.path, error)
             return None
-
-
-def _forgotten(catalog: Catalog, lost: Sequence[int]) -> bool:
-    try:
-        catalog.forget(lost)
-    except OSError:  # an index so full that not even deletions fit
-        return False
-    return True
 
 
 def _encoded(meta: StoreMeta) -> dict[bytes, bytes]:

@@ -9,13 +9,15 @@ does not fit beside the old one waits in memory, within limits, and is added whe
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from tierstore.memory import ALIGNMENT
 from tierstore.tiers.disk.catalog import Catalog, Change
 from tierstore.tiers.disk.directory import StoreDirectory
 from tierstore.tiers.disk.io import FileIO
-from tierstore.tiers.disk.records import INLINE, PageRecord
+from tierstore.tiers.disk.ledger import Ledger
+from tierstore.tiers.disk.records import INLINE, PageRecord, PageUse
 from tierstore.tiers.disk.space import index_cost, index_room
 from tierstore.units import KIB, MIB
 
@@ -24,38 +26,46 @@ _BATCH_FRACTION = 32  # of the new index
 _STAGED_BYTES = 256 * MIB
 _LEAST_MAP = 128 * KIB
 
-Loaded = tuple[PageRecord, "memoryview | None"]  # with its payload, if that is in the index
+
+class _Page(NamedTuple):
+    record: PageRecord
+    payload: memoryview | None  # if that is in the index
+    use: PageUse
+
+
+Batch = list[_Page]
 
 
 def rebuild(
     directory: StoreDirectory,
     old: Catalog,
-    records: Sequence[PageRecord],
+    ledger: Ledger,
     *,
     map_bytes: int,
     beside_bytes: int,
     meta: dict[bytes, bytes],
     io: FileIO,
 ) -> None:
-    """Replace the index by one of at most ``map_bytes`` that holds as many of ``records`` as fit, the most
-    recently used first, and their ancestors. While the old one exists it takes up to ``beside_bytes``.
+    """Replace the index by one of at most ``map_bytes`` that holds as many of the pages in ``ledger`` as
+    fit, the most recently used first. While the old one exists it takes up to ``beside_bytes``.
 
     Closes ``old``. Raises :class:`OSError`.
     """
     remove_leftovers(directory, io)
     beside_bytes = max(min(map_bytes, beside_bytes) // ALIGNMENT * ALIGNMENT, _LEAST_MAP)
-    next_serial = old.next_serial
+    start = Change(roots=old.roots(), next_serial=old.next_serial, tick=old.tick)
     with old:
-        batches = _batches(old, _latest_first(records), map_bytes // _BATCH_FRACTION)
+        batches = _batches(old, ledger, map_bytes // _BATCH_FRACTION)
         with Catalog(directory.new_index, map_bytes=beside_bytes) as new:
             new.put_meta(meta)
-            left = _fill(new, batches, next_serial)
+            new.apply(start)
+            left = _fill(new, batches, start)
         staged = list(_stage(left, batches))
     directory.new_index.replace(directory.index)
     io.sync_directory(directory.path)
     remove_leftovers(directory, io)
     with Catalog(directory.index, map_bytes=map_bytes) as new:
-        _fill(new, iter(staged), next_serial)
+        _fill(new, iter(staged), start)
 
 
 def remove_leftovers(directory: StoreDirectory, io: FileIO) -> None:
@@ -65,14 +75,15 @@ def remove_leftovers(directory: StoreDirectory, io: FileIO) -> None:
             io.unlink(path)
 
 
-def _fill(new: Catalog, batches: Iterator[list[Loaded]], next_serial: int) -> list[Loaded]:
+def _fill(new: Catalog, batches: Iterator[Batch], start: Change) -> Batch:
     """Add batches while they fit. Returns the first that did not."""
-    new.apply(Change(next_serial=next_serial))
     for batch in batches:
         if _cost(batch) > index_room(new.map_bytes, new.usage):
             return batch
+        added = [(page.record, page.payload) for page in batch]
+        used = {page.record.serial: page.use for page in batch}
         try:
-            new.apply(Change(added=batch, next_serial=next_serial))
+            new.apply(Change(added=added, used=used, next_serial=start.next_serial, tick=start.tick))
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -80,7 +91,7 @@ def _fill(new: Catalog, batches: Iterator[list[Loaded]], next_serial: int) -> li
     return []
 
 
-def _stage(first: list[Loaded], batches: Iterable[list[Loaded]]) -> Iterator[list[Loaded]]:
+def _stage(first: Batch, batches: Iterable[Batch]) -> Iterator[Batch]:
     """The batches from ``first`` on that may wait in memory."""
     yield first
     room = _STAGED_BYTES
@@ -91,31 +102,19 @@ def _stage(first: list[Loaded], batches: Iterable[list[Loaded]]) -> Iterator[lis
         yield batch
 
 
-def _batches(old: Catalog, records: Iterable[PageRecord], nbytes: int) -> Iterator[list[Loaded]]:
-    batch: list[Loaded] = []
-    for record in records:
+def _batches(old: Catalog, ledger: Ledger, nbytes: int) -> Iterator[Batch]:
+    batch: Batch = []
+    for record in old.records(ledger.latest_first()):
+        if record is None:
+            continue
         payload = memoryview(bytearray(record.nbytes)) if record.place == INLINE else None
         if payload is None or old.read_payload(record, payload):
-            batch.append((record, payload))
+            batch.append(_Page(record, payload, ledger.use(record.serial)))
         if len(batch) == _BATCH_PAGES or _cost(batch) >= nbytes:
             yield batch
             batch = []
     yield batch
 
 
-def _cost(batch: Iterable[Loaded]) -> int:
-    return sum(index_cost(record.nbytes, record.place) for record, _ in batch)
-
-
-def _latest_first(records: Sequence[PageRecord]) -> Iterator[PageRecord]:
-    """Newest use first, each record preceded by the ancestors that have not been yielded yet."""
-    by_serial = {record.serial: record for record in records}
-    yielded: set[int] = set()
-    for record in sorted(records, key=lambda record: -record.used_s):
-        line = []
-        node: PageRecord | None = record
-        while node is not None and node.serial not in yielded:
-            line.append(node)
-            yielded.add(node.serial)
-            node = by_serial.get(node.parent)
-        yield from reversed(line)
+def _cost(batch: Iterable[_Page]) -> int:
+    return sum(index_cost(page.record.nbytes, page.record.place) for page in batch)

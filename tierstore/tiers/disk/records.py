@@ -1,14 +1,19 @@
 """What the disk tier knows of a page, and how that is written down.
 
-A record carries its own checksum, seeded with its serial: a damaged or misplaced one is found out when it is
-read, before its tokens are believed or its place is looked at.
+The *record* is the page's description and never changes while the page exists. It carries its own checksum,
+seeded with its serial: a damaged or misplaced one is found out when it is read, before its tokens are
+believed or its place is looked at. The *facts* are the few numbers that decide what leaves and what space is
+free; all of them are read at every open, so they are small and kept apart.
 """
 
 from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 INLINE = -1  # as a place: the payload is in the index itself
@@ -18,15 +23,27 @@ _HEAD = struct.Struct(
 )  # parent, place, key, identity, nbytes, checksum, codec, created_s, len(tokens)
 _PLACE = struct.Struct("<8xq")
 _CHECKSUM = struct.Struct("<Q")
-_USE = struct.Struct("<dQ")
+_FACTS = struct.Struct("<QqQQdQ")  # parent, place, nbytes, tick, used_s, hits
+FACTS_BYTES = _FACTS.size
+FACTS_DTYPE = np.dtype(
+    [
+        ("serial", ">u8"),
+        ("parent", "<u8"),
+        ("place", "<i8"),
+        ("nbytes", "<u8"),
+        ("tick", "<u8"),
+        ("used_s", "<f8"),
+        ("hits", "<u8"),
+    ]
+)
 
 
 @dataclass(slots=True)
 class PageRecord:
     """One page on disk.
 
-    ``serial`` is unique within the directory and greater than ``parent``, the serial of the page before it in
-    the prompt (0 for a first chunk). A page is valid only as long as its parent's record is.
+    ``serial`` is unique within the directory and greater than ``parent``: the serial of the page before it in
+    the prompt, or of its root for a first chunk. A page is valid only as long as its parent's record is.
     """
 
     serial: int
@@ -38,13 +55,28 @@ class PageRecord:
     place: int  # byte offset in the extent space, or INLINE
     checksum: int = 0  # XXH3-64 of the payload; filled in by DiskTier.write
     codec: int = 0  # 0: raw
-    created_s: float = 0.0  # wall clock, like used_s
-    used_s: float = 0.0
-    hits: int = 0
+    created_s: float = 0.0  # wall clock
+
+
+class PageUse(NamedTuple):
+    """When a page was last used, and how often it was found."""
+
+    tick: int  # of the store's logical clock, which goes on from life to life
+    used_s: float  # wall clock
+    hits: int
+
+
+class Removal(NamedTuple):
+    """A page to be removed: enough to find its record and to free its place."""
+
+    serial: int
+    parent: int
+    place: int
+    nbytes: int
 
 
 def encode(record: PageRecord) -> bytes:
-    """The record as it is stored under its serial. Use times and hits are stored apart: they change often."""
+    """The record as it is stored under its serial."""
     head = _HEAD.pack(
         record.parent,
         record.place,
@@ -71,9 +103,7 @@ def decode(serial: int, data: bytes) -> PageRecord | None:
     tokens = body[_HEAD.size :]
     if len(tokens) != length:
         return None
-    return PageRecord(
-        serial, parent, key, identity, tokens, nbytes, place, checksum, codec, created_s, created_s
-    )
+    return PageRecord(serial, parent, key, identity, tokens, nbytes, place, checksum, codec, created_s)
 
 
 def stored_place(data: bytes) -> int | None:
@@ -81,11 +111,23 @@ def stored_place(data: bytes) -> int | None:
     return int(_PLACE.unpack_from(data)[0]) if len(data) >= _PLACE.size else None
 
 
-def encode_use(used_s: float, hits: int) -> bytes:
-    return _USE.pack(used_s, hits)
+def stored_names(data: bytes) -> tuple[int, bytes, bytes] | None:
+    """(parent, key, tokens) of a stored record, without checking the rest of it."""
+    if len(data) < _HEAD.size:
+        return None
+    head = _HEAD.unpack_from(data)
+    return head[0], head[2], data[_HEAD.size : -_CHECKSUM.size]
 
 
-def decode_use(data: bytes) -> tuple[float, int]:
-    """(wall-clock time of the last use, hits)."""
-    used_s, hits = _USE.unpack(data)
-    return used_s, hits
+def encode_facts(record: PageRecord, use: PageUse) -> bytes:
+    return _FACTS.pack(record.parent, record.place, record.nbytes, *use)
+
+
+def with_use(facts: bytes, use: PageUse) -> bytes:
+    """Stored facts with another use."""
+    return facts[: _FACTS.size - 24] + _FACTS.pack(0, 0, 0, *use)[-24:]
+
+
+def decode_facts(keys_and_values: bytes) -> npt.NDArray[np.void]:
+    """Any number of (serial, facts) side by side, as an array of ``FACTS_DTYPE``."""
+    return np.frombuffer(keys_and_values, FACTS_DTYPE)

@@ -1,4 +1,4 @@
-"""What is free: slots in the extent space, and room in the index. Rebuilt from the records at open."""
+"""What is free: slots in the extent space, and room in the index. Rebuilt from the pages' facts at open."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from tierstore.tiers.disk.catalog import PIECE_BYTES, IndexUsage
 from tierstore.tiers.disk.layout import Layout
-from tierstore.tiers.disk.records import INLINE, PageRecord
+from tierstore.tiers.disk.records import INLINE, PageRecord, Removal
 from tierstore.tiers.slabs import SlabAllocator, slot_bytes
 from tierstore.units import KIB, MIB
 
@@ -55,12 +55,20 @@ class Space:
         """Bytes of extent slots in use or promised."""
         return self._slots.used_bytes if self._slots else 0
 
-    def claim(self, record: PageRecord) -> bool:
-        """Hold the place of a record found at open. False when the place cannot be what the record says."""
-        if record.place == INLINE:
-            return True
+    def claim(self, places: Sequence[int], sizes: Sequence[int]) -> list[bool]:
+        """Hold places found at open. False for each that cannot be what its record says."""
         with self._lock:
-            return self._slots is not None and self._slots.claim(record.place, record.nbytes)
+            slots = self._slots
+            return [
+                place == INLINE or (slots is not None and slots.claim(place, nbytes))
+                for place, nbytes in zip(places, sizes, strict=True)
+            ]
+
+    def unclaim(self, places: Sequence[int], sizes: Sequence[int]) -> None:
+        """Free places that were claimed for pages that are lost all the same."""
+        with self._lock:
+            for place, nbytes in zip(places, sizes, strict=True):
+                self._free(place, nbytes)
 
     def reserve(self, nbytes: int) -> int | None:
         """A place for ``nbytes``, or None."""
@@ -81,20 +89,18 @@ class Space:
             self._count_reserved(place, nbytes, -1)
             self._free(place, nbytes)
 
-    def settle(
-        self, added: Iterable[PageRecord], removed: Iterable[PageRecord], *, index: IndexUsage
-    ) -> None:
+    def settle(self, added: Iterable[PageRecord], removed: Iterable[Removal], *, index: IndexUsage) -> None:
         """A transaction is durable: what it added is held, what it removed is free."""
         with self._lock:
             for record in added:
                 self._count_reserved(record.place, record.nbytes, -1)
-            for record in removed:
-                self._free(record.place, record.nbytes)
+            for removal in removed:
+                self._free(removal.place, removal.nbytes)
             self._index = index
 
-    def check(self, held: Sequence[PageRecord]) -> None:
-        """Assert that what is used is what the durable records hold plus what is reserved."""
-        slots = {record.place: slot_bytes(record.nbytes) for record in held if record.place != INLINE}
+    def check(self, held: Iterable[tuple[int, int]]) -> None:
+        """Assert that what is used is what durable pages (place, bytes) hold plus what is reserved."""
+        slots = {place: slot_bytes(nbytes) for place, nbytes in held if place != INLINE}
         with self._lock:
             if self._slots is not None:
                 self._slots.check()

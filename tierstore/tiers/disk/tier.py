@@ -8,17 +8,21 @@ from __future__ import annotations
 import errno
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
+import msgspec
 import xxhash
 
+from tierstore.keys import Identity
 from tierstore.tiers.disk.catalog import Change
 from tierstore.tiers.disk.io import FileIO
 from tierstore.tiers.disk.layout import Layout, split
+from tierstore.tiers.disk.ledger import Ledger
 from tierstore.tiers.disk.opening import OpenedParts, open_parts
-from tierstore.tiers.disk.records import INLINE, PageRecord
+from tierstore.tiers.disk.records import INLINE, PageRecord, PageUse, Removal
 from tierstore.tiers.disk.stats import DiskStats
 from tierstore.units import KIB
 
@@ -37,13 +41,15 @@ class DiskTier:
         self._extents = parts.extents
         self._payloads = parts.payloads
         self._space = parts.space
-        self._records = _parents_first(parts.records)
+        self._survey = parts.survey
+        self._roots = {identity_digest(root): serial for serial, root in parts.catalog.roots().items()}
+        self._new_roots: dict[int, bytes] = {}  # since the last commit
         self._commit_lock = threading.Lock()
         self._closed = False
         # Guarded by _lock.
         self._lock = threading.Lock()
         self._next_serial = parts.catalog.next_serial
-        self._pages = len(parts.records)
+        self._pages = len(parts.catalog)
         self._written: dict[
             int, int
         ] = {}  # place -> number of failed syncs before the write; until committed
@@ -87,17 +93,72 @@ class DiskTier:
     def __repr__(self) -> str:
         return f"DiskTier({self._directory.path}, {self._pages} pages, {self._space})"
 
-    def records(self) -> list[PageRecord]:
-        """The pages found at open: parents before children, and the longest unused first among equals in
-        depth. The list is handed over: a second call returns nothing."""
-        records, self._records = self._records, []
-        return records
+    # -- what is there -------------------------------------------------------------------------------
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """The facts of all durable pages; None until they have been read (a second for a million), during
+        which pages are found and read, but none is written or leaves. The caller adds to it and removes from
+        it as it decides."""
+        return self._survey.ledger
+
+    def wait_surveyed(self, timeout: float | None = None) -> bool:
+        """Wait for :attr:`ledger`. False when it did not come in ``timeout`` seconds, or cannot be had."""
+        return self._survey.wait(timeout) and self._survey.ledger is not None
+
+    @property
+    def pages(self) -> int:
+        """Durable pages."""
+        return self._pages
+
+    @property
+    def tick(self) -> int:
+        """The store's logical clock at the last commit."""
+        return self._catalog.tick
+
+    def root(self, identity: bytes) -> int | None:
+        """The serial of the root of everything under an identity digest; None if nothing ever was."""
+        return self._roots.get(identity)
+
+    def add_root(self, identity: Identity) -> int:
+        """The serial of an identity's root, made if there is none (and durable with the next commit)."""
+        serial = self._roots.get(identity.digest)
+        if serial is None:
+            serial = self.new_serial()
+            with self._lock:
+                self._new_roots[serial] = msgspec.json.encode(asdict(identity))
+            self._roots[identity.digest] = serial
+        return serial
+
+    def find(self, parent: int, identity: bytes, chunks: Iterable[tuple[bytes, bytes]]) -> list[PageRecord]:
+        """The pages that hold ``chunks`` (key and tokens), one after the other below the page or root
+        ``parent``, as far as they are there. Empty when the disk fails."""
+        try:
+            return self._catalog.find(parent, identity, chunks)
+        except OSError:
+            return self._failed_find()
+
+    def find_similar(self, parent: int, identity: bytes, tokens: bytes) -> list[PageRecord]:
+        """Some of the pages right below ``parent`` that begin with the same four tokens as ``tokens``."""
+        try:
+            return self._catalog.find_similar(parent, identity, tokens)
+        except OSError:
+            return self._failed_find()
+
+    def _failed_find(self) -> list[PageRecord]:
+        with self._lock:
+            self._counts["failed_finds"] += 1
+        return []
 
     def new_serial(self) -> int:
         """A serial that no page in this directory ever had."""
         with self._lock:
             self._next_serial += 1
             return self._next_serial - 1
+
+    def scan(self) -> Iterator[tuple[int, PageRecord | None]]:
+        """Every page on disk by serial; None for a record that is damaged. Reads the whole index."""
+        return self._catalog.scan()
 
     # -- places --------------------------------------------------------------------------------------
 
@@ -165,10 +226,12 @@ class DiskTier:
     def commit(
         self,
         added: Sequence[tuple[PageRecord, memoryview | None]],
-        removed: Sequence[PageRecord],
-        used: Mapping[int, tuple[float, int]],
+        removed: Sequence[Removal],
+        used: Mapping[int, PageUse],
+        tick: int = 0,
     ) -> None:
-        """Make written pages, removals and use times (serial → wall clock, hits) durable, all together.
+        """Make written pages, removals and uses (of added pages too) durable, all together. ``tick`` is the
+        store's logical clock.
 
         On return ``added`` are on disk for good and the places of ``removed`` are free. An inline page's view
         is its payload. Removals happen before additions: a page may leave and come back under its serial.
@@ -179,10 +242,15 @@ class DiskTier:
             self._require_written(added)
             with self._lock:
                 next_serial = self._next_serial
-            self._catalog.apply(Change(added, removed, used, next_serial))
+                roots = dict(self._new_roots)
+            self._catalog.apply(Change(added, removed, used, roots, next_serial, tick))
             records = [record for record, _ in added]
             self._space.settle(records, removed, index=self._catalog.usage)
+            if self.ledger is not None:
+                self.ledger.add(records, used)
             with self._lock:
+                for serial in roots:
+                    del self._new_roots[serial]
                 for record in records:
                     self._written.pop(record.place, None)
                 self._pages = len(self._catalog)
@@ -239,17 +307,29 @@ class DiskTier:
         )
 
     def check(self) -> None:
-        """Assert that the index, the free space and the files agree. For idle moments: reads every record."""
+        """Assert that the index, the ledger, the free space and the files agree. For idle moments: reads
+        every record (but says nothing of damaged ones: those are the disk's doing)."""
+        if not self.wait_surveyed():
+            return
+        ledger = self.ledger
+        assert ledger is not None
         with self._commit_lock:
-            held = []
-            serials = {0}
+            ledger.check()
+            places = ledger.places()
+            held: list[tuple[int, int]] = []  # also by pages that are about to leave
+            serials = set(self._roots.values())
             for serial, record in self._catalog.scan():
-                assert record is not None, f"the record of page {serial} is damaged"
-                assert record.parent in serials, f"page {serial} has lost its parent {record.parent}"
                 serials.add(serial)
-                held.append(record)
-            self._space.check(held)
+                if record is None:
+                    held += [places[serial]] if serial in places else []
+                    continue
+                place = (record.place, record.nbytes)
+                assert record.parent in serials, f"page {serial} has lost its parent {record.parent}"
+                assert places.get(serial, place) == place, f"page {serial} is misplaced"
+                held.append(place)
+            assert places.keys() <= serials, f"{len(places.keys() - serials)} pages are in no index"
             assert len(held) == self._pages, f"{len(held)} records, {self._pages} counted"
+            self._space.check(held)
             taken = self._directory.allocated_bytes()
             assert taken <= self._layout.capacity_bytes, f"{taken} bytes on disk, over {self._layout}"
 
@@ -258,14 +338,13 @@ class DiskTier:
         if self._closed:
             return
         self._closed = True
+        self._survey.wait()
         self._payloads.close()
         self._extents.close()
         self._catalog.close()
         self._directory.release()
 
 
-def _parents_first(records: Sequence[PageRecord]) -> list[PageRecord]:
-    depth = {0: 0}
-    for record in records:  # in order of serials
-        depth[record.serial] = depth[record.parent] + 1
-    return sorted(records, key=lambda record: (depth[record.serial], record.used_s))
+def identity_digest(root: bytes) -> bytes:
+    """The digest of an identity as it is stored."""
+    return msgspec.json.decode(root, type=Identity).digest

@@ -24,7 +24,7 @@ def payload(seed: int, nbytes: int) -> bytes:
 def run(path: Path, seed: int) -> None:
     chance = random.Random(seed)
     shelf = Shelf(path, **OPTIONS)
-    records = shelf.tier.records()
+    records = shelf.records()
     say("opened")
     while True:
         seeds = [chance.getrandbits(32) for _ in range(chance.randint(1, 6))]
@@ -46,7 +46,8 @@ def run(path: Path, seed: int) -> None:
         for record in gone:
             say(f"-{record.serial}")
         shelf.tier.write([(record, view) for record, view, _ in batch])
-        shelf.tier.commit([(record, view) for record, view, _ in batch], gone, {})
+        removals = [shelf.tier.ledger.remove(record.serial) for record in gone]
+        shelf.tier.commit([(record, view) for record, view, _ in batch], removals, {})
         for record in gone:
             records.remove(record)
             say(f"~{record.serial}")

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tierstore.keys import Identity
 from tierstore.memory import Memory
-from tierstore.tiers.disk import DiskTier, PageRecord
+from tierstore.tiers.disk import DiskTier, PageRecord, PageUse
 from tierstore.units import KIB, MIB, round_up
 
 MEMORY_BYTES = 24 * MIB
+IDENTITY = Identity("model", "layout")
 
 
 class Shelf:
@@ -24,6 +26,17 @@ class Shelf:
         self._memory = Memory(MEMORY_BYTES, shared=False)
         self._random = random.Random(0)
         self.tier = DiskTier.open(path, **self.options)
+        self.tick = self.tier.tick
+
+    def records(self) -> list[PageRecord]:
+        """The pages that the tier knows of, parents before children."""
+        assert self.tier.ledger is not None
+        return [record for serial, record in self.tier.scan() if record and serial in self.tier.ledger]
+
+    def use(self, serial: int) -> PageUse:
+        """What the tier knows of a page's use."""
+        assert self.tier.ledger is not None
+        return self.tier.ledger.use(serial)
 
     def save(self, sizes: Sequence[int], *, parent: int = 0, chained: bool = False) -> list[PageRecord]:
         """Reserve, write and commit one page per size; those that find no room are left out."""
@@ -38,7 +51,9 @@ class Shelf:
             parent = record.serial if chained else parent
         try:
             self.tier.write(batch)
-            self.tier.commit(batch, [], {})
+            self.tick += 1
+            used = {record.serial: PageUse(self.tick, record.created_s, 0) for record, _ in batch}
+            self.tier.commit(batch, [], used, self.tick)
         except OSError:
             for record, _ in batch:
                 self.tier.unreserve(record.place, record.nbytes)
@@ -47,17 +62,17 @@ class Shelf:
         return [record for record, _ in batch]
 
     def record(self, nbytes: int, place: int, parent: int = 0) -> PageRecord:
+        parent = parent or self.tier.add_root(IDENTITY)  # first: a parent's serial is below its children's
         serial = self.tier.new_serial()
         return PageRecord(
             serial=serial,
             parent=parent,
             key=self._random.randbytes(16),
-            identity=bytes(32),
+            identity=IDENTITY.digest,
             tokens=self._random.randbytes(256),
             nbytes=nbytes,
             place=place,
             created_s=float(serial),
-            used_s=float(serial),
         )
 
     def remove(self, records: Iterable[PageRecord]) -> None:
@@ -66,8 +81,9 @@ class Shelf:
         for serial in sorted(self.saved):
             if self.saved[serial][0].parent in doomed:
                 doomed.add(serial)
-        gone = [self.saved[serial][0] for serial in sorted(doomed, reverse=True)]
-        self.tier.commit([], gone, {})
+        assert self.tier.ledger is not None
+        gone = [self.tier.ledger.remove(serial) for serial in sorted(doomed, reverse=True)]
+        self.tier.commit([], gone, {}, self.tick)
         for serial in doomed:
             del self.saved[serial]
 
@@ -91,7 +107,7 @@ class Shelf:
         self.tier.close()
         self.options.update(options)
         self.tier = DiskTier.open(self.path, **self.options)
-        records = self.tier.records()
+        records = self.records()
         self.saved = {record.serial: (record, self.saved[record.serial][1]) for record in records}
         return records
 

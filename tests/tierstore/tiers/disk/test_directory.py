@@ -15,6 +15,7 @@ import pytest
 
 from tierstore.errors import StoreUnavailableError
 from tierstore.tiers.disk import DiskTier
+from tierstore.tiers.disk.catalog import FORMAT
 from tierstore.units import KIB, MIB
 
 OPTIONS = {"capacity_bytes": 4 * MIB, "page_bytes": 64 * KIB}
@@ -73,15 +74,17 @@ def test_a_forked_child_does_not_hold_the_directory(open_shelf, path):
         there.close()
 
 
-def test_a_newer_format_is_refused_untouched(open_shelf, path):
+@pytest.mark.parametrize(
+    ("found", "advice"),
+    [(FORMAT + 1, "newer tierstore .* upgrade"), (FORMAT - 1, "older tierstore .* remove")],
+)
+def test_another_format_is_refused_untouched(open_shelf, path, found, advice):
     open_shelf().save([64 * KIB, 4 * KIB])
     copy = path.with_name("newer")
     shutil.copytree(path, copy)
-    _set_format(copy, b"2")
+    _set_format(copy, str(found).encode())
     before = fingerprint(copy)
-    with pytest.raises(
-        StoreUnavailableError, match=r"newer tierstore \(format 2, this one knows 1\): upgrade"
-    ):
+    with pytest.raises(StoreUnavailableError, match=advice):
         open_tier(copy)
     assert fingerprint(copy) == before
 
@@ -122,7 +125,7 @@ def test_an_empty_directory_and_a_path_of_several_new_ones_are_made_stores(tmp_p
     (tmp_path / "empty").mkdir()
     for path in (tmp_path / "empty", tmp_path / "a" / "b" / "c"):
         with open_tier(path) as tier:
-            assert tier.records() == []
+            assert list(tier.scan()) == []
         assert oct(path.stat().st_mode)[-2:] in ("00", "55")
 
 

@@ -55,7 +55,7 @@ def run_and_kill(path, seed, ledger, delay_s):
 
 def verify(path, ledger):
     shelf = Shelf(path, **OPTIONS)
-    records = {record.serial: record for record in shelf.tier.records()}
+    records = {record.serial: record for record in shelf.records()}
     assert ledger.durable <= records.keys(), "an acknowledged page is lost"
     assert not ledger.removed & records.keys(), "a removed page is back"
     for record, data in zip(records.values(), shelf.read(list(records.values())), strict=True):

@@ -10,7 +10,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tests.tierstore.tiers.disk.shelf import Shelf
+from tests.tierstore.tiers.disk.shelf import IDENTITY, Shelf
+from tierstore.policy import LRU
+from tierstore.tiers.disk import PageUse
 from tierstore.units import KIB, MIB
 
 SIZES = st.sampled_from([1, 100, 4 * KIB, 9000, 16 * KIB, 20_000, 64 * KIB, 65_000, 300_000, 1 * MIB])
@@ -21,13 +23,13 @@ class TierAgainstDict(RuleBasedStateMachine):
         super().__init__()
         self.root = Path(tempfile.mkdtemp())
         self.shelf = Shelf(self.root / "store", capacity_bytes=6 * MIB)
-        self.used: dict[int, tuple[float, int]] = {}
+        self.used: dict[int, PageUse] = {}
 
     @rule(sizes=st.lists(SIZES, min_size=1, max_size=8), chained=st.booleans(), data=st.data())
     def save(self, sizes, chained, data):
         parent = data.draw(st.sampled_from([0, *self.shelf.saved]))
         for record in self.shelf.save(sizes, parent=parent, chained=chained):
-            self.used[record.serial] = (record.used_s, record.hits)
+            self.used[record.serial] = PageUse(self.shelf.tick, record.created_s, 0)
 
     @precondition(lambda self: self.shelf.saved)
     @rule(data=st.data())
@@ -39,8 +41,10 @@ class TierAgainstDict(RuleBasedStateMachine):
     @rule(data=st.data(), used_s=st.floats(0, 1e10), hits=st.integers(0, 10**6))
     def use(self, data, used_s, hits):
         serial = data.draw(st.sampled_from(sorted(self.shelf.saved)))
-        self.shelf.tier.commit([], [], {serial: (used_s, hits)})
-        self.used[serial] = (used_s, hits)
+        self.shelf.tick += 1
+        self.used[serial] = PageUse(self.shelf.tick, used_s, hits)
+        self.shelf.tier.ledger.touch({serial: self.used[serial]})
+        self.shelf.tier.commit([], [], {serial: self.used[serial]}, self.shelf.tick)
 
     @rule()
     def give_a_place_back(self):
@@ -53,10 +57,11 @@ class TierAgainstDict(RuleBasedStateMachine):
         expected = set(self.shelf.saved)
         records = self.shelf.reopen()
         assert {record.serial for record in records} == expected
-        seen = {0}
+        assert self.shelf.tier.tick == self.shelf.tick
+        seen = {self.shelf.tier.root(IDENTITY.digest)}
         for record in records:
             assert record.parent in seen
-            assert (record.used_s, record.hits) == self.used[record.serial]
+            assert self.shelf.use(record.serial) == self.used[record.serial]
             seen.add(record.serial)
 
     @rule(capacity=st.sampled_from([2 * MIB, 4 * MIB, 6 * MIB]), page=st.sampled_from([8 * KIB, 64 * KIB]))
@@ -64,12 +69,37 @@ class TierAgainstDict(RuleBasedStateMachine):
         expected = dict(self.shelf.saved)
         records = self.shelf.reopen(capacity_bytes=capacity, page_bytes=page)
         for record in records:
-            assert (record.parent or record.serial) in self.shelf.saved
+            assert record.parent in {self.shelf.tier.root(IDENTITY.digest), *self.shelf.saved}
             assert record.serial in expected
 
     @rule()
     def read(self):
         self.shelf.verify()
+
+    @rule()
+    def find(self):
+        """Every page is found from its root, by its keys and tokens."""
+        for record, _ in self.shelf.saved.values():
+            path = [record]
+            while path[0].parent in self.shelf.saved:
+                path.insert(0, self.shelf.saved[path[0].parent][0])
+            chunks = [(each.key, each.tokens) for each in path]
+            assert self.shelf.tier.find(path[0].parent, IDENTITY.digest, chunks) == path
+            wrong = [*chunks[:-1], (record.key, record.tokens[:-1] + b"?")]
+            assert self.shelf.tier.find(path[0].parent, IDENTITY.digest, wrong) == path[:-1]
+
+    @rule()
+    def leave_in_order(self):
+        """The longest unused first, and children before their parents."""
+        order = self.shelf.tier.ledger.next_to_leave(LRU(), 3)
+        assert set(order) <= set(self.shelf.saved)
+        assert len(order) >= min(3, len(self.shelf.saved))
+        ticks = [self.used[serial].tick for serial in order]
+        assert ticks == sorted(ticks)
+        later = [
+            use.tick for serial, use in self.used.items() if serial in set(self.shelf.saved) - set(order)
+        ]
+        assert not later or not ticks or min(later) > ticks[-1]
 
     @invariant()
     def agrees(self):

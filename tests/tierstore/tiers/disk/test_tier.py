@@ -8,7 +8,8 @@ import pytest
 
 from tierstore.errors import UsageError
 from tierstore.memory import Memory
-from tierstore.tiers.disk import INLINE, DiskTier
+from tierstore.policy import LRU
+from tierstore.tiers.disk import INLINE, DiskTier, PageUse
 from tierstore.tiers.disk.payloads import ReadMode
 from tierstore.units import KIB, MIB, parse_size
 
@@ -117,7 +118,7 @@ def test_a_page_may_leave_and_come_back_in_one_commit(open_shelf):
     again.serial = record.serial
     view = Memory(64 * KIB, shared=False).view(0, 64 * KIB)
     shelf.tier.write([(again, view)])
-    shelf.tier.commit([(again, view)], [record], {})
+    shelf.tier.commit([(again, view)], [shelf.tier.ledger.remove(record.serial)], {})
     shelf.saved = {again.serial: (again, bytes(view))}
     (found,) = shelf.reopen()
     assert found.place == again.place != record.place
@@ -131,8 +132,9 @@ def test_a_removal_that_comes_late_spares_the_page_that_came_back(open_shelf):
     again.serial = record.serial
     view = Memory(64 * KIB, shared=False).view(0, 64 * KIB)
     shelf.tier.write([(again, view)])
+    removal = shelf.tier.ledger.remove(record.serial)
     shelf.tier.commit([(again, view)], [], {})
-    shelf.tier.commit([], [record], {})
+    shelf.tier.commit([], [removal], {})
     shelf.saved = {again.serial: (again, bytes(view))}
     shelf.reopen()
     shelf.verify()
@@ -141,20 +143,25 @@ def test_a_removal_that_comes_late_spares_the_page_that_came_back(open_shelf):
 def test_use_times_are_remembered(open_shelf):
     shelf = open_shelf()
     first, second = shelf.save([4096, 64 * KIB])
-    shelf.tier.commit([], [], {first.serial: (1e9, 7), 12345: (1.0, 1)})
-    found = {record.serial: record for record in shelf.reopen()}
-    assert (found[first.serial].used_s, found[first.serial].hits) == (1e9, 7)
-    assert found[second.serial].used_s == second.used_s
+    before = shelf.use(second.serial)
+    shelf.tier.commit([], [], {first.serial: PageUse(9, 1e9, 7), 12345: PageUse(1, 1.0, 1)}, 9)
+    shelf.reopen()
+    assert shelf.use(first.serial) == (9, 1e9, 7)
+    assert shelf.use(second.serial) == before
+    assert shelf.tier.tick == 9
 
 
-def test_records_come_parents_first_and_the_longest_unused_first(open_shelf):
+def test_children_leave_before_their_parents_and_the_longest_unused_first(open_shelf):
     shelf = open_shelf()
     a, b = shelf.save([4096, 4096])
     (a_child,) = shelf.save([4096], parent=a.serial)
     (b_child,) = shelf.save([4096], parent=b.serial)
-    shelf.tier.commit([], [], {a.serial: (50.0, 1), a_child.serial: (50.0, 1)})
-    order = [b.serial, a.serial, b_child.serial, a_child.serial]
-    assert [record.serial for record in shelf.reopen()] == order
+    shelf.tier.ledger.touch({each.serial: PageUse(shelf.tick, 50.0, 1) for each in (b, b_child)})
+    shelf.tier.ledger.touch({each.serial: PageUse(shelf.tick + 1, 50.0, 1) for each in (a, a_child)})
+    order = [b_child.serial, b.serial, a_child.serial, a.serial]
+    assert shelf.tier.ledger.next_to_leave(LRU(), 4) == order
+    assert shelf.tier.ledger.next_to_leave(LRU(), 1) == order[:2]  # equals are not parted
+    assert shelf.tier.ledger.latest_first() == order[::-1]
 
 
 def test_a_page_without_its_parent_is_dropped_for_good(open_shelf):

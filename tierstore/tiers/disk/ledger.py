@@ -1,0 +1,245 @@
+"""The ledger: a few numbers about every durable page, in memory, and the order in which they should leave.
+
+A store may hold millions of pages on disk and know most of them only from its last life. Their records stay
+in the index on disk and are read when a lookup comes by (``Catalog.find``). What eviction needs is here: one
+row per page, 66 bytes in columns of numbers, so that a million pages cost 66 MB, are read in a second at
+open, and can be put in order by a policy in one stroke.
+
+A row whose page was removed while pages below it stay (its bytes were damaged) is a *hole*: it keeps their
+place until it is saved again under its old serial, or the last of them leaves.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.policy import PageFacts, Policy
+from tierstore.tiers.disk.records import PageRecord, PageUse, Removal
+
+_LEAST_ROWS = 1024
+_COLUMNS = {
+    "serial": np.int64,
+    "parent": np.int64,
+    "place": np.int64,
+    "nbytes": np.int64,
+    "tick": np.int64,
+    "used_s": np.float64,
+    "hits": np.int64,
+    "children": np.int32,
+    "depth": np.int32,
+    "alive": np.bool_,
+}
+
+
+class Ledger:
+    """Rows in order of serials. Thread-safe; does no I/O."""
+
+    def __init__(self, facts: npt.NDArray[np.void] | None = None) -> None:
+        """Take over ``facts`` (``FACTS_DTYPE``, in order of serials), each of which has its parent among them
+        or has a root for a parent."""
+        self._lock = threading.Lock()
+        self._rows = 0 if facts is None else len(facts)
+        self._alive = self._rows
+        size = max(self._rows * 5 // 4, _LEAST_ROWS)
+        self._columns: dict[str, npt.NDArray[Any]] = {
+            name: np.zeros(size, dtype) for name, dtype in _COLUMNS.items()
+        }
+        if facts is not None:
+            for name in facts.dtype.names or ():
+                self._columns[name][: self._rows] = facts[name]
+            self._columns["alive"][: self._rows] = True
+            parents = parent_rows(facts)
+            held = parents[parents >= 0]
+            self._columns["children"][: self._rows] = np.bincount(held, minlength=self._rows)
+            self._columns["depth"][: self._rows] = depths(parents)
+
+    def __len__(self) -> int:
+        """Pages that are on disk for good and not about to leave."""
+        return self._alive
+
+    def __contains__(self, serial: int) -> bool:
+        with self._lock:
+            row = self._row(serial)
+            return row is not None and bool(self._columns["alive"][row])
+
+    def children(self, serial: int) -> int:
+        """How many pages on disk come right after this one (which may be a hole)."""
+        with self._lock:
+            row = self._row(serial)
+            return 0 if row is None else int(self._columns["children"][row])
+
+    def use(self, serial: int) -> PageUse:
+        """What is known of a page's use."""
+        with self._lock:
+            row = self._row(serial)
+            if row is None:
+                return PageUse(0, 0.0, 0)
+            tick, used_s, hits = (self._columns[name][row] for name in ("tick", "used_s", "hits"))
+            return PageUse(int(tick), float(used_s), int(hits))
+
+    def places(self) -> dict[int, tuple[int, int]]:
+        """Serial → (place, bytes) of every page."""
+        with self._lock:
+            rows = np.flatnonzero(self._columns["alive"][: self._rows])
+            serials, places, sizes = (
+                self._columns[name][rows].tolist() for name in ("serial", "place", "nbytes")
+            )
+            return dict(zip(serials, zip(places, sizes, strict=True), strict=True))
+
+    # -- changing ------------------------------------------------------------------------------------
+
+    def add(self, records: Iterable[PageRecord], used: Mapping[int, PageUse]) -> None:
+        """These pages are durable now. Their serials are above all others', or those of holes."""
+        with self._lock:
+            for record in records:
+                use = used.get(record.serial) or PageUse(0, record.created_s, 0)
+                row = self._row(record.serial)
+                if row is None:
+                    row = self._append(record.serial)
+                self._put(row, record, use)
+
+    def remove(self, serial: int) -> Removal:
+        """The page is to leave. Its row stays while pages below it are on disk."""
+        with self._lock:
+            row = self._row(serial)
+            assert row is not None, f"page {serial} is not in the ledger"
+            columns = self._columns
+            assert columns["alive"][row], f"page {serial} is removed twice"
+            columns["alive"][row] = False
+            self._alive -= 1
+            parent = int(columns["parent"][row])
+            above = self._row(parent)
+            if above is not None:
+                columns["children"][above] -= 1
+            return Removal(serial, parent, int(columns["place"][row]), int(columns["nbytes"][row]))
+
+    def touch(self, used: Mapping[int, PageUse]) -> None:
+        """Take note of uses; of pages that are not here, nothing."""
+        if not used:
+            return
+        with self._lock:
+            serials = np.fromiter(used, np.int64, len(used))
+            rows = np.searchsorted(self._columns["serial"][: self._rows], serials)
+            rows[rows == self._rows] = 0
+            known = self._columns["serial"][rows] == serials if self._rows else np.zeros(len(used), np.bool_)
+            uses = np.array(list(used.values()), np.float64)[known]
+            for at, name in enumerate(("tick", "used_s", "hits")):
+                self._columns[name][rows[known]] = uses[:, at]
+
+    def _put(self, row: int, record: PageRecord, use: PageUse) -> None:
+        columns = self._columns
+        assert not columns["alive"][row], f"page {record.serial} is added twice"
+        above = self._row(record.parent)
+        columns["parent"][row] = record.parent
+        columns["place"][row] = record.place
+        columns["nbytes"][row] = record.nbytes
+        columns["tick"][row], columns["used_s"][row], columns["hits"][row] = use
+        columns["depth"][row] = 0 if above is None else columns["depth"][above] + 1
+        columns["alive"][row] = True
+        if above is not None:
+            columns["children"][above] += 1
+        self._alive += 1
+
+    def _append(self, serial: int) -> int:
+        assert not self._rows or serial > self._columns["serial"][self._rows - 1], f"serial {serial} is old"
+        if self._rows == len(self._columns["serial"]):
+            self._make_room()
+        row = self._rows
+        self._columns["serial"][row] = serial
+        self._columns["children"][row] = 0
+        self._rows += 1
+        return row
+
+    def _make_room(self) -> None:
+        columns = self._columns
+        kept = np.flatnonzero(columns["alive"][: self._rows] | (columns["children"][: self._rows] > 0))
+        size = max(len(kept) * 3 // 2, _LEAST_ROWS)
+        for name, column in columns.items():
+            columns[name] = np.zeros(size, column.dtype)
+            columns[name][: len(kept)] = column[kept]
+        self._rows = len(kept)
+
+    def _row(self, serial: int) -> int | None:
+        serials = self._columns["serial"]
+        row = int(np.searchsorted(serials[: self._rows], serial))
+        return row if row < self._rows and serials[row] == serial else None
+
+    # -- order ---------------------------------------------------------------------------------------
+
+    def next_to_leave(self, policy: Policy, count: int) -> list[int]:
+        """The serials of at least ``count`` pages (all, if there are fewer), worst first by ``policy``; among
+        equals the deepest first. Whether each of them may leave is for the caller to find out: those that
+        still have :meth:`children` must not."""
+        with self._lock:
+            rows = np.flatnonzero(self._columns["alive"][: self._rows])
+            nbytes, depth, tick, hits = (
+                self._columns[name][rows] for name in ("nbytes", "depth", "tick", "hits")
+            )
+            scores = np.asarray(policy.score(PageFacts(nbytes, depth, tick, hits)), np.float64)
+            if count < len(rows):
+                bar = np.partition(scores, count)[count]
+                chosen = np.flatnonzero(scores <= bar)
+                rows, scores, depth = rows[chosen], scores[chosen], depth[chosen]
+            order = np.lexsort((-depth, scores))
+            serials: list[int] = self._columns["serial"][rows[order]].tolist()
+            return serials
+
+    def latest_first(self) -> list[int]:
+        """All serials, the most recently used first, each after its parent."""
+        with self._lock:
+            rows = np.flatnonzero(self._columns["alive"][: self._rows])
+            order = np.lexsort((self._columns["depth"][rows], -self._columns["tick"][rows]))
+            serials: list[int] = self._columns["serial"][rows[order]].tolist()
+            return serials
+
+    # -- checking ------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert that serials ascend and that children and depths are those that the parents say."""
+        with self._lock:
+            columns = {name: column[: self._rows] for name, column in self._columns.items()}
+            assert (np.diff(columns["serial"]) > 0).all(), "serials do not ascend"
+            assert columns["alive"].sum() == self._alive, f"{self._alive} pages are counted"
+            rows = np.searchsorted(columns["serial"], columns["parent"])
+            rows[rows == self._rows] = 0
+            known = columns["serial"][rows] == columns["parent"] if self._rows else columns["alive"]
+            held = rows[known & columns["alive"]]
+            children = np.bincount(held, minlength=self._rows)
+            assert (children == columns["children"]).all(), "children are miscounted"
+
+
+def parent_rows(facts: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
+    """For each row the row of its parent; -1 where that is not among them."""
+    serials = facts["serial"].astype(np.int64)
+    parents = facts["parent"].astype(np.int64)
+    if not len(serials):
+        return parents
+    rows = np.searchsorted(serials, parents).astype(np.int64)
+    rows[rows == len(serials)] = 0
+    rows[serials[rows] != parents] = -1
+    return rows
+
+
+def depths(parents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """How many ancestors each row has, by doubling: log₂ of the deepest prompt's chunks passes."""
+    depth = (parents >= 0).astype(np.int64)
+    jump = parents.copy()
+    while (jumping := np.flatnonzero(jump >= 0)).size:
+        depth[jumping] += depth[jump[jumping]]
+        jump[jumping] = jump[jump[jumping]]
+    return depth
+
+
+def reachable(parents: npt.NDArray[np.int64], good: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Which rows are good and have only good ancestors."""
+    good = good.copy()
+    jump = parents.copy()
+    while (jumping := np.flatnonzero(jump >= 0)).size:
+        good[jumping] &= good[jump[jumping]]
+        jump[jumping] = jump[jump[jumping]]
+    return good
