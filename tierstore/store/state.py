@@ -22,6 +22,7 @@ from tierstore.tiers.disk import DiskTier, Ledger, PageRecord, PageUse, Removal
 from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.host import HostTier
 
+_MOST_PASSES = 3  # over the ledger, before an eviction gives up
 _AWAKE_PAGES = 1 << 15  # on disk only, and kept in memory all the same: 1 KiB each
 
 
@@ -215,18 +216,11 @@ class StoreState:
         if ledger is None:
             return 0
         self.note_uses()
-        evicted = 0
-        asked = count
-        while evicted < count:
-            before = evicted
-            for serial in ledger.next_to_leave(self._disk_policy, asked):
-                if evicted == count:
-                    break
-                evicted += self._leaves_disk(ledger, serial)
-            if evicted == before:
-                if asked >= len(ledger):
-                    break
-                asked *= 4  # those that were asked for are held: look further
+        evicted = passes = 0
+        while evicted < count and passes < _MOST_PASSES:
+            serials = ledger.next_to_leave(self._disk_policy, count - evicted)
+            evicted += sum(self._leaves_disk(ledger, serial) for serial in serials)
+            passes += not serials  # an end was reached: what was held back, or is new since, gets its turn
         return evicted
 
     def _leaves_disk(self, ledger: Ledger, serial: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -33,6 +34,7 @@ _log = logging.getLogger(__name__)
 
 DEFAULT_HOST_BYTES = 1 * GIB
 DEFAULT_DISK_BYTES = 10 * GIB
+_EVICTED_AT_ONCE = 512  # pages; then others get the lock
 _QUEUE_FRACTION = 1 / 2  # of the host tier, that may wait to be written to disk
 
 
@@ -262,10 +264,17 @@ class Store:
         state = self._state
         if name is Tier.DISK and self._disk is not None:
             self._disk.wait_surveyed()
-        with state.lock:
-            state.require_open()
-            held = len(state.ledger) if name is Tier.DISK and state.ledger else state.index.copies[name]
-            return state.evict(name, held if pages is None else pages)
+        wanted = sys.maxsize if pages is None else pages
+        evicted = 0
+        while evicted < wanted:
+            share = min(wanted - evicted, _EVICTED_AT_ONCE)
+            with state.lock:
+                state.require_open()
+                left = state.evict(name, share)
+            evicted += left
+            if left < share:
+                break
+        return evicted
 
     def pin(self, prompt: Prompt | TokenIds) -> int:
         """Keep the held whole chunks of ``prompt`` in the store until :meth:`unpin`; returns their tokens. A

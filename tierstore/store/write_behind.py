@@ -27,7 +27,8 @@ from tierstore.tiers.disk import DiskTier, PageRecord
 _log = logging.getLogger(__name__)
 
 _BATCH_BYTES = 128 << 20  # at most, and half of the queue: each batch costs a commit
-_EVICT_FRACTION = 1 / 64  # of the disk's capacity, freed at once when it is full
+_EVICT_FRACTION = 1 / 64  # of the disk's capacity, freed at once when it is full …
+_EVICT_PAGES = 512  # … but no more pages than this: the store is locked meanwhile
 _RETRY_S = 10.0  # after a write error
 _USE_FLUSH_S = 30.0  # use times reach the disk at least this often while nothing else is written
 
@@ -197,7 +198,7 @@ class WriteBehind:
         if place is None:
             with self._state.lock:
                 share = int(self._disk.stats().capacity_bytes * _EVICT_FRACTION / nbytes)
-                evicted = self._state.evict(Tier.DISK, max(share, 1))
+                evicted = self._state.evict(Tier.DISK, min(max(share, 1), _EVICT_PAGES))
             if evicted and self._commit([]):
                 place = self._disk.reserve(nbytes)
         return place

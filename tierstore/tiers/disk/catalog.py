@@ -175,12 +175,13 @@ class Catalog:
     def facts(self) -> npt.NDArray[np.void]:
         """The facts of every page in order of serials (``FACTS_DTYPE``). One pass over a compact tree: a
         second for a million pages."""
-        parts: list[bytes] = []
+        rows = bytearray()
         with _os_errors(), self._env.begin(db=self._facts) as txn, txn.cursor() as cursor:
             for key, value in cursor:
                 if len(value) == FACTS_BYTES:
-                    parts += (key, value)
-        return decode_facts(b"".join(parts))
+                    rows += key
+                    rows += value
+        return decode_facts(rows)
 
     def roots(self) -> dict[int, bytes]:
         """Serial → identity, for every identity that ever had a page here."""

@@ -12,6 +12,7 @@ place until it is saved again under its old serial, or the last of them leaves.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ from tierstore.policy import PageFacts, Policy
 from tierstore.tiers.disk.records import PageRecord, PageUse, Removal
 
 _LEAST_ROWS = 1024
+_ORDERED_FRACTION = 64  # of the pages are put in order at once: a pass over a million takes 50 ms
+_END = (-1, 0)
 _COLUMNS = {
     "serial": np.int64,
     "parent": np.int64,
@@ -45,7 +48,8 @@ class Ledger:
         self._lock = threading.Lock()
         self._rows = 0 if facts is None else len(facts)
         self._alive = self._rows
-        size = max(self._rows * 5 // 4, _LEAST_ROWS)
+        self._order: deque[tuple[int, int]] = deque()  # what is left of the last _put_in_order
+        size = max(self._rows * 9 // 8, _LEAST_ROWS)
         self._columns: dict[str, npt.NDArray[Any]] = {
             name: np.zeros(size, dtype) for name, dtype in _COLUMNS.items()
         }
@@ -172,22 +176,43 @@ class Ledger:
     # -- order ---------------------------------------------------------------------------------------
 
     def next_to_leave(self, policy: Policy, count: int) -> list[int]:
-        """The serials of at least ``count`` pages (all, if there are fewer), worst first by ``policy``; among
-        equals the deepest first. Whether each of them may leave is for the caller to find out: those that
-        still have :meth:`children` must not."""
+        """The serials of up to ``count`` pages, worst first by ``policy``; among equals the deepest first.
+        Those that have been used since the pages were last put in order are passed over. An empty list says
+        that the end is reached; the next call begins anew.
+
+        Whether each of them may leave is for the caller to find out: those that still have :meth:`children`
+        must not.
+        """
         with self._lock:
-            rows = np.flatnonzero(self._columns["alive"][: self._rows])
-            nbytes, depth, tick, hits = (
-                self._columns[name][rows] for name in ("nbytes", "depth", "tick", "hits")
-            )
-            scores = np.asarray(policy.score(PageFacts(nbytes, depth, tick, hits)), np.float64)
-            if count < len(rows):
-                bar = np.partition(scores, count)[count]
-                chosen = np.flatnonzero(scores <= bar)
-                rows, scores, depth = rows[chosen], scores[chosen], depth[chosen]
-            order = np.lexsort((-depth, scores))
-            serials: list[int] = self._columns["serial"][rows[order]].tolist()
-            return serials
+            if not self._order:
+                self._order = self._put_in_order(policy, max(count, self._alive // _ORDERED_FRACTION))
+                self._order.append(_END)
+            chosen: list[int] = []
+            while len(chosen) < count:
+                serial, tick = self._order.popleft()
+                if serial < 0:
+                    if chosen:
+                        self._order.appendleft(_END)
+                    break
+                row = self._row(serial)
+                if row is not None and self._columns["alive"][row] and self._columns["tick"][row] == tick:
+                    chosen.append(serial)
+            return chosen
+
+    def _put_in_order(self, policy: Policy, count: int) -> deque[tuple[int, int]]:
+        """(serial, tick) of at least ``count`` pages, worst first: one pass over all of them."""
+        rows = np.flatnonzero(self._columns["alive"][: self._rows])
+        nbytes, depth, tick, hits = (
+            self._columns[name][rows] for name in ("nbytes", "depth", "tick", "hits")
+        )
+        scores = np.asarray(policy.score(PageFacts(nbytes, depth, tick, hits)), np.float64)
+        if count < len(rows):
+            bar = np.partition(scores, count)[count]
+            chosen = np.flatnonzero(scores <= bar)
+            rows, scores, depth, tick = rows[chosen], scores[chosen], depth[chosen], tick[chosen]
+        order = np.lexsort((-depth, scores))
+        serials = self._columns["serial"][rows[order]]
+        return deque(zip(serials.tolist(), tick[order].tolist(), strict=True))
 
     def latest_first(self) -> list[int]:
         """All serials, the most recently used first, each after its parent."""

@@ -128,6 +128,6 @@ def with_use(facts: bytes, use: PageUse) -> bytes:
     return facts[: _FACTS.size - 24] + _FACTS.pack(0, 0, 0, *use)[-24:]
 
 
-def decode_facts(keys_and_values: bytes) -> npt.NDArray[np.void]:
+def decode_facts(keys_and_values: bytearray) -> npt.NDArray[np.void]:
     """Any number of (serial, facts) side by side, as an array of ``FACTS_DTYPE``."""
     return np.frombuffer(keys_and_values, FACTS_DTYPE)

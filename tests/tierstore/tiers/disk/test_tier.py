@@ -159,9 +159,13 @@ def test_children_leave_before_their_parents_and_the_longest_unused_first(open_s
     shelf.tier.ledger.touch({each.serial: PageUse(shelf.tick, 50.0, 1) for each in (b, b_child)})
     shelf.tier.ledger.touch({each.serial: PageUse(shelf.tick + 1, 50.0, 1) for each in (a, a_child)})
     order = [b_child.serial, b.serial, a_child.serial, a.serial]
-    assert shelf.tier.ledger.next_to_leave(LRU(), 4) == order
-    assert shelf.tier.ledger.next_to_leave(LRU(), 1) == order[:2]  # equals are not parted
     assert shelf.tier.ledger.latest_first() == order[::-1]
+    assert shelf.tier.ledger.next_to_leave(LRU(), 4) == order
+    assert shelf.tier.ledger.next_to_leave(LRU(), 4) == []
+    assert shelf.tier.ledger.next_to_leave(LRU(), 2) == order[:2]
+    shelf.tier.ledger.touch({a_child.serial: PageUse(shelf.tick + 2, 60.0, 1)})
+    assert shelf.tier.ledger.next_to_leave(LRU(), 4) == [a.serial]  # the other one is worth more now
+    assert shelf.tier.ledger.next_to_leave(LRU(), 4) == []
 
 
 def test_a_page_without_its_parent_is_dropped_for_good(open_shelf):
