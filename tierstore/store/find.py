@@ -17,7 +17,7 @@ _MOST_LOOKS = 4  # at the disk; more than one only while others evict or save th
 
 
 @contextmanager
-def find(state: StoreState, prompt: Prompt, max_tokens: int) -> Iterator[Match]:
+def find(state: StoreState, prompt: Prompt, max_tokens: int, page_bytes: int) -> Iterator[Match]:
     """The longest held prefix of ``prompt``. The block runs under the store's lock, and all that was found is
     in the tree during it.
 
@@ -29,10 +29,11 @@ def find(state: StoreState, prompt: Prompt, max_tokens: int) -> Iterator[Match]:
     while True:
         with state.lock:
             state.require_open()
+            root = state.root(prompt.identity, page_bytes)
             if match is None or state.index.changes != seen:
-                match = state.match(prompt, max_tokens)
+                match = state.index.match(root, prompt, max_tokens)
                 seen = state.index.changes
-            parent = _frontier(state, match, prompt) if looks < _MOST_LOOKS else None
+            parent = _frontier(state, root, match, prompt.chunk_tokens) if looks < _MOST_LOOKS else None
             if parent is None or match.tokens >= max_tokens:
                 yield match
                 return
@@ -40,10 +41,10 @@ def find(state: StoreState, prompt: Prompt, max_tokens: int) -> Iterator[Match]:
         looks = looks + 1 if woken else _MOST_LOOKS
 
 
-def _frontier(state: StoreState, match: Match, prompt: Prompt) -> Page | None:
+def _frontier(state: StoreState, root: Page, match: Match, chunk_tokens: int) -> Page | None:
     """The last whole page of a match, if there may be pages below it that are only on disk."""
-    whole = match.tokens // prompt.chunk_tokens
-    page = match.pages[whole - 1] if whole else state.root(prompt.identity)
+    whole = match.tokens // chunk_tokens
+    page = match.pages[whole - 1] if whole else root
     on_disk = page.copies[Tier.DISK] is not None or page.parent is None
     return page if state.disk is not None and page.serial and on_disk else None
 

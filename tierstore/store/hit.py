@@ -28,6 +28,7 @@ class Hit:
         self._loader = loader
         self.match = match
         self.lease = lease
+        self.chunk_tokens = chunk_tokens
         self.tokens = match.tokens
         counts = {tier.label: 0 for tier in Tier}
         for _, tier in lease.held:

@@ -69,7 +69,8 @@ class _Load(ABC, Generic[R]):
         self._cut = len(self.pages)
         self._pieces = 0
         self._copying = 0
-        nbytes = len(self.pages) * state.page_bytes
+        self.page_bytes = self.pages[0].nbytes if self.pages else 1
+        nbytes = len(self.pages) * self.page_bytes
         self.transfer: Transfer[R] = Transfer(
             self._settle, pages=len(self.pages), nbytes=nbytes, deadline_s=deadline_s, clock=state.clock
         )
@@ -112,13 +113,13 @@ class _Load(ABC, Generic[R]):
         """Take the room that the missing pages will need at the destination, or cut. Under the lock."""
 
     def _cut_into_pieces(self, first: int) -> list[tuple[int, int]]:
-        pages = min(max(_PIECE_BYTES // self.state.page_bytes, 1), _PIECE_PAGES)
+        pages = min(max(_PIECE_BYTES // self.page_bytes, 1), _PIECE_PAGES)
         return [(start, min(start + pages, self._cut)) for start in range(first, self._cut, pages)]
 
     def _run(self, start: int, stop: int) -> None:
         if not self.transfer.stopped and start < self._cut:
             moved = self._move(start, stop)
-            self.transfer.advance(moved, moved * self.state.page_bytes)
+            self.transfer.advance(moved, moved * self.page_bytes)
         with self.state.lock:
             self._pieces -= 1
             last = self._pieces == 0
@@ -254,7 +255,7 @@ class _Load(ABC, Generic[R]):
             pages = 0
             if state is not TransferState.CANCELLED:
                 pages = next((i for i, here in enumerate(self._arrived) if not here), len(self.pages))
-            tokens = self.hit.tokens if pages == len(self.pages) else pages * self.state.spec.chunk_tokens
+            tokens = self.hit.tokens if pages == len(self.pages) else pages * self.hit.chunk_tokens
             self.state.counters.loads_cut_short += tokens < self.hit.tokens
             self.state.counters.loaded_pages += pages
             return self._result(state, pages, tokens)
@@ -295,7 +296,8 @@ class _BufferLoad(_Load[Loaded]):
             wanted = [] if self.closed else [(move, self._place(move)) for move in moves]
             self._copying += 1
         addresses = self._buffers.addresses
-        self.state.copy_to_memory([(move.tier, place, addresses[move.position]) for move, place in wanted])
+        copies = [(move.tier, place, addresses[move.position]) for move, place in wanted]
+        self.state.copy_to_memory(copies, self.page_bytes)
         with self.state.lock:
             self._copying -= 1
             for move in moves:
@@ -307,7 +309,7 @@ class _BufferLoad(_Load[Loaded]):
 
     def _result(self, state: TransferState, pages: int, tokens: int) -> Loaded:
         self.state.release(self.hit.lease)
-        return Loaded(tokens, (), pages * self.state.page_bytes)
+        return Loaded(tokens, (), pages * self.page_bytes)
 
 
 class _HbmLoad(_Load[Loaded]):
@@ -322,7 +324,7 @@ class _HbmLoad(_Load[Loaded]):
 
     def _private(self, position: int) -> bool:
         tail_tokens = self.hit.match.tail_tokens
-        return position == len(self.pages) - 1 and tail_tokens < self.state.spec.chunk_tokens
+        return position == len(self.pages) - 1 and tail_tokens < self.hit.chunk_tokens
 
     def _present(self, position: int, page: Page) -> bool:
         copy = page.copies[Tier.HBM]
@@ -377,7 +379,7 @@ class _HbmLoad(_Load[Loaded]):
         self.state.release_hbm([*behind, *self._reserved.values()])
         self._reserved.clear()
         self.state.release(self.hit.lease)
-        return Loaded(tokens, tuple(self._hbm_pages[:pages]), self._moved * self.state.page_bytes)
+        return Loaded(tokens, tuple(self._hbm_pages[:pages]), self._moved * self.page_bytes)
 
 
 class Loader:

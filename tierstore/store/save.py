@@ -46,8 +46,11 @@ class _Fill:
 class SaveJob:
     """The copies of one save. ``stored`` counts tokens in or on their way into a tier below HBM."""
 
-    def __init__(self, state: StoreState, source: PageSource, write_behind: WriteBehind | None) -> None:
+    def __init__(
+        self, state: StoreState, source: PageSource, write_behind: WriteBehind | None, page_bytes: int
+    ) -> None:
         self.state = state
+        self.page_bytes = page_bytes
         self.source = source
         self.write_behind = write_behind
         self.stored_tokens = 0
@@ -67,7 +70,7 @@ class SaveJob:
         if 0 < first <= match.tokens // prompt.chunk_tokens:
             parent: Page | None = match.pages[first - 1]
         else:
-            parent = state.index.path(state.root(prompt.identity), prompt, first)
+            parent = state.index.path(state.root(prompt.identity, self.page_bytes), prompt, first)
         touched: list[Page] = []
         for position in range(count):
             if parent is None or (parent.parent is not None and not any(parent.copies)):
@@ -118,10 +121,10 @@ class SaveJob:
 
     def start(self, mover: Mover) -> Transfer[int]:
         state = self.state
-        pages = max(_PIECE_BYTES // state.page_bytes, 1)
+        pages = max(_PIECE_BYTES // self.page_bytes, 1)
         pieces = [self.fills[start : start + pages] for start in range(0, len(self.fills), pages)]
         self._pieces = len(pieces)
-        nbytes = len(self.fills) * state.page_bytes
+        nbytes = len(self.fills) * self.page_bytes
         self.transfer = Transfer(self._settle, pages=len(self.fills), nbytes=nbytes, clock=state.clock)
         if not pieces:
             self.transfer.finish()
@@ -144,7 +147,7 @@ class SaveJob:
             self._pieces -= 1
             last = self._pieces == 0
             state.changed.notify_all()
-        self.transfer.advance(len(wanted), len(wanted) * state.page_bytes)
+        self.transfer.advance(len(wanted), len(wanted) * self.page_bytes)
         if last:
             self.transfer.finish()
 

@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from tierstore import memory
-from tierstore.errors import StoreClosedError, UsageError
+from tierstore.errors import StoreClosedError
 from tierstore.index import Index, Match, Page, Tier
-from tierstore.keys import Identity, Prompt
+from tierstore.keys import Identity
 from tierstore.policy import Policy
-from tierstore.spec import KVSpec
 from tierstore.store.stats import Counters, TierStats
 from tierstore.tiers.disk import DiskTier, Ledger, PageRecord, PageUse, Removal
 from tierstore.tiers.hbm import PagePool
@@ -42,7 +41,6 @@ class StoreState:
 
     def __init__(
         self,
-        spec: KVSpec,
         policies: Sequence[Policy],
         *,
         host: HostTier | None,
@@ -51,9 +49,6 @@ class StoreState:
         clock: Callable[[], float] = time.monotonic,
         awake_pages: int = _AWAKE_PAGES,
     ) -> None:
-        self.spec = spec
-        self.page_bytes = spec.page_bytes
-        self._layout = spec.describe()  # compared at every lookup
         self.host = host
         self.pool = pool
         self.disk = disk
@@ -79,16 +74,15 @@ class StoreState:
 
     # -- lookup and leases ---------------------------------------------------------------------------
 
-    def root(self, identity: Identity) -> Page:
-        """The root of everything stored under ``identity``."""
-        root = self.index.root(identity.digest, self.page_bytes)
+    def root(self, identity: Identity, page_bytes: int) -> Page:
+        """The root of everything stored under ``identity``, all pages of which have ``page_bytes``."""
+        root = self.index.root(identity.digest, page_bytes)
+        assert root.nbytes == page_bytes, (
+            f"pages of {root.nbytes} bytes, not {page_bytes}, have this identity"
+        )
         if not root.serial and self.disk is not None:
             root.serial = self.disk.root(identity.digest) or 0
         return root
-
-    def match(self, prompt: Prompt, max_tokens: int) -> Match:
-        """The longest held prefix that is in the tree."""
-        return self.index.match(self.root(prompt.identity), prompt, max_tokens)
 
     def use(self, match: Match, lookup_tokens: int, lease_s: float) -> Lease:
         """Lease what a lookup found, each page where it is fastest to load from."""
@@ -161,10 +155,11 @@ class StoreState:
 
     # -- room ----------------------------------------------------------------------------------------
 
-    def host_slot(self) -> int | None:
-        """A host slot, evicting as the policy says; None when everything is leased or being filled."""
+    def host_slot(self, nbytes: int) -> int | None:
+        """A host slot for ``nbytes``, evicting as the policy says; None when everything is leased or being
+        filled."""
         assert self.host is not None
-        while (place := self.host.allocate(self.page_bytes)) is None:
+        while (place := self.host.allocate(nbytes)) is None:
             if not self.evict(Tier.HOST, 1):
                 return None
         return place
@@ -281,7 +276,7 @@ class StoreState:
     def begin_host_fill(self, page: Page) -> int | None:
         """Reserve a host slot for ``page`` and lease it to whoever fills it; None when there is no room."""
         page.pins += 1  # making room may take the last page below a hole, and with it the hole itself
-        place = self.host_slot()
+        place = self.host_slot(page.nbytes)
         page.pins -= 1
         if place is not None:
             self.index.add_copy(page, Tier.HOST, place, ready=False, leases=1)
@@ -330,14 +325,14 @@ class StoreState:
 
     # -- bytes (without the lock: the caller holds leases) --------------------------------
 
-    def copy_to_memory(self, copies: Sequence[tuple[Tier, int, int]]) -> None:
+    def copy_to_memory(self, copies: Sequence[tuple[Tier, int, int]], page_bytes: int) -> None:
         """Copy pages of the HBM and host tiers to host memory: (tier, place, address)."""
         if self.pool is not None:
             self.pool.read_pages((place, address) for tier, place, address in copies if tier is Tier.HBM)
         if self.host is not None:
             start = self.host.address(0)
             pairs = ((address, start + place) for tier, place, address in copies if tier is Tier.HOST)
-            memory.copy_all(pairs, self.page_bytes)
+            memory.copy_all(pairs, page_bytes)
 
     def copy_to_hbm(self, copies: Sequence[tuple[Tier, int, int]]) -> None:
         """Copy pages of the HBM and host tiers into pages of the pool: (tier, place, HBM page)."""
@@ -405,16 +400,13 @@ class StoreState:
         if self.closed:
             raise StoreClosedError("the store is closed")
 
-    def require_layout(self, prompt: Prompt) -> None:
-        if prompt.chunk_tokens != self.spec.chunk_tokens or prompt.identity.layout != self._layout:
-            raise UsageError("the prompt was made for another page layout than this store's")
-
     def tier_stats(self) -> dict[str, TierStats]:
         sizes: dict[Tier, tuple[int, int]] = {}
         if self.pool is not None:
             free = self.pool.free_pages
             total = self.pool.num_pages
-            sizes[Tier.HBM] = (total * self.page_bytes, (total - free) * self.page_bytes)
+            page_bytes = self.pool.spec.page_bytes
+            sizes[Tier.HBM] = (total * page_bytes, (total - free) * page_bytes)
         if self.host is not None:
             sizes[Tier.HOST] = (self.host.capacity_bytes, self.host.used_bytes)
         if self.disk is not None:

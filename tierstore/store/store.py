@@ -65,7 +65,8 @@ class Store:
         self._host = host
         self._disk = disk
         self._lease_s = lease_s
-        self._state = StoreState(spec, [POLICIES[policy]() for _ in Tier], host=host, pool=pool, disk=disk)
+        self._layout = spec.describe()  # compared at every lookup
+        self._state = StoreState([POLICIES[policy]() for _ in Tier], host=host, pool=pool, disk=disk)
         self._mover = Mover(mover_threads)
         self._loader = Loader(self._state, self._mover)
         self._write_behind: WriteBehind | None = None
@@ -160,7 +161,7 @@ class Store:
         prompt = self._as_prompt(prompt)
         limit = len(prompt) if max_tokens is None else min(max_tokens, len(prompt))
         state = self._state
-        with find(state, prompt, limit) as match:
+        with find(state, prompt, limit, self.spec.page_bytes) as match:
             lease = state.use(match, limit, self._lease_s)
             hit = Hit(state, self._loader, match, lease, self.spec.chunk_tokens)
             for label, tokens in hit.by_tier.items():
@@ -224,8 +225,8 @@ class Store:
             raise UsageError(
                 f"chunks {first} … {first + count} do not lie within a prompt of {chunks} chunks"
             )
-        job = SaveJob(self._state, source, self._write_behind)
-        with find(self._state, prompt, len(prompt)) as match:
+        job = SaveJob(self._state, source, self._write_behind, self.spec.page_bytes)
+        with find(self._state, prompt, len(prompt), self.spec.page_bytes) as match:
             job.plan(prompt, match, first, count)
         return job.start(self._mover)
 
@@ -297,7 +298,7 @@ class Store:
         """The held whole chunks of a prompt, under the lock."""
         prompt = self._as_prompt(prompt)
         whole = len(prompt.keys) * self.spec.chunk_tokens
-        with find(self._state, prompt, whole) as match:
+        with find(self._state, prompt, whole, self.spec.page_bytes) as match:
             yield match.pages[: match.tokens // self.spec.chunk_tokens]
 
     # -- seeing and ending ---------------------------------------------------------------------------
@@ -353,7 +354,8 @@ class Store:
     def _as_prompt(self, prompt: Prompt | TokenIds) -> Prompt:
         if not isinstance(prompt, Prompt):
             return self.prompt(prompt)
-        self._state.require_layout(prompt)
+        if prompt.chunk_tokens != self.spec.chunk_tokens or prompt.identity.layout != self._layout:
+            raise UsageError("the prompt was made for another page layout than this store's")
         return prompt
 
 

@@ -39,11 +39,12 @@ class WriteBehind:
     def __init__(self, state: StoreState, disk: DiskTier, *, queue_bytes: int) -> None:
         self._state = state
         self._disk = disk
-        self._queue_pages = max(queue_bytes // state.page_bytes, 1)
-        self._batch_pages = max(min(_BATCH_BYTES, queue_bytes // 2) // state.page_bytes, 1)
+        self._queue_bytes = queue_bytes
+        self._batch_bytes = min(_BATCH_BYTES, queue_bytes // 2)
         # Guarded by the state's lock.
         self._queue: deque[Page] = deque()
         self._queued: set[Page] = set()  # in the queue or in a batch
+        self._queued_bytes = 0
         self._offline_until = 0.0
         self._closing = False
         self._writer = threading.Thread(target=self._write_batches, name="tierstore-writer", daemon=True)
@@ -79,12 +80,14 @@ class WriteBehind:
                     waiting.append(child)
 
     def _append(self, page: Page) -> bool:
-        if len(self._queued) >= self._queue_pages or not self.writable:
+        full = self._queued and self._queued_bytes + page.nbytes > self._queue_bytes
+        if full or not self.writable:
             self._state.counters.disk_dropped_pages += 1
             return False
         self._state.index.lease(page, Tier.HOST)
         self._queue.append(page)
         self._queued.add(page)
+        self._queued_bytes += page.nbytes
         return True
 
     def _unwritten(self, page: Page) -> bool:
@@ -149,7 +152,12 @@ class WriteBehind:
         return bool(self._queue or self._closing or (self._state.removed and self.writable))
 
     def _next_batch(self) -> list[Page]:
-        return [self._queue.popleft() for _ in range(min(self._batch_pages, len(self._queue)))]
+        batch: list[Page] = []
+        room = self._batch_bytes
+        while self._queue and (not batch or self._queue[0].nbytes <= room):
+            batch.append(self._queue.popleft())
+            room -= batch[-1].nbytes
+        return batch
 
     def _housekeeping_due(self) -> bool:
         with self._state.lock:
@@ -272,6 +280,8 @@ class WriteBehind:
         self._finish(page)
 
     def _finish(self, page: Page) -> None:
-        self._queued.discard(page)
+        if page in self._queued:
+            self._queued.remove(page)
+            self._queued_bytes -= page.nbytes
         self._state.unlease(page, Tier.HOST)
         self._state.changed.notify_all()
