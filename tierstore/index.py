@@ -376,6 +376,35 @@ class Index:
             self.leases[tier] -= 1
             self._offer(page, tier)
 
+    def lease_all(self, held: Sequence[tuple[Page, Tier]]) -> None:
+        """A lease on each of these copies. One loop: this and the next run at every lookup."""
+        leases = self.leases
+        for page, tier in held:
+            copy = page.copies[tier]
+            assert copy is not None, f"{page} has no copy in {tier.label}"
+            if not copy.leases:
+                leases[tier] += 1
+            copy.leases += 1
+
+    def unlease_all(self, held: Sequence[tuple[Page, Tier]]) -> list[Page]:
+        """Give up a lease on each of these copies. Returns the pages whose copy is damaged and now without a
+        lease."""
+        leases = self.leases
+        damaged = []
+        for page, tier in held:
+            copy = page.copies[tier]
+            assert copy is not None, f"{page} has no copy in {tier.label}"
+            assert copy.leases > 0, f"{page} has no lease in {tier.label}"
+            copy.leases -= 1
+            if copy.leases:
+                continue
+            leases[tier] -= 1
+            if copy.damaged:
+                damaged.append(page)
+            elif not copy.children:  # else it may not leave anyhow
+                self._offer(page, tier)
+        return damaged
+
     def pin(self, page: Page) -> None:
         page.pins += 1
 

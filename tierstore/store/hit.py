@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -30,12 +30,12 @@ class Hit:
         self.lease = lease
         self.chunk_tokens = chunk_tokens
         self.tokens = match.tokens
-        counts = {tier.label: 0 for tier in Tier}
-        for _, tier in lease.held:
-            counts[tier.label] += chunk_tokens
+        counts = Counter([tier for _, tier in lease.held])
+        self.by_tier: dict[str, int] = {
+            tier.label: pages * chunk_tokens for tier in Tier if (pages := counts[tier])
+        }
         if lease.held:
-            counts[lease.held[-1][1].label] += match.tail_tokens - chunk_tokens
-        self.by_tier: Mapping[str, int] = {label: count for label, count in counts.items() if count}
+            self.by_tier[lease.held[-1][1].label] += match.tail_tokens - chunk_tokens
 
     def __repr__(self) -> str:
         return f"Hit({self.tokens} tokens, {dict(self.by_tier)})"

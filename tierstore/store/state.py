@@ -98,7 +98,8 @@ class StoreState:
     def touch(self, pages: Sequence[Page], *, hit: bool) -> None:
         """These pages are in use now."""
         self.index.touch(pages, hit=hit)
-        self.used.update(page for page in pages if page.copies[Tier.DISK] is not None)
+        if self.disk is not None:
+            self.used.update([page for page in pages if page.copies[Tier.DISK] is not None])
 
     def lease(self, held: list[tuple[Page, Tier]], lease_s: float) -> Lease:
         lease = Lease()
@@ -113,8 +114,7 @@ class StoreState:
             self._hold(lease, [(page, tier) for page, tier in there if tier is not None], lease_s)
 
     def _hold(self, lease: Lease, held: list[tuple[Page, Tier]], lease_s: float) -> None:
-        for page, tier in held:
-            self.index.lease(page, tier)
+        self.index.lease_all(held)
         lease.held = held
         lease.ends = self.clock() + lease_s
         lease.released = False
@@ -126,8 +126,8 @@ class StoreState:
         if not lease.released:
             lease.released = True
             self.open_hits -= 1
-            for page, tier in lease.held:
-                self.unlease(page, tier)
+            for page in self.index.unlease_all(lease.held):
+                self._drop_damaged(page)
             lease.held.clear()
 
     def expire_leases(self) -> None:
