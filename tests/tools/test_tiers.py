@@ -9,11 +9,11 @@ import pytest
 from tierstore.errors import UsageError
 from tierstore_tools import tiers
 
-OPS = [(tier, op) for tier in ("host", "hbm", "disk") for op in ("put", "get")]
+OPS = [*((tier, op) for tier in ("host", "hbm", "disk") for op in ("put", "get")), ("disk", "scatter")]
 
 
 def test_every_tier_is_measured_beside_its_limit(tmp_path):
-    result = tiers.run(tmp_path, [64 << 10, 1 << 20], total_bytes=4 << 20, rounds=1)
+    result = tiers.run(tmp_path, [64 << 10, 1 << 20], total_bytes=8 << 20, rounds=1)
     assert [(row.tier, row.op) for row in result.rows] == OPS * 2
     for row in result.rows:
         assert row.gb_per_s > 0

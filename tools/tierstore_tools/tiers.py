@@ -10,6 +10,9 @@ host   caller's buffers → host slots (a save)      host slots → caller's buf
 disk   caller's buffers → durable on disk          disk, page cache dropped → host slots
 =====  ==========================================  ==========================================
 
+and a *scatter* takes pages out of the disk that do not lie side by side there: eight prompts are saved page by
+page in turn, and loaded one after the other.
+
 Everything goes through the store's own verbs, with index, leases, checksums and commits. The limit is
 measured again in every round, next to what is held against it; a fraction is the median of the rounds'
 fractions.
@@ -39,6 +42,7 @@ from tierstore_tools import limits
 _LAYER_BYTES = 16 << 10  # of the spec below: K and V, one head, 64 tokens × 64 values, float16
 _ROUNDS = 5
 _WAIT_S = 300.0
+_SCATTERED_PROMPTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +56,7 @@ class TierRow:
     us_per_page: float
     limit_fraction: float
     limit: str
+    core_s_per_gb: float  # of all threads of this process
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +92,25 @@ def run(
     rows: list[TierRow] = []
     for page_bytes in page_sizes:
         bench = _PageSize(directory, page_bytes, total_bytes)
-        samples: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        samples: dict[_Op, list[tuple[_Rate, float]]] = {}
         for round_ in range(rounds):
             progress(f"{page_bytes >> 10} KiB pages, round {round_ + 1} of {rounds}")
             measured = bench.round()
             seen.append(measured.limits)
             for op, rate in measured.rates.items():
-                samples.setdefault(op, []).append((rate, rate / measured.limits[_LIMIT_OF[op]]))
+                samples.setdefault(op, []).append((rate, rate.gb_per_s / measured.limits[_LIMIT_OF[op]]))
         rows += [_row(op, page_bytes, values) for op, values in samples.items()]
     merged = {name: statistics.median(each[name] for each in seen) for name in seen[0]}
     return TiersResult(merged, tuple(rows))
+
+
+_Op = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rate:
+    gb_per_s: float
+    core_s_per_gb: float
 
 
 _LIMIT_OF = {
@@ -106,19 +120,21 @@ _LIMIT_OF = {
     ("host", "get"): "memcpy_gb_per_s",
     ("disk", "put"): "disk_write_gb_per_s",
     ("disk", "get"): "disk_read_gb_per_s",
+    ("disk", "scatter"): "disk_read_gb_per_s",
 }
 
 
-def _row(op: tuple[str, str], page_bytes: int, samples: Sequence[tuple[float, float]]) -> TierRow:
-    rate = statistics.median(rate for rate, _ in samples)
+def _row(op: _Op, page_bytes: int, samples: Sequence[tuple[_Rate, float]]) -> TierRow:
+    rate = statistics.median(rate.gb_per_s for rate, _ in samples)
+    cores = statistics.median(rate.core_s_per_gb for rate, _ in samples)
     fraction = statistics.median(fraction for _, fraction in samples)
-    return TierRow(*op, page_bytes, rate, page_bytes / rate / 1e3, fraction, _LIMIT_OF[op])
+    return TierRow(*op, page_bytes, rate, page_bytes / rate / 1e3, fraction, _LIMIT_OF[op], cores)
 
 
 @dataclass(frozen=True, slots=True)
 class _Round:
     limits: dict[str, float]
-    rates: dict[tuple[str, str], float]
+    rates: dict[_Op, _Rate]
 
 
 class _PageSize:
@@ -154,14 +170,14 @@ class _PageSize:
         rates |= self._disk()
         return _Round(limits.Limits(memcpy, disk).to_json(), rates)
 
-    def _host(self) -> dict[tuple[str, str], float]:
+    def _host(self) -> dict[_Op, _Rate]:
         with self._open(None) as store:
             put = self._time(lambda: store.save(self._tokens, self._source).wait(_WAIT_S))
             get = self._time(lambda: store.load(store.lookup(self._tokens), self._target).wait(_WAIT_S))
             self._verify()
         return {("host", "put"): put, ("host", "get"): get}
 
-    def _hbm(self) -> dict[tuple[str, str], float]:
+    def _hbm(self) -> dict[_Op, _Rate]:
         pool = PagePool(self._spec, self._count)
         with self._open(None, pool) as store:
             store.save(self._tokens, self._source).wait(_WAIT_S)
@@ -171,27 +187,54 @@ class _PageSize:
             get = self._time(lambda: store.save_hbm(prompt, range(self._count)).wait(_WAIT_S))
         return {("hbm", "put"): put, ("hbm", "get"): get}
 
-    def _disk(self) -> dict[tuple[str, str], float]:
+    def _disk(self) -> dict[_Op, _Rate]:
+        return {**self._whole_prompt(), **self._scattered()}
+
+    def _whole_prompt(self) -> dict[_Op, _Rate]:
+        with self._open_on_disk() as (path, store):
+
+            def put_durably() -> None:
+                store.save(self._tokens, self._source).wait(_WAIT_S)
+                store.flush(_WAIT_S)
+
+            put = self._time(put_durably)
+            _make_cold(store, path)
+            hit = store.lookup(self._tokens)
+            get = self._time(lambda: hit.prefetch().wait(_WAIT_S))
+            store.load(hit, self._target).wait(_WAIT_S)
+            self._verify()
+        return {("disk", "put"): put, ("disk", "get"): get}
+
+    def _scattered(self) -> dict[_Op, _Rate]:
+        pages = self._count // _SCATTERED_PROMPTS
+        if not pages:
+            return {}
+        tokens = [self._tokens[: pages * self._spec.chunk_tokens] + i for i in range(_SCATTERED_PROMPTS)]
+        with self._open_on_disk() as (path, store):
+            for page in range(pages):
+                for i in range(_SCATTERED_PROMPTS):
+                    store.save(tokens[i], [self._source[page * _SCATTERED_PROMPTS + i]], first=page)
+            store.flush(_WAIT_S)
+            _make_cold(store, path)
+            hits = [store.lookup(each) for each in tokens]
+            nbytes = pages * _SCATTERED_PROMPTS * self._spec.page_bytes
+            rate = self._time(lambda: [hit.prefetch().wait(_WAIT_S) for hit in hits], nbytes)
+            for i, hit in enumerate(hits):
+                store.load(hit, self._target[i : pages * _SCATTERED_PROMPTS : _SCATTERED_PROMPTS]).wait(
+                    _WAIT_S
+                )
+            self._verify(pages * _SCATTERED_PROMPTS)
+        return {("disk", "scatter"): rate}
+
+    @contextmanager
+    def _open_on_disk(self) -> Iterator[tuple[Path, Store]]:
         path = Path(tempfile.mkdtemp(prefix="tierstore-tiers-", dir=self._directory))
         try:
             with self._open(path) as store:
-
-                def put_durably() -> None:
-                    store.save(self._tokens, self._source).wait(_WAIT_S)
-                    store.flush(_WAIT_S)
-
                 os.sync()  # what was deleted before is discarded by the device now, not under the clock
-                put = self._time(put_durably)
-                store.evict("host")
-                os.sync()
-                limits.drop_page_cache(path)
-                hit = store.lookup(self._tokens)
-                get = self._time(lambda: hit.prefetch().wait(_WAIT_S))
-                store.load(hit, self._target).wait(_WAIT_S)
-                self._verify()
+                yield path, store
         finally:
             shutil.rmtree(path, ignore_errors=True)
-        return {("disk", "put"): put, ("disk", "get"): get}
 
     @contextmanager
     def _open(self, path: Path | None, pool: PagePool | None = None) -> Iterator[Store]:
@@ -200,15 +243,23 @@ class _PageSize:
             store.wait_ready()
             yield store
 
-    def _time(self, work: Callable[[], object]) -> float:
-        """GB/s of moving all pages."""
-        start = time.perf_counter()
+    def _time(self, work: Callable[[], object], nbytes: int | None = None) -> _Rate:
+        """How fast, and at what cost, all pages (or ``nbytes``) are moved."""
+        gb = (self._nbytes if nbytes is None else nbytes) / 1e9
+        start, start_cpu = time.perf_counter(), time.process_time()
         work()
-        return self._nbytes / (time.perf_counter() - start) / 1e9
+        return _Rate(gb / (time.perf_counter() - start), (time.process_time() - start_cpu) / gb)
 
-    def _verify(self) -> None:
+    def _verify(self, count: int | None = None) -> None:
         """A figure for wrong bytes would be worth nothing."""
-        for source, target in zip(self._source, self._target, strict=True):
+        for source, target in zip(self._source[:count], self._target[:count], strict=True):
             if source != target:
                 raise AssertionError("pages came back with other bytes than were put")
             target[:64] = os.urandom(64)
+
+
+def _make_cold(store: Store, path: Path) -> None:
+    """Nothing of what is on disk is in memory any more."""
+    store.evict("host")
+    os.sync()
+    limits.drop_page_cache(path)
