@@ -1,0 +1,81 @@
+"""The campaign itself: it sees what a broken store does, and what it does can be done again."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from tierstore.testing.faults import Fault, FaultyIO, Lose, judge, run_trials
+from tierstore.testing.faults.campaign import crash_trials
+from tierstore.testing.faults.prompts import page_count
+from tierstore.testing.faults.recording import record
+from tierstore.testing.faults.scripts import SCENES
+
+EXTENTS = SCENES[0]
+
+
+def without(kind):
+    """Between store and recording: calls of this kind are swallowed."""
+
+    def over(io):
+        faulty = FaultyIO(io)
+        faulty.set(Fault(lambda call: call.kind == kind, Lose()))
+        return faulty
+
+    return over
+
+
+@pytest.mark.parametrize("kind", ["sync", "pwritev", "sync_directory"])
+def test_a_store_that_leaves_out_a_call_is_found_out(place, kind):
+    trials = crash_trials(EXTENTS, place, over=without(kind))
+    losses = [trial for trial in trials if trial.fault in ("crash", "lost write")]
+    verdicts = [verdict for _, verdict in run_trials(losses, place)]
+    assert any(verdict.lost_pages for verdict in verdicts)
+    assert not any(verdict.wrong_pages for verdict in verdicts), "the checksums are still there"
+
+
+def test_the_same_seed_makes_the_same_crashes(place):
+    scene = SCENES[1]  # of one writing thread; with several the order of their writes is their own
+    one, two = ([trial.describe() for trial in crash_trials(scene, place, seed=7)] for _ in range(2))
+    assert one == two
+
+
+def recorded(place):
+    recording = record(place / "store", EXTENTS.lives, EXTENTS.steps)
+    return recording, recording.marks[-1].held
+
+
+def test_the_judge_sees_a_lost_page(place):
+    recording, held = recorded(place)
+    shutil.rmtree(place / "store")
+    verdict = judge(place / "store", recording.lives, recording.prompts, held)
+    spec = recording.lives[0].spec
+    assert verdict.lost_pages == 2 * sum(page_count(tokens, spec) for tokens in held.values())  # asked twice
+    assert not verdict.good
+
+
+def test_the_judge_sees_a_wrong_page(place, monkeypatch):
+    recording, held = recorded(place)
+    monkeypatch.setattr("tierstore.testing.faults.player.matches", lambda page, number, end, spec: end != 16)
+    verdict = judge(place / "store", recording.lives, recording.prompts, held)
+    assert verdict.wrong_pages > 0
+    assert not verdict.good
+
+
+def test_the_judge_sees_a_directory_over_its_cap(place):
+    recording, held = recorded(place)
+    (place / "store" / "forgotten").write_bytes(bytes(recording.lives[0].disk_bytes))
+    verdict = judge(place / "store", recording.lives, recording.prompts, held)
+    assert verdict.over_capacity > 0
+    assert verdict.problems, "the store's own check sees it too"
+
+
+def test_marks_say_what_must_be_there(place):
+    recording, held = recorded(place)
+    assert recording.must_have(0) == {}
+    assert recording.must_have(len(recording.events)) == held
+    assert any(recording.must_have(at) for at in range(len(recording.events)))
+    for at in range(len(recording.events)):
+        for name, tokens in recording.must_have(at).items():
+            assert tokens <= recording.prompts[name]

@@ -1,0 +1,33 @@
+"""Damage at rest, calls that fail or lie, disks that hang: nothing wrong is served, nothing else is lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from tierstore.testing.faults.campaign import damage_trials, disturbance_trials, stall_trials
+from tierstore.testing.faults.damage import DAMAGES
+from tierstore.testing.faults.disturbance import DISTURBANCES
+from tierstore.testing.faults.prompts import inline_life, odd_life
+from tierstore.testing.faults.scripts import SCENES
+
+EXTENTS = SCENES[0].lives[0]
+
+
+@pytest.mark.parametrize("life", [EXTENTS, inline_life(), odd_life()], ids=["extents", "inline", "odd sizes"])
+def test_every_damage_to_every_page(place, prove, life):
+    trials = damage_trials(life, place)
+    assert prove(trials) > 50
+    assert life.inline_bytes or {trial.fault for trial in trials} == set(DAMAGES)
+
+
+@pytest.mark.parametrize(
+    ("life", "lasting"), [(EXTENTS, [False, True]), (odd_life(), [False])], ids=["extents", "odd sizes"]
+)
+def test_every_fault_of_every_system_call(place, prove, life, lasting):
+    trials = disturbance_trials(life, place, lasting=lasting)
+    assert prove(trials) > 100
+    assert {trial.fault for trial in trials} == set(DISTURBANCES)
+
+
+def test_a_disk_that_hangs_keeps_nobody_waiting_who_has_a_deadline(prove):
+    assert prove(stall_trials(EXTENTS)) == 3

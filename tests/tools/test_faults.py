@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tierstore.testing.faults import FAULTS
+from tierstore_tools import report
+from tierstore_tools.faults import command, runs
+
+COLUMNS = {"fault", "runs", "wrong_pages", "lost_pages", "over_capacity", "failed_checks", "recovery_s"}
+
+
+def test_every_fault_is_run_as_often_as_asked(tmp_path):
+    with report.phases() as phases:
+        result = runs.run(tmp_path, phases, runs=2, seed=3)
+    assert [row.fault for row in result.rows] == ["kill -9", *FAULTS]
+    assert all(row.runs == 2 for row in result.rows)
+    assert not any(row.wrong_pages or row.lost_pages for row in result.rows)
+    assert all(0 < row.recovery_s < 60 for row in result.rows)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_prints_a_table_and_one_json_document(tmp_path):
+    options = ["--runs", "1", "--seed", "3", "--dir", str(tmp_path), "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tierstore_tools.cli", "faults", *options],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    document = json.loads(done.stdout)
+    assert set(document) == {"machine", "seed", "rows", "failures"}
+    assert all(set(row) == COLUMNS for row in document["rows"])
+    assert "durable pages lost" in done.stderr
+    assert "failed checks" in done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_broken_promise_is_an_exit_code(tmp_path, monkeypatch):
+    row = runs.FaultRow("torn write", 5, 1, 0, 0, 0, 0.01)
+    result = runs.FaultsResult(4, (row,), ("what was done",))
+    monkeypatch.setattr(runs, "run", lambda *args, **kwargs: result)
+    with pytest.raises(Exception, match=r"after: torn write \(--seed 4 does the same again\)"):
+        command.run(tmp_path, runs=5, seed=4, json=None)
+
+
+def test_a_directory_that_cannot_be_written_is_bad_usage(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "tierstore_tools.cli", "faults", "--dir", str(tmp_path / "none")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "not a directory that can be written to" in done.stderr
