@@ -1,0 +1,19 @@
+"""What the doctor looks at, each in the file of its subject. A check never raises: what it cannot find out is
+part of what it found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tierstore.cli.checks import disk, gpu, machine, packages
+from tierstore.cli.checks.check import Check, Status
+
+__all__ = ["Check", "Status", "all_checks"]
+
+
+def all_checks(directory: Path | None) -> list[Check]:
+    """All checks; those of a file system only with a ``directory``, which need not exist yet."""
+    found = [*packages.checks(), *machine.checks(), *gpu.checks()]
+    if directory is not None:
+        found += disk.checks(directory)
+    return found

@@ -1,0 +1,105 @@
+"""The file system that a store's directory is on, or will be."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tierstore.cli.checks.check import Check, fail, ok, read_text, warn
+from tierstore.memory import ALIGNMENT
+from tierstore.units import GIB, format_size
+
+_LEAST_FREE = 1 * GIB
+_REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "fuse", "ceph", "lustre", "glusterfs", "afs")
+_VOLATILE = ("tmpfs", "ramfs")
+
+
+def checks(directory: Path) -> Iterator[Check]:
+    """Makes a file without a name in ``directory`` (or in what will hold it), and removes it."""
+    place = directory.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        yield fail("directory", f"{place} is a file", "give a directory")
+        return
+    yield _kind(place)
+    yield _free(place)
+    try:
+        with _file(place, 0):
+            pass
+    except OSError as error:
+        found = f"cannot write in {place}: {error.strerror}"
+        yield fail("directory", found, "give one that this user can write, on a file system mounted rw")
+        return
+    yield ok(
+        "directory", f"{directory} can be written" if place == directory.absolute() else f"{place} can be"
+    )
+    yield _direct(place)
+
+
+def _kind(place: Path) -> Check:
+    kind = _file_system(place)
+    if kind.partition(".")[0] in _REMOTE:
+        advice = "LMDB and its locks need a local disk: give a directory on one"
+        return fail("file system", f"{kind}, over the network", advice)
+    if kind in _VOLATILE:
+        return warn("file system", kind, "pages here are gone after a reboot, and take memory: use a disk")
+    return ok("file system", kind)
+
+
+def _free(place: Path) -> Check:
+    info = os.statvfs(place)
+    free = info.f_bavail * info.f_frsize
+    if free < _LEAST_FREE:
+        advice = "keep --disk-bytes below it, or make room"
+        return warn("free space", format_size(free), advice, free_bytes=free)
+    return ok("free space", format_size(free), free_bytes=free)
+
+
+def _direct(place: Path) -> Check:
+    block = memoryview(mmap.mmap(-1, ALIGNMENT))  # page-aligned, as O_DIRECT wants it
+    try:
+        with _file(place, os.O_DIRECT) as fd:
+            os.pwritev(fd, [block], 0)
+            os.preadv(fd, [block], 0)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            return fail("O_DIRECT", error.strerror or str(error), "the disk fails: look at dmesg")
+        return warn("O_DIRECT", "not here", "pages go through the page cache, more slowly: use ext4 or xfs")
+    return ok("O_DIRECT", f"works in blocks of {ALIGNMENT}")
+
+
+@contextmanager
+def _file(place: Path, flags: int) -> Iterator[int]:
+    """A temporary file, gone when the block ends; where the kernel can, it never has a name."""
+    try:
+        fd = os.open(place, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise
+        fd, name = tempfile.mkstemp(prefix=".tierstore-doctor-", dir=place)
+        os.close(fd)
+        try:
+            fd = os.open(name, os.O_RDWR | os.O_CLOEXEC | flags)
+        finally:
+            os.unlink(name)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _file_system(place: Path) -> str:
+    """The type of the file system that ``place`` is on."""
+    device = place.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in (read_text("/proc/self/mountinfo") or "").splitlines():
+        mount, _, rest = line.partition(" - ")
+        if mount.split()[2] == wanted:
+            return rest.split()[0]
+    return "unknown"

@@ -1,0 +1,111 @@
+"""Kernel, memory and limits: what the host tier's arena and the disk tier's files run into."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+from collections.abc import Iterator
+
+from tierstore.cli.checks.check import Check, ok, read_text, warn
+from tierstore.units import GIB, format_size
+
+_THP = "/sys/kernel/mm/transparent_hugepage"
+_POPULATE_KERNEL = (5, 14)  # MADV_POPULATE_WRITE
+_LEAST_MEMORY = 2 * GIB
+_LEAST_SHM = 1 * GIB
+_LEAST_LOCKED = 1 * GIB
+_LEAST_FILES = 4096  # two for each extent file, of which a large store has 256, and one or more per client
+
+
+def checks() -> Iterator[Check]:
+    yield _kernel()
+    yield _memory()
+    yield _shm()
+    yield _huge_pages("huge pages", "enabled", "private memory")
+    yield _huge_pages("huge pages, shared", "shmem_enabled", "memory shared between engines")
+    yield _locked()
+    yield _files()
+    yield _overcommit()
+
+
+def _kernel() -> Check:
+    release = platform.release()
+    numbers = tuple(int(part) for part in re.findall(r"\d+", release)[:2])
+    if numbers < _POPULATE_KERNEL:
+        return warn("kernel", release, "Linux 5.14 or newer prepares memory ahead of its first use")
+    return ok("kernel", release)
+
+
+def _memory() -> Check:
+    figures = {
+        name: int(kib) * 1024
+        for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", read_text("/proc/meminfo") or "", re.MULTILINE)
+    }
+    available, total = figures.get("MemAvailable", 0), figures.get("MemTotal", 0)
+    limit = read_text("/sys/fs/cgroup/memory.max")
+    if limit is not None and limit.isdigit() and int(limit) < total:
+        total, available = int(limit), min(available, int(limit))
+    found = f"{format_size(available)} available of {format_size(total)}"
+    if available < _LEAST_MEMORY:
+        advice = (
+            "keep --host-bytes below what is available, or free some: a store that swaps is slower than none"
+        )
+        return warn("memory", found, advice, available_bytes=available)
+    return ok("memory", found, available_bytes=available)
+
+
+def _shm() -> Check:
+    try:
+        info = os.statvfs("/dev/shm")
+    except OSError as error:
+        return warn(
+            "/dev/shm", error.strerror or str(error), "mount a tmpfs there: engines share memory by it"
+        )
+    size, free = info.f_blocks * info.f_frsize, info.f_bavail * info.f_frsize
+    found = f"{format_size(free)} free of {format_size(size)}"
+    if size < _LEAST_SHM:
+        advice = "too small to share pages by: in a container, start it with --shm-size=16g or --ipc=host"
+        return warn("/dev/shm", found, advice, free_bytes=free, size_bytes=size)
+    return ok("/dev/shm", found, free_bytes=free, size_bytes=size)
+
+
+def _huge_pages(name: str, setting: str, what: str) -> Check:
+    text = read_text(f"{_THP}/{setting}")
+    if text is None:
+        return warn(name, "not in this kernel", f"{what} copies about a quarter slower without")
+    chosen = re.search(r"\[(\w+)\]", text)
+    value = chosen.group(1) if chosen is not None else text
+    if value in ("never", "deny"):
+        wanted = "advise" if setting == "shmem_enabled" else "madvise"
+        return warn(name, value, f"as root: echo {wanted} > {_THP}/{setting} ({what} copies faster with)")
+    return ok(name, value)
+
+
+def _locked() -> Check:
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    if soft == resource.RLIM_INFINITY:
+        return ok("locked memory", "unlimited")
+    found = f"up to {format_size(soft)}"
+    if soft < _LEAST_LOCKED:
+        advice = "RDMA and some GPU drivers need more: ulimit -l unlimited (systemd: LimitMEMLOCK=infinity)"
+        return warn("locked memory", found, advice, limit_bytes=soft)
+    return ok("locked memory", found, limit_bytes=soft)
+
+
+def _files() -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < _LEAST_FILES:
+        most = "as many as wanted" if hard == resource.RLIM_INFINITY else f"up to {hard:,}"
+        advice = f"ulimit -n 65536 (systemd: LimitNOFILE=65536); this user may have {most}"
+        return warn("open files", f"{soft:,}", advice, limit=soft)
+    return ok("open files", "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,}")
+
+
+def _overcommit() -> Check:
+    value = read_text("/proc/sys/vm/overcommit_memory")
+    if value == "2":
+        advice = "large mappings are refused early: sysctl vm.overcommit_memory=0, or raise overcommit_ratio"
+        return warn("vm.overcommit_memory", value, advice)
+    return ok("vm.overcommit_memory", value or "unknown")

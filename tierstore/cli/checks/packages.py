@@ -1,0 +1,55 @@
+"""Python and the packages that tierstore says it needs."""
+
+from __future__ import annotations
+
+import platform
+import re
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+
+from tierstore.cli.checks.check import Check, fail, ok
+
+_LEAST_PYTHON = (3, 10)
+_REQUIREMENT = re.compile(r"([A-Za-z0-9_.-]+)\s*(?:>=\s*([0-9.]+))?")
+
+
+def checks() -> Iterator[Check]:
+    version = platform.python_version()
+    if sys.version_info < _LEAST_PYTHON:  # by way of a wheel that was forced in
+        yield fail("python", version, "install Python 3.10 or newer")
+    else:
+        yield ok("python", version)
+    for line in metadata.requires("tierstore") or ():
+        if ";" not in line:  # what has a marker belongs to an extra
+            yield _package(line)
+    yield _torch()
+
+
+def _package(requirement: str) -> Check:
+    match = _REQUIREMENT.match(requirement)
+    assert match is not None, f"no requirement: {requirement}"
+    name, least = match.group(1), match.group(2) or "0"
+    found = _version(name)
+    if found is None:
+        return fail(name, "not installed", f"pip install '{name}>={least}'")
+    if _numbers(found) < _numbers(least):
+        return fail(name, f"{found}, below {least}", f"pip install -U '{name}>={least}'")
+    return ok(name, found)
+
+
+def _torch() -> Check:
+    found = _version("torch")
+    return ok("torch", found or "not installed: only the bundled engine needs it (tierstore[engine])")
+
+
+def _version(package: str) -> str | None:
+    """Without importing it: some take seconds."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])

@@ -1,0 +1,118 @@
+"""``tierstore ls``: what is stored, by model and tenant."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tierstore.cli import show
+from tierstore.units import format_size
+
+if TYPE_CHECKING:
+    from tierstore.tiers.disk.listing import Holding, Listing
+
+_COLUMNS = (
+    "model",
+    "tenant",
+    "identity",
+    "pages",
+    "prompts",
+    "tokens",
+    "bytes",
+    "hits",
+    "oldest",
+    "newest",
+    "last used",
+)
+
+
+def command(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The store's directory", show_default=False)
+    ],
+    json: Annotated[bool, typer.Option("--json", help="Write one JSON document")] = False,
+) -> None:
+    """List what a store holds, by model and tenant.
+
+    Works whether a process is using DIR or not, and changes nothing. Ages are those of the oldest and newest
+    page and of the last use that is on disk. A prompt is counted by its last page.
+    """
+    from tierstore.tiers.disk.listing import list_store
+
+    listing = list_store(directory)
+    if json:
+        show.write_json(to_json(listing))
+    else:
+        _print(listing)
+
+
+def to_json(listing: Listing) -> dict[str, object]:
+    """The document of ``--json``. Times are seconds since 1970."""
+    holdings = listing.holdings
+    return {
+        "directory": listing.directory,
+        "store": listing.store,
+        "created_s": listing.created_s,
+        "in_use": listing.in_use,
+        "pages": sum(holding.pages for holding in holdings),
+        "prompts": sum(holding.prompts for holding in holdings),
+        "stored_tokens": sum(holding.tokens for holding in holdings),
+        "payload_bytes": sum(holding.bytes for holding in holdings),
+        "lost_pages": listing.lost_pages,
+        "allocated_bytes": listing.allocated_bytes,
+        "extent_bytes": listing.extent_bytes,
+        "index_bytes": listing.index_bytes,
+        "identities": [_holding_to_json(holding) for holding in holdings],
+    }
+
+
+def _holding_to_json(holding: Holding) -> dict[str, object]:
+    return {
+        **asdict(holding.identity),
+        "digest": holding.identity.digest.hex(),
+        "pages": holding.pages,
+        "inline_pages": holding.inline_pages,
+        "prompts": holding.prompts,
+        "stored_tokens": holding.tokens,
+        "payload_bytes": holding.bytes,
+        "hits": holding.hits,
+        "oldest_s": holding.oldest_s,
+        "newest_s": holding.newest_s,
+        "last_used_s": holding.last_used_s,
+    }
+
+
+def _print(listing: Listing) -> None:
+    if listing.holdings:
+        show.table(_COLUMNS, [_row(holding) for holding in listing.holdings], left=3)
+        show.line("")
+    pages = sum(holding.pages for holding in listing.holdings)
+    nbytes = sum(holding.bytes for holding in listing.holdings)
+    lost = f", {listing.lost_pages:,} pages that no lookup reaches" if listing.lost_pages else ""
+    show.line(
+        f"{listing.directory}: {pages:,} pages, {format_size(nbytes)}{lost}; "
+        f"{format_size(listing.allocated_bytes)} on disk "
+        f"(extents {format_size(listing.extent_bytes)}, index {format_size(listing.index_bytes)})"
+        f"{'; in use' if listing.in_use else ''}"
+    )
+
+
+def _row(holding: Holding) -> tuple[str, ...]:
+    identity = holding.identity
+    parts = [identity.model, *filter(None, (identity.revision, identity.adapter))]
+    return (
+        " / ".join(parts),
+        identity.tenant or "–",
+        identity.digest.hex()[:8],
+        f"{holding.pages:,}",
+        f"{holding.prompts:,}",
+        f"{holding.tokens:,}",
+        format_size(holding.bytes),
+        f"{holding.hits:,}",
+        show.age(holding.oldest_s),
+        show.age(holding.newest_s),
+        show.age(holding.last_used_s),
+    )

@@ -1,0 +1,68 @@
+"""``tierstore serve``: the daemon. ``tierstore keygen``: keys for clients on other machines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tierstore.daemon.settings import HELP, Settings
+
+
+def _option(name: str, metavar: str) -> typer.models.OptionInfo:
+    flag = f"--{name.replace('_', '-')}"
+    option: typer.models.OptionInfo = typer.Option(flag, help=HELP[name], show_default=False, metavar=metavar)
+    return option
+
+
+def serve(
+    listen: Annotated[list[str] | None, _option("listen", "URL")] = None,
+    host_bytes: Annotated[str | None, _option("host_bytes", "SIZE")] = None,
+    disk: Annotated[Path | None, _option("disk", "DIR")] = None,
+    disk_bytes: Annotated[str | None, _option("disk_bytes", "SIZE")] = None,
+    page_bytes: Annotated[str | None, _option("page_bytes", "SIZE")] = None,
+    policy: Annotated[str | None, _option("policy", "NAME")] = None,
+    lease_s: Annotated[float | None, _option("lease_s", "SECONDS")] = None,
+    reserve_bytes: Annotated[str | None, _option("reserve_bytes", "SIZE")] = None,
+    server_key: Annotated[Path | None, _option("server_key", "FILE")] = None,
+    tenants: Annotated[Path | None, _option("tenants", "DIR")] = None,
+    quotas: Annotated[str | None, _option("quotas", "NAME=SIZE,…")] = None,
+    metrics_port: Annotated[int | None, _option("metrics_port", "PORT")] = None,
+    metrics_host: Annotated[str | None, _option("metrics_host", "ADDRESS")] = None,
+    drain_s: Annotated[float | None, _option("drain_s", "SECONDS")] = None,
+    log_level: Annotated[str | None, _option("log_level", "LEVEL")] = None,
+    log_format: Annotated[str | None, _option("log_format", "FORMAT")] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="Settings from a TOML file", show_default=False),
+    ] = None,
+) -> None:
+    """Keep pages for every engine on this machine, until SIGTERM.
+
+    Every flag is also a setting in the --config file (host_bytes = "8GiB") and in the environment
+    (TIERSTORE_HOST_BYTES). SIGHUP reads the file again.
+    """
+    from tierstore.daemon import daemon
+
+    flags = {name: value for name, value in locals().items() if name not in ("config", "daemon")}
+    if listen is not None:
+        flags["listen"] = ",".join(listen)
+    daemon.serve(Settings.load(flags, file=config), reload=lambda: Settings.load(flags, file=config))
+
+
+def keygen(
+    name: Annotated[
+        str, typer.Argument(help="Whose key: the daemon's, or a tenant's name", show_default=False)
+    ],
+    directory: Annotated[Path, typer.Option("--dir", help="Where to put NAME.secret and NAME.key")] = Path(),
+) -> None:
+    """Make a key pair for tcp:// beyond this machine.
+
+    The daemon needs its own NAME.secret (--server-key) and each client's NAME.key in one directory
+    (--tenants). A client needs its own .secret and the daemon's .key.
+    """
+    from tierstore.daemon import keys
+
+    pair, half = keys.generate(directory, name)
+    typer.echo(f"{pair}\n{half}")

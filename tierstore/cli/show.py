@@ -1,0 +1,112 @@
+"""How results look: a table or a line for people, one JSON document for machines, progress on a terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from threading import Lock
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+_WIDTH = 140  # of a table that goes into a file or a pipe
+_AGES = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
+
+
+def write_json(document: Mapping[str, object]) -> None:
+    sys.stdout.write(json.dumps(document, indent=2) + "\n")
+
+
+def line(text: str) -> None:
+    """One line for people, on stdout."""
+    sys.stdout.write(text + "\n")
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> None:
+    """The first ``left`` columns are words, and the others numbers, aligned to the right."""
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(box=None, pad_edge=False, header_style="bold")
+    for number, column in enumerate(columns):
+        shown.add_column(column, justify="left" if number < left else "right", no_wrap=number >= left)
+    for row in rows:
+        shown.add_row(*(Text(cell) for cell in row))  # as Text: brackets in a name are no markup
+    _console().print(shown)
+
+
+def age(at_s: float | None) -> str:
+    """How long ago a time of the wall clock was, in its largest unit."""
+    if not at_s:
+        return "–"
+    seconds = max(time.time() - at_s, 0)
+    for unit, length in _AGES:
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return "now"
+
+
+class Meter:
+    """Progress of a run through pages, on stderr. Thread-safe; off a terminal it shows nothing."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress = progress
+        self._task = task
+        self._lock = Lock()
+        self._pages = 0
+
+    def phase(self, text: str) -> None:
+        """What is being done now."""
+        self._progress.update(self._task, description=text)
+
+    def expect(self, pages: int, nbytes: int) -> None:
+        """How much there is to do."""
+        self._progress.update(self._task, total=nbytes, all_pages=f"{pages:,}")
+
+    def advance(self, pages: int, nbytes: int) -> None:
+        """This much more is done."""
+        with self._lock:
+            self._pages += pages
+            done = f"{self._pages:,}"
+        self._progress.update(self._task, advance=nbytes, pages=done)
+
+
+@contextmanager
+def meter(text: str) -> Iterator[Meter]:
+    """A bar with pages, bytes and bytes per second, for as long as the block runs."""
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    console = _console(stderr=True)
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[pages]}/{task.fields[all_pages]} pages"),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
+        yield Meter(progress, progress.add_task(text, total=None, pages="0", all_pages="?"))
+
+
+def _console(*, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else _WIDTH)

@@ -1,0 +1,135 @@
+"""The files of a store directory: are they those that a store makes, and as large as its pages need?"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.memory import ALIGNMENT
+from tierstore.tiers.disk.directory import StoreDirectory, extent_number
+from tierstore.tiers.disk.fsck.findings import Category, Finding, Findings
+from tierstore.tiers.disk.io import FileIO
+from tierstore.tiers.disk.rebuild import remove_leftovers
+from tierstore.tiers.disk.records import INLINE
+from tierstore.units import format_size
+
+
+@dataclass(slots=True)
+class ExtentFileSet:
+    """The extent files that are there, by number. ``needed`` is how large each should be at least."""
+
+    directory: Path
+    file_bytes: int
+    found: dict[int, Path] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, directory: StoreDirectory, file_bytes: int) -> ExtentFileSet:
+        files = cls(directory.extents, file_bytes)
+        if directory.extents.is_dir():
+            for path in sorted(directory.extents.iterdir()):
+                number = extent_number(path)
+                if number is not None:
+                    files.found[number] = path
+        return files
+
+    def nbytes(self, number: int) -> int | None:
+        """The size of a file; None when it is not there."""
+        return self.found[number].stat().st_size if number in self.found else None
+
+    def path(self, number: int) -> Path:
+        return self.directory / f"{number:06d}"
+
+    def needed(self, rows: npt.NDArray[np.void]) -> dict[int, int]:
+        """How large each file must be for the pages in ``rows`` to lie in it. A file that others with pages
+        follow is always full."""
+        outside = rows[rows["place"] != INLINE]
+        if not len(outside):
+            return {}
+        end = int((outside["place"] + -(-outside["nbytes"] // ALIGNMENT) * ALIGNMENT).max())
+        count = -(-end // self.file_bytes)
+        if count > 1 << 20:  # a place that was never in a space of files like these
+            return {}
+        return {number: min(end - number * self.file_bytes, self.file_bytes) for number in range(count)}
+
+
+def check_files(directory: StoreDirectory, findings: Findings) -> None:
+    """What does not belong here. Foreign files are reported and never removed: they are somebody's."""
+    for name in directory.foreign():
+        why = "not a file of the store, but it takes space under its cap: move it away yourself"
+        findings.add(Finding(Category.UNACCOUNTED, "file", why, name=name, mendable=False))
+    for path in leftovers(directory):
+        why = "left behind by a rebuild of the index that did not end"
+        findings.add(Finding(Category.UNACCOUNTED, "leftover", why, name=path.name))
+
+
+def check_extent_files(files: ExtentFileSet, rows: npt.NDArray[np.void], findings: Findings) -> None:
+    """Files that are shorter or longer than the pages in ``rows`` and the store's geometry say."""
+    needed = files.needed(rows)
+    for number, nbytes in needed.items():
+        found = files.nbytes(number)
+        name = f"extents/{number:06d}"
+        if found is None:
+            why = f"it is missing; pages need {format_size(nbytes)} of it"
+            findings.add(Finding(Category.DAMAGED, "extent file", why, name=name))
+        elif found < nbytes:
+            why = f"it ends at byte {found}; pages need it to be {nbytes} bytes long"
+            findings.add(Finding(Category.DAMAGED, "extent file", why, name=name))
+    for path in files.found.values():
+        size = path.stat().st_size
+        if size > files.file_bytes:
+            why = f"it goes on for {size - files.file_bytes} bytes after its end"
+            findings.add(Finding(Category.UNACCOUNTED, "extent file", why, name=f"extents/{path.name}"))
+    for path in beyond_a_gap(files, needed):
+        why = "files before it are missing, and no page is in it"
+        findings.add(Finding(Category.UNACCOUNTED, "extent file", why, name=f"extents/{path.name}"))
+
+
+def mend_files(
+    directory: StoreDirectory, files: ExtentFileSet, rows: npt.NDArray[np.void], io: FileIO
+) -> None:
+    """Leave no file that is longer or shorter than it should be for the pages in ``rows``. Durable. Raises
+    :class:`OSError`."""
+    remove_leftovers(directory, io)
+    needed = files.needed(rows)
+    for path in beyond_a_gap(files, needed):
+        io.unlink(path)
+        del files.found[int(path.name)]
+    for path in files.found.values():
+        if path.stat().st_size > files.file_bytes:
+            _resize(path, io, 0, files.file_bytes)
+    for number, nbytes in needed.items():
+        if (files.nbytes(number) or 0) < nbytes or number not in files.found:
+            _resize(files.path(number), io, nbytes, nbytes)
+    if files.directory.is_dir():
+        io.sync_directory(files.directory)
+    io.sync_directory(directory.path)
+
+
+def leftovers(directory: StoreDirectory) -> list[Path]:
+    """What a rebuild of the index leaves behind when it does not end."""
+    new = directory.new_index
+    return [path for path in (new, new.with_name(f"{new.name}-lock")) if path.exists()]
+
+
+def beyond_a_gap(files: ExtentFileSet, needed: dict[int, int]) -> list[Path]:
+    """Files that no page is in, and that no store would open, since one before them is missing."""
+    there = files.found.keys() | needed.keys()  # what pages need is made again
+    first_missing = next(number for number in range(len(there) + 1) if number not in there)
+    return [path for number, path in files.found.items() if number > first_missing and number not in needed]
+
+
+def _resize(path: Path, io: FileIO, least: int, most: int) -> None:
+    fd = io.open(path, os.O_RDWR | os.O_CREAT)
+    try:
+        size = io.size(fd)
+        if size < least:
+            io.allocate(fd, size, least - size)
+        elif size > most:
+            io.truncate(fd, most)
+        io.sync(fd)
+    finally:
+        io.close(fd)

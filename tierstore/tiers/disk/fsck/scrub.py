@@ -1,0 +1,242 @@
+"""Every payload is read back and hashed, at the speed of the disk.
+
+The pages are taken in order of their places and cut into windows of neighbours, each one request. A few
+threads take window after window: while one hashes what it has just read, and has in its cache, the others
+wait for the disk. Payloads that are in the index are read from there.
+
+``ExtentFiles`` and ``Payloads`` are not used: those make, grow and cut files, and a batch there ends when its
+last request does. Here nothing may be changed, files may be missing in the middle, and there is one batch.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from tierstore.memory import ALIGNMENT, Memory
+from tierstore.tiers.disk.catalog import Catalog
+from tierstore.tiers.disk.io import FileIO
+from tierstore.tiers.disk.payloads import ReadMode
+from tierstore.tiers.disk.records import INLINE
+from tierstore.units import MIB, round_up
+
+_WINDOW = 4 * MIB
+_GAP = 256 * 1024  # reading a hole of this size is no slower than another request
+
+Progress = Callable[[int, int], None]  # pages and bytes verified since the last call, from any thread
+
+
+class Verdict(enum.IntEnum):
+    """What became of one payload."""
+
+    GOOD = 0
+    DIFFERENT = 1
+    CUT_SHORT = 2
+    UNREADABLE = 3
+
+
+WHY = {
+    Verdict.DIFFERENT: "its payload does not match its checksum",
+    Verdict.CUT_SHORT: "its payload is not there in full",
+    Verdict.UNREADABLE: "its payload cannot be read: the disk reports an error",
+}
+
+
+class ExtentReader:
+    """The extent space, as far as there are files for it. Changes nothing. Thread-safe."""
+
+    def __init__(self, files: dict[int, Path], *, file_bytes: int, io: FileIO) -> None:
+        """Open the files by their numbers. Raises :class:`OSError`."""
+        self._io = io
+        self.file_bytes = file_bytes
+        self._fds: dict[int, tuple[int, int]] = {}  # number → through the page cache, with O_DIRECT
+        try:
+            for number, path in files.items():
+                cached = io.open(path, os.O_RDONLY)
+                self._fds[number] = (cached, cached)
+                self._fds[number] = (cached, self._open_direct(path, cached))
+        except OSError:
+            self.close()
+            raise
+
+    def __enter__(self) -> ExtentReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def read(self, offset: int, view: memoryview, *, direct: bool) -> int:
+        """Fill ``view``, across files. Returns the bytes read before the first that is not there. Raises
+        :class:`OSError`."""
+        total = 0
+        while total < view.nbytes:
+            number, start = divmod(offset + total, self.file_bytes)
+            wanted = min(view.nbytes - total, self.file_bytes - start)
+            got = self._read_file(number, start, view[total : total + wanted], direct)
+            total += got
+            if got < wanted:
+                break
+        return total
+
+    def close(self) -> None:
+        """Idempotent."""
+        fds, self._fds = self._fds, {}
+        for fd in {fd for pair in fds.values() for fd in pair}:
+            self._io.close(fd)
+
+    def _read_file(self, number: int, start: int, view: memoryview, direct: bool) -> int:
+        if number not in self._fds:
+            return 0
+        cached_fd, direct_fd = self._fds[number]
+        fd = direct_fd if direct else cached_fd
+        total = 0
+        while total < view.nbytes:
+            got = self._io.preadv(fd, [view[total:]], start + total)
+            total += got
+            # A file may end within a block; O_DIRECT cannot go on from there, and there is nothing more.
+            if got == 0 or (fd == direct_fd != cached_fd and got % ALIGNMENT):
+                break
+        if not direct and total:
+            self._io.forget(cached_fd, start, total)  # fsck must not push out what others keep cached
+        return total
+
+    def _open_direct(self, path: Path, cached_fd: int) -> int:
+        try:
+            return self._io.open(path, os.O_RDONLY | os.O_DIRECT)
+        except OSError:  # a file system without O_DIRECT
+            return cached_fd
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Pages side by side. One that is larger than a window is alone in its own."""
+
+    offset: int
+    nbytes: int
+    pages: list[tuple[int, int, int, int]]  # row, place, nbytes, checksum
+
+
+def scrub_extents(
+    rows: npt.NDArray[np.void], reader: ExtentReader, mode: ReadMode, progress: Progress
+) -> npt.NDArray[np.int8]:
+    """The verdict on each row's payload; inline rows are passed over."""
+    verdicts = np.zeros(len(rows), np.int8)
+    queue = deque(_windows(rows))
+
+    def work() -> None:
+        scrubber = _Scrubber(reader, mode.direct)
+        while queue:
+            try:
+                window = queue.popleft()
+            except IndexError:  # another thread took the last one
+                return
+            try:
+                for row, verdict in scrubber.verdicts(window):
+                    verdicts[row] = verdict
+                progress(len(window.pages), sum(nbytes for _, _, nbytes, _ in window.pages))
+            except BaseException:
+                queue.clear()
+                raise
+
+    with ThreadPoolExecutor(max(mode.streams, 1), thread_name_prefix="tierstore-fsck") as pool:
+        running = [pool.submit(work) for _ in range(max(mode.streams, 1))]
+        try:
+            for each in running:
+                each.result()
+        finally:
+            queue.clear()  # an interrupt ends after the windows under way
+    return verdicts
+
+
+def scrub_inline(rows: npt.NDArray[np.void], catalog: Catalog, progress: Progress) -> npt.NDArray[np.int8]:
+    """The same for the rows whose payload is in the index."""
+    verdicts = np.zeros(len(rows), np.int8)
+    inline = np.flatnonzero(rows["place"] == INLINE).tolist()
+    records = catalog.records(int(rows["serial"][row]) for row in inline)
+    for row, record in zip(inline, records, strict=True):
+        if record is None or record.nbytes > catalog.map_bytes:
+            verdicts[row] = Verdict.CUT_SHORT
+            continue
+        view = memoryview(bytearray(record.nbytes))
+        if not catalog.read_payload(record, view):
+            verdicts[row] = Verdict.CUT_SHORT
+        elif xxhash.xxh3_64_intdigest(view) != record.checksum:
+            verdicts[row] = Verdict.DIFFERENT
+        progress(1, record.nbytes)
+    return verdicts
+
+
+def _windows(rows: npt.NDArray[np.void]) -> Iterator[_Window]:
+    outside = np.flatnonzero(rows["place"] != INLINE)
+    outside = outside[np.argsort(rows["place"][outside], kind="stable")]
+    columns = (outside, *(rows[name][outside] for name in ("place", "nbytes", "checksum")))
+    pages: list[tuple[int, int, int, int]] = []
+    start = stop = 0
+    for page in zip(*(column.tolist() for column in columns), strict=True):
+        _, place, nbytes, _ = page
+        end = place + round_up(nbytes, ALIGNMENT)
+        if pages and (place - stop > _GAP or max(end, stop) - start > _WINDOW):
+            yield _Window(start, stop - start, pages)
+            pages = []
+        if not pages:
+            start = stop = place
+        pages.append(page)
+        stop = max(stop, end)
+    if pages:
+        yield _Window(start, stop - start, pages)
+
+
+class _Scrubber:
+    """One thread's part: its buffer, and what it does with a window."""
+
+    def __init__(self, reader: ExtentReader, direct: bool) -> None:
+        self._reader = reader
+        self._direct = direct
+        self._view = Memory(_WINDOW, shared=False).view(0, _WINDOW)
+
+    def verdicts(self, window: _Window) -> Iterator[tuple[int, Verdict]]:
+        got = 0
+        if window.nbytes <= _WINDOW:
+            try:
+                got = self._reader.read(window.offset, self._view[: window.nbytes], direct=self._direct)
+            except OSError:
+                got = 0  # one bad block must not cost its neighbours: each is read by itself
+        for row, place, nbytes, checksum in window.pages:
+            start = place - window.offset
+            if start + nbytes <= got:
+                good = xxhash.xxh3_64_intdigest(self._view[start : start + nbytes]) == checksum
+                yield row, Verdict.GOOD if good else Verdict.DIFFERENT
+        if got < window.nbytes:
+            for row, place, nbytes, checksum in window.pages:
+                if place - window.offset + nbytes > got:
+                    yield row, self._alone(place, nbytes, checksum)
+
+    def _alone(self, place: int, nbytes: int, checksum: int) -> Verdict:
+        hashed = xxhash.xxh3_64()
+        for start in range(0, nbytes, _WINDOW):
+            wanted = min(_WINDOW, nbytes - start)
+            try:
+                got = self._read(place + start, wanted)
+            except OSError:
+                return Verdict.UNREADABLE
+            if got < wanted:
+                return Verdict.CUT_SHORT
+            hashed.update(self._view[:wanted])
+        return Verdict.GOOD if hashed.intdigest() == checksum else Verdict.DIFFERENT
+
+    def _read(self, offset: int, wanted: int) -> int:
+        view = self._view[: round_up(wanted, ALIGNMENT)]
+        try:
+            got = self._reader.read(offset, view, direct=self._direct)
+        except OSError:
+            got = 0
+        return got if got >= wanted else self._reader.read(offset, self._view[:wanted], direct=False)
