@@ -4,6 +4,10 @@ A *task* is a small piece of one transfer (a few MiB of pages). Workers spend th
 the GIL (memory copies, preadv), so a few of them keep a disk and a memory bus busy without slowing an
 engine's Python. There is no pre-emption: tasks are small instead, so that a demand load waits for
 milliseconds at most.
+
+There are two *lanes*, each with its own queue and workers: tasks that only copy memory always end, tasks that
+read from disk may hang in a disk that does not answer. However many of those hang, what is in memory is
+served.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import heapq
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 _log = logging.getLogger(__name__)
@@ -26,14 +31,62 @@ class Priority(enum.IntEnum):
     SAVE = 2  # write-behind: nobody waits
 
 
+class Lane(enum.Enum):
+    """What a task may have to wait for."""
+
+    MEMORY = "memory"
+    DISK = "disk"
+
+
 class Mover:
-    """``threads`` workers over one priority queue; tasks of equal priority run in the order they came.
+    """``threads`` workers for tasks in memory and ``disk_threads`` for those that may wait for the disk.
+    Within a lane, tasks of equal priority run in the order they came.
 
     Tasks must not raise: each handles its own I/O errors. One that does is a bug; it is logged and counted in
     ``failed_tasks`` so that the other tasks go on.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, *, disk_threads: int = 0) -> None:
+        self._lanes = {
+            Lane.MEMORY: _Workers(threads, "tierstore-mover"),
+            Lane.DISK: _Workers(disk_threads, "tierstore-disk-mover"),
+        }
+
+    def submit(self, priority: Priority, task: Callable[[], None], *, lane: Lane = Lane.MEMORY) -> None:
+        """Queue a task. After ``close()`` it is dropped."""
+        self._lanes[lane].submit(priority, task)
+
+    @property
+    def pending(self) -> int:
+        """Tasks queued or running."""
+        return sum(workers.pending for workers in self._lanes.values())
+
+    @property
+    def failed_tasks(self) -> int:
+        """Tasks that raised."""
+        return sum(workers.failed_tasks for workers in self._lanes.values())
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is queued or running; False when ``timeout`` seconds pass first."""
+        give_up = None if timeout is None else time.monotonic() + timeout
+        while self.pending:  # a task may hand on to the other lane
+            for workers in self._lanes.values():
+                left = None if give_up is None else max(give_up - time.monotonic(), 0.0)
+                if not workers.drain(left):
+                    return False
+        return True
+
+    def close(self) -> None:
+        """Run what is queued, then stop. Idempotent. Does not return while a task hangs."""
+        self.drain()
+        for workers in self._lanes.values():
+            workers.close()
+
+
+class _Workers:
+    """The workers and the queue of one lane."""
+
+    def __init__(self, threads: int, name: str) -> None:
         self._queue: list[tuple[Priority, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._lock = threading.Lock()
@@ -43,32 +96,28 @@ class Mover:
         self._closed = False
         self.failed_tasks = 0
         self._workers = [
-            threading.Thread(target=self._work, name=f"tierstore-mover-{i}", daemon=True)
-            for i in range(threads)
+            threading.Thread(target=self._work, name=f"{name}-{i}", daemon=True) for i in range(threads)
         ]
         for worker in self._workers:
             worker.start()
 
     def submit(self, priority: Priority, task: Callable[[], None]) -> None:
-        """Queue a task. After ``close()`` it is dropped."""
         with self._lock:
+            assert self._workers or self._closed, "a task was submitted to a lane without workers"
             if not self._closed:
                 heapq.heappush(self._queue, (priority, next(self._order), task))
                 self._work_added.notify()
 
     @property
     def pending(self) -> int:
-        """Tasks queued or running."""
         with self._lock:
             return len(self._queue) + self._running
 
-    def drain(self, timeout: float | None = None) -> bool:
-        """Wait until nothing is queued or running; False when ``timeout`` seconds pass first."""
+    def drain(self, timeout: float | None) -> bool:
         with self._lock:
             return self._work_done.wait_for(lambda: not self._queue and not self._running, timeout)
 
     def close(self) -> None:
-        """Run what is queued, then stop. Idempotent."""
         with self._lock:
             self._closed = True
             self._work_added.notify_all()

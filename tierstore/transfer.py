@@ -8,7 +8,8 @@ raises because a tier failed: a short result is how a miss looks here. What was 
 for the caller to compare.
 
 The deadline needs no timer thread. Whoever looks at the transfer (``done``, ``wait``, ``await``) ends it when
-its time is over; an unobserved transfer that overruns hurts nobody.
+its time is over; an unobserved transfer that overruns hurts nobody. A producer that has other reasons to end
+early (a disk that does not answer) has them looked at in the same way.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ class Transfer(Generic[T]):
 
     ``settle(state)`` is called exactly once, by whichever thread ends the transfer, and returns the result;
     it may take the store's lock, so nothing may end a transfer while holding that lock.
+
+    ``look()`` is called by whoever looks at a running transfer. It may end it, must be cheap, and says after
+    how many seconds it should be called again.
     """
 
     def __init__(
@@ -56,9 +60,11 @@ class Transfer(Generic[T]):
         nbytes: int,
         deadline_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
+        look: Callable[[], float] | None = None,
     ) -> None:
         self._settle = settle
         self._clock = clock
+        self._look = look
         self._ends = None if deadline_s is None else clock() + deadline_s
         self._pages = pages
         self._nbytes = nbytes
@@ -85,7 +91,7 @@ class Transfer(Generic[T]):
 
     @property
     def state(self) -> TransferState:
-        self._expire_if_due()
+        self._end_if_due()
         return self._state
 
     @property
@@ -107,6 +113,8 @@ class Transfer(Generic[T]):
             if give_up is not None and now >= give_up:
                 raise TimeoutError(f"transfer not finished after {timeout} s: {self!r}")
             ends = [t - now for t in (give_up, self._ends) if t is not None]
+            if self._look is not None:
+                ends.append(self._look())
             with self._changed:
                 if self._state is TransferState.RUNNING:
                     self._changed.wait(max(min(ends), 0) if ends else None)
@@ -151,7 +159,9 @@ class Transfer(Generic[T]):
 
     # -- inside --------------------------------------------------------------------------------------
 
-    def _expire_if_due(self) -> None:
+    def _end_if_due(self) -> None:
+        if self._look is not None and self._state is TransferState.RUNNING and not self._ending:
+            self._look()
         if self._ends is not None and self._state is TransferState.RUNNING and self._clock() >= self._ends:
             self._end(TransferState.EXPIRED)
 
@@ -170,6 +180,11 @@ class Transfer(Generic[T]):
             callback()
         return True
 
+    def _next_look_s(self) -> float | None:
+        """Seconds until this should be looked at again, if nothing happens before."""
+        times = [self.remaining_s, self._look() if self._look is not None else None]
+        return min((seconds for seconds in times if seconds is not None), default=None)
+
     def _value(self) -> T:
         with self._changed:
             return self._result  # type: ignore[return-value]  # set before the state left RUNNING
@@ -185,7 +200,7 @@ class Transfer(Generic[T]):
         self.on_end(wake)
         while not self.done:
             try:
-                await asyncio.wait_for(ended.wait(), self.remaining_s)
+                await asyncio.wait_for(ended.wait(), self._next_look_s())
             except (asyncio.TimeoutError, TimeoutError):
-                self._expire_if_due()
+                self._end_if_due()
         return self._value()

@@ -7,6 +7,10 @@ How a page travels, and which file decides or moves::
     load   disk ──mover──▶ host slot ──mover──▶ HBM page or caller's buffer
            load.py (a prefetch is a load that ends in the host tier)
 
+(``load_job.py`` is what all loads have in common, ``destinations.py`` where they go, ``write_queue.py`` what
+waits to be written. ``health.py`` knows whether the disk may be asked, ``lookout.py`` notices when it stops
+answering.)
+
 ``state.py`` holds everything that can change, behind one lock, and makes every decision: what matches, what
 is evicted, which slot is used. Nobody does I/O or copies bytes while holding that lock; the jobs in
 ``load.py``, ``save.py`` and ``write_behind.py`` ask the state what to do, do it outside the lock, and report

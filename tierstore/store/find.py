@@ -6,14 +6,18 @@ So what was found on disk is checked once more when it is brought into the tree.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tierstore.index import Match, Page, Tier, common_tokens
 from tierstore.keys import Prompt
 from tierstore.store.state import StoreState
+from tierstore.tiers.disk import PageRecord
 
+_LOOK_S = 2.0  # the longest look at the disk; it goes on alone, so that the next lookup finds more in memory
 _MOST_LOOKS = 4  # at the disk; more than one only while others evict or save the same prompt
+
+_MOST_COUNTED = 16  # children, to find out whether a look at the disk can be spared
 
 
 @contextmanager
@@ -33,7 +37,7 @@ def find(state: StoreState, prompt: Prompt, max_tokens: int, page_bytes: int) ->
             if match is None or state.index.changes != seen:
                 match = state.index.match(root, prompt, max_tokens)
                 seen = state.index.changes
-            parent = _frontier(state, root, match, prompt.chunk_tokens) if looks < _MOST_LOOKS else None
+            parent = frontier(state, root, match, prompt.chunk_tokens) if looks < _MOST_LOOKS else None
             if parent is None or match.tokens >= max_tokens:
                 yield match
                 return
@@ -41,27 +45,67 @@ def find(state: StoreState, prompt: Prompt, max_tokens: int, page_bytes: int) ->
         looks = looks + 1 if woken else _MOST_LOOKS
 
 
-def _frontier(state: StoreState, root: Page, match: Match, chunk_tokens: int) -> Page | None:
-    """The last whole page of a match, if there may be pages below it that are only on disk."""
+def frontier(state: StoreState, root: Page, match: Match, chunk_tokens: int) -> Page | None:
+    """The last whole page of a match below ``root`` (or below any page), if there may be pages below it that
+    are only on disk. Under the lock."""
     whole = match.tokens // chunk_tokens
     page = match.pages[whole - 1] if whole else root
     on_disk = page.copies[Tier.DISK] is not None or page.parent is None
-    return page if state.disk is not None and page.serial and on_disk else None
+    if state.disk is None or not state.health.readable:
+        return None
+    if not page.serial or not on_disk or _all_awake(state, page):
+        return None
+    return page
+
+
+def _all_awake(state: StoreState, page: Page) -> bool:
+    """Whether all that the disk has right below ``page`` is in the tree already. (Not known for a root.)"""
+    if state.ledger is None or page.parent is None:
+        return False
+    below = state.ledger.children(page.serial)
+    if len(page.children) > _MOST_COUNTED:
+        return not below
+    ready = (copy for child in page.all_children() if (copy := child.copies[Tier.DISK]) is not None)
+    return sum(copy.ready for copy in ready) >= below
 
 
 def _wake_below(state: StoreState, parent: Page, prompt: Prompt, max_tokens: int) -> bool:
     """Bring what the disk has of a prompt below ``parent`` into the tree. Whether a second look could find
     more."""
     assert state.disk is not None
+    disk = state.disk
     first = parent.depth  # the root's is 0
     identity = prompt.identity.digest
     wanted = min(max_tokens // prompt.chunk_tokens, len(prompt.keys))
     chunks = zip(prompt.keys[first:wanted], prompt.chunks(first), strict=False)
-    records = state.disk.find(parent.serial, identity, chunks)
-    last = records[-1].serial if records else parent.serial
-    rest = prompt.chunk(first + len(records))
-    similar = state.disk.find_similar(last, identity, rest)
-    best = max(similar, key=lambda record: common_tokens(record.tokens, rest), default=None)
-    path = [*records, best] if best is not None else records
+
+    def look() -> list[PageRecord]:
+        records = disk.find(parent.serial, identity, chunks)
+        last = records[-1].serial if records else parent.serial
+        rest = prompt.chunk(first + len(records))
+        similar = disk.find_similar(last, identity, rest)
+        best = max(similar, key=lambda record: common_tokens(record.tokens, rest), default=None)
+        return [*records, best] if best is not None else records
+
+    path = _looked(state, look)
     with state.lock:
-        return not state.wake(parent, path)
+        return path is not None and not state.wake(parent, path)
+
+
+def _looked(state: StoreState, look: Callable[[], list[PageRecord]]) -> list[PageRecord] | None:
+    """What a look at the disk found; None when the disk fails, or takes longer than a lookup should."""
+    assert state.disk is not None
+    try:
+        found = state.disk.within(_LOOK_S, look)
+    except TimeoutError:
+        with state.lock:
+            state.counters.disk_slow_lookups += 1
+        return None
+    except OSError as error:
+        with state.lock:
+            state.counters.disk_read_errors += 1
+            state.health.read_failed(error, "records")
+        return None
+    with state.lock:
+        state.health.was_read("records")
+    return found

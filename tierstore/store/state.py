@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from tierstore import memory
@@ -16,12 +18,15 @@ from tierstore.errors import StoreClosedError
 from tierstore.index import Index, Match, Page, Tier
 from tierstore.keys import Identity
 from tierstore.policy import Policy
+from tierstore.store.health import STALL_S, Health
+from tierstore.store.lookout import Lookout
 from tierstore.store.stats import Counters, TierStats
-from tierstore.tiers.disk import DiskTier, Ledger, PageRecord, PageUse, Removal
+from tierstore.tiers.disk import DiskTier, Ledger, PageRecord, PageUse, ReadBatch, Removal
 from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.host import HostTier
 
 _MOST_PASSES = 3  # over the ledger, before an eviction gives up
+_SPARE_LEASES = 4096
 _AWAKE_PAGES = 1 << 15  # on disk only, and kept in memory all the same: 1 KiB each
 
 
@@ -48,6 +53,7 @@ class StoreState:
         disk: DiskTier | None,
         clock: Callable[[], float] = time.monotonic,
         awake_pages: int = _AWAKE_PAGES,
+        stall_s: float = STALL_S,
     ) -> None:
         self.host = host
         self.pool = pool
@@ -57,9 +63,12 @@ class StoreState:
         self.changed = threading.Condition(self.lock)  # a copy became ready or went away, a queue moved
         self.index = Index(policies, tick=disk.tick if disk is not None else 0)
         self.counters = Counters()
+        self.health = Health(Tier.DISK.label, clock, stall_s=stall_s)
+        self.lookout = Lookout(disk, self.health, self.changed)
         self.closed = False
         self.open_hits = 0
         self.pending_saves = 0
+        self.host_bytes: Counter[bytes] = Counter()  # in the host tier, by identity digest
         self.loading: set[Page] = set()  # being read from disk by a load that is running
         self.in_transit = 0  # pages that loads are bringing through the host tier
         self.published: dict[int, Page] = {}  # HBM pages that are in the index
@@ -67,7 +76,7 @@ class StoreState:
         self.removed: list[Removal] = []  # pages to delete from disk with the next commit
         self.used: set[Page] = set()  # pages on disk used since note_uses
         self.noted: dict[int, PageUse] = {}  # uses by serial, for the next commit
-        self._disk_policy = policies[Tier.DISK]
+        self.disk_policy = policies[Tier.DISK]
         self._awake_pages = awake_pages
         self._leases: list[tuple[float, int, Lease]] = []
         self._lease_order = itertools.count()
@@ -83,6 +92,16 @@ class StoreState:
         if not root.serial and self.disk is not None:
             root.serial = self.disk.root(identity.digest) or 0
         return root
+
+    def reachable(self, match: Match, chunk_tokens: int) -> Match:
+        """As much of a match as can be loaded now: where the disk is offline, what is above it."""
+        if self.health.readable:
+            return match
+        there = itertools.takewhile(lambda page: page.ready_tier() is not Tier.DISK, match.pages)
+        pages = tuple(there)
+        if len(pages) == len(match.pages):
+            return match
+        return Match(pages, len(pages) * chunk_tokens, chunk_tokens if pages else 0)
 
     def use(self, match: Match, lookup_tokens: int, lease_s: float) -> Lease:
         """Lease what a lookup found, each page where it is fastest to load from."""
@@ -126,8 +145,8 @@ class StoreState:
         if not lease.released:
             lease.released = True
             self.open_hits -= 1
-            for page in self.index.unlease_all(lease.held):
-                self._drop_damaged(page)
+            for page, tier in self.index.unlease_all(lease.held):
+                self._drop_damaged(page, tier)
             lease.held.clear()
 
     def expire_leases(self) -> None:
@@ -138,12 +157,15 @@ class StoreState:
             if not lease.released and lease.ends <= now:  # else it was renewed, and has a later entry
                 self.counters.expired_leases += 1
                 self.release(lease)
+        if len(self._leases) > 2 * self.open_hits + _SPARE_LEASES:  # released long before their end
+            self._leases = [entry for entry in self._leases if not entry[2].released]
+            heapq.heapify(self._leases)
 
     def unlease(self, page: Page, tier: Tier) -> None:
         self.index.unlease(page, tier)
-        copy = self.index.copy(page, tier)
-        if copy.damaged:
-            self._drop_damaged(page)
+        copy = page.copies[tier]
+        if copy is not None and copy.damaged:
+            self._drop_damaged(page, tier)
 
     def move_lease(self, lease: Lease, position: int, tier: Tier) -> None:
         """The page of a lease is now held in another tier."""
@@ -194,33 +216,49 @@ class StoreState:
 
     def evict(self, tier: Tier, count: int) -> int:
         """Let up to ``count`` copies leave ``tier``, the policy's worst first. Returns how many left."""
+        if tier is Tier.DISK:
+            return self.evict_from_disk(count)
         self.expire_leases()
-        evicted = self._evict_from_disk(count) if tier is Tier.DISK else self._evict_from_memory(tier, count)
-        self.counters.evicted_pages[tier.label] += evicted
-        return evicted
-
-    def _evict_from_memory(self, tier: Tier, count: int) -> int:
         evicted = 0
         while evicted < count and (page := self.index.victim(tier)) is not None:
             self.drop(page, tier)
             evicted += 1
+        self.counters.evicted_pages[tier.label] += evicted
         return evicted
 
-    def _evict_from_disk(self, count: int) -> int:
+    def evict_from_disk(
+        self,
+        count: int,
+        *,
+        nbytes: float = math.inf,
+        size_class: int | None = None,
+        until: float = math.inf,
+    ) -> int:
+        """Let up to ``count`` pages leave the disk, no more than it takes to free ``nbytes``; of one size
+        class, and those that score up to ``until``. Returns how many left."""
         ledger = self.ledger
         if ledger is None:
             return 0
+        self.expire_leases()
         self.note_uses()
+        before = len(self.removed)
         evicted = passes = 0
-        while evicted < count and passes < _MOST_PASSES:
-            serials = ledger.next_to_leave(self._disk_policy, count - evicted)
-            evicted += sum(self._leaves_disk(ledger, serial) for serial in serials)
+        while evicted < count and nbytes > 0 and passes < _MOST_PASSES:
+            serials = ledger.next_to_leave(
+                self.disk_policy, count - evicted, nbytes=nbytes, size_class=size_class, until=until
+            )
+            evicted += sum(self.leaves_disk(serial) for serial in serials)
+            nbytes -= sum(removal.nbytes for removal in self.removed[before:])
+            before = len(self.removed)
             passes += not serials  # an end was reached: what was held back, or is new since, gets its turn
+        self.counters.evicted_pages[Tier.DISK.label] += evicted
         return evicted
 
-    def _leaves_disk(self, ledger: Ledger, serial: int) -> bool:
+    def leaves_disk(self, serial: int) -> bool:
         """Let a page leave the disk, if it may."""
         page = self.index.by_serial.get(serial)
+        ledger = self.ledger
+        assert ledger is not None, "pages leave a disk that is not known yet"
         if serial not in ledger or ledger.children(serial):
             return False
         if page is None:
@@ -236,6 +274,7 @@ class StoreState:
         if tier is Tier.DISK:
             self._drop_from_disk(page)
             return
+        above = page.parent
         place = self.index.drop_copy(page, tier)
         if tier is Tier.HBM:
             assert self.pool is not None
@@ -244,6 +283,10 @@ class StoreState:
         else:
             assert self.host is not None
             self.host.free(place, page.nbytes)
+            self.host_bytes[page.identity] -= page.nbytes
+        kept = above.copies[tier] if above is not None else None
+        if above is not None and kept is not None and kept.damaged:
+            self._drop_damaged(above, tier)
 
     def _drop_from_disk(self, page: Page) -> None:
         assert self.ledger is not None, f"{page} leaves a disk that is not known yet"
@@ -280,6 +323,8 @@ class StoreState:
         page.pins -= 1
         if place is not None:
             self.index.add_copy(page, Tier.HOST, place, ready=False, leases=1)
+            self.host_bytes[page.identity] += page.nbytes
+            page.checksum = page.record.checksum if page.record is not None else None
         return place
 
     def end_host_fill(self, page: Page, *, filled: bool) -> None:
@@ -310,18 +355,40 @@ class StoreState:
             else:
                 self.unlease(page, Tier.HBM)
 
+    def was_read(self, read: ReadBatch) -> None:
+        """Pages were read from disk, or were to be."""
+        self.counters.disk_read_pages += read.good
+        if read.good:
+            self.health.was_read()  # first: where other pages come back, one that does not is not the disk
+        if read.error is not None:
+            self.counters.disk_read_errors += 1
+            self.health.read_failed(read.error)
+            self.changed.notify_all()
+
     def damaged(self, page: Page) -> None:
         """The disk copy did not read back as it was saved: never serve it, free its place."""
         if page.copies[Tier.DISK] is None:
             return
         self.counters.damaged_pages += 1
         self.index.set_damaged(page, Tier.DISK)
-        self._drop_damaged(page)
+        self._drop_damaged(page, Tier.DISK)
 
-    def _drop_damaged(self, page: Page) -> None:
-        # While the disk is still being surveyed, the copy just stays where nobody is served from it.
-        if not self.index.copy(page, Tier.DISK).leases and self.ledger is not None:
-            self.drop(page, Tier.DISK)
+    def damaged_in_host(self, page: Page) -> None:
+        """The host copy is not what its writer said it is: never serve it, free its place."""
+        self.counters.damaged_pages += 1
+        self.index.set_damaged(page, Tier.HOST)
+        self._drop_damaged(page, Tier.HOST)
+
+    def _drop_damaged(self, page: Page, tier: Tier) -> None:
+        copy = self.index.copy(page, tier)
+        if copy.leases:
+            return
+        if tier is Tier.DISK:
+            # While the disk is still being surveyed, the copy just stays where nobody is served from it.
+            if self.ledger is not None:
+                self.drop(page, tier)
+        elif not copy.children:  # whoever holds a page below reads this one too, under the same lease
+            self.drop(page, tier)
 
     # -- bytes (without the lock: the caller holds leases) --------------------------------
 
@@ -357,15 +424,19 @@ class StoreState:
             if page.serial not in self.ledger:
                 self.index.set_damaged(page, Tier.DISK)
             if copy.damaged:
-                self._drop_damaged(page)
+                self._drop_damaged(page, Tier.DISK)
 
     def wake(self, parent: Page, records: Sequence[PageRecord]) -> bool:
         """Bring pages that were found on disk, one below the other, into the tree. False when things have
         changed since they were looked for."""
         ledger = self.ledger
         for record in records:
-            if not self.index.in_tree(parent) or (ledger is not None and record.serial not in ledger):
+            if not self.index.in_tree(parent):
                 return False
+            if ledger is not None and ledger.place(record.serial) != record.place:
+                return False  # removed since, or moved
+            if record.nbytes != parent.nbytes:
+                return False  # saved under this identity by somebody whose pages had another size
             hits = ledger.use(record.serial).hits if ledger is not None else 0
             parent = self.index.wake(parent, record, hits)
             if parent.serial != record.serial:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tierstore.store.health import TierHealth
+
 
 @dataclass(slots=True)
 class Counters:
@@ -22,8 +24,15 @@ class Counters:
     disk_written_pages: int = 0
     disk_read_pages: int = 0
     disk_dropped_pages: int = 0  # write-behind given up: queue full, no room, or parent not on disk
-    disk_write_errors: int = 0
-    damaged_pages: int = 0  # checksum mismatch, short read or read error
+    disk_write_errors: int = 0  # batches that the disk did not take, and probes that it did not
+    disk_read_errors: int = (
+        0  # batches and lookups of which something could not be read: kept, a miss for now
+    )
+    disk_slow_lookups: int = 0  # that ended where memory ends, because the index was not read in time
+    disk_stalls: int = 0  # times that a call to the disk did not return for too long
+    disk_read_only_s: float = 0.0  # seconds in which nothing was written to disk
+    disk_offline_s: float = 0.0  # seconds in which the disk was not read either
+    damaged_pages: int = 0  # checksum mismatch or truncated: the disk has other bytes than were saved
     evicted_pages: dict[str, int] = field(default_factory=lambda: {"hbm": 0, "host": 0, "disk": 0})
 
 
@@ -48,5 +57,7 @@ class StoreStats:
     pending_saves: int  # pages on their way into the host tier
     pending_writes: int  # pages on their way to disk
     disk_writable: bool
+    health: Mapping[str, TierHealth]  # of the tiers that can fail
+    health_line: str  # the same for people; empty without such a tier
     failed_tasks: int
-    counters: Mapping[str, int | Mapping[str, int]]
+    counters: Mapping[str, int | float | Mapping[str, int]]

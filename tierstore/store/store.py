@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +20,7 @@ from tierstore.policy import POLICIES
 from tierstore.spec import KVSpec
 from tierstore.store.endpoints import Buffers, PageSource
 from tierstore.store.find import find
+from tierstore.store.health import STALL_S, Condition
 from tierstore.store.hit import Hit
 from tierstore.store.load import Loaded, Loader
 from tierstore.store.save import HbmPages, SaveJob
@@ -58,6 +61,8 @@ class Store:
         policy: str,
         lease_s: float,
         mover_threads: int,
+        stall_s: float,
+        clock: Callable[[], float],
     ) -> None:
         self.spec = spec
         self.identity = identity
@@ -66,9 +71,17 @@ class Store:
         self._disk = disk
         self._lease_s = lease_s
         self._layout = spec.describe()  # compared at every lookup
-        self._state = StoreState([POLICIES[policy]() for _ in Tier], host=host, pool=pool, disk=disk)
-        self._mover = Mover(mover_threads)
+        self._state = StoreState(
+            [POLICIES[policy]() for _ in Tier],
+            host=host,
+            pool=pool,
+            disk=disk,
+            clock=clock,
+            stall_s=stall_s,
+        )
+        self._mover = Mover(mover_threads, disk_threads=mover_threads if disk is not None else 0)
         self._loader = Loader(self._state, self._mover)
+        self._given_back = False
         self._write_behind: WriteBehind | None = None
         if disk is not None and host is not None:
             queue_bytes = int(host.capacity_bytes * _QUEUE_FRACTION)
@@ -88,7 +101,9 @@ class Store:
         policy: str = "lru",
         lease_s: float = 60.0,
         mover_threads: int = 4,
+        stall_s: float = STALL_S,
         io: FileIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> Store:
         """Open the embedded store.
 
@@ -96,7 +111,8 @@ class Store:
         ``pool`` is the engine's HBM page pool, if pages are to be found and kept there too. ``identity``
         stands for tokens given without a prompt; without one only the layout tells pages apart, so give one
         wherever weights, adapters or tenants can differ. ``lease_s`` is how long a hit holds its pages.
-        ``io`` is for tests that make the disk fail.
+        A disk that has not answered a call for ``stall_s`` seconds is not waited for any more, until it does.
+        ``io`` and ``clock`` are for tests that make the disk fail.
 
         Raises :class:`UsageError` for capacities that cannot hold a page and
         :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
@@ -118,6 +134,7 @@ class Store:
                 page_bytes=spec.page_bytes,
                 inline_bytes=inline_bytes,
                 io=io,
+                clock=clock,
             )
         try:
             host = HostTier(host_bytes) if host_bytes else None
@@ -134,6 +151,8 @@ class Store:
             policy=policy,
             lease_s=lease_s,
             mover_threads=mover_threads,
+            stall_s=stall_s,
+            clock=clock,
         )
 
     def __repr__(self) -> str:
@@ -161,7 +180,9 @@ class Store:
         prompt = self._as_prompt(prompt)
         limit = len(prompt) if max_tokens is None else min(max_tokens, len(prompt))
         state = self._state
-        with find(state, prompt, limit, self.spec.page_bytes) as match:
+        state.lookout.look()
+        with find(state, prompt, limit, self.spec.page_bytes) as found:
+            match = state.reachable(found, self.spec.chunk_tokens)
             lease = state.use(match, limit, self._lease_s)
             hit = Hit(state, self._loader, match, lease, self.spec.chunk_tokens)
             for label, tokens in hit.by_tier.items():
@@ -232,12 +253,14 @@ class Store:
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything saved so far is on disk (or was given up); False when ``timeout`` seconds
-        pass."""
+        pass, or when the disk does not answer."""
         state = self._state
-        with state.lock:
-            if not state.changed.wait_for(lambda: not state.pending_saves, timeout):
-                return False
-        return self._write_behind is None or self._write_behind.flush(timeout)
+        pending = self._write_behind
+
+        def flushed() -> bool:
+            return not state.pending_saves and (pending is None or not pending.pending)
+
+        return state.lookout.wait_for(flushed, timeout)
 
     # -- room in HBM (for the engine that owns the pool) -----------------------------------------------
 
@@ -306,7 +329,12 @@ class Store:
     def stats(self) -> StoreStats:
         """A snapshot of everything that is counted."""
         state = self._state
+        state.lookout.look()
         with state.lock:
+            health = state.health
+            state.counters.disk_stalls = health.stalls
+            state.counters.disk_read_only_s = health.spent_s(Condition.READ_ONLY)
+            state.counters.disk_offline_s = health.spent_s(Condition.OFFLINE)
             return StoreStats(
                 tiers=state.tier_stats(),
                 pages=state.index.pages,
@@ -314,7 +342,9 @@ class Store:
                 open_hits=state.open_hits,
                 pending_saves=state.pending_saves,
                 pending_writes=self._write_behind.pending if self._write_behind else 0,
-                disk_writable=self._write_behind.writable if self._write_behind else False,
+                disk_writable=state.disk is not None and health.writable,
+                health={Tier.DISK.label: health.snapshot()} if state.disk is not None else {},
+                health_line=health.line if state.disk is not None else "",
                 failed_tasks=self._mover.failed_tasks,
                 counters=asdict(state.counters),
             )
@@ -338,18 +368,36 @@ class Store:
         return self._state.closed
 
     def close(self) -> None:
-        """Finish what is under way, write what is queued to disk, give everything back. Idempotent."""
-        with self._state.lock:
-            if self._state.closed:
+        """Finish what is under way, write what is queued to disk, give everything back. Idempotent.
+
+        With a disk that does not answer this returns all the same: threads, memory and the directory's lock
+        are given back when it does, or when the process ends. What was durable stays so.
+        """
+        state = self._state
+        with state.lock:
+            if state.closed:
                 return
-            self._state.closed = True
-        self._mover.close()
-        if self._write_behind is not None:
-            self._write_behind.close()
-        if self._disk is not None:
-            self._disk.close()
-        if self._host is not None:
-            self._host.close()
+            state.closed = True
+        threading.Thread(target=self._give_back, name="tierstore-close", daemon=True).start()
+        surveyed = self._disk is None or self._disk.wait_surveyed(0)
+        if not state.lookout.wait_for(lambda: self._given_back, None if surveyed else state.health.stall_s):
+            _log.warning("the store was closed while its disk does not answer: the directory stays locked")
+
+    def _give_back(self) -> None:
+        try:
+            self._mover.close()
+            if self._write_behind is not None:
+                self._write_behind.close()
+            if self._disk is not None:
+                self._disk.close()
+        except OSError as error:  # nothing that was durable depends on it
+            _log.warning("disk tier: could not be closed in order: %s", error)
+        finally:
+            if self._host is not None:
+                self._host.close()
+            with self._state.lock:
+                self._given_back = True
+                self._state.changed.notify_all()
 
     def _as_prompt(self, prompt: Prompt | TokenIds) -> Prompt:
         if not isinstance(prompt, Prompt):

@@ -1,35 +1,39 @@
 """Write-behind: pages go from the host tier to disk in batches, without anybody waiting.
 
 One thread takes a batch from the queue, finds room (evicting in bulk, so that one commit frees space for many
-pages), writes the payloads, makes them durable, and only then calls the copies ready. A second thread that
-committed one batch while the next was written made it slower: beside other writes a commit took 30 ms and
-stalled them, after them it takes 3 ms.
+pages) and has the payloads written; meanwhile it finds room for the next batch. When enough has been written,
+or nothing waits, all of it is made durable with one commit, and only then the copies are ready. Nothing is
+written during a commit: beside other writes it took 30 ms and stalled them, after them it takes 3 ms.
 
-The queue is bounded in bytes: what does not fit is not written (counted in ``disk_dropped_pages``), which is
-how a disk slower than the engine shows. A page is only written after its parent, since nothing could find it
-otherwise; a later save of the same prefix makes up for gaps. When the disk fails, the batch is undone, the
-queue is emptied, and nothing is written for a while.
+The queue (``write_queue.py``) is bounded: what does not fit is not written (counted in
+``disk_dropped_pages``), which is how a disk slower than the engine shows. When the disk fails, the batch is
+undone, the queue is emptied, and nothing is written until the disk is in order again. This thread finds that
+out: it is the one that has nothing else to do then, and nobody waits for it. What it missed meanwhile it
+writes as far as the host tier still has it.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
-import math
 import threading
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Sequence
 
 from tierstore.index import Page, Tier
+from tierstore.store.disk_moves import MoveStats
+from tierstore.store.disk_room import DiskRoom
 from tierstore.store.state import StoreState
+from tierstore.store.write_queue import WriteQueue
 from tierstore.tiers.disk import DiskTier, PageRecord
+from tierstore.tiers.disk.crew import Crew
 
 _log = logging.getLogger(__name__)
 
-_BATCH_BYTES = 128 << 20  # at most, and half of the queue: each batch costs a commit
-_EVICT_FRACTION = 1 / 64  # of the disk's capacity, freed at once when it is full …
-_EVICT_PAGES = 512  # … but no more pages than this: the store is locked meanwhile
-_RETRY_S = 10.0  # after a write error
+_BATCH_BYTES = 64 << 20  # at most, and a quarter of the queue
+_COMMIT_BYTES = 256 << 20  # … and half of the queue: each commit costs some milliseconds
+_STALLED_LOOK_S = 1.0  # how often this thread looks whether a disk that had stopped answering does again
 _USE_FLUSH_S = 30.0  # use times reach the disk at least this often while nothing else is written
 
 
@@ -39,13 +43,12 @@ class WriteBehind:
     def __init__(self, state: StoreState, disk: DiskTier, *, queue_bytes: int) -> None:
         self._state = state
         self._disk = disk
-        self._queue_bytes = queue_bytes
-        self._batch_bytes = min(_BATCH_BYTES, queue_bytes // 2)
+        self._room = DiskRoom(state, disk, lambda: self._commit([]))
+        self._batch_bytes = min(_BATCH_BYTES, queue_bytes // 4)
+        self._commit_bytes = min(_COMMIT_BYTES, queue_bytes // 2)
+        self._hand = Crew(1, name="tierstore-payloads")  # writes what this thread has placed
         # Guarded by the state's lock.
-        self._queue: deque[Page] = deque()
-        self._queued: set[Page] = set()  # in the queue or in a batch
-        self._queued_bytes = 0
-        self._offline_until = 0.0
+        self._queue = WriteQueue(state, most_bytes=queue_bytes)
         self._closing = False
         self._writer = threading.Thread(target=self._write_batches, name="tierstore-writer", daemon=True)
         self._writer.start()
@@ -55,68 +58,18 @@ class WriteBehind:
     @property
     def pending(self) -> int:
         """Pages queued or being written."""
-        return len(self._queued)
-
-    @property
-    def writable(self) -> bool:
-        return self._state.clock() >= self._offline_until
+        return self._queue.pending
 
     def enqueue(self, pages: Sequence[Page]) -> None:
-        """Write these pages, which are in the host tier, with any ancestors the disk has lost or never got,
-        and any descendants that came before them (copies end in no particular order)."""
-        for page in pages:
-            missing = self._missing(page)
-            if missing is None:
-                continue
-            if missing and all(self._append(each) for each in missing):
-                self._append_below(page)
+        """Write these pages, which are in the host tier, sooner or later or not at all."""
+        self._queue.put(pages)
         self._state.changed.notify_all()
 
-    def _append_below(self, page: Page) -> None:
-        waiting = [page]
-        while waiting:
-            for child in waiting.pop().all_children():
-                if self._unwritten(child) and self._append(child):
-                    waiting.append(child)
-
-    def _append(self, page: Page) -> bool:
-        full = self._queued and self._queued_bytes + page.nbytes > self._queue_bytes
-        if full or not self.writable:
-            self._state.counters.disk_dropped_pages += 1
-            return False
-        self._state.index.lease(page, Tier.HOST)
-        self._queue.append(page)
-        self._queued.add(page)
-        self._queued_bytes += page.nbytes
-        return True
-
-    def _unwritten(self, page: Page) -> bool:
-        """Whether a page could be written, and has not been."""
-        on_host = page.copies[Tier.HOST]
-        written = page.copies[Tier.DISK] is not None or page in self._queued
-        return on_host is not None and on_host.ready and not written
-
-    def _missing(self, page: Page) -> list[Page] | None:
-        """``page`` and those of its ancestors that have to be written first, top down. None if one of them
-        cannot be: it is on its way, and will bring this page along, or it is lost."""
-        missing: list[Page] = []
-        node: Page | None = page
-        while node is not None and node.parent is not None:
-            if node.copies[Tier.DISK] is not None or node in self._queued:
-                break
-            if not self._unwritten(node):
-                self._state.counters.disk_dropped_pages += node.copies[Tier.HOST] is None
-                return None
-            missing.append(node)
-            node = node.parent
-        return missing[::-1]
+    def move_stats(self) -> MoveStats:
+        """What making room on disk has cost."""
+        return self._room.moves.stats()
 
     # -- for the store (without the lock) -------------------------------------------------------------
-
-    def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything queued is durable or given up; False when ``timeout`` seconds pass first."""
-        with self._state.lock:
-            return self._state.changed.wait_for(lambda: not self._queued, timeout)
 
     def close(self) -> None:
         """Write what is queued, record the use times, stop."""
@@ -133,42 +86,96 @@ class WriteBehind:
             if surveyed:
                 self._state.surveyed()
             else:
-                self._offline_until = math.inf  # nobody knows what is free
+                self._state.health.never_write("the index could not be read")  # nobody knows what is free
+        health = self._state.health
         closing = False
         while not closing:
+            self._state.lookout.look()
             with self._state.lock:
-                self._state.changed.wait_for(self._work_to_do, _USE_FLUSH_S)
-                batch = self._next_batch()
-                closing = self._closing and not self._queue
+                self._wait_for_work()
+                if self._queue.owes:
+                    self._queue.put_owed()
+                probing = health.probe_due and not self._closing
+            if probing:
+                self._probe()
+            under_way: list[Page] = []
             try:
-                placed = self._place(batch)
-                if placed or self._housekeeping_due():
-                    self._disk.write(self._payloads(placed))
-                    self._commit(placed)
+                self._write_queued(under_way)
             except Exception as error:  # noqa: BLE001  # the disk failed or we did: this thread has to live on
-                self._failed(batch, error)
+                self._failed(under_way, error)
+            with self._state.lock:
+                closing = self._closing and not self._queue
+        self._hand.close()
+
+    def _write_queued(self, under_way: list[Page]) -> None:
+        """Write what waits, until nothing does. ``under_way`` are the pages taken from the queue that are not
+        durable yet, for whoever has to undo it."""
+        written: list[Page] = []
+        placed = self._place_next(under_way)
+        while placed:
+            payloads = self._payloads(placed)
+            writing = self._hand.submit(lambda payloads=payloads: self._disk.write(payloads))  # type: ignore[misc]
+            try:
+                coming = self._place_next(under_way)
+            finally:
+                writing.exception()  # it holds on to the slots until it is over, however it goes
+            writing.result()
+            written += placed
+            placed = coming
+            if not placed or sum(page.nbytes for page in written) >= self._commit_bytes:
+                self._commit(self._verified(written))
+                under_way[:] = placed
+                written = []
+        if self._housekeeping_due():
+            self._commit([])
+
+    def _place_next(self, under_way: list[Page]) -> list[Page]:
+        with self._state.lock:
+            batch = self._queue.take(self._batch_bytes)
+        under_way += batch
+        return self._place(batch)
+
+    def _wait_for_work(self) -> None:
+        """Until there is something to write, to try or to look at, or use times have waited long enough."""
+        health = self._state.health
+        give_up = time.monotonic() + _USE_FLUSH_S
+        while not self._work_to_do() and (left := give_up - time.monotonic()) > 0:
+            if health.stalled:
+                self._state.changed.wait(_STALLED_LOOK_S)
+                return
+            retry_s = health.retry_s  # may have changed: a read failed
+            self._state.changed.wait(left if retry_s is None else min(left, retry_s))
 
     def _work_to_do(self) -> bool:
-        return bool(self._queue or self._closing or (self._state.removed and self.writable))
+        health = self._state.health
+        due = (self._state.removed and health.writable) or self._queue.owes or health.probe_due
+        return bool(self._queue or self._closing or due)
 
-    def _next_batch(self) -> list[Page]:
-        batch: list[Page] = []
-        room = self._batch_bytes
-        while self._queue and (not batch or self._queue[0].nbytes <= room):
-            batch.append(self._queue.popleft())
-            room -= batch[-1].nbytes
-        return batch
+    def _probe(self) -> None:
+        """Find out whether a disk that failed is in order again."""
+        state = self._state
+        try:
+            self._disk.probe(state.index.tick)
+        except Exception as error:  # noqa: BLE001  # as in the writer
+            with state.lock:
+                state.counters.disk_write_errors += 1
+                state.health.probe_failed(_as_os_error(error))
+        else:
+            with state.lock:
+                state.health.probe_succeeded()
+                state.changed.notify_all()
 
     def _housekeeping_due(self) -> bool:
-        with self._state.lock:
-            return bool(self._state.used or self._state.noted or self._state.removed)
+        state = self._state
+        with state.lock:
+            return state.health.writable and bool(state.used or state.noted or state.removed)
 
     def _place(self, batch: Sequence[Page]) -> list[Page]:
         """Give each page of a batch its place on disk. Returns those that got one."""
         state = self._state
         placed = []
         for page in batch:
-            place = self._reserve(page.nbytes) if self.writable else None
+            place = self._reserve(page.nbytes) if state.health.writable else None
             with state.lock:
                 # Only now: making room may have taken the parent.
                 if place is not None and self._parent_on_disk(page) and page.copies[Tier.DISK] is None:
@@ -177,8 +184,24 @@ class WriteBehind:
                     continue
                 if place is not None:
                     self._disk.unreserve(place, page.nbytes)
-                self._give_up(page)
+                self._queue.give_up(page)
         return placed
+
+    def _verified(self, written: Sequence[Page]) -> list[Page]:
+        """Those whose bytes are what their writer said they are. The others are dropped everywhere; what
+        comes behind them is not written."""
+        good = []
+        with self._state.lock:
+            for page in written:
+                assert page.record is not None
+                wrong = page.checksum is not None and page.checksum != page.record.checksum
+                if not wrong and self._parent_on_disk(page):
+                    good.append(page)
+                    continue
+                self._undo(page)
+                if wrong:
+                    self._state.damaged_in_host(page)
+        return good
 
     def _parent_on_disk(self, page: Page) -> bool:
         assert page.parent is not None
@@ -201,15 +224,16 @@ class WriteBehind:
         )
 
     def _reserve(self, nbytes: int) -> int | None:
-        """A place for one page, evicting when the disk is full; None when nothing may leave."""
+        """A place for one page, making room when the disk is full; None when nothing may leave."""
         place = self._disk.reserve(nbytes)
-        if place is None:
-            with self._state.lock:
-                share = int(self._disk.stats().capacity_bytes * _EVICT_FRACTION / nbytes)
-                evicted = self._state.evict(Tier.DISK, min(max(share, 1), _EVICT_PAGES))
-            if evicted and self._commit([]):
-                place = self._disk.reserve(nbytes)
+        if place is None and self._room.make(nbytes, self._waiting()):
+            place = self._disk.reserve(nbytes)
         return place
+
+    def _waiting(self) -> Counter[int]:
+        """Page bytes → pages that have no place on disk yet."""
+        with self._state.lock:
+            return self._queue.unplaced()
 
     def _payloads(self, batch: Sequence[Page]) -> list[tuple[PageRecord, memoryview]]:
         """Each page's record and its bytes in the host tier, which the queue's lease keeps there."""
@@ -243,8 +267,10 @@ class WriteBehind:
             for page in batch:
                 state.index.set_ready(page, Tier.DISK)
                 state.unlease(page, Tier.DISK)
-                self._finish(page)
+                self._queue.finish(page)
             state.counters.disk_written_pages += len(batch)
+            if batch:
+                state.health.written()
             state.changed.notify_all()
         return True
 
@@ -252,36 +278,29 @@ class WriteBehind:
 
     def _failed(self, batch: Sequence[Page], error: Exception) -> None:
         state = self._state
-        if isinstance(error, OSError):
-            _log.warning("disk tier: write failed (%s); not writing for %.0f s", error, _RETRY_S)
-        else:
-            _log.error("disk tier: write failed", exc_info=error)
         with state.lock:
             state.counters.disk_write_errors += 1
-            self._offline_until = state.clock() + _RETRY_S
+            state.health.write_failed(_as_os_error(error))
             for page in reversed(batch):
                 self._undo(page)
-            while self._queue:
-                self._give_up(self._queue.pop())
+            self._queue.give_up_all()
             state.changed.notify_all()
+        state.lookout.look()
 
     def _undo(self, page: Page) -> None:
         """Take back what a page that did not become durable was given."""
-        if page not in self._queued:
+        if page not in self._queue:
             return  # given up before it had a place
         copy = page.copies[Tier.DISK]
         if copy is not None and not copy.ready:
             self._state.index.unlease(page, Tier.DISK)
             self._disk.unreserve(self._state.unwrite(page), page.nbytes)
-        self._give_up(page)
+        self._queue.give_up(page)
 
-    def _give_up(self, page: Page) -> None:
-        self._state.counters.disk_dropped_pages += 1
-        self._finish(page)
 
-    def _finish(self, page: Page) -> None:
-        if page in self._queued:
-            self._queued.remove(page)
-            self._queued_bytes -= page.nbytes
-        self._state.unlease(page, Tier.HOST)
-        self._state.changed.notify_all()
+def _as_os_error(error: Exception) -> OSError:
+    """What went wrong, as a disk would say it. What no disk says is our own bug, and is written down."""
+    if isinstance(error, OSError):
+        return error
+    _log.error("disk tier: a bug in writing", exc_info=error)
+    return OSError(errno.EIO, f"internal error: {error!r}")

@@ -1,16 +1,21 @@
 """Two-level space management, for the host arena and the disk's extents alike. Pure: no memory, no files.
 
-Space is cut into equal *units*. A *slab* is an aligned run of units given to one size class and carved into
+Space is cut into equal *units*. A *slab* is a run of units given to one size class and carved into
 equal *slots*; a page takes one slot. When its last slot is freed, a slab dissolves into units that any other
-class may take. So pages of different models share one space, and no history of sizes can fragment it for
-good: at any moment at most one partly empty slab per class is not to blame on pages that are still in use.
+class may take. So pages of different models share one space. What a history of sizes may leave behind are
+partly empty slabs; where pages can be moved (on disk), a run of units is *held*, emptied and given to another
+class (tiers/disk/windows.py says which).
 
-Slab positions are a function of the slot's offset and size alone. That is what lets the disk tier rebuild its
-free space from nothing but its page records.
+A slab may begin at any unit: were it aligned to its own size, as a buddy is, slabs of 5, 8 and 28 units would
+leave gaps between them that nobody can use. Where it begins still follows from any one of its slots, since no
+two slots of a slab are at the same distance from the unit before them. That is what lets the disk tier
+rebuild its free space from nothing but its page records.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tierstore.errors import UsageError
@@ -20,17 +25,28 @@ from tierstore.units import round_up
 _MAX_UNIT = 4 << 20
 _UNITS_WANTED = 256
 _MAX_SLOTS_TRIED = 64
-_MAX_SLAB_FRACTION = 16  # no slab takes more of the space than this share, unless a single slot does
+_MAX_SLAB_FRACTION = 64  # no slab takes more of the space than this share, unless a single slot does
 _TOLERATED_WASTE = 1 / 64
 
 
-@dataclass(slots=True)
-class _Slab:
-    start: int  # first unit
+@dataclass(slots=True, eq=False)
+class Slab:
+    """Units ``start … start + units``, carved into ``slots`` of ``slot_bytes``."""
+
+    start: int
     units: int
     slot_bytes: int
     slots: int
     free: dict[int, None]  # slot numbers, as an ordered set: the last one in is the next one out
+    held: bool = False  # to be emptied: no slot of it is handed out
+
+    @property
+    def used_slots(self) -> int:
+        return self.slots - len(self.free)
+
+    @property
+    def used_bytes(self) -> int:
+        return self.used_slots * self.slot_bytes
 
 
 class SlabAllocator:
@@ -48,10 +64,13 @@ class SlabAllocator:
         self.capacity_bytes = capacity_bytes
         self.unit_bytes = unit_bytes
         self.used_bytes = 0  # in slots
-        self._owner: list[_Slab | None] = [None] * (capacity_bytes // unit_bytes)
-        self._first_free = 0  # a lower bound of the first unit without a slab
-        self._open: dict[int, dict[int, _Slab]] = {}  # slot_bytes -> slabs with a free slot, by first unit
+        self._owner: list[Slab | None] = [None] * (capacity_bytes // unit_bytes)
+        self._taken = bytearray(len(self._owner))  # for each unit whether no slab may be put there
+        self._open: dict[int, dict[int, Slab]] = {}  # slot_bytes -> slabs with a free slot, by first unit
         self._shapes: dict[int, tuple[int, int]] = {}
+        self._numbers: dict[
+            int, dict[int, int]
+        ] = {}  # slot_bytes -> bytes beyond a unit -> number of the slot
 
     def __repr__(self) -> str:
         return f"SlabAllocator({self.used_bytes}/{self.capacity_bytes} bytes used)"
@@ -60,6 +79,42 @@ class SlabAllocator:
         """How many pages of ``nbytes`` an empty space holds."""
         units, slots = self._shape(slot_bytes(nbytes))
         return len(self._owner) // units * slots if units else 0
+
+    @property
+    def units(self) -> int:
+        return len(self._owner)
+
+    def shape(self, nbytes: int) -> tuple[int, int]:
+        """(units, slots) of a slab for pages of ``nbytes``; (0, 0) where not one of them fits."""
+        return self._shape(slot_bytes(nbytes))
+
+    def slab_of(self, unit: int) -> Slab | None:
+        """The slab that has this unit."""
+        return self._owner[unit]
+
+    def slabs(self) -> Iterator[Slab]:
+        """All slabs, in order of their places."""
+        start = 0
+        while start < len(self._owner):
+            slab = self._owner[start]
+            if slab is not None:
+                yield slab
+            start += 1 if slab is None else slab.units
+
+    def free_slots(self) -> Counter[int]:
+        """Slot bytes → slots that can be had without a new slab."""
+        return Counter(
+            {
+                size: sum(len(slab.free) for slab in slabs.values())
+                for size, slabs in self._open.items()
+                if slabs
+            }
+        )
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether :meth:`allocate` would find a slot."""
+        size = slot_bytes(nbytes)
+        return bool(self._open.get(size)) or self._free_run(*self._shape(size)) is not None
 
     def allocate(self, nbytes: int) -> int | None:
         """The offset of a free slot for ``nbytes``, or None when there is none."""
@@ -83,22 +138,49 @@ class SlabAllocator:
         assert slot not in slab.free, f"slot at {offset} freed twice"
         slab.free[slot] = None
         self.used_bytes -= size
-        self._open.setdefault(size, {})[slab.start] = slab
+        if not slab.held:
+            self._open.setdefault(size, {})[slab.start] = slab
         if len(slab.free) == slab.slots:
-            del self._open[size][slab.start]
+            self._open.get(size, {}).pop(slab.start, None)
             self._owner[slab.start : slab.start + slab.units] = [None] * slab.units
-            self._first_free = min(self._first_free, slab.start)
+            if not slab.held:
+                self._taken[slab.start : slab.start + slab.units] = bytes(slab.units)
+
+    def hold(self, start: int, units: int) -> None:
+        """Hand out nothing of units ``start … start + units``, nor of the slabs that reach into them, so that
+        they empty."""
+        self._taken[start : start + units] = b"\1" * units
+        for slab in self._slabs_in(start, units):
+            slab.held = True
+            self._open.get(slab.slot_bytes, {}).pop(slab.start, None)
+
+    def unhold(self, start: int, units: int) -> None:
+        """Undo :meth:`hold`: what has not become empty is a slab like any other again."""
+        for slab in self._slabs_in(start, units):
+            slab.held = False
+            if slab.free:
+                self._open.setdefault(slab.slot_bytes, {})[slab.start] = slab
+        # Slabs that reached beyond the borders may be gone from there, too.
+        first = next((at for at in range(start, 0, -1) if self._owner[at - 1] is not None), 0)
+        last = next(
+            (at for at in range(start + units, self.units) if self._owner[at] is not None), self.units
+        )
+        for unit in range(first, last):
+            self._taken[unit] = self._owner[unit] is not None
+
+    def _slabs_in(self, start: int, units: int) -> Iterator[Slab]:
+        return (slab for slab in dict.fromkeys(self._owner[start : start + units]) if slab is not None)
 
     def claim(self, offset: int, nbytes: int) -> bool:
         """Mark a slot known from elsewhere as used (a record read at start). False when ``offset`` is no
         slot of that size, lies outside, or is taken: the record is then not to be believed."""
         size = slot_bytes(nbytes)
         units, slots = self._shape(size)
-        if not units or offset < 0:
+        slot = self._number(size, offset % self.unit_bytes)
+        if not units or slot is None or offset < slot * size:
             return False
-        start = offset // (units * self.unit_bytes) * units
-        slot, odd = divmod(offset - start * self.unit_bytes, size)
-        if odd or slot >= slots or start + units > len(self._owner):
+        start = (offset - slot * size) // self.unit_bytes
+        if start + units > len(self._owner):
             return False
         slab = self._owner[start]
         if slab is None:
@@ -120,8 +202,10 @@ class SlabAllocator:
         for slab in slabs.values():
             assert all(self._owner[slab.start + i] is slab for i in range(slab.units)), f"torn slab {slab}"
             assert len(slab.free) < slab.slots, f"empty slab not dissolved: {slab}"
-            assert (slab.start in self._open.get(slab.slot_bytes, {})) == bool(slab.free), f"lost slab {slab}"
-            used += (slab.slots - len(slab.free)) * slab.slot_bytes
+            offered = slab.start in self._open.get(slab.slot_bytes, {})
+            assert offered == (bool(slab.free) and not slab.held), f"lost slab {slab}"
+            used += slab.used_bytes
+            assert all(self._taken[slab.start : slab.start + slab.units]), f"units of {slab} are offered"
         assert used == self.used_bytes, f"{used} bytes are in slots, {self.used_bytes} counted"
 
     # -- slabs ---------------------------------------------------------------------------------------
@@ -147,23 +231,46 @@ class SlabAllocator:
                 best, most = (units, slots), total
         return best
 
-    def _new_slab(self, size: int) -> _Slab | None:
+    def _new_slab(self, size: int) -> Slab | None:
         units, slots = self._shape(size)
-        if not units:
-            return None
-        # Everything before _first_free is taken, so filling a space looks at each unit about once.
-        while self._first_free < len(self._owner) and self._owner[self._first_free] is not None:
-            self._first_free += 1
-        for start in range(round_up(self._first_free, units), len(self._owner) - units + 1, units):
-            if not any(self._owner[start : start + units]):
-                return self._place_slab(start, size, units, slots)
-        return None
+        start = self._free_run(units, slots)
+        return None if start is None else self._place_slab(start, size, units, slots)
 
-    def _place_slab(self, start: int, size: int, units: int, slots: int) -> _Slab:
-        slab = _Slab(start, units, size, slots, dict.fromkeys(range(slots - 1, -1, -1)))
+    def _free_run(self, units: int, slots: int) -> int | None:
+        """The first unit of a free place for a slab."""
+        return best_run(self._taken, units) if slots else None
+
+    def _number(self, size: int, beyond: int) -> int | None:
+        """Which slot of its slab begins ``beyond`` bytes after the last unit's border."""
+        numbers = self._numbers.get(size)
+        if numbers is None:
+            _, slots = self._shape(size)
+            numbers = {slot * size % self.unit_bytes: slot for slot in range(slots)}
+            assert len(numbers) == slots, f"slots of {size} bytes cannot be told apart"
+            self._numbers[size] = numbers
+        return numbers.get(beyond)
+
+    def _place_slab(self, start: int, size: int, units: int, slots: int) -> Slab:
+        slab = Slab(start, units, size, slots, dict.fromkeys(range(slots - 1, -1, -1)))
         self._owner[start : start + units] = [slab] * units
+        self._taken[start : start + units] = b"\1" * units
         self._open.setdefault(size, {})[start] = slab
         return slab
+
+
+def best_run(taken: bytearray, units: int) -> int | None:
+    """Where to put ``units`` among those that are 0 in ``taken``: in the run of which least is left over when
+    it is full of their like, and in the smallest of those, so that what is left can be used."""
+    best: tuple[int, int, int] | None = None
+    start = taken.find(0)
+    while start >= 0:
+        stop = taken.find(1, start)
+        length = (stop if stop >= 0 else len(taken)) - start
+        if length >= units:
+            fit = (length % units, length, start)
+            best = fit if best is None else min(best, fit)
+        start = taken.find(0, start + length)
+    return best[2] if best is not None else None
 
 
 def slot_bytes(nbytes: int) -> int:

@@ -22,6 +22,11 @@ open, so that the two cannot disagree. Should the disk lie about any of this, th
 record its own, seeded with its serial) turns the damage into a miss. After a sync that failed, everything
 written before it is refused by ``commit``: the kernel reports lost writes once, and then forgets them.
 
+**Damage and failure.** Bytes that are there and wrong are damage: the page will never be read again. A disk
+that gives an error says nothing about its pages: they stay, whatever happens (reads.py). Every call is
+written down while it is under way (watch.py), so that a disk that has stopped answering can be told from one
+that has nothing to do. ``probe`` finds out whether one that failed is in order again.
+
 **Why the cap holds.** The index's map size and the extent space are fixed at open, and with an allowance
 for the rest they add up to less than the cap (layout.py). Neither file can grow past its share. A life with
 a smaller cap cuts the extents, drops the records that no longer have a place, and rebuilds the index when
@@ -42,8 +47,20 @@ acknowledged could be lost). Growing LMDB's map while running (it races with rea
 
 from tierstore.tiers.disk.io import FileIO
 from tierstore.tiers.disk.ledger import Ledger
+from tierstore.tiers.disk.reads import PageRead, ReadBatch
 from tierstore.tiers.disk.records import INLINE, PageRecord, PageUse, Removal
 from tierstore.tiers.disk.stats import DiskStats
 from tierstore.tiers.disk.tier import DiskTier
 
-__all__ = ["INLINE", "DiskStats", "DiskTier", "FileIO", "Ledger", "PageRecord", "PageUse", "Removal"]
+__all__ = [
+    "INLINE",
+    "DiskStats",
+    "DiskTier",
+    "FileIO",
+    "Ledger",
+    "PageRead",
+    "PageRecord",
+    "PageUse",
+    "ReadBatch",
+    "Removal",
+]

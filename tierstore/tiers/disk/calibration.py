@@ -71,8 +71,8 @@ def _speed(
     extents.forget(0, nbytes)
     payloads.read_mode = mode
     start = time.perf_counter()
-    good = payloads.read(batch)
-    return nbytes / (time.perf_counter() - start) / 1e9 if all(good) else 0.0
+    read = payloads.read(batch)
+    return nbytes / (time.perf_counter() - start) / 1e9 if read.all_good else 0.0
 
 
 def _record(number: int) -> PageRecord:

@@ -19,7 +19,7 @@ sees to it that there is one at a time). Readers are never blocked.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +44,7 @@ from tierstore.tiers.disk.records import (
     encode_facts,
     stored_names,
     stored_place,
+    with_place,
     with_use,
 )
 
@@ -52,8 +53,8 @@ TREES = (b"meta", b"roots", b"pages", b"facts", b"children", b"payload")
 FORMAT_KEY = b"format"
 PIECE_BYTES = 4096 - 16  # what one LMDB overflow page holds
 
-_NEXT_SERIAL = b"next_serial"
-_TICK = b"tick"
+NEXT_SERIAL = b"next_serial"
+TICK = b"tick"
 _BEGINNING = 16  # bytes of a chunk, four tokens, that its siblings are sorted by
 _SIMILAR_TRIED = 16
 _FIXED_PAGES = 8  # two meta pages, the directory of trees, the roots of the free list
@@ -84,20 +85,32 @@ class IndexUsage:
 class Catalog:
     """An open index. Raises :class:`OSError` for whatever goes wrong while it is in use."""
 
-    def __init__(self, path: Path, *, map_bytes: int) -> None:
+    def __init__(self, path: Path, *, map_bytes: int, read_only: bool = False) -> None:
         """Open or make the index; its file will never be larger than ``map_bytes`` unless it already is.
+
+        ``read_only`` changes no file, not even LMDB's lock: it is for whoever holds the directory, and for
+        those who look at :attr:`last_transaction` before they believe what they have read. ``map_bytes`` 0
+        takes the size that the index was made with.
 
         Raises :class:`StoreUnavailableError` when there is one that cannot be read.
         """
         try:
             self._env = lmdb.open(
-                str(path), subdir=False, map_size=map_bytes, max_dbs=len(TREES), mode=0o600, readahead=True
+                str(path),
+                subdir=False,
+                map_size=map_bytes,
+                max_dbs=len(TREES),
+                mode=0o600,
+                readahead=True,
+                readonly=read_only,
+                lock=not read_only,
+                create=not read_only,
             )
-            trees = [self._env.open_db(name) for name in TREES]
+            trees = [self._env.open_db(name, create=not read_only) for name in TREES]
         except lmdb.Error as error:
             raise unreadable(path, str(error)) from error
         self._meta, self._roots, self._pages, self._facts, self._children, self._payload = self._trees = trees
-        self.map_bytes = map_bytes
+        self.map_bytes = map_bytes or int(self._env.info()["map_size"])
 
     def close(self) -> None:
         self._env.close()
@@ -127,12 +140,17 @@ class Catalog:
     @property
     def next_serial(self) -> int:
         """The lowest serial that was never used by anything durable."""
-        return self._number(_NEXT_SERIAL, default=1)
+        return self._number(NEXT_SERIAL, default=1)
 
     @property
     def tick(self) -> int:
         """The store's logical clock at the last commit."""
-        return self._number(_TICK, default=0)
+        return self._number(TICK, default=0)
+
+    @property
+    def last_transaction(self) -> int:
+        """The number of the last transaction that was committed, by whatever process."""
+        return int(self._env.info()["last_txnid"])
 
     def _number(self, name: bytes, *, default: int) -> int:
         value = self.get_meta(name)
@@ -188,6 +206,29 @@ class Catalog:
         with _os_errors(), self._env.begin(db=self._roots) as txn, txn.cursor() as cursor:
             return {int.from_bytes(key, "big"): value for key, value in cursor}
 
+    def entries(self, tree: bytes, start: bytes = b"") -> Generator[tuple[bytes, memoryview], None, None]:
+        """Every (key, value) of a tree as they lie there, from ``start`` on. A value is there until the next
+        one is asked for."""
+        with ExitStack() as stack:
+            stack.enter_context(_os_errors())
+            txn = stack.enter_context(self._env.begin(db=self._trees[TREES.index(tree)], buffers=True))
+            cursor = stack.enter_context(txn.cursor())
+            if cursor.set_range(start):
+                for key, value in cursor:
+                    yield bytes(key), value
+
+    def misfiled(self, tree: bytes) -> int:
+        """How many entries of a tree are out of order, or not to be found by their keys."""
+        db = self._trees[TREES.index(tree)]
+        seen = wrong = 0
+        before = b""
+        with _os_errors(), self._env.begin(db=db) as txn, txn.cursor() as cursor, txn.cursor() as finder:
+            for key in cursor.iternext(keys=True, values=False):
+                seen += 1
+                wrong += not (key > before and finder.set_key(key))
+                before = key
+            return wrong + abs(int(txn.stat(db)["entries"]) - seen)
+
     def find(self, parent: int, identity: bytes, chunks: Iterable[tuple[bytes, bytes]]) -> list[PageRecord]:
         """Follow (key, tokens) after (key, tokens) down from ``parent``, as far as there are pages with
         exactly these tokens under this identity."""
@@ -213,20 +254,22 @@ class Catalog:
         return found
 
     def find_similar(self, parent: int, identity: bytes, tokens: bytes) -> list[PageRecord]:
-        """Some children of ``parent`` that begin with the same four tokens as ``tokens``."""
+        """Some children of ``parent`` that begin with the same four tokens as ``tokens``, or have fewer and
+        begin with those."""
         found: list[PageRecord] = []
-        prefix = _child_prefix(parent, tokens)
+        beginnings = [tokens, *(tokens[:nbytes] for nbytes in range(_BEGINNING - 4, 0, -4))]
         with (
             _os_errors(),
             self._env.begin(db=self._pages) as txn,
             txn.cursor(self._children) as cursor,
         ):
-            more = cursor.set_range(prefix)
-            while more and len(found) < _SIMILAR_TRIED and cursor.key().startswith(prefix):
-                record = self._child(txn, cursor.key(), parent, identity)
-                if record is not None:
-                    found.append(record)
-                more = cursor.next()
+            for prefix in {_child_prefix(parent, beginning): None for beginning in beginnings}:
+                more = cursor.set_range(prefix)
+                while more and len(found) < _SIMILAR_TRIED and cursor.key().startswith(prefix):
+                    record = self._child(txn, cursor.key(), parent, identity)
+                    if record is not None:
+                        found.append(record)
+                    more = cursor.next()
         return found
 
     def _child(self, txn: Any, link: bytes, parent: int, identity: bytes) -> PageRecord | None:
@@ -271,6 +314,33 @@ class Catalog:
                     for serial in serials[start : start + _REMOVED_AT_ONCE]:
                         self._delete(txn, serial)
 
+    def relocate(self, moved: Sequence[tuple[PageRecord, int]]) -> None:
+        """Give pages new places (in extents), durably: each record as it is to be, and the place it had.
+
+        Raises :class:`OSError`; then nothing has changed.
+        """
+        with _os_errors(), self._env.begin(write=True) as txn:
+            for record, before in moved:
+                key = _key(record.serial)
+                stored, facts = txn.get(key, db=self._pages), txn.get(key, db=self._facts)
+                assert stored is not None, f"page {record.serial} is not there"
+                assert facts is not None, f"page {record.serial} has no facts"
+                assert stored_place(stored) == before, f"page {record.serial} is not at {before}"
+                txn.put(key, encode(record), db=self._pages)
+                txn.put(key, with_place(facts, record.place), db=self._facts)
+
+    def mend(self, edits: Sequence[tuple[bytes, bytes, bytes | None]]) -> None:
+        """Put each (tree, key, value) as it is given, or delete the key where the value is None; durably."""
+        with _os_errors():
+            for start in range(0, len(edits), _REMOVED_AT_ONCE):
+                with self._env.begin(write=True) as txn:
+                    for tree, key, value in edits[start : start + _REMOVED_AT_ONCE]:
+                        db = self._trees[TREES.index(tree)]
+                        if value is None:
+                            txn.delete(key, db=db)
+                        else:
+                            txn.put(key, value, db=db)
+
     def _make_room(self, change: Change) -> None:
         # LMDB reuses what a transaction freed only in the second one after it (the one before must stay
         # readable until then). So remove in small steps, and let two transactions pass.
@@ -293,8 +363,8 @@ class Catalog:
             self._add(txn, change.added, change.used)
             added = {record.serial for record, _ in change.added}
             self._touch(txn, {serial: use for serial, use in change.used.items() if serial not in added})
-            txn.put(_NEXT_SERIAL, change.next_serial.to_bytes(8, "big"), db=self._meta)
-            txn.put(_TICK, change.tick.to_bytes(8, "big"), db=self._meta)
+            txn.put(NEXT_SERIAL, change.next_serial.to_bytes(8, "big"), db=self._meta)
+            txn.put(TICK, change.tick.to_bytes(8, "big"), db=self._meta)
 
     def _delete(self, txn: Any, serial: int) -> None:
         key = _key(serial)
@@ -328,7 +398,7 @@ class Catalog:
             put(self._pages, key, encode(record))
             use = used.get(record.serial) or PageUse(0, record.created_s, 0)
             put(self._facts, key, encode_facts(record, use))
-            txn.put(_child_prefix(record.parent, record.tokens) + record.key + key, b"", db=self._children)
+            txn.put(link_of(record), b"", db=self._children)
             if record.place == INLINE:
                 assert payload is not None, f"page {record.serial} is inline, but its payload was not given"
                 for piece, start in enumerate(range(0, record.nbytes, PIECE_BYTES)):
@@ -369,6 +439,11 @@ def _child_prefix(parent: int, tokens: bytes) -> bytes:
     return parent.to_bytes(8, "big") + tokens[:_BEGINNING].ljust(_BEGINNING, b"\0")
 
 
+def link_of(record: PageRecord) -> bytes:
+    """The key in ``children`` that leads to a page."""
+    return _child_prefix(record.parent, record.tokens) + record.key + _key(record.serial)
+
+
 def _payload_key(serial: int, piece: int) -> bytes:
     return serial.to_bytes(8, "big") + piece.to_bytes(4, "big")
 
@@ -391,5 +466,7 @@ class _os_errors:
     ) -> None:
         if isinstance(error, lmdb.MapFullError):
             raise OSError(errno.ENOSPC, "the index is full") from error
+        if isinstance(error, lmdb.DiskError):
+            raise OSError(errno.ENOSPC, "no space left on the device for the index") from error
         if isinstance(error, lmdb.Error):
             raise OSError(errno.EIO, f"the index failed: {error}") from error

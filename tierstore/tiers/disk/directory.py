@@ -8,14 +8,18 @@ import os
 import weakref
 from pathlib import Path
 
-from tierstore.errors import StoreUnavailableError
+from tierstore.errors import StoreUnavailableError, UsageError
 
 _LOCK = "lock"
-_INDEX = "index.lmdb"
+INDEX = "index.lmdb"
 _EXTENTS = "extents"
-_OURS = {_LOCK, _INDEX, f"{_INDEX}-lock", f"{_INDEX}.new", f"{_INDEX}.new-lock", _EXTENTS}
+_OURS = {_LOCK, INDEX, f"{INDEX}-lock", f"{INDEX}.new", f"{INDEX}.new-lock", _EXTENTS}
 
 _held: weakref.WeakSet[StoreDirectory]
+
+
+class StoreInUseError(StoreUnavailableError):
+    """Another process owns the directory, or another store in this one."""
 
 
 class StoreDirectory:
@@ -23,8 +27,8 @@ class StoreDirectory:
 
     def __init__(self, path: Path, lock_fd: int) -> None:
         self.path = path
-        self.index = path / _INDEX
-        self.new_index = path / f"{_INDEX}.new"
+        self.index = path / INDEX
+        self.new_index = path / f"{INDEX}.new"
         self.extents = path / _EXTENTS
         self._lock_fd = lock_fd
         _held.add(self)
@@ -44,17 +48,30 @@ class StoreDirectory:
             raise StoreUnavailableError(
                 f"cannot use {path} as a store directory: {error.strerror}; give one that this user can write"
             ) from error
+        return cls(path, _lock(path, fd))
+
+    @classmethod
+    def visit(cls, path: Path, *, make_lock: bool = False) -> StoreDirectory:
+        """Lock a store that is there, and change nothing: no file is made, none is written. One without a
+        lock file has no owner, since every owner makes one; with ``make_lock`` it is made here too.
+
+        Raises :class:`UsageError` when there is no store in ``path``, and :class:`StoreUnavailableError` when
+        it cannot be read or is owned by another process (or by a store in this one).
+        """
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not (path / INDEX).is_file():
+                raise UsageError(f"{path} holds no store: give a directory that a store was opened in")
+            return cls(path, _lock(path, _open_lock(path, make=make_lock)))
         except OSError as error:
-            owner = os.pread(fd, 32, 0).decode(errors="replace").strip()
-            os.close(fd)
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                raise StoreUnavailableError(f"cannot lock {path}: {error.strerror}") from error
-            raise StoreUnavailableError(
-                f"{path} is in use by process {owner or '(unknown)'}: stop it, or give another directory"
-            ) from None
-        return cls(path, fd)
+            raise StoreUnavailableError(f"cannot read the store in {path}: {error.strerror}") from error
+
+    def foreign(self) -> list[str]:
+        """The names of what is in the directory and was not put there by a store."""
+        names = [entry.name for entry in self.path.iterdir() if entry.name not in _OURS]
+        if self.extents.is_dir():
+            inside = (entry for entry in self.extents.iterdir() if extent_number(entry) is None)
+            names += [f"{_EXTENTS}/{entry.name}" for entry in inside]
+        return sorted(names)
 
     def sign(self) -> None:
         """Leave this process's id in the lock, for whoever finds it taken."""
@@ -77,11 +94,45 @@ class StoreDirectory:
             os.close(fd)
 
 
+def extent_number(path: Path) -> int | None:
+    """Which extent file that is, by its name; None for anything else."""
+    ours = path.name.isascii() and path.name.isdigit() and path.name == f"{int(path.name):06d}"
+    return int(path.name) if ours and path.is_file() else None
+
+
+def _open_lock(path: Path, *, make: bool) -> int:
+    """The lock of a directory that must stay as it is otherwise; -1 when there is none."""
+    try:
+        return os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if make else 0), 0o600)
+    except FileNotFoundError:
+        return -1
+    except OSError as error:
+        if error.errno not in (errno.EROFS, errno.EACCES):
+            raise
+        return os.open(path / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _lock(path: Path, fd: int) -> int:
+    if fd < 0:
+        return fd
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        owner = os.pread(fd, 32, 0).decode(errors="replace").strip()
+        os.close(fd)
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise StoreUnavailableError(f"cannot lock {path}: {error.strerror}") from error
+        raise StoreInUseError(
+            f"{path} is in use by process {owner or '(unknown)'}: stop it, or give another directory"
+        ) from None
+    return fd
+
+
 def _refuse_strangers(path: Path) -> None:
     if not path.exists():
         return
     names = {entry.name for entry in path.iterdir()}
-    if names - _OURS and not names & {_INDEX, _LOCK}:
+    if names - _OURS and not names & {INDEX, _LOCK}:
         raise StoreUnavailableError(
             f"{path} holds other files and no store: give an empty directory, or one that does not exist yet"
         )

@@ -76,12 +76,14 @@ class ExtentFiles:
     def read(self, offset: int, views: Sequence[memoryview], *, direct: bool) -> int:
         """Fill ``views`` from one file. Returns the bytes read: fewer than asked for where the file ends.
 
-        ``direct`` needs addresses, lengths and ``offset`` to be multiples of 4096. Without it the range is
-        dropped from the page cache afterwards.
+        Raises :class:`OSError`, also where a file is missing or longer than what could be read of it: that is
+        a disk that has gone, or is going, and not a page that was cut off. ``direct`` needs addresses,
+        lengths and ``offset`` to be multiples of 4096. Without it the range is dropped from the page cache
+        afterwards.
         """
         number, start = divmod(offset, self.file_bytes)
         if number >= len(self._files):
-            return 0
+            raise FileNotFoundError(errno.ENOENT, f"there is no extent file {self._path(number)}")
         file = self._files[number]
         if direct and file.direct_fd is not None:
             return self._read_fully(file.direct_fd, start, views)
@@ -159,10 +161,12 @@ class ExtentFiles:
             most = self.capacity_bytes - int(path.name) * self.file_bytes
             if most <= 0:
                 self._io.unlink(path)
+                self._io.sync_directory(self._directory)
             elif path.stat().st_size > min(most, self.file_bytes):
                 fd = self._io.open(path, os.O_RDWR)
                 try:
                     self._io.truncate(fd, min(most, self.file_bytes))
+                    self._io.sync(fd)  # else a power loss could bring back more than the cap allows
                 finally:
                     self._io.close(fd)
 
@@ -182,6 +186,8 @@ class ExtentFiles:
         while views:
             got = self._io.preadv(fd, views, offset + total)
             if got == 0:
+                if self._io.size(fd) > offset + total:
+                    raise OSError(errno.EIO, "the disk gave nothing where the file has more")
                 break
             total += got
             views = _after(views, got)

@@ -50,6 +50,10 @@ class FileIO:
     def unlink(self, path: Path) -> None:
         os.unlink(path)
 
+    def rename(self, path: Path, to: Path) -> None:
+        """Give a file another name, in place of whatever had it."""
+        os.replace(path, to)
+
     def sync_directory(self, path: Path) -> None:
         """Make the creation and removal of files in ``path`` durable."""
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -16,13 +16,15 @@ from tierstore.units import GIB, KIB, MIB, format_size
 _ALLOWANCE = 40 * KIB  # two directories, the lock file, LMDB's lock file
 _BLOCK_MAP_FRACTION = 256  # the file system's own map of the extent files: 1/330 at its very worst on ext4
 _LEAST_INDEX = 256 * KIB
-_RECORD_BYTES = 1536  # per page: a 64-token record in B-tree leaves that churn has left a quarter full
+_RECORD_BYTES = 704  # per page: a 64-token record, facts and link in B-tree leaves; 540 to 600 were measured
+_LEAST_RECORDS_FRACTION = 64  # of the cap: other models may have smaller pages
 _MOST_TREE_HEADROOM = 2 * MIB  # what LMDB needs to rewrite tree pages; see space.py
-_SLACK_FRACTION = 128  # of the cap, for inline payloads beside larger pages
+_SLACK_FRACTION = 512  # of the cap, for inline payloads beside larger pages
 _MOST_SLACK = 64 * MIB
 _INLINE_FRACTION = 31 / 32  # of the cap, when pages are small enough to live in the index
 _LEAST_FILE = 1 * GIB
 _MOST_FILES = 256
+_UNITS = 1024  # and up to twice as many: fine enough for slabs that waste little
 _LEAST_UNITS = 16
 _MOST_UNITS = 1 << 16
 
@@ -52,7 +54,7 @@ def split(capacity_bytes: int, *, page_bytes: int, inline_bytes: int) -> Layout:
         least = _LEAST_INDEX + 2 * page_bytes
     else:
         pages = room // slot_bytes(page_bytes)
-        records = pages * _RECORD_BYTES
+        records = max(pages * _RECORD_BYTES, room // _LEAST_RECORDS_FRACTION)
         payload = min(room // _SLACK_FRACTION, _MOST_SLACK)
         index = min(records + min(records, _MOST_TREE_HEADROOM) + payload, room // 2)
         least = _LEAST_INDEX
@@ -73,7 +75,7 @@ def unit_bytes(extent_bytes: int, before: int | None) -> int:
     only keep their positions under the same unit."""
     if before and _LEAST_UNITS <= extent_bytes // before <= _MOST_UNITS:
         return before
-    wanted = extent_bytes // 256
+    wanted = extent_bytes // _UNITS
     return min(max(1 << (wanted.bit_length() - 1) if wanted else 0, ALIGNMENT), 4 * MIB)
 
 

@@ -19,12 +19,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.policy import PageFacts, Policy
+from tierstore.policy import Policy
+from tierstore.tiers.disk.ancestry import depths, parent_rows
+from tierstore.tiers.disk.order import Entry, Facts, NearWorst, commonest_class, size_classes, worst_first
 from tierstore.tiers.disk.records import PageRecord, PageUse, Removal
 
 _LEAST_ROWS = 1024
 _ORDERED_FRACTION = 64  # of the pages are put in order at once: a pass over a million takes 50 ms
-_END = (-1, 0)
+_END = Entry(np.inf, -1, 0)
 _COLUMNS = {
     "serial": np.int64,
     "parent": np.int64,
@@ -48,7 +50,9 @@ class Ledger:
         self._lock = threading.Lock()
         self._rows = 0 if facts is None else len(facts)
         self._alive = self._rows
-        self._order: deque[tuple[int, int]] = deque()  # what is left of the last _put_in_order
+        # What is left of the last time they were put in order: of all pages, and of single size classes.
+        self._orders: dict[int | None, deque[Entry]] = {}
+        self._near = NearWorst()
         size = max(self._rows * 9 // 8, _LEAST_ROWS)
         self._columns: dict[str, npt.NDArray[Any]] = {
             name: np.zeros(size, dtype) for name, dtype in _COLUMNS.items()
@@ -68,8 +72,7 @@ class Ledger:
 
     def __contains__(self, serial: int) -> bool:
         with self._lock:
-            row = self._row(serial)
-            return row is not None and bool(self._columns["alive"][row])
+            return self._alive_row(serial) is not None
 
     def children(self, serial: int) -> int:
         """How many pages on disk come right after this one (which may be a hole)."""
@@ -94,6 +97,31 @@ class Ledger:
                 self._columns[name][rows].tolist() for name in ("serial", "place", "nbytes")
             )
             return dict(zip(serials, zip(places, sizes, strict=True), strict=True))
+
+    def payload_bytes(self) -> int:
+        """What all pages hold. One pass over them."""
+        with self._lock:
+            return int(self._columns["nbytes"][: self._rows][self._columns["alive"][: self._rows]].sum())
+
+    def commonest_class(self) -> int | None:
+        """The size class with the most pages; None when there are none at all. One pass over them."""
+        with self._lock:
+            return commonest_class(self._facts())
+
+    def place(self, serial: int) -> int | None:
+        """Where a page is; None for one that is not here."""
+        with self._lock:
+            row = self._alive_row(serial)
+            return None if row is None else int(self._columns["place"][row])
+
+    def within(self, places: range) -> list[tuple[int, int, int]]:
+        """(serial, place, bytes) of every page with its place in ``places``. One pass over all of them."""
+        with self._lock:
+            place = self._columns["place"][: self._rows]
+            inside = (place >= places.start) & (place < places.stop) & self._columns["alive"][: self._rows]
+            rows = np.flatnonzero(inside)
+            columns = (self._columns[name][rows].tolist() for name in ("serial", "place", "nbytes"))
+            return list(zip(*columns, strict=True))
 
     # -- changing ------------------------------------------------------------------------------------
 
@@ -120,7 +148,17 @@ class Ledger:
             above = self._row(parent)
             if above is not None:
                 columns["children"][above] -= 1
-            return Removal(serial, parent, int(columns["place"][row]), int(columns["nbytes"][row]))
+            removal = Removal(serial, parent, int(columns["place"][row]), int(columns["nbytes"][row]))
+            self._near.left(removal.nbytes)
+            return removal
+
+    def move(self, serial: int, place: int) -> bool:
+        """The page has this place now. False when it is not here any more."""
+        with self._lock:
+            row = self._alive_row(serial)
+            if row is not None:
+                self._columns["place"][row] = place
+            return row is not None
 
     def touch(self, used: Mapping[int, PageUse]) -> None:
         """Take note of uses; of pages that are not here, nothing."""
@@ -170,49 +208,69 @@ class Ledger:
 
     def _row(self, serial: int) -> int | None:
         serials = self._columns["serial"]
-        row = int(np.searchsorted(serials[: self._rows], serial))
+        row = int(serials[: self._rows].searchsorted(serial))  # the method: half the time of np.searchsorted
         return row if row < self._rows and serials[row] == serial else None
+
+    def _alive_row(self, serial: int) -> int | None:
+        row = self._row(serial)
+        return row if row is not None and self._columns["alive"][row] else None
 
     # -- order ---------------------------------------------------------------------------------------
 
-    def next_to_leave(self, policy: Policy, count: int) -> list[int]:
-        """The serials of up to ``count`` pages, worst first by ``policy``; among equals the deepest first.
-        Those that have been used since the pages were last put in order are passed over. An empty list says
-        that the end is reached; the next call begins anew.
+    def next_to_leave(
+        self,
+        policy: Policy,
+        count: int,
+        *,
+        nbytes: float = np.inf,
+        size_class: int | None = None,
+        until: float = np.inf,
+    ) -> list[int]:
+        """The serials of up to ``count`` pages (of one size class), no more of them than it takes to free
+        ``nbytes``, worst first by ``policy``; among equals the deepest first. Those that have been used since
+        the pages were last put in order are passed over. An empty list says that the end, or the score
+        ``until``, is reached; the next call begins anew.
 
         Whether each of them may leave is for the caller to find out: those that still have :meth:`children`
         must not.
         """
         with self._lock:
-            if not self._order:
-                self._order = self._put_in_order(policy, max(count, self._alive // _ORDERED_FRACTION))
-                self._order.append(_END)
+            order = self._order(policy, count, size_class)
             chosen: list[int] = []
-            while len(chosen) < count:
-                serial, tick = self._order.popleft()
-                if serial < 0:
-                    if chosen:
-                        self._order.appendleft(_END)
+            while len(chosen) < count and nbytes > 0 and (order[0] is _END or order[0].score <= until):
+                entry = order[0]
+                if entry is _END:
+                    if not chosen:
+                        order.popleft()
                     break
-                row = self._row(serial)
-                if row is not None and self._columns["alive"][row] and self._columns["tick"][row] == tick:
-                    chosen.append(serial)
+                order.popleft()
+                if self._is_current(entry):
+                    chosen.append(entry.serial)
+                    nbytes -= int(self._columns["nbytes"][self._row(entry.serial)])
             return chosen
 
-    def _put_in_order(self, policy: Policy, count: int) -> deque[tuple[int, int]]:
-        """(serial, tick) of at least ``count`` pages, worst first: one pass over all of them."""
+    def near_worst(self, policy: Policy) -> float:
+        """The score up to which pages are nearly as bad as the worst."""
+        with self._lock:
+            return self._near.score(policy, self._facts)
+
+    def _order(self, policy: Policy, count: int, size_class: int | None) -> deque[Entry]:
+        order = self._orders.get(size_class)
+        if not order:
+            facts = self._facts(size_class)
+            entries = worst_first(facts, policy, max(count, len(facts.serial) // _ORDERED_FRACTION))
+            order = self._orders[size_class] = deque([*entries, _END])
+        return order
+
+    def _is_current(self, entry: Entry) -> bool:
+        row = self._alive_row(entry.serial)
+        return row is not None and bool(self._columns["tick"][row] == entry.tick)
+
+    def _facts(self, size_class: int | None = None) -> Facts:
+        """Of all pages, or of those of a size class."""
         rows = np.flatnonzero(self._columns["alive"][: self._rows])
-        nbytes, depth, tick, hits = (
-            self._columns[name][rows] for name in ("nbytes", "depth", "tick", "hits")
-        )
-        scores = np.asarray(policy.score(PageFacts(nbytes, depth, tick, hits)), np.float64)
-        if count < len(rows):
-            bar = np.partition(scores, count)[count]
-            chosen = np.flatnonzero(scores <= bar)
-            rows, scores, depth, tick = rows[chosen], scores[chosen], depth[chosen], tick[chosen]
-        order = np.lexsort((-depth, scores))
-        serials = self._columns["serial"][rows[order]]
-        return deque(zip(serials.tolist(), tick[order].tolist(), strict=True))
+        facts = Facts(*(self._columns[name][rows] for name in Facts._fields))
+        return facts if size_class is None else facts.take(np.flatnonzero(size_classes(facts) == size_class))
 
     def latest_first(self) -> list[int]:
         """All serials, the most recently used first, each after its parent."""
@@ -236,35 +294,3 @@ class Ledger:
             held = rows[known & columns["alive"]]
             children = np.bincount(held, minlength=self._rows)
             assert (children == columns["children"]).all(), "children are miscounted"
-
-
-def parent_rows(facts: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
-    """For each row the row of its parent; -1 where that is not among them."""
-    serials = facts["serial"].astype(np.int64)
-    parents = facts["parent"].astype(np.int64)
-    if not len(serials):
-        return parents
-    rows = np.searchsorted(serials, parents).astype(np.int64)
-    rows[rows == len(serials)] = 0
-    rows[serials[rows] != parents] = -1
-    return rows
-
-
-def depths(parents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """How many ancestors each row has, by doubling: log₂ of the deepest prompt's chunks passes."""
-    depth = (parents >= 0).astype(np.int64)
-    jump = parents.copy()
-    while (jumping := np.flatnonzero(jump >= 0)).size:
-        depth[jumping] += depth[jump[jumping]]
-        jump[jumping] = jump[jump[jumping]]
-    return depth
-
-
-def reachable(parents: npt.NDArray[np.int64], good: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Which rows are good and have only good ancestors."""
-    good = good.copy()
-    jump = parents.copy()
-    while (jumping := np.flatnonzero(jump >= 0)).size:
-        good[jumping] &= good[jump[jumping]]
-        jump[jumping] = jump[jump[jumping]]
-    return good

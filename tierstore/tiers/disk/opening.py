@@ -27,7 +27,7 @@ from tierstore.tiers.disk.survey import SurveyThread
 
 _log = logging.getLogger(__name__)
 
-_STORE = b"store"
+STORE = b"store"
 _QUICKLY_SURVEYED = 50_000  # pages: a tenth of a second, which opening may take
 
 
@@ -62,7 +62,7 @@ def open_parts(path: Path, layout: Layout, *, inline_bytes: int, io_threads: int
     """
     directory = StoreDirectory.acquire(path)
     try:
-        _refuse_other_formats(directory)
+        refuse_other_formats(directory)
         directory.sign()
         return _Opening(directory, layout, inline_bytes, io_threads, io).parts()
     except OSError as error:
@@ -75,7 +75,8 @@ def open_parts(path: Path, layout: Layout, *, inline_bytes: int, io_threads: int
         raise
 
 
-def _refuse_other_formats(directory: StoreDirectory) -> None:
+def refuse_other_formats(directory: StoreDirectory) -> None:
+    """Raises :class:`StoreUnavailableError` for an index that this version cannot read."""
     found = stored_format(directory.index)
     if found is None or found == FORMAT:
         return
@@ -106,6 +107,7 @@ class _Opening:
     def parts(self) -> OpenedParts:
         self._directory.extents.mkdir(exist_ok=True, mode=0o700)
         remove_leftovers(self._directory, self._io)
+        self._make_index()
         with ExitStack() as opened:
             catalog = self._open_catalog(opened)
             meta = self._meta(catalog)
@@ -138,14 +140,25 @@ class _Opening:
             opened.pop_all()
         return OpenedParts(self._directory, meta, catalog, extents, payloads, space, survey)
 
+    def _make_index(self) -> None:
+        """Make an empty index where there is none: under another name, since LMDB does not sync the first
+        pages it writes, and half of them are no index."""
+        if self._directory.index.exists() and self._directory.index.stat().st_size:
+            return
+        with Catalog(self._directory.new_index, map_bytes=self._layout.index_bytes) as new:
+            new.put_meta({})
+        self._io.rename(self._directory.new_index, self._directory.index)
+        self._io.sync_directory(self._directory.path)
+        remove_leftovers(self._directory, self._io)
+
     def _open_catalog(self, opened: ExitStack) -> Catalog:
         catalog = Catalog(self._directory.index, map_bytes=self._layout.index_bytes)
         opened.callback(catalog.close)
         return catalog
 
     def _meta(self, catalog: Catalog) -> StoreMeta:
-        stored = catalog.get_meta(_STORE)
-        meta = self._decoded(stored) if stored else None
+        stored = catalog.get_meta(STORE)
+        meta = decode_meta(stored, self._directory.path) if stored else None
         unit = unit_bytes(self._layout.extent_bytes, meta.unit_bytes if meta else None)
         if meta is not None:
             meta.unit_bytes = unit
@@ -156,15 +169,6 @@ class _Opening:
             unit_bytes=unit,
             file_bytes=file_bytes(self._layout.extent_bytes),
         )
-
-    def _decoded(self, stored: bytes) -> StoreMeta:
-        try:
-            return msgspec.json.decode(stored, type=StoreMeta)
-        except msgspec.MsgspecError as error:
-            raise StoreUnavailableError(
-                f"the index in {self._directory.path} is damaged ({error}): "
-                "remove the directory to start afresh"
-            ) from error
 
     def _survey(self, catalog: Catalog, meta: StoreMeta) -> tuple[Space, SurveyThread]:
         space = Space(
@@ -202,5 +206,15 @@ class _Opening:
             return None
 
 
+def decode_meta(stored: bytes, path: Path) -> StoreMeta:
+    """What is stored under :data:`STORE`. Raises :class:`StoreUnavailableError` when it is damaged."""
+    try:
+        return msgspec.json.decode(stored, type=StoreMeta)
+    except msgspec.MsgspecError as error:
+        raise StoreUnavailableError(
+            f"the index in {path} is damaged ({error}): remove the directory to start afresh"
+        ) from error
+
+
 def _encoded(meta: StoreMeta) -> dict[bytes, bytes]:
-    return {_STORE: msgspec.json.encode(meta)}
+    return {STORE: msgspec.json.encode(meta)}

@@ -1,7 +1,7 @@
 """Payload bytes between memory and extents: several requests in flight, checksums on the way.
 
-A batch becomes a queue of requests. The calling thread works it off together with helpers from a pool, so
-that a batch always makes progress, however busy the pool is. Each thread hashes what it has just moved while
+A batch becomes a queue of requests. The calling thread works it off together with helpers from a crew, so
+that a batch always makes progress, however busy the crew is. Each thread hashes what it has just moved while
 the others wait for the disk. Both the system calls and the hash run without the GIL.
 """
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from tierstore.tiers.disk.buffers import PageBuffer
+from tierstore.tiers.disk.crew import Crew
 from tierstore.tiers.disk.extents import ExtentFiles
+from tierstore.tiers.disk.reads import PageRead, ReadBatch
 from tierstore.tiers.disk.records import PageRecord
 from tierstore.tiers.disk.requests import Extent, Request, plan
 from tierstore.units import MIB
@@ -38,8 +39,8 @@ class Payloads:
         self._streams = io_threads
         self.read_mode = ReadMode(direct=True, streams=io_threads)
         # Apart, so that demand reads never queue behind write-behind.
-        self._readers = ThreadPoolExecutor(io_threads, thread_name_prefix="tierstore-disk-read")
-        self._writers = ThreadPoolExecutor(io_threads, thread_name_prefix="tierstore-disk-write")
+        self._readers = Crew(io_threads, name="tierstore-disk-read")
+        self._writers = Crew(io_threads, name="tierstore-disk-write")
 
     def write(self, pages: Sequence[tuple[PageRecord, memoryview]]) -> None:
         """Write the payloads to their places and fill in the records' checksums.
@@ -61,34 +62,41 @@ class Payloads:
             assert buffer.checksum is not None, f"page {record.serial} was written in part"
             record.checksum = buffer.checksum
 
-    def read(self, pages: Sequence[tuple[PageRecord, memoryview]]) -> list[bool]:
-        """Fill the views. For each page: whether it came back whole and with its checksum."""
+    def read(self, pages: Sequence[tuple[PageRecord, memoryview]]) -> ReadBatch:
+        """Fill the views, and say of each page whether it came back whole and with its checksum."""
         batch = _Batch(pages)
         mode = self.read_mode
+        failed: dict[int, OSError] = {}  # by page
 
-        def attempt(request: Request, direct: bool) -> bool:
+        def attempt(request: Request, direct: bool) -> OSError | None:
             try:
                 got = self._extents.read(request.offset, batch.memory(request), direct=direct)
-            except OSError:
-                return False
+            except OSError as error:
+                return error
             batch.hash(request, got, read=True)
-            return True
+            return None
 
         def work(request: Request) -> None:
-            if not attempt(request, mode.direct and batch.aligned):
+            if attempt(request, mode.direct and batch.aligned) is not None:
                 for single in request.singles():  # one bad block must not cost its neighbours
-                    attempt(single, False)
+                    error = attempt(single, False)
+                    if error is not None:
+                        failed[single.parts[0].page] = error
 
         requests = batch.plan(mode.streams, self._extents.file_bytes)
         _work_off(requests, work, self._readers, mode.streams)
-        return [
-            buffer.checksum == record.checksum
-            for (record, _), buffer in zip(pages, batch.buffers, strict=True)
-        ]
+        outcomes = []
+        for number, ((record, _), buffer) in enumerate(zip(pages, batch.buffers, strict=True)):
+            if buffer.checksum == record.checksum:
+                outcomes.append(PageRead.GOOD)
+            else:  # bytes that did not come say nothing of those that are there
+                outcomes.append(PageRead.FAILED if number in failed else PageRead.DAMAGED)
+        return ReadBatch(outcomes, next(iter(failed.values()), None))
 
     def close(self) -> None:
-        self._readers.shutdown()
-        self._writers.shutdown()
+        """Wait for what is in flight."""
+        self._readers.close()
+        self._writers.close()
 
 
 class _Batch:
@@ -136,9 +144,7 @@ class _Batch:
             buffer.hash(part.start, part.stop)
 
 
-def _work_off(
-    requests: Sequence[Request], work: Callable[[Request], None], pool: ThreadPoolExecutor, streams: int
-) -> None:
+def _work_off(requests: Sequence[Request], work: Callable[[Request], None], crew: Crew, streams: int) -> None:
     """Do ``work`` for all requests, ``streams`` at a time, the caller included. After an error no further
     request is begun, those in flight are waited for, and the error is raised."""
     queue = deque(requests)
@@ -151,7 +157,7 @@ def _work_off(
                 queue.clear()
                 raise
 
-    helpers = [pool.submit(drain) for _ in range(min(streams, len(requests)) - 1)]
+    helpers = [crew.submit(drain) for _ in range(min(streams, len(requests)) - 1)]
     try:
         drain()
     finally:

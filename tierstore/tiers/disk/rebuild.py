@@ -61,7 +61,7 @@ def rebuild(
             new.apply(start)
             left = _fill(new, batches, start)
         staged = list(_stage(left, batches))
-    directory.new_index.replace(directory.index)
+    io.rename(directory.new_index, directory.index)
     io.sync_directory(directory.path)
     remove_leftovers(directory, io)
     with Catalog(directory.index, map_bytes=map_bytes) as new:

@@ -22,6 +22,7 @@ _HEAD = struct.Struct(
     "<Qq16s32sQQBdI"
 )  # parent, place, key, identity, nbytes, checksum, codec, created_s, len(tokens)
 _PLACE = struct.Struct("<8xq")
+_CREATED = struct.Struct("<81xd")
 _CHECKSUM = struct.Struct("<Q")
 _FACTS = struct.Struct("<QqQQdQ")  # parent, place, nbytes, tick, used_s, hits
 FACTS_BYTES = _FACTS.size
@@ -119,6 +120,16 @@ def stored_names(data: bytes) -> tuple[int, bytes, bytes] | None:
     return head[0], head[2], data[_HEAD.size : -_CHECKSUM.size]
 
 
+def stored_tokens(data: bytes | memoryview) -> int:
+    """How many bytes of tokens a stored record holds, by its length."""
+    return max(len(data) - _HEAD.size - _CHECKSUM.size, 0)
+
+
+def stored_created_s(data: bytes | memoryview) -> float:
+    """When a page was made (wall clock), without checking its record; 0 for one that is cut short."""
+    return float(_CREATED.unpack_from(data)[0]) if len(data) >= _HEAD.size else 0.0
+
+
 def encode_facts(record: PageRecord, use: PageUse) -> bytes:
     return _FACTS.pack(record.parent, record.place, record.nbytes, *use)
 
@@ -126,6 +137,11 @@ def encode_facts(record: PageRecord, use: PageUse) -> bytes:
 def with_use(facts: bytes, use: PageUse) -> bytes:
     """Stored facts with another use."""
     return facts[: _FACTS.size - 24] + _FACTS.pack(0, 0, 0, *use)[-24:]
+
+
+def with_place(facts: bytes, place: int) -> bytes:
+    """Stored facts of a page that was moved."""
+    return facts[:8] + struct.pack("<q", place) + facts[16:]
 
 
 def decode_facts(keys_and_values: bytearray) -> npt.NDArray[np.void]:

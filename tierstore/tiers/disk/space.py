@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import enum
 import threading
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from tierstore.tiers.disk.catalog import PIECE_BYTES, IndexUsage
 from tierstore.tiers.disk.layout import Layout
 from tierstore.tiers.disk.records import INLINE, PageRecord, Removal
+from tierstore.tiers.disk.windows import Window, choose
 from tierstore.tiers.slabs import SlabAllocator, slot_bytes
 from tierstore.units import KIB, MIB
 
-_RECORD_BYTES = 1 * KIB  # reserved in the index for each page until its commit shows what it really took
+_RECORD_BYTES = 768  # reserved in the index for each page until its commit shows what it really took
 _PIECE_COST = 4096 + 64
 # LMDB writes changed tree pages to new places, and reuses the old ones in the second transaction after that.
 # So twice the tree must stay free for the index never to get stuck, or twice what a small change touches.
@@ -22,11 +25,20 @@ _LEAST_HEADROOM = 32 * KIB
 _MOST_TREE_HEADROOM = 2 * MIB
 
 
+class Shortage(enum.Enum):
+    """Why a page finds no room."""
+
+    NONE = "none"  # it does
+    SLOTS = "slots"
+    INDEX = "index"
+
+
 class Space:
     """The free space of one directory. Thread-safe, and never waits for a disk.
 
     A place is *reserved* from :meth:`reserve` until :meth:`settle` or :meth:`unreserve`, then *held* until a
-    later :meth:`settle` says that its removal is durable.
+    later :meth:`settle` says that its removal is durable. A page that :meth:`settle_moved` to a new place
+    holds the old one too, until :meth:`vacate`.
     """
 
     def __init__(self, layout: Layout, *, unit_bytes: int, inline_bytes: int, index: IndexUsage) -> None:
@@ -40,7 +52,8 @@ class Space:
         self._index = index
         self._index_reserved = 0
         self._payload_reserved = 0  # of which for payloads
-        self._reserved_slots = 0
+        self._reserved: dict[int, int] = {}  # slots: place -> slot bytes
+        self._vacant: dict[int, int] = {}  # slots whose pages have moved: place -> bytes
 
     def __repr__(self) -> str:
         return f"Space({self._slots}, index {self.index_used_bytes}/{self._index_bytes} bytes)"
@@ -83,6 +96,14 @@ class Space:
                 self._count_reserved(place, nbytes, +1)
             return place
 
+    def reserve_outside(self, nbytes: int) -> int | None:
+        """Like :meth:`reserve`, but never in the index."""
+        with self._lock:
+            place = self._slots.allocate(nbytes) if self._slots is not None else None
+            if place is not None:
+                self._count_reserved(place, nbytes, +1)
+            return place
+
     def unreserve(self, place: int, nbytes: int) -> None:
         """Give a reserved place back."""
         with self._lock:
@@ -98,6 +119,85 @@ class Space:
                 self._free(removal.place, removal.nbytes)
             self._index = index
 
+    def settle_moved(self, moved: Iterable[tuple[PageRecord, int]], *, index: IndexUsage) -> None:
+        """A transaction is durable that gave pages these new places; each had the other one before."""
+        with self._lock:
+            for record, before in moved:
+                self._count_reserved(record.place, record.nbytes, -1)
+                self._vacant[before] = record.nbytes
+            self._index = index
+
+    def vacate(self, place: int) -> None:
+        """Nobody reads any more from the place that a page was moved away from."""
+        with self._lock:
+            self._free(place, self._vacant.pop(place))
+
+    # -- making room ---------------------------------------------------------------------------------
+
+    def shortage(self, nbytes: int) -> Shortage:
+        """Whether :meth:`reserve` would find a place, and what is missing if not."""
+        with self._lock:
+            if nbytes <= self._inline_bytes and self._payload_fits(nbytes):
+                return Shortage.NONE
+            if self._slots is None or not self._index_fits(_RECORD_BYTES):
+                return Shortage.INDEX
+            return Shortage.NONE if self._slots.has_room(nbytes) else Shortage.SLOTS
+
+    def slab_slots(self, nbytes: int) -> int:
+        """How many pages of ``nbytes`` are in one slab."""
+        return self._slots.shape(nbytes)[1] if self._slots is not None else 0
+
+    def slab_bytes(self, nbytes: int) -> int:
+        """What a slab for pages of ``nbytes`` takes of the extent space."""
+        return self._slots.shape(nbytes)[0] * self._slots.unit_bytes if self._slots is not None else 0
+
+    def free_slots(self) -> Counter[int]:
+        """Slot bytes → slots that are free and cannot be used by pages of another class."""
+        with self._lock:
+            return self._slots.free_slots() if self._slots is not None else Counter()
+
+    def free_bytes(self) -> int:
+        """Bytes of the extent space that no page has."""
+        with self._lock:
+            return self._slots.capacity_bytes - self._slots.used_bytes if self._slots is not None else 0
+
+    def hold(
+        self, nbytes: int, count: int, *, wanted: Mapping[int, int], most_moved: float, joining: bool
+    ) -> list[Window]:
+        """Choose up to ``count`` windows (see there) and hand out nothing of them until :meth:`unhold`."""
+        with self._lock:
+            slots = self._slots
+            if slots is None:
+                return []
+            fixed = {slots.slab_of(place // slots.unit_bytes) for place in (*self._reserved, *self._vacant)}
+            windows = choose(
+                slots,
+                nbytes,
+                count,
+                wanted=wanted,
+                fixed={slab for slab in fixed if slab is not None},
+                most_moved=most_moved,
+                joining=joining,
+            )
+            for window in windows:
+                slots.hold(window.start, window.units)
+            return windows
+
+    def unhold(self, windows: Iterable[Window]) -> None:
+        """Undo :meth:`hold`. What has been emptied is there for every class."""
+        with self._lock:
+            for window in windows:
+                assert self._slots is not None
+                self._slots.unhold(window.start, window.units)
+
+    def bytes_of(self, window: Window) -> list[range]:
+        """Where in the extent space a window's slabs are."""
+        assert self._slots is not None
+        unit = self._slots.unit_bytes
+        return [range(slab.start * unit, (slab.start + slab.units) * unit) for slab in window.slabs]
+
+    # -- checking ------------------------------------------------------------------------------------
+
     def check(self, held: Iterable[tuple[int, int]]) -> None:
         """Assert that what is used is what durable pages (place, bytes) hold plus what is reserved."""
         slots = {place: slot_bytes(nbytes) for place, nbytes in held if place != INLINE}
@@ -105,7 +205,8 @@ class Space:
             if self._slots is not None:
                 self._slots.check()
             assert self._index_reserved >= 0, f"{self._index_reserved} bytes of the index are reserved"
-            accounted = sum(slots.values()) + self._reserved_slots
+            accounted = sum(slots.values()) + sum(self._reserved.values())
+            accounted += sum(map(slot_bytes, self._vacant.values()))
             assert accounted == self.slots_used_bytes, f"{accounted} bytes are accounted for in {self._slots}"
 
     def _index_fits(self, nbytes: int) -> bool:
@@ -120,8 +221,10 @@ class Space:
         self._index_reserved += sign * index_cost(nbytes, place)
         if place == INLINE:
             self._payload_reserved += sign * index_cost(nbytes, place)
+        elif sign > 0:
+            self._reserved[place] = slot_bytes(nbytes)
         else:
-            self._reserved_slots += sign * slot_bytes(nbytes)
+            del self._reserved[place]
 
     def _free(self, place: int, nbytes: int) -> None:
         if place != INLINE:

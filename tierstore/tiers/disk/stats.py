@@ -25,4 +25,5 @@ class DiskStats:
     read_pages: int
     read_bytes: int
     bad_pages: int  # reads that did not come back as they were saved
+    failed_pages: int  # reads that the disk answered with an error
     commits: int

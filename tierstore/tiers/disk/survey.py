@@ -12,11 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tierstore.tiers.disk.ancestry import parent_rows, reachable
 from tierstore.tiers.disk.catalog import Catalog
-from tierstore.tiers.disk.ledger import Ledger, parent_rows, reachable
+from tierstore.tiers.disk.ledger import Ledger
 from tierstore.tiers.disk.space import Space
 
 _log = logging.getLogger(__name__)
+
+_SERIALS = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,7 @@ class Survey:
 def take_survey(catalog: Catalog, space: Space) -> Survey:
     """Read the facts of every page and claim the places they name. Raises :class:`OSError`."""
     facts = catalog.facts()
+    facts = facts[facts["serial"] < _SERIALS]  # any other key is damage
     serials = facts["serial"].astype(np.int64)
     parents = parent_rows(facts)
     roots = np.fromiter(catalog.roots(), np.int64)

@@ -7,24 +7,36 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 import msgspec
 import xxhash
 
 from tierstore.keys import Identity
 from tierstore.tiers.disk.catalog import Change
+from tierstore.tiers.disk.crew import Crew
 from tierstore.tiers.disk.io import FileIO
 from tierstore.tiers.disk.layout import Layout, split
 from tierstore.tiers.disk.ledger import Ledger
 from tierstore.tiers.disk.opening import OpenedParts, open_parts
+from tierstore.tiers.disk.probe import Presence, try_out
+from tierstore.tiers.disk.reads import PageRead, ReadBatch
 from tierstore.tiers.disk.records import INLINE, PageRecord, PageUse, Removal
+from tierstore.tiers.disk.space import Space
 from tierstore.tiers.disk.stats import DiskStats
+from tierstore.tiers.disk.watch import Watch, WatchedIO
 from tierstore.units import KIB
+
+_LOOKERS = 4  # threads that read the index for lookups
+
+T = TypeVar("T")
 
 
 class DiskTier:
@@ -34,15 +46,22 @@ class DiskTier:
     :meth:`commit` as removed. Whoever calls sees to it that a page is not removed while it is being read.
     """
 
-    def __init__(self, parts: OpenedParts, layout: Layout) -> None:
+    def __init__(self, parts: OpenedParts, layout: Layout, watch: Watch) -> None:
+        self.watch = watch  # what is under way, for whoever wants to know whether the disk still answers
         self._layout = layout
         self._directory = parts.directory
+        self._presence = Presence(parts.directory.path, watch)
+        self._lookers = Crew(_LOOKERS, name="tierstore-disk-look")
         self._catalog = parts.catalog
         self._extents = parts.extents
         self._payloads = parts.payloads
         self._space = parts.space
         self._survey = parts.survey
-        self._roots = {identity_digest(root): serial for serial, root in parts.catalog.roots().items()}
+        self._roots = {
+            digest: serial
+            for serial, root in parts.catalog.roots().items()
+            if (digest := identity_digest(root)) is not None
+        }
         self._new_roots: dict[int, bytes] = {}  # since the last commit
         self._commit_lock = threading.Lock()
         self._closed = False
@@ -66,6 +85,7 @@ class DiskTier:
         inline_bytes: int = 16 * KIB,
         io_threads: int = 8,
         io: FileIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> DiskTier:
         """Open ``directory``, which is made if it is not there.
 
@@ -77,10 +97,10 @@ class DiskTier:
         :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
         """
         layout = split(capacity_bytes, page_bytes=page_bytes, inline_bytes=inline_bytes)
-        parts = open_parts(
-            directory, layout, inline_bytes=inline_bytes, io_threads=io_threads, io=io or FileIO()
-        )
-        return cls(parts, layout)
+        watch = Watch(clock)
+        watched = WatchedIO(io or FileIO(), watch)
+        parts = open_parts(directory, layout, inline_bytes=inline_bytes, io_threads=io_threads, io=watched)
+        return cls(parts, layout, watch)
 
     def __enter__(self) -> DiskTier:
         return self
@@ -105,6 +125,11 @@ class DiskTier:
     def wait_surveyed(self, timeout: float | None = None) -> bool:
         """Wait for :attr:`ledger`. False when it did not come in ``timeout`` seconds, or cannot be had."""
         return self._survey.wait(timeout) and self._survey.ledger is not None
+
+    @property
+    def space(self) -> Space:
+        """The free space, for whoever makes room in it."""
+        return self._space
 
     @property
     def pages(self) -> int:
@@ -132,23 +157,23 @@ class DiskTier:
 
     def find(self, parent: int, identity: bytes, chunks: Iterable[tuple[bytes, bytes]]) -> list[PageRecord]:
         """The pages that hold ``chunks`` (key and tokens), one after the other below the page or root
-        ``parent``, as far as they are there. Empty when the disk fails."""
-        try:
+        ``parent``, as far as they are there. Raises :class:`OSError`."""
+        with self.watch.call():
             return self._catalog.find(parent, identity, chunks)
-        except OSError:
-            return self._failed_find()
 
     def find_similar(self, parent: int, identity: bytes, tokens: bytes) -> list[PageRecord]:
-        """Some of the pages right below ``parent`` that begin with the same four tokens as ``tokens``."""
-        try:
+        """Some of the pages right below ``parent`` that begin with the same four tokens as ``tokens``. Raises
+        :class:`OSError`."""
+        with self.watch.call():
             return self._catalog.find_similar(parent, identity, tokens)
-        except OSError:
-            return self._failed_find()
 
-    def _failed_find(self) -> list[PageRecord]:
-        with self._lock:
-            self._counts["failed_finds"] += 1
-        return []
+    def within(self, seconds: float, look: Callable[[], T]) -> T:
+        """The outcome of ``look``, which reads the index, on a thread of the tier's own: the index is mapped
+        memory, and a disk that does not answer would hold whoever touches it for good.
+
+        Raises :class:`OSError`; a :class:`TimeoutError` after ``seconds``, and then ``look`` goes on alone.
+        """
+        return self._lookers.ask(look, seconds)
 
     def new_serial(self) -> int:
         """A serial that no page in this directory ever had."""
@@ -159,6 +184,11 @@ class DiskTier:
     def scan(self) -> Iterator[tuple[int, PageRecord | None]]:
         """Every page on disk by serial; None for a record that is damaged. Reads the whole index."""
         return self._catalog.scan()
+
+    def records(self, serials: Iterable[int]) -> list[PageRecord | None]:
+        """The record of each page; None for one that is not there or damaged. Raises :class:`OSError`."""
+        with self.watch.call():
+            return list(self._catalog.records(serials))
 
     # -- places --------------------------------------------------------------------------------------
 
@@ -194,32 +224,41 @@ class DiskTier:
             for record, _ in outside:
                 self._written[record.place] = failed_syncs
 
-    def read(self, pages: Sequence[tuple[PageRecord, memoryview]]) -> list[bool]:
-        """Fill the views. For each page: True when it is byte for byte what was saved.
+    def read(self, pages: Sequence[tuple[PageRecord, memoryview]]) -> ReadBatch:
+        """Fill the views, and say of each page whether it is byte for byte what was saved.
 
-        A disk that fails looks like a page that is not there: nothing is raised for it.
+        Raises nothing for a disk that fails: a page that could not be read is one outcome, a page that is
+        damaged is another.
         """
-        good = [False] * len(pages)
+        outcomes = [PageRead.FAILED] * len(pages)
         outside = [index for index, (record, _) in enumerate(pages) if record.place != INLINE]
-        for index, ok in zip(outside, self._payloads.read([pages[index] for index in outside]), strict=True):
-            good[index] = ok
+        read = self._payloads.read([pages[index] for index in outside])
+        error = read.error
+        for index, outcome in zip(outside, read.outcomes, strict=True):
+            outcomes[index] = outcome
         for index, (record, view) in enumerate(pages):
             if record.place == INLINE:
-                good[index] = self._read_inline(record, view)
+                try:
+                    outcomes[index] = self._read_inline(record, view)
+                except OSError as failure:
+                    error = failure
+        batch = ReadBatch(outcomes, error)
         with self._lock:
-            self._counts["read_pages"] += sum(good)
-            self._counts["bad_pages"] += len(good) - sum(good)
+            self._counts["read_pages"] += batch.good
+            self._counts["bad_pages"] += sum(outcome is PageRead.DAMAGED for outcome in outcomes)
+            self._counts["failed_pages"] += sum(outcome is PageRead.FAILED for outcome in outcomes)
             self._counts["read_bytes"] += sum(
-                record.nbytes for (record, _), ok in zip(pages, good, strict=True) if ok
+                record.nbytes
+                for (record, _), outcome in zip(pages, outcomes, strict=True)
+                if outcome is PageRead.GOOD
             )
-        return good
+        return batch
 
-    def _read_inline(self, record: PageRecord, view: memoryview) -> bool:
-        try:
+    def _read_inline(self, record: PageRecord, view: memoryview) -> PageRead:
+        with self.watch.call():
             found = self._catalog.read_payload(record, view)
-        except OSError:
-            return False
-        return found and xxhash.xxh3_64_intdigest(view) == record.checksum
+        whole = found and xxhash.xxh3_64_intdigest(view) == record.checksum
+        return PageRead.GOOD if whole else PageRead.DAMAGED
 
     # -- commits -------------------------------------------------------------------------------------
 
@@ -238,12 +277,14 @@ class DiskTier:
         Raises :class:`OSError`: then nothing was added, and the same removals are to be handed in again.
         """
         with self._commit_lock:
+            self._presence.require()
             self._sync()
             self._require_written(added)
             with self._lock:
                 next_serial = self._next_serial
                 roots = dict(self._new_roots)
-            self._catalog.apply(Change(added, removed, used, roots, next_serial, tick))
+            with self.watch.call():
+                self._catalog.apply(Change(added, removed, used, roots, next_serial, tick))
             records = [record for record, _ in added]
             self._space.settle(records, removed, index=self._catalog.usage)
             if self.ledger is not None:
@@ -257,6 +298,25 @@ class DiskTier:
                 self._counts["commits"] += 1
                 self._counts["written_pages"] += len(records)
                 self._counts["written_bytes"] += sum(record.nbytes for record in records)
+
+    def relocate(self, moved: Sequence[tuple[PageRecord, int]]) -> None:
+        """Make durable that pages are where :meth:`write` has put copies of them: each new record, and the
+        place that it had before. The old places stay as they are until ``space.vacate``, for those who are
+        still reading there, and so that a crash finds one of the two.
+
+        The ledger is for the caller to change. Raises :class:`OSError`: then nothing has moved.
+        """
+        with self._commit_lock:
+            self._presence.require()
+            self._sync()
+            self._require_written([(record, None) for record, _ in moved])
+            with self.watch.call():
+                self._catalog.relocate(moved)
+            self._space.settle_moved(moved, index=self._catalog.usage)
+            with self._lock:
+                for record, _ in moved:
+                    self._written.pop(record.place, None)
+                self._counts["commits"] += 1
 
     def _sync(self) -> None:
         try:
@@ -276,6 +336,12 @@ class DiskTier:
                 assert record.place in self._written, f"page {record.serial} was never written"
                 if self._written[record.place] != self._failed_syncs:
                     raise OSError(errno.EIO, "the disk failed after this page was written")
+
+    def probe(self, tick: int) -> None:
+        """Do everything that a batch of pages needs, without leaving one. Raises :class:`OSError` when the
+        disk cannot do it."""
+        self._presence.require()
+        try_out(self._space, self._payloads, lambda: self.commit([], [], {}, tick))
 
     # -- seeing --------------------------------------------------------------------------------------
 
@@ -303,6 +369,7 @@ class DiskTier:
             read_pages=counts["read_pages"],
             read_bytes=counts["read_bytes"],
             bad_pages=counts["bad_pages"],
+            failed_pages=counts["failed_pages"],
             commits=counts["commits"],
         )
 
@@ -317,14 +384,16 @@ class DiskTier:
             ledger.check()
             places = ledger.places()
             held: list[tuple[int, int]] = []  # also by pages that are about to leave
-            serials = set(self._roots.values())
+            serials = {*self._catalog.roots(), *self._roots.values()}
             for serial, record in self._catalog.scan():
                 serials.add(serial)
                 if record is None:
                     held += [places[serial]] if serial in places else []
                     continue
                 place = (record.place, record.nbytes)
-                assert record.parent in serials, f"page {serial} has lost its parent {record.parent}"
+                # Holes have no record, but they have a row in the ledger as long as there are pages below.
+                rooted = record.parent in serials or ledger.children(record.parent)
+                assert rooted, f"page {serial} has lost its parent {record.parent}"
                 assert places.get(serial, place) == place, f"page {serial} is misplaced"
                 held.append(place)
             assert places.keys() <= serials, f"{len(places.keys() - serials)} pages are in no index"
@@ -334,17 +403,23 @@ class DiskTier:
             assert taken <= self._layout.capacity_bytes, f"{taken} bytes on disk, over {self._layout}"
 
     def close(self) -> None:
-        """Give everything back. What was committed stays. Idempotent; no other call may be running."""
+        """Give everything back, even where parts of it fail. What was committed stays. Idempotent; no other
+        call may be running. Raises :class:`OSError` when the files cannot be closed in order."""
         if self._closed:
             return
         self._closed = True
-        self._survey.wait()
-        self._payloads.close()
-        self._extents.close()
-        self._catalog.close()
-        self._directory.release()
+        with ExitStack() as closing:  # the last one first
+            closing.callback(self._directory.release)
+            closing.callback(self._catalog.close)
+            closing.callback(self._extents.close)
+            closing.callback(self._payloads.close)
+            closing.callback(self._lookers.close)
+            self._survey.wait()
 
 
-def identity_digest(root: bytes) -> bytes:
-    """The digest of an identity as it is stored."""
-    return msgspec.json.decode(root, type=Identity).digest
+def identity_digest(root: bytes) -> bytes | None:
+    """The digest of an identity as it is stored; None when it is damaged: its pages are then not found."""
+    try:
+        return msgspec.json.decode(root, type=Identity).digest
+    except msgspec.MsgspecError:
+        return None

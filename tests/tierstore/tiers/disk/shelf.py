@@ -9,7 +9,7 @@ from typing import Any
 
 from tierstore.keys import Identity
 from tierstore.memory import Memory
-from tierstore.tiers.disk import DiskTier, PageRecord, PageUse
+from tierstore.tiers.disk import DiskTier, PageRead, PageRecord, PageUse
 from tierstore.units import KIB, MIB, round_up
 
 MEMORY_BYTES = 24 * MIB
@@ -92,8 +92,11 @@ class Shelf:
         views = self._views([record.nbytes for record in records])
         for view in views:
             view[:] = b"\xaa" * view.nbytes
-        good = self.tier.read(list(zip(records, views, strict=True)))
-        return [bytes(view) if ok else None for view, ok in zip(views, good, strict=True)]
+        read = self.tier.read(list(zip(records, views, strict=True)))
+        return [
+            bytes(view) if outcome is PageRead.GOOD else None
+            for view, outcome in zip(views, read.outcomes, strict=True)
+        ]
 
     def verify(self) -> None:
         """Everything that was saved comes back as it was."""

@@ -60,17 +60,20 @@ def test_a_page_may_lie_across_files(open_extents):
     record = PageRecord(1, 0, bytes(16), bytes(32), b"", nbytes, place=512 * KIB)
     payloads.write([(record, view)])
     back = Memory(nbytes, shared=False).view(0, nbytes)
-    assert payloads.read([(record, back)]) == [True]
+    assert payloads.read([(record, back)]).all_good
     assert back == view
     payloads.close()
 
 
-def test_reading_where_there_is_no_file_finds_nothing(open_extents):
+def test_reading_where_there_is_no_file_is_an_error_and_beyond_its_end_is_nothing(open_extents):
     extents = open_extents()
     view = Memory(4096, shared=False).view(0, 4096)
-    assert extents.read(2 * MIB, [view], direct=True) == 0
+    for direct in (True, False):
+        with pytest.raises(FileNotFoundError, match="no extent file"):
+            extents.read(2 * MIB, [view], direct=direct)
     extents.grow(4096)
-    assert extents.read(2 * MIB, [view], direct=False) == 0
+    os.truncate(extents._path(0), 4096)
+    assert extents.read(4096, [view], direct=False) == 0
 
 
 class WithoutDirect(FileIO):

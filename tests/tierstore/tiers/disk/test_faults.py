@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import threading
 
 import pytest
 
-from tierstore.tiers.disk import FileIO
+from tierstore.memory import Memory
+from tierstore.testing.clock import ManualClock
+from tierstore.tiers.disk import FileIO, PageRead
 from tierstore.tiers.disk.catalog import Catalog
 from tierstore.units import KIB, MIB
 
@@ -76,8 +79,131 @@ def test_reads_that_fail_are_misses(open_shelf, flaky):
     flaky.failing = {"preadv": errno.EIO}
     assert shelf.read(records) == [None] * 3
     assert shelf.read([inline]) != [None]
+    stats = shelf.tier.stats()
+    assert (stats.failed_pages, stats.bad_pages) == (3, 0)
     flaky.failing = {}
     shelf.verify()
+
+
+def test_a_read_says_whether_the_page_is_damaged_or_the_disk_failed(open_shelf):
+    class Mixed(FlakyIO):
+        bad, wrong = -1, -1
+
+        def preadv(self, fd, buffers, offset):
+            end = offset + sum(buffer.nbytes for buffer in buffers)
+            if offset <= self.bad < end:
+                raise OSError(errno.EIO, "injected")
+            got = super().preadv(fd, buffers, offset)
+            if offset <= self.wrong < end:
+                at = self.wrong - offset
+                buffer = next(b for b in buffers if (at := at - b.nbytes) < 0)
+                buffer[at] ^= 1
+            return got
+
+    io = Mixed()
+    shelf = open_shelf(io=io)
+    records = shelf.save([64 * KIB] * 6)
+    io.bad, io.wrong = records[1].place + 5000, records[4].place + 5000
+    memory = Memory(6 * 64 * KIB, shared=False)
+    read = shelf.tier.read([(r, memory.view(n * 64 * KIB, 64 * KIB)) for n, r in enumerate(records)])
+    good = PageRead.GOOD
+    assert read.outcomes == [good, PageRead.FAILED, good, good, PageRead.DAMAGED, good]
+    assert read.error is not None
+    assert read.error.errno == errno.EIO
+    io.bad = io.wrong = -1
+    shelf.verify()
+
+
+def test_a_disk_that_gives_nothing_where_the_file_has_more_has_failed(open_shelf):
+    class Mute(FlakyIO):
+        mute = False
+
+        def preadv(self, fd, buffers, offset):
+            return 0 if self.mute else super().preadv(fd, buffers, offset)
+
+    io = Mute()
+    shelf = open_shelf(io=io)
+    records = shelf.save([64 * KIB] * 2)
+    io.mute = True
+    assert shelf.read(records) == [None, None]
+    assert shelf.tier.stats().failed_pages == 2
+    io.mute = False
+    shelf.verify()
+
+
+@pytest.mark.parametrize("call", ["pwritev", "allocate", "sync", "preadv"])
+def test_a_probe_finds_what_is_wrong_and_leaves_nothing_behind(open_shelf, flaky, call):
+    shelf = open_shelf(io=flaky, capacity_bytes=4 * MIB)
+    if call != "allocate":
+        shelf.save([64 * KIB] * 2)
+    used = shelf.tier.stats().extent_used_bytes
+    shelf.tier.probe(shelf.tick)
+    if call == "allocate":  # the first probe has made the file: start again without one
+        shelf = open_shelf(shelf.path.parent / "fresh", io=flaky, capacity_bytes=4 * MIB)
+        used = shelf.tier.stats().extent_used_bytes
+    flaky.failing = {call: errno.EIO}
+    with pytest.raises(OSError, match="injected"):
+        shelf.tier.probe(shelf.tick)
+    flaky.failing = {}
+    shelf.tier.probe(shelf.tick)
+    assert shelf.tier.stats().extent_used_bytes == used
+    shelf.verify()
+    shelf.tier.check()
+
+
+def test_a_probe_needs_no_room_on_a_disk_that_is_full_of_pages(open_shelf):
+    shelf = open_shelf(capacity_bytes=4 * MIB)
+    while shelf.save([64 * KIB] * 4):
+        pass
+    while shelf.save([4097]):
+        pass
+    shelf.tier.probe(shelf.tick)
+    shelf.verify()
+
+
+def test_what_takes_long_can_be_seen_by_whoever_looks(open_shelf):
+    class Slow(FlakyIO):
+        def __init__(self):
+            super().__init__()
+            self.entered, self.go_on = threading.Event(), threading.Event()
+            self.go_on.set()
+
+        def preadv(self, fd, buffers, offset):
+            self.entered.set()
+            self.go_on.wait(30)
+            return super().preadv(fd, buffers, offset)
+
+    io, clock = Slow(), ManualClock()
+    shelf = open_shelf(io=io, clock=clock)
+    records = shelf.save([64 * KIB])
+    assert shelf.tier.watch.longest_s() == 0
+    io.entered.clear()
+    io.go_on.clear()
+    reading = threading.Thread(target=shelf.read, args=(records,))
+    reading.start()
+    assert io.entered.wait(30)
+    clock.advance(7)
+    assert shelf.tier.watch.longest_s() == 7
+    io.go_on.set()
+    reading.join(30)
+    assert shelf.tier.watch.longest_s() == 0
+
+
+def test_a_look_at_the_index_is_given_up_in_time(open_shelf):
+    shelf = open_shelf()
+    answering = threading.Event()
+    assert shelf.tier.within(30, lambda: 7) == 7
+    with pytest.raises(OSError, match="injected"):
+        shelf.tier.within(30, lambda: _fail())
+    for _ in range(6):  # more than there are threads
+        with pytest.raises(TimeoutError):
+            shelf.tier.within(0.01, lambda: answering.wait(30))
+    answering.set()
+    assert shelf.tier.within(30, lambda: 8) == 8
+
+
+def _fail():
+    raise OSError(errno.EIO, "injected")
 
 
 def test_one_bad_block_costs_one_page(open_shelf):

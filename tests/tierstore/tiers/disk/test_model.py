@@ -85,7 +85,7 @@ class TierAgainstDict(RuleBasedStateMachine):
                 path.insert(0, self.shelf.saved[path[0].parent][0])
             chunks = [(each.key, each.tokens) for each in path]
             assert self.shelf.tier.find(path[0].parent, IDENTITY.digest, chunks) == path
-            wrong = [*chunks[:-1], (record.key, record.tokens[:-1] + b"?")]
+            wrong = [*chunks[:-1], (record.key, record.tokens[:-1] + bytes([record.tokens[-1] ^ 1]))]
             assert self.shelf.tier.find(path[0].parent, IDENTITY.digest, wrong) == path[:-1]
 
     @rule()

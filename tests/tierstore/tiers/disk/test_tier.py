@@ -58,7 +58,7 @@ def test_memory_that_is_not_aligned_works_too(open_shelf):
     shelf = open_shelf()
     (record,) = shelf.save([300_000])
     buffer = memoryview(bytearray(300_003))[3:]
-    assert shelf.tier.read([(record, buffer)]) == [True]
+    assert shelf.tier.read([(record, buffer)]).all_good
     assert buffer == shelf.saved[record.serial][1]
     place = shelf.tier.reserve(300_000)
     copy = shelf.record(300_000, place)
@@ -74,7 +74,7 @@ def test_nothing_beyond_a_view_is_touched(open_shelf):
     (record,) = shelf.save([300_000])
     memory = Memory(400_000, shared=False)
     memory.view(0, 400_000)[:] = b"\x55" * 400_000
-    assert shelf.tier.read([(record, memory.view(0, 300_000))]) == [True]
+    assert shelf.tier.read([(record, memory.view(0, 300_000))]).all_good
     assert bytes(memory.view(300_000, 100_000)) == b"\x55" * 100_000
 
 
@@ -187,7 +187,7 @@ def test_writes_commits_and_reads_run_side_by_side(open_shelf):
         memory = Memory(64 * KIB, shared=False)
         view = memory.view(0, 64 * KIB)
         for record in records:
-            ok = shelf.tier.read([(record, view)]) == [True]
+            ok = shelf.tier.read([(record, view)]).all_good
             if not ok or bytes(view) != expected[record.serial]:
                 errors.append(record.serial)
 

@@ -1,0 +1,143 @@
+"""Where loads go: the host tier (a prefetch), a caller's buffers, the engine's HBM pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tierstore.index import Page, Tier
+from tierstore.store.endpoints import Buffers
+from tierstore.store.hit import Hit
+from tierstore.store.load_job import LoadJob, Move
+from tierstore.store.state import StoreState
+from tierstore.transfer import TransferState
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a load brought: the first ``tokens`` tokens. ``pages`` are HBM pages, each owned once by the
+    caller (none for buffers); ``moved_bytes`` is the payload that had to be copied."""
+
+    tokens: int
+    pages: tuple[int, ...] = ()
+    moved_bytes: int = 0
+
+
+class HostLoad(LoadJob[int]):
+    """A prefetch: the destination is the host tier, and the hit's own lease follows the pages there."""
+
+    def _present(self, position: int, page: Page) -> bool:
+        tier = page.ready_tier()
+        return tier is not None and tier is not Tier.DISK
+
+    def _deliver(self, moves: list[Move]) -> int:
+        with self.state.lock:
+            for move in moves:
+                if not self.hit.lease.released:
+                    self.state.move_lease(self.hit.lease, move.position, move.tier)
+                self.state.unlease(move.page, move.tier)
+                self._arrived[move.position] = True
+        return len(moves)
+
+    def _result(self, state: TransferState, pages: int, tokens: int) -> int:
+        return tokens
+
+
+class BufferLoad(LoadJob[Loaded]):
+    """Into memory of the caller's."""
+
+    def __init__(self, state: StoreState, hit: Hit, deadline_s: float | None, buffers: Buffers) -> None:
+        super().__init__(state, hit, deadline_s)
+        self._buffers = buffers
+
+    def _present(self, position: int, page: Page) -> bool:
+        return False
+
+    def _deliver(self, moves: list[Move]) -> int:
+        with self.state.lock:
+            wanted = [] if self.closed else [(move, self._place(move)) for move in moves]
+            self._copying += 1
+        addresses = self._buffers.addresses
+        copies = [(move.tier, place, addresses[move.position]) for move, place in wanted]
+        self.state.copy_to_memory(copies, self.page_bytes)
+        with self.state.lock:
+            self._copying -= 1
+            for move in moves:
+                self.state.unlease(move.page, move.tier)
+            for move, _ in wanted:
+                self._arrived[move.position] = True
+            self.state.changed.notify_all()
+        return len(wanted)
+
+    def _result(self, state: TransferState, pages: int, tokens: int) -> Loaded:
+        self.state.release(self.hit.lease)
+        return Loaded(tokens, (), pages * self.page_bytes)
+
+
+class HbmLoad(LoadJob[Loaded]):
+    """Into the engine's page pool. Whole pages become cached copies that the caller shares; a page the hit
+    ends inside of is copied to a private page, because the caller is going to write behind the match."""
+
+    def __init__(self, state: StoreState, hit: Hit, deadline_s: float | None) -> None:
+        super().__init__(state, hit, deadline_s)
+        self._hbm_pages: list[int] = [-1] * len(self.pages)
+        self._reserved: dict[int, int] = {}  # position -> page of the pool
+        self._moved = 0
+
+    def _private(self, position: int) -> bool:
+        tail_tokens = self.hit.match.tail_tokens
+        return position == len(self.pages) - 1 and tail_tokens < self.hit.chunk_tokens
+
+    def _present(self, position: int, page: Page) -> bool:
+        copy = page.copies[Tier.HBM]
+        if copy is None or not copy.ready or self._private(position):
+            return False
+        self.state.index.lease(page, Tier.HBM)
+        self._hbm_pages[position] = copy.place
+        unneeded = self._reserved.pop(position, None)
+        if unneeded is not None:
+            self.state.release_hbm([unneeded])
+        return True
+
+    def _reserve(self, missing: list[int]) -> None:
+        for position in missing:
+            pages = self.state.hbm_pages(1)
+            if pages is None:
+                self._cut_at(position)
+                return
+            self._reserved[position] = pages[0]
+
+    def _deliver(self, moves: list[Move]) -> int:
+        state = self.state
+        with state.lock:
+            # Once settled, what was reserved is no longer ours.
+            wanted = [] if self.closed else [(move, self._reserved.pop(move.position)) for move in moves]
+            copies = [(move.tier, self._place(move), page) for move, page in wanted]
+        state.copy_to_hbm(copies)
+        with state.lock:
+            for move, hbm_page in wanted:
+                self._arrive(move, hbm_page)
+            for move in moves:
+                state.unlease(move.page, move.tier)
+        return len(wanted)
+
+    def _arrive(self, move: Move, hbm_page: int) -> None:
+        state = self.state
+        assert state.pool is not None
+        if not self._private(move.position) and not state.publish(move.page, hbm_page):
+            # Another load brought it meanwhile: share that copy.
+            state.pool.free([hbm_page])
+            state.index.lease(move.page, Tier.HBM)
+            hbm_page = state.index.copy(move.page, Tier.HBM).place
+        if self.closed:
+            state.release_hbm([hbm_page])
+            return
+        self._hbm_pages[move.position] = hbm_page
+        self._arrived[move.position] = True
+        self._moved += 1
+
+    def _result(self, state: TransferState, pages: int, tokens: int) -> Loaded:
+        behind = [page for page in self._hbm_pages[pages:] if page >= 0]
+        self.state.release_hbm([*behind, *self._reserved.values()])
+        self._reserved.clear()
+        self.state.release(self.hit.lease)
+        return Loaded(tokens, tuple(self._hbm_pages[:pages]), self._moved * self.page_bytes)
