@@ -6,7 +6,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: bench test lint types suite soak clean
+.PHONY: bench test lint types suite soak gpu-check clean
 
 bench: $(VENV)/bench.stamp
 	$(BIN)/tierstore-bench longctx
@@ -25,6 +25,11 @@ suite: $(VENV)/dev.stamp
 
 soak: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m soak
+
+# On a machine with a GPU: first what the tests without one assume of the hardware, then the same tests on it.
+gpu-check: $(VENV)/dev.stamp
+	TIERSTORE_KERNEL_DEVICE=cuda $(BIN)/python -m pytest tests/engine/kernels/test_golden.py
+	TIERSTORE_KERNEL_DEVICE=cuda $(BIN)/python -m pytest tests/engine/kernels tests/engine/test_cuda_attention.py
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -71,11 +71,20 @@ class Attention(ABC):
 
 
 def make_attention(pool: PagePool, config: ModelConfig) -> Attention:
-    """The backend for the pool's device. Raises :class:`ModelError` when there is none."""
+    """The backend for the pool's device. Raises :class:`ModelError` when there is none, or when it cannot
+    compute this model or cannot be loaded here."""
     if pool.device == "cpu":
         from tierstore_engine.attention.cpu import CpuAttention
 
         return CpuAttention(pool, config)
+    if torch.device(pool.device).type == "cuda":
+        from tierstore_engine.attention.cuda import CudaAttention
+        from tierstore_engine.kernels.cupy_launcher import CupyLauncher
+
+        launcher = CupyLauncher(pool.device)
+        # Not a copy: a pool on a GPU shows its memory through __cuda_array_interface__.
+        pages = torch.as_tensor(pool.array, device=pool.device)
+        return CudaAttention(pages, config, launcher, chunk_tokens=pool.spec.chunk_tokens)
     raise ModelError(f"no attention backend for device {pool.device!r} in this version: use cpu")
 
 

@@ -1,0 +1,167 @@
+"""Paged attention on a GPU, by the kernels of :mod:`tierstore_engine.kernels`, which read the pages in place.
+
+A step's sequences with one new token go to the decode kernels, all others to the prefill kernel: two launches
+(decode: three), however the batch is mixed. Everything is launched on torch's current stream, so that the
+model's matrix products before and after are ordered with it, and nothing waits for the device.
+
+What a sequence's tokens come out as depends on that sequence alone: not on who else is in the batch, nor on
+which pages it has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tierstore_engine.attention.base import Attention, BatchLayout, Span
+from tierstore_engine.config import ModelConfig
+from tierstore_engine.kernels.launcher import Launcher
+from tierstore_engine.kernels.operations import AttentionKernels, LayerPages, Sequences, Slots
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A batch as the kernels want it. Built once per step, and used by all layers."""
+
+    batch: BatchLayout
+    slots: Slots
+    decoding: Sequences | None
+    prefilling: Sequences | None
+
+
+class CudaAttention(Attention):
+    """Attention over ``pages``, the whole pool as uint8 ``[num_pages, page_bytes]`` on the launcher's device.
+
+    Not thread-safe. Raises :class:`~tierstore_engine.kernels.errors.KernelError` for a model that the kernels
+    do not compute (head_dim, dtype, heads per KV head), and where they cannot be built or loaded.
+    """
+
+    def __init__(
+        self, pages: torch.Tensor, config: ModelConfig, launcher: Launcher, *, chunk_tokens: int
+    ) -> None:
+        self._config = config
+        self._chunk = chunk_tokens
+        self._kernels = AttentionKernels(
+            launcher,
+            dtype=config.dtype,
+            heads=config.heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            page_tokens=chunk_tokens,
+        )
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        pool = pages.view(dtype)
+        layer_numbers = 2 * config.kv_heads * chunk_tokens * config.head_dim
+        assert pool.shape[1] == config.layers * layer_numbers, "the pool has another layout than the model"
+        self._layers = [
+            LayerPages(pool, page_stride=pool.stride(0), offset=layer * layer_numbers)
+            for layer in range(config.layers)
+        ]
+        self._step: _Step | None = None
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: BatchLayout) -> None:
+        self._kernels.write(self._layers[layer], keys, values, self._prepared(batch).slots)
+
+    def rotate_and_write(
+        self,
+        layer: int,
+        projections: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        rotations: tuple[torch.Tensor, torch.Tensor],
+        batch: BatchLayout,
+    ) -> torch.Tensor:
+        """``rope.rotate`` of queries and keys and :meth:`write`, in one launch and with the same bits.
+
+        ``projections`` are queries, keys and values ``[tokens, (kv_)heads, head_dim]``, ``rotations`` what
+        :class:`~tierstore_engine.rope.Rope` gives. Returns the rotated queries.
+        """
+        queries, keys, values = projections
+        rotated = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+        cosines, sines = (part.reshape(len(queries), -1) for part in rotations)
+        slots = self._prepared(batch).slots
+        self._kernels.rope_write(self._layers[layer], queries, keys, values, cosines, sines, slots, rotated)
+        return rotated
+
+    def attend(self, layer: int, queries: torch.Tensor, batch: BatchLayout) -> torch.Tensor:
+        return self._attend(layer, queries, batch, None)
+
+    def attend_with_lse(
+        self, layer: int, queries: torch.Tensor, batch: BatchLayout
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """:meth:`attend`, and the logarithm of each softmax denominator, float32 ``[tokens, heads]``: what it
+        takes to merge the result with attention over keys that are kept elsewhere (:meth:`merge`)."""
+        lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
+        return self._attend(layer, queries, batch, lse), lse
+
+    def merge(
+        self, first: tuple[torch.Tensor, torch.Tensor], second: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention over the keys of both parts, from attention over each: contiguous outputs with LSEs."""
+        out, lse = torch.empty_like(first[0]), torch.empty_like(first[1])
+        self._kernels.merge(first, second, out, lse)
+        return out, lse
+
+    def _attend(
+        self, layer: int, queries: torch.Tensor, batch: BatchLayout, lse: torch.Tensor | None
+    ) -> torch.Tensor:
+        step, window = self._prepared(batch), self._config.window(layer)
+        queries = queries.contiguous()
+        out = torch.empty_like(queries)
+        if step.prefilling is not None:
+            self._kernels.prefill(self._layers[layer], queries, step.prefilling, out, lse, window=window)
+        if step.decoding is not None:
+            self._kernels.decode(self._layers[layer], queries, step.decoding, out, lse, window=window)
+        return out
+
+    def _prepared(self, batch: BatchLayout) -> _Step:
+        if self._step is None or self._step.batch is not batch:
+            self._step = _prepare(batch, self._chunk)
+        return self._step
+
+
+def _prepare(batch: BatchLayout, chunk_tokens: int) -> _Step:
+    """Sort the sequences by kernel and put their numbers on the device, in one copy."""
+    first_rows = accumulate((span.tokens for span in batch.spans), initial=0)
+    members = list(zip(batch.spans, first_rows, strict=False))
+    kinds = [[member for member in members if (member[0].tokens == 1) == single] for single in (True, False)]
+    parts = [_numbers(kind, chunk_tokens) for kind in kinds]
+    host = torch.from_numpy(np.concatenate(parts))
+    device = batch.pages.device
+    if device.type == "cuda":
+        host = host.pin_memory()  # otherwise the copy waits for the device
+    on_device = torch.split(host.to(device, non_blocking=True), [len(part) for part in parts])
+    decoding, prefilling = (
+        _sequences(numbers, [span for span, _ in kind]) if kind else None
+        for numbers, kind in zip(on_device, kinds, strict=True)
+    )
+    slots = Slots(batch.pages.to(torch.int32), batch.offsets.to(torch.int32))
+    return _Step(batch, slots, decoding, prefilling)
+
+
+def _numbers(kind: list[tuple[Span, int]], chunk_tokens: int) -> npt.NDArray[np.int32]:
+    """All sequences' first rows, then their counts, their lengths, and their block tables, padded to one
+    width."""
+    tables = [span.block_table[: -(-span.stop // chunk_tokens)] for span, _ in kind]
+    width = max(map(len, tables), default=0)
+    numbers = [first for _, first in kind]
+    numbers += [span.tokens for span, _ in kind]
+    numbers += [span.stop for span, _ in kind]
+    for table in tables:
+        numbers += [*table, *(0,) * (width - len(table))]
+    return np.array(numbers, np.int32)
+
+
+def _sequences(numbers: torch.Tensor, spans: list[Span]) -> Sequences:
+    count = len(spans)
+    rows, counts, lengths = numbers[: 3 * count].view(3, count)
+    return Sequences(
+        rows,
+        counts,
+        lengths,
+        tables=numbers[3 * count :].view(count, -1),
+        max_count=max(span.tokens for span in spans),
+        max_length=max(span.stop for span in spans),
+    )

@@ -1,0 +1,105 @@
+"""Which kernels a model's attention needs: the template arguments, and the launch that goes with them.
+
+The numbers are chosen so that every instance compiles without spilling registers for every architecture in
+``ARCHITECTURES``, and so that its shared memory fits the smallest of them (99 KiB a block on sm_86 and
+sm_89). They have not been tuned on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tierstore_engine.kernels.errors import KernelError
+
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90")
+HEAD_DIMS = (16, 32, 64, 96, 128, 256)
+MAX_GROUP = 16
+SIMT_GROUPS = (1, 2)
+"""Groups that decode on CUDA cores. An mma has 16 rows: with fewer heads than that most of it is padding, but
+the mma kernel still needs fewer instructions than products on CUDA cores do from about three heads on
+(counted, not measured)."""
+
+_C_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
+_MMA_ROWS = 16
+_DECODE_TILE = 16  # tokens that a warp of a decode kernel takes at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    """One kernel with its template arguments, and the block it is launched with."""
+
+    file: str
+    name: str
+    threads: int
+    shared_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSet:
+    """The kernels for one shape of attention. A prefill block takes ``prefill_rows`` (token, head) pairs."""
+
+    rope_write: Instance
+    write: Instance
+    decode: Instance
+    combine: Instance
+    prefill: Instance
+    prefill_rows: int
+    merge: Instance
+
+    def instances(self) -> tuple[Instance, ...]:
+        return (self.rope_write, self.write, self.decode, self.combine, self.prefill, self.merge)
+
+
+PAGE_COPY = Instance("page_copy.cu", "page_copy", 512)
+
+
+def kernel_set(*, dtype: str, head_dim: int, group: int, page_tokens: int) -> KernelSet:
+    """The kernels for pages of ``page_tokens`` tokens and ``group`` query heads per KV head.
+
+    Raises :class:`KernelError` for what the kernels do not compute.
+    """
+    if dtype not in _C_TYPES:
+        raise KernelError(
+            f"the CUDA backend computes {' and '.join(_C_TYPES)}, not {dtype}: choose another dtype"
+        )
+    if head_dim not in HEAD_DIMS:
+        raise KernelError(f"the CUDA backend has no kernels for head_dim {head_dim} (it has {HEAD_DIMS})")
+    if not 1 <= group <= MAX_GROUP:
+        raise KernelError(f"the CUDA backend takes up to {MAX_GROUP} query heads per KV head, not {group}")
+    if page_tokens % _DECODE_TILE:
+        raise KernelError(f"the CUDA backend needs chunk_tokens to be a multiple of 16, not {page_tokens}")
+    number = _C_TYPES[dtype]
+    prefill, prefill_rows = _prefill(number, head_dim, page_tokens)
+    return KernelSet(
+        rope_write=Instance("rope_write.cu", f"rope_write<{number}, {head_dim}, {page_tokens}, true>", 256),
+        write=Instance("rope_write.cu", f"rope_write<{number}, {head_dim}, {page_tokens}, false>", 256),
+        decode=_decode(number, head_dim, group, page_tokens),
+        combine=Instance("merge.cu", f"combine_splits<{number}, {head_dim}, {page_tokens}>", head_dim),
+        prefill=prefill,
+        prefill_rows=prefill_rows,
+        merge=Instance("merge.cu", f"merge_states<{number}, {head_dim}>", head_dim),
+    )
+
+
+def _decode(number: str, head_dim: int, group: int, page_tokens: int) -> Instance:
+    warps = 2 if head_dim > 128 else 4
+    stages = 3 if head_dim > 96 else 4
+    ring = warps * stages * 2 * _DECODE_TILE * head_dim * 2
+    simt = group in SIMT_GROUPS
+    states = warps * (group if simt else _MMA_ROWS) * (head_dim + 2) * 4
+    shape = f"{group}, {warps}, {stages}" if simt else f"{warps}, {stages}"
+    kernel = "decode_simt" if simt else "decode_mma"
+    name = f"{kernel}<{number}, {head_dim}, {page_tokens}, {shape}>"
+    return Instance(f"{kernel}.cu", name, warps * 32, max(ring, states))
+
+
+def _prefill(number: str, head_dim: int, page_tokens: int) -> tuple[Instance, int]:
+    # Two strips of 16 rows per warp share each fragment of K and V; a head_dim of 256 leaves registers for
+    # one. Longer tiles mean fewer barriers; 32 tokens is what fits the registers from head_dim 128 on.
+    warps, strips = 4, 2 if head_dim <= 128 else 1
+    tile = 64 if head_dim <= 96 else 32
+    while page_tokens % tile:
+        tile //= 2
+    rows = warps * strips * 16
+    name = f"prefill<{number}, {head_dim}, {page_tokens}, {tile}, {warps}, {strips}>"
+    return Instance("prefill.cu", name, warps * 32, (rows + 4 * tile) * head_dim * 2), rows

@@ -1,0 +1,120 @@
+"""Compiled kernels, kept on disk: compiling a model's kernels takes seconds, and it is the same every time.
+
+A cubin's file is named after everything that went into it (the text of all kernel files, the instance, the
+architecture, NVRTC's version) and after its own content. So it is never stale, an upgrade needs no clearing,
+and a damaged file is noticed and compiled again. Files appear whole, by renaming: any number of processes may
+share the folder. A cache that cannot be written costs time and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import xxhash
+
+from tierstore_engine.kernels import KERNEL_DIR
+from tierstore_engine.kernels.catalog import Instance
+from tierstore_engine.kernels.errors import KernelError
+from tierstore_engine.kernels.nvrtc import Nvrtc
+from tierstore_engine.kernels.toolkit import find_toolkit
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Cubin:
+    """A kernel for one architecture. ``symbol`` is its name in the image."""
+
+    image: bytes
+    symbol: str
+
+
+class CubinCache:
+    """The kernels of this package, compiled on demand and kept in ``folder`` (default: the user's cache).
+
+    ``newest`` is the major CUDA version of the driver that is to load them, if that is known; ``sources`` the
+    folder of the ``.cu`` files, which include this package's headers.
+    """
+
+    def __init__(
+        self, folder: Path | None = None, *, newest: int | None = None, sources: Path = KERNEL_DIR
+    ) -> None:
+        self._sources = sources
+        self._newest = newest
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        self._folder = folder or Path(base) / "tierstore" / "cubins"
+        self.compiled = 0
+        """How many kernels had to be compiled so far."""
+
+    def get(self, instance: Instance, arch: str) -> Cubin:
+        """Raises :class:`KernelError` when the kernel is not there and cannot be compiled."""
+        stem = f"{_slug(instance.name)}-{arch}-{self._key(instance, arch)}"
+        image = self._read(stem)
+        if image is None:
+            source = (self._sources / instance.file).read_text()
+            image = self._nvrtc.compile(source, instance.name, arch=arch, includes=[str(KERNEL_DIR)]).cubin
+            self.compiled += 1
+            self._write(stem, image)
+        return Cubin(image, _symbol(image))
+
+    @cached_property
+    def _nvrtc(self) -> Nvrtc:
+        return Nvrtc(find_toolkit(newest=self._newest))
+
+    def _key(self, instance: Instance, arch: str) -> str:
+        parts = [source_digest(self._sources), instance.file, instance.name, arch, repr(self._nvrtc.version)]
+        return xxhash.xxh3_128_hexdigest("\0".join(parts).encode())
+
+    def _read(self, stem: str) -> bytes | None:
+        for file in self._folder.glob(f"{stem}-*.cubin"):
+            try:
+                image = file.read_bytes()
+            except OSError as error:
+                log.warning("kernel cache: %s cannot be read (%s), compiling again", file, error)
+                continue
+            if file.name == _file_name(stem, image):
+                return image
+            log.warning("kernel cache: %s is damaged, compiling again", file)
+        return None
+
+    def _write(self, stem: str, image: bytes) -> None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for damaged in self._folder.glob(f"{stem}-*.cubin"):
+                damaged.unlink(missing_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as scratch:
+                scratch.write(image)
+            os.replace(scratch.name, self._folder / _file_name(stem, image))
+        except OSError as error:
+            log.warning("kernel cache: %s cannot be written (%s)", self._folder, error)
+
+
+def source_digest(sources: Path = KERNEL_DIR) -> str:
+    """A hex digest of all kernel files: any change of the text is another one."""
+    digest = xxhash.xxh3_128()
+    for file in sorted((*sources.glob("*.cu"), *KERNEL_DIR.glob("*.cuh"))):
+        digest.update(f"{file.name}\0".encode() + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _file_name(stem: str, image: bytes) -> str:
+    return f"{stem}-{xxhash.xxh3_128_hexdigest(image)}.cubin"
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"\W+", "_", name).strip("_")
+
+
+def _symbol(image: bytes) -> str:
+    """The name of the one kernel in a cubin, which is an ELF file: its code is in the section
+    ``.text.<name>``."""
+    names = set(re.findall(rb"\0\.text\.(\w+)\0", image))
+    if len(names) != 1:
+        raise KernelError(f"a compiled kernel should have one entry, this one has {sorted(names)}")
+    return bytes(names.pop()).decode()

@@ -1,0 +1,61 @@
+// Merging attention over parts of the keys. Each part has its output and the logarithm of its softmax
+// denominator (LSE), and they merge exactly:
+//
+//   lse = log(sum of exp(lse_i))        out = sum of out_i exp(lse_i - lse)
+//
+// combine_splits merges the splits of a decode step. merge_states merges two finished results, such as
+// attention over KV on this device with attention over KV that is kept elsewhere.
+#include <ptx.cuh>
+
+#include "numbers.cuh"
+#include "split.cuh"
+
+// grid (heads, sequences), block HEAD_DIM.
+template <class T, int HEAD_DIM, int PAGE>
+__global__ void __launch_bounds__(HEAD_DIM)
+    combine_splits(const float* __restrict__ part_out,   // [sequences, part_splits, heads, HEAD_DIM]
+                   const float* __restrict__ part_log2,  // [sequences, part_splits, heads], base 2
+                   const int* __restrict__ rows,         // [sequences]: each one's row of out
+                   const int* __restrict__ lengths,      // [sequences]; 0: no such sequence, nothing is written
+                   T* __restrict__ out,                  // [tokens, heads, HEAD_DIM]
+                   float* __restrict__ lse,              // [tokens, heads], natural logarithm, or null
+                   int part_splits, int window, int min_split_pages, int max_splits) {
+  const int head = blockIdx.x, heads = gridDim.x, sequence = blockIdx.y, dim = threadIdx.x;
+  const int splits = split_count<PAGE>(lengths[sequence], window, min_split_pages, max_splits);
+  if (splits == 0) return;
+  const long long first = static_cast<long long>(sequence) * part_splits * heads + head;
+  float most = NEGATIVE_INFINITY;
+  for (int split = 0; split < splits; split++) most = fmaxf(most, part_log2[first + split * heads]);
+  float sum = 0.f, value = 0.f;
+  for (int split = 0; split < splits; split++) {
+    const long long part = first + split * heads;
+    const float weight = ptx::exp2_approx(part_log2[part] - most);
+    sum += weight;
+    value += weight * part_out[part * HEAD_DIM + dim];
+  }
+  const long long query = static_cast<long long>(rows[sequence]) * heads + head;
+  out[query * HEAD_DIM + dim] = Numbers<T>::narrow(value / sum);
+  if (lse != nullptr && dim == 0) lse[query] = (most + log2f(sum)) * LN_2;
+}
+
+// grid (queries = tokens * heads), block HEAD_DIM. A part that saw nothing has an LSE of -inf, and its output
+// is not looked at; when neither saw anything the result is zeros and -inf. `out` may be one of the inputs.
+template <class T, int HEAD_DIM>
+__global__ void __launch_bounds__(HEAD_DIM)
+    merge_states(const T* a_out, const float* __restrict__ a_lse,  // [queries, HEAD_DIM], [queries]
+                 const T* b_out, const float* __restrict__ b_lse, T* out,
+                 float* __restrict__ lse) {  // or null; no alias of the inputs
+  const long long query = blockIdx.x, element = query * HEAD_DIM + threadIdx.x;
+  const float a = a_lse[query], b = b_lse[query], most = fmaxf(a, b);
+  if (most == NEGATIVE_INFINITY) {
+    out[element] = Numbers<T>::narrow(0.f);
+    if (lse != nullptr && threadIdx.x == 0) lse[query] = most;
+    return;
+  }
+  const float a_weight = ptx::exp2_approx((a - most) * LOG2_E), b_weight = ptx::exp2_approx((b - most) * LOG2_E);
+  float value = 0.f;
+  if (a_weight > 0.f) value += a_weight * Numbers<T>::widen(a_out[element]);
+  if (b_weight > 0.f) value += b_weight * Numbers<T>::widen(b_out[element]);
+  out[element] = Numbers<T>::narrow(value / (a_weight + b_weight));
+  if (lse != nullptr && threadIdx.x == 0) lse[query] = most + log2f(a_weight + b_weight) * LN_2;
+}

@@ -1,0 +1,244 @@
+"""The kernels as operations on tensors. A method is one launch (decode: two), with its parameters in order.
+
+All tensors are on the launcher's device, and contiguous unless said otherwise. Nothing here waits for the
+device. Indices are int32; ``queries``, keys, values and outputs are in the kernels' dtype, LSEs (natural
+logarithms of the softmax denominators) in float32. ``heads`` is the number of query heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tierstore_engine.kernels.catalog import PAGE_COPY, kernel_set
+from tierstore_engine.kernels.launcher import Launcher
+
+_COPY_BLOCKS = 16  # enough to fill PCIe; more would take SMs from whoever computes
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRule:
+    """How decoding cuts a sequence into splits: of at least ``min_pages`` pages, at most ``max_splits``.
+
+    A sequence's splits depend on its own length only, so that its bits do not depend on the batch.
+    """
+
+    min_pages: int = 8
+    max_splits: int = 64
+
+    def splits(self, length: int, window: int | None, page_tokens: int) -> int:
+        """As ``split_count`` in ``split.cuh``; never less with a larger ``length``, nor without a window."""
+        first = max(length - window, 0) if window else 0
+        pages = -(-length // page_tokens) - first // page_tokens
+        return min(-(-pages // self.min_pages), self.max_splits)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPages:
+    """One layer's keys and values in the pool. ``pool`` is the whole pool; ``page_stride`` (from page to
+    page) and ``offset`` (of the layer within a page) count numbers, not bytes."""
+
+    pool: torch.Tensor
+    page_stride: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """The sequences of one launch, by device arrays of one entry each, so that a captured graph may be
+    replayed with other contents.
+
+    ``rows`` is each one's first row of queries and ``counts`` how many it has: its last tokens. ``lengths``
+    are its tokens, those included. ``tables [sequences, width]`` are its pages. ``max_count`` and
+    ``max_length`` are bounds for the launch: no entry may be larger.
+    """
+
+    rows: torch.Tensor
+    counts: torch.Tensor
+    lengths: torch.Tensor
+    tables: torch.Tensor
+    max_count: int
+    max_length: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Where new tokens go: ``pages [tokens]`` and ``offsets [tokens]`` within them."""
+
+    pages: torch.Tensor
+    offsets: torch.Tensor
+
+
+class AttentionKernels:
+    """The kernels for one shape of attention on one device, loaded. ``dtype`` is ``float16`` or ``bfloat16``.
+
+    Raises :class:`~tierstore_engine.kernels.errors.KernelError` for shapes that they do not compute, and
+    where they cannot be built or loaded.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        *,
+        dtype: str,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        page_tokens: int,
+        split_rule: SplitRule | None = None,
+    ) -> None:
+        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
+        self.group = heads // kv_heads
+        self.page_tokens = page_tokens
+        self.split_rule = split_rule or SplitRule()
+        kernels = kernel_set(dtype=dtype, head_dim=head_dim, group=self.group, page_tokens=page_tokens)
+        self._prefill_rows = kernels.prefill_rows
+        self._rope_write = launcher.load(kernels.rope_write)
+        self._write = launcher.load(kernels.write)
+        self._decode = launcher.load(kernels.decode)
+        self._combine = launcher.load(kernels.combine)
+        self._prefill = launcher.load(kernels.prefill)
+        self._merge = launcher.load(kernels.merge)
+        self._scale = np.float32(head_dim**-0.5)
+
+    def write(self, layer: LayerPages, keys: torch.Tensor, values: torch.Tensor, slots: Slots) -> None:
+        """Put ``keys`` and ``values`` (``[tokens, kv_heads, head_dim]``, any stride between tokens) into
+        pages."""
+        arguments = (
+            *(None, keys, values, np.int64(0), *_token_strides(keys, values), None, None),
+            *(slots.pages, slots.offsets, None, *_pool(layer), np.int32(self.heads), np.int32(self.kv_heads)),
+        )
+        self._write((len(keys),), arguments)
+
+    def rope_write(
+        self,
+        layer: LayerPages,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        cosines: torch.Tensor,
+        sines: torch.Tensor,
+        slots: Slots,
+        rotated: torch.Tensor,
+    ) -> None:
+        """Rotate queries (into ``rotated [tokens, heads, head_dim]``) and keys, and write keys and values.
+
+        ``queries``, ``keys`` and ``values`` may have any stride between tokens; ``cosines`` and ``sines`` are
+        ``[tokens, head_dim]``.
+        """
+        arguments = (
+            *(queries, keys, values, *_token_strides(queries, keys, values), cosines, sines),
+            *(
+                slots.pages,
+                slots.offsets,
+                rotated,
+                *_pool(layer),
+                np.int32(self.heads),
+                np.int32(self.kv_heads),
+            ),
+        )
+        self._rope_write((len(keys),), arguments)
+
+    def prefill(
+        self,
+        layer: LayerPages,
+        queries: torch.Tensor,
+        sequences: Sequences,
+        out: torch.Tensor,
+        lse: torch.Tensor | None = None,
+        *,
+        window: int | None = None,
+    ) -> None:
+        """Causal attention of each sequence's last ``counts`` tokens over all its tokens, or the last
+        ``window``.
+
+        ``queries`` and ``out`` are ``[tokens, heads, head_dim]``, ``lse [tokens, heads]``; only the
+        sequences' rows are read and written.
+        """
+        grid = (-(-sequences.max_count * self.group // self._prefill_rows), self.kv_heads, len(sequences))
+        arguments = (
+            *(queries, sequences.rows, sequences.counts, *_pool(layer), *_tables(sequences), out, lse),
+            *(np.int32(self.group), np.int32(window or 0), self._scale),
+        )
+        self._prefill(grid, arguments)
+
+    def decode(
+        self,
+        layer: LayerPages,
+        queries: torch.Tensor,
+        sequences: Sequences,
+        out: torch.Tensor,
+        lse: torch.Tensor | None = None,
+        *,
+        window: int | None = None,
+    ) -> None:
+        """The same for one row per sequence; ``counts`` is not looked at. A sequence of length 0 is none: its
+        row of ``out`` is left alone."""
+        # A window may still cover one page more than the last token's position suggests.
+        length = min(sequences.max_length, window + self.page_tokens) if window else sequences.max_length
+        splits = max(self.split_rule.splits(length, None, self.page_tokens), 1)
+        part_log2 = _workspace((len(sequences), splits, self.heads), queries.device)
+        part_out = _workspace((*part_log2.shape, self.head_dim), queries.device)
+        rule = (np.int32(self.split_rule.min_pages), np.int32(self.split_rule.max_splits))
+        arguments = (
+            *(queries, sequences.rows, *_pool(layer), *_tables(sequences), part_out, part_log2),
+            *(np.int32(self.group), np.int32(window or 0), *rule, self._scale),
+        )
+        self._decode((self.kv_heads, splits, len(sequences)), arguments)
+        combined = (
+            *(part_out, part_log2, sequences.rows, sequences.lengths, out, lse),
+            *(np.int32(splits), np.int32(window or 0), *rule),
+        )
+        self._combine((self.heads, len(sequences)), combined)
+
+    def merge(
+        self,
+        first: tuple[torch.Tensor, torch.Tensor],
+        second: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """Merge attention over two disjoint parts of the keys, each an output ``[tokens, heads, head_dim]``
+        and its LSE ``[tokens, heads]``. ``out`` may be one of the inputs, ``lse`` may not."""
+        self._merge((first[1].numel(),), (*first, *second, out, lse))
+
+
+class PageCopy:
+    """Copies of many small fragments, between device memory and mapped pinned host memory in any
+    direction."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self._copy = launcher.load(PAGE_COPY)
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor, fragment_bytes: int) -> None:
+        """Copy ``fragment_bytes`` (a multiple of 16) from each address of ``source`` to that of ``to``; both
+        are int64 ``[fragments]`` on the device, of addresses that are multiples of 16."""
+        if fragment_bytes % 16:
+            raise ValueError(f"fragments must be multiples of 16 bytes, not {fragment_bytes}")
+        arguments = (to, source, np.int32(len(to)), np.int32(fragment_bytes))
+        self._copy((_COPY_BLOCKS,), arguments)
+
+
+def _workspace(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """From torch's caching allocator, which knows about streams and graph capture."""
+    return torch.empty(shape, dtype=torch.float32, device=device)
+
+
+def _pool(layer: LayerPages) -> tuple[torch.Tensor, np.int64, np.int64]:
+    return layer.pool, np.int64(layer.page_stride), np.int64(layer.offset)
+
+
+def _tables(sequences: Sequences) -> tuple[torch.Tensor, np.int32, torch.Tensor]:
+    return sequences.tables, np.int32(sequences.tables.shape[1]), sequences.lengths
+
+
+def _token_strides(*tensors: torch.Tensor) -> Sequence[np.int64]:
+    for tensor in tensors:
+        assert tensor.stride()[1:] == (tensor.shape[2], 1), "heads of one token must be contiguous"
+    return [np.int64(tensor.stride(0)) for tensor in tensors]

@@ -1,0 +1,208 @@
+// Paged prefill in FlashAttention-2's shape: many new tokens of a sequence, causally, over its paged past.
+//
+// A block takes ROWS rows of queries for one KV head of one sequence. A row is a (new token, query head) pair,
+// token-major, so that the heads that share the KV head share its tiles. The block walks over the keys in tiles
+// of TILE tokens with an online softmax; scores and outputs stay in registers. Each warp owns STRIPS strips of
+// 16 rows, and every fragment of K and V that it loads from shared memory serves all of them.
+//
+// The new tokens are the last of the `lengths` tokens: row i of `counts` sees all tokens up to its own position
+// length - count + i, within the window. That covers a cold prefill (count = length), a chunk after a cached
+// prefix, and a single token. Sequences of any mix of lengths go in one launch.
+//
+// grid (ceil(max count * group / ROWS), kv_heads, sequences), block WARPS * 32, dynamic shared memory
+// (ROWS + 4 * TILE) * HEAD_DIM * 2 bytes.
+#include <ptx.cuh>
+
+#include "numbers.cuh"
+#include "paged.cuh"
+#include "tile.cuh"
+
+template <class T, int HEAD_DIM, int PAGE, int TILE, int WARPS, int STRIPS>
+__global__ void __launch_bounds__(WARPS * 32)
+    prefill(const T* __restrict__ queries,   // [tokens, heads, HEAD_DIM]
+            const int* __restrict__ rows,    // [sequences]: each one's first row of queries
+            const int* __restrict__ counts,  // [sequences]: its new tokens
+            const T* __restrict__ pool, long long page_stride, long long layer_offset,
+            const int* __restrict__ tables, int table_stride,
+            const int* __restrict__ lengths,  // [sequences]: its tokens, the new ones included
+            T* __restrict__ out,              // as queries
+            float* __restrict__ lse,          // [tokens, heads], natural logarithm, or null
+            int group, int window, float scale) {
+  constexpr int ROWS = WARPS * STRIPS * 16, CHUNKS = Tile<HEAD_DIM>::CHUNKS, THREADS = WARPS * 32;
+  static_assert(PAGE % TILE == 0 && TILE % 16 == 0, "a tile lies in one page");
+  extern __shared__ __align__(16) unsigned char smem[];
+  T* const q_tile = reinterpret_cast<T*>(smem);
+  T* const ring = q_tile + ROWS * HEAD_DIM;  // two stages of a K and a V tile
+
+  const int sequence = blockIdx.z, kv_head = blockIdx.y, kv_heads = gridDim.y;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int count = counts[sequence], length = lengths[sequence], heads = kv_heads * group;
+  // The last rows see the most keys; their blocks start first.
+  const int first_row = (gridDim.x - 1 - blockIdx.x) * ROWS;
+  if (first_row >= count * group) return;
+  const int past = length - count;
+  const int first_position = past + first_row / group;
+  const int last_position = past + min(count - 1, (first_row + ROWS - 1) / group);
+  const int visible_begin = window > 0 ? max(first_position - window + 1, 0) : 0;
+  const int visible_end = last_position + 1;
+  const HeadPages<T, HEAD_DIM, PAGE> pages(pool, page_stride, layer_offset, tables + sequence * table_stride,
+                                           kv_head, kv_heads);
+  const long long first_query = rows[sequence];
+  auto query_index = [&](int row) {
+    return (first_query + row / group) * heads + kv_head * group + row % group;
+  };
+
+  for (int i = threadIdx.x; i < ROWS * CHUNKS; i += THREADS) {
+    const int row = i / CHUNKS, chunk = i % CHUNKS;
+    const bool wanted = first_row + row < count * group;
+    const T* const from = queries + (wanted ? query_index(first_row + row) * HEAD_DIM + chunk * 8 : 0);
+    ptx::cp_async16(q_tile + Tile<HEAD_DIM>::at(row, chunk), from, wanted);
+  }
+  auto load = [&](int token) {
+    const T* const keys = pages.keys(pages.page_of(token), token);
+    T* const k_tile = ring + token / TILE % 2 * (2 * TILE * HEAD_DIM);
+    T* const v_tile = k_tile + TILE * HEAD_DIM;
+#pragma unroll
+    for (int i = threadIdx.x; i < TILE * CHUNKS; i += THREADS) {
+      const int row = i / CHUNKS, chunk = i % CHUNKS, place = Tile<HEAD_DIM>::at(row, chunk);
+      // Tokens that no row sees become zeros: whatever lies there must not meet a weight of zero as NaN.
+      const bool wanted = token + row >= visible_begin && token + row < visible_end;
+      const T* const from = keys + row * HEAD_DIM + chunk * 8;
+      ptx::cp_async16(k_tile + place, from, wanted);
+      ptx::cp_async16(v_tile + place, from + pages.plane, wanted);
+    }
+    ptx::cp_async_commit();
+  };
+  const int first_token = visible_begin / TILE * TILE;
+  load(first_token);
+
+  // Of every strip a lane holds two rows, lane / 4 and lane / 4 + 8.
+  auto row_of = [&](int strip, int half) {
+    return first_row + (warp * STRIPS + strip) * 16 + half * 8 + lane / 4;
+  };
+
+  const float scale_log2 = scale * LOG2_E;
+  float sums[STRIPS][HEAD_DIM / 8][4] = {};
+  float maximum[STRIPS][2], denominator[STRIPS][2] = {};  // the maximum is that of the scores before scaling
+#pragma unroll
+  for (int strip = 0; strip < STRIPS; strip++) maximum[strip][0] = maximum[strip][1] = NEGATIVE_INFINITY;
+
+  for (int token = first_token; token < visible_end; token += TILE) {
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // this tile is there for everybody, and everybody is done with the one before
+    if (token + TILE < visible_end) load(token + TILE);
+    const T* const k_tile = ring + token / TILE % 2 * (2 * TILE * HEAD_DIM);
+    const T* const v_tile = k_tile + TILE * HEAD_DIM;
+
+    float scores[STRIPS][TILE / 8][4] = {};
+#pragma unroll
+    for (int step = 0; step < HEAD_DIM / 16; step++) {
+      unsigned q[STRIPS][4];
+#pragma unroll
+      for (int strip = 0; strip < STRIPS; strip++)
+        ptx::ldmatrix_x4(q[strip], q_tile + Tile<HEAD_DIM>::at((warp * STRIPS + strip) * 16 + lane % 16,
+                                                               step * 2 + lane / 16));
+#pragma unroll
+      for (int column = 0; column < TILE / 8; column += 2) {
+        unsigned k[4];
+        ptx::ldmatrix_x4(k, k_tile + Tile<HEAD_DIM>::at(column * 8 + lane / 16 * 8 + lane % 8,
+                                                        step * 2 + lane / 8 % 2));
+#pragma unroll
+        for (int strip = 0; strip < STRIPS; strip++) {
+          ptx::mma_m16n8k16<T>(scores[strip][column], q[strip], k[0], k[1]);
+          ptx::mma_m16n8k16<T>(scores[strip][column + 1], q[strip], k[2], k[3]);
+        }
+      }
+    }
+
+    // Only tiles on the diagonal, at the window's edge or at the end of the keys need a mask.
+    const bool edge = token + TILE - 1 > first_position || token < visible_begin ||
+                      (window > 0 && token <= last_position - window);
+    if (edge) {
+#pragma unroll
+      for (int strip = 0; strip < STRIPS; strip++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          // Rows beyond the last are computed as if they were the last token's, and not written.
+          const int position = past + min(row_of(strip, half) / group, count - 1);
+#pragma unroll
+          for (int i = 0; i < TILE / 4; i++) {
+            const int key = token + i / 2 * 8 + lane % 4 * 2 + i % 2;
+            if (key > position || (window > 0 && key <= position - window))
+              scores[strip][i / 2][half * 2 + i % 2] = NEGATIVE_INFINITY;
+          }
+        }
+    }
+#pragma unroll
+    for (int strip = 0; strip < STRIPS; strip++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        float most = maximum[strip][half];
+#pragma unroll
+        for (int column = 0; column < TILE / 8; column++)
+          most = fmaxf(most, fmaxf(scores[strip][column][half * 2], scores[strip][column][half * 2 + 1]));
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+        // A row of a windowed layer may have seen no key yet: -inf - -inf would be NaN.
+        const float base = most == NEGATIVE_INFINITY ? 0.f : most * scale_log2;
+        const float rescale = ptx::exp2_approx(maximum[strip][half] * scale_log2 - base);
+        maximum[strip][half] = most;
+        denominator[strip][half] *= rescale;
+#pragma unroll
+        for (int column = 0; column < TILE / 8; column++)
+#pragma unroll
+          for (int i = 0; i < 2; i++) {
+            float& score = scores[strip][column][half * 2 + i];
+            score = ptx::exp2_approx(score * scale_log2 - base);
+            denominator[strip][half] += score;
+          }
+#pragma unroll
+        for (int column = 0; column < HEAD_DIM / 8; column++) {
+          sums[strip][column][half * 2] *= rescale;
+          sums[strip][column][half * 2 + 1] *= rescale;
+        }
+      }
+
+    // The scores of 16 tokens, rounded to T, are an mma operand as they lie in the registers.
+#pragma unroll
+    for (int step = 0; step < TILE / 16; step++) {
+      unsigned weights[STRIPS][4];
+#pragma unroll
+      for (int strip = 0; strip < STRIPS; strip++)
+#pragma unroll
+        for (int part = 0; part < 4; part++) {
+          const float* const pair = &scores[strip][2 * step + part / 2][part % 2 * 2];
+          weights[strip][part] = Numbers<T>::narrow_pair(pair[0], pair[1]);
+        }
+#pragma unroll
+      for (int column = 0; column < HEAD_DIM / 8; column += 2) {
+        unsigned v[4];
+        ptx::ldmatrix_x4_trans(v, v_tile + Tile<HEAD_DIM>::at(step * 16 + lane % 16, column + lane / 16));
+#pragma unroll
+        for (int strip = 0; strip < STRIPS; strip++) {
+          ptx::mma_m16n8k16<T>(sums[strip][column], weights[strip], v[0], v[1]);
+          ptx::mma_m16n8k16<T>(sums[strip][column + 1], weights[strip], v[2], v[3]);
+        }
+      }
+    }
+  }
+
+#pragma unroll
+  for (int strip = 0; strip < STRIPS; strip++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float sum = denominator[strip][half];
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      const int row = row_of(strip, half);
+      if (row >= count * group) continue;
+      const long long query = query_index(row);
+      T* const to = out + query * HEAD_DIM + lane % 4 * 2;
+#pragma unroll
+      for (int column = 0; column < HEAD_DIM / 8; column++)
+        *reinterpret_cast<unsigned*>(to + column * 8) = Numbers<T>::narrow_pair(
+            sums[strip][column][half * 2] / sum, sums[strip][column][half * 2 + 1] / sum);
+      if (lse != nullptr && lane % 4 == 0)
+        lse[query] = (maximum[strip][half] * scale_log2 + log2f(sum)) * LN_2;
+    }
+}

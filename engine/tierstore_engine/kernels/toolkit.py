@@ -1,0 +1,65 @@
+"""Finding NVIDIA's run-time compiler and headers, wherever they were installed from.
+
+In the order in which they are looked for: NVIDIA's Python packages (CUDA 13 keeps all in one folder, CUDA 12
+has one per component), then the toolkit at ``CUDA_HOME``, ``CUDA_PATH`` or ``/usr/local/cuda``. Several may
+be there: torch brings its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierstore_engine.kernels.errors import KernelError
+
+_INSTALL = (
+    "pip install 'tierstore[cuda13]' (or 'tierstore[cuda12]'), which bring nvidia-cuda-nvrtc, "
+    "nvidia-cuda-runtime and CuPy"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Toolkit:
+    """``library`` is NVRTC, ``include`` the folder with ``cuda_fp16.h`` and what it includes."""
+
+    library: Path
+    include: Path
+
+
+def find_toolkit(*, newest: int | None = None) -> Toolkit:
+    """The first toolkit that is complete, and whose major version is at most ``newest`` (the driver's: it
+    does not load what a newer compiler made). Raises :class:`KernelError`, naming the package to install."""
+    found = [
+        (library, include)
+        for libraries, include in _places()
+        for library in sorted(libraries.glob("libnvrtc.so*"))[:1]
+        if newest is None or _major(library) <= newest
+    ]
+    if not found:
+        limit = f" for a driver of CUDA {newest}" if newest is not None else ""
+        raise KernelError(f"NVRTC{limit}, which compiles the CUDA kernels, was not found: {_INSTALL}")
+    for library, include in found:
+        if (include / "cuda_fp16.h").exists():
+            return Toolkit(library, include)
+    raise KernelError(f"the CUDA headers (cuda_fp16.h) were not found: {_INSTALL}")
+
+
+def _places() -> Iterator[tuple[Path, Path]]:
+    """The folders of libraries and of headers of each toolkit that may be there."""
+    spec = importlib.util.find_spec("nvidia")
+    for root in map(Path, (spec.submodule_search_locations if spec else None) or ()):
+        yield root / "cu13" / "lib", root / "cu13" / "include"
+        yield root / "cuda_nvrtc" / "lib", root / "cuda_runtime" / "include"
+    for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
+        if home:
+            yield Path(home) / "lib64", Path(home) / "include"
+
+
+def _major(library: Path) -> int:
+    """13 of ``libnvrtc.so.13``, behind whatever links; 0 where the name does not say."""
+    version = re.search(r"\.so\.(\d+)", library.resolve().name)
+    return int(version[1]) if version else 0

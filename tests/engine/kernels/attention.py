@@ -1,0 +1,54 @@
+"""Attention kernels by shape, on the executor or a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.engine.kernels.device import MirrorLauncher, kernel_launcher
+from tests.engine.kernels.executor.launcher import ExecutorLauncher
+from tests.engine.kernels.problem import Problem, Shape
+from tierstore_engine.kernels.operations import AttentionKernels, SplitRule
+
+SMALL_SPLITS = SplitRule(min_pages=1, max_splits=3)
+
+
+class Executed:
+    """The kernels for ``shape``; ``seed`` is the schedule, on the executor."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        *,
+        split_rule: SplitRule = SMALL_SPLITS,
+        launcher: ExecutorLauncher | MirrorLauncher | None = None,
+    ) -> None:
+        self.shape = shape
+        self.launcher = launcher or kernel_launcher()
+        self.kernels = AttentionKernels(
+            self.launcher,
+            dtype=shape.dtype,
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            page_tokens=shape.page_tokens,
+            split_rule=split_rule,
+        )
+
+    def prefill(self, problem: Problem, *, seed: int = 0) -> Problem:
+        self.launcher.seed = seed
+        sequences = problem.sequences()
+        arguments = (problem.layer, problem.queries, sequences, problem.out, problem.lse)
+        self.kernels.prefill(*arguments, window=problem.window)
+        return problem
+
+    def decode(self, problem: Problem, *, seed: int = 0) -> Problem:
+        """``problem`` has one new token per sequence."""
+        self.launcher.seed = seed
+        sequences = problem.sequences()
+        arguments = (problem.layer, problem.queries, sequences, problem.out, problem.lse)
+        self.kernels.decode(*arguments, window=problem.window)
+        return problem
+
+
+def one_token_each(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    return [(length - 1, 1) for length in lengths]

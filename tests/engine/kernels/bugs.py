@@ -1,0 +1,228 @@
+# ruff: noqa: E501  # the texts to change are as long as they are
+"""Bugs to plant into the kernels, one at a time: each is a change of text that compiles and must not survive.
+
+They are the mistakes that kernels of this kind invite. A new kernel, or a new trick in one, deserves its own here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Bug:
+    """``old`` occurs ``times`` times in ``file``; with ``new`` in its place the kernel is wrong."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    times: int = 1
+
+
+PREFILL = [
+    Bug("barrier missing", "prefill.cu", "__syncthreads();  // this tile", "// this tile"),
+    Bug(
+        "wait lets one group pass",
+        "prefill.cu",
+        "cp_async_wait<0>();\n    __syncthreads()",
+        "cp_async_wait<1>();\n    __syncthreads()",
+    ),
+    Bug("one stage instead of two", "prefill.cu", "token / TILE % 2", "0", times=2),
+    Bug("causal mask hides the token itself", "prefill.cu", "key > position ||", "key >= position ||"),
+    Bug("causal mask shows the next token", "prefill.cu", "key > position ||", "key > position + 1 ||"),
+    Bug(
+        "diagonal found too late", "prefill.cu", "token + TILE - 1 > first_position", "token > first_position"
+    ),
+    Bug("window one too wide", "prefill.cu", "key <= position - window", "key < position - window"),
+    Bug(
+        "window edge not masked",
+        "prefill.cu",
+        "token <= last_position - window",
+        "token < first_position - window",
+    ),
+    Bug("keys beyond the end are read", "prefill.cu", "&& token + row < visible_end", ""),
+    Bug("keys before the window are read", "prefill.cu", "token + row >= visible_begin &&", ""),
+    Bug(
+        "operands of P swapped",
+        "prefill.cu",
+        "[2 * step + part / 2][part % 2 * 2]",
+        "[2 * step + part % 2][part / 2 * 2]",
+    ),
+    Bug(
+        "operands of K swapped",
+        "prefill.cu",
+        "scores[strip][column], q[strip], k[0], k[1]",
+        "scores[strip][column], q[strip], k[0], k[2]",
+    ),
+    Bug("V not transposed", "prefill.cu", "ldmatrix_x4_trans", "ldmatrix_x4"),
+    Bug(
+        "V read without its swizzle",
+        "prefill.cu",
+        "Tile<HEAD_DIM>::at(step * 16 + lane % 16, column + lane / 16)",
+        "(step * 16 + lane % 16) * HEAD_DIM + (column + lane / 16) * 8",
+    ),
+    Bug("output not rescaled", "prefill.cu", "sums[strip][column][half * 2] *= rescale;", ""),
+    Bug("denominator not rescaled", "prefill.cu", "denominator[strip][half] *= rescale;", ""),
+    Bug(
+        "rows that saw nothing",
+        "prefill.cu",
+        "most == NEGATIVE_INFINITY ? 0.f : most * scale_log2",
+        "most * scale_log2",
+    ),
+    Bug(
+        "page of the first tile for all", "prefill.cu", "pages.page_of(token)", "pages.page_of(visible_begin)"
+    ),
+    Bug("padding rows are written", "prefill.cu", "if (row >= count * group) continue;", ""),
+    Bug(
+        "padding queries are read",
+        "prefill.cu",
+        "const bool wanted = first_row + row < count * group;",
+        "const bool wanted = true;",
+    ),
+    Bug("LSE in base 2", "prefill.cu", "+ log2f(sum)) * LN_2", "+ log2f(sum))"),
+    Bug(
+        "LSE of the unscaled maximum",
+        "prefill.cu",
+        "(maximum[strip][half] * scale_log2 + log2f",
+        "(maximum[strip][half] + log2f",
+    ),
+]
+
+TILES = [
+    Bug("no swizzle: bank conflicts", "tile.cuh", "chunk ^ phase(row)", "chunk"),
+    Bug("swizzle of the wrong rows", "tile.cuh", "return row & 7;", "return (row >> 1) & 7;"),
+]
+
+PAGES = [
+    Bug(
+        "V one head early",
+        "paged.cuh",
+        "plane(static_cast<long long>(kv_heads) *",
+        "plane(static_cast<long long>(kv_heads - 1) *",
+    ),
+    Bug(
+        "page offset in 32 bits",
+        "paged.cuh",
+        "page * page_stride +",
+        "static_cast<int>(page * static_cast<int>(page_stride) * 65536) / 65536 +",
+    ),
+]
+
+DECODE_MMA = [
+    Bug("warp barrier missing", "decode_mma.cu", "__syncwarp();  // the lanes", "// the lanes"),
+    Bug(
+        "wait lets one more group pass",
+        "decode_mma.cu",
+        "cp_async_wait<STAGES - 2>",
+        "cp_async_wait<STAGES - 1>",
+    ),
+    Bug(
+        "empty groups not committed",
+        "decode_mma.cu",
+        "    ptx::cp_async_commit();  // also",
+        "    if (tile < tiles) ptx::cp_async_commit();  // also",
+    ),
+    Bug("ring one stage short", "decode_mma.cu", "tile % STAGES", "tile % (STAGES - 1)", times=2),
+    Bug("states overwrite the rings", "decode_mma.cu", "__syncthreads();  // the states", "// the states"),
+    Bug(
+        "states read before they are there",
+        "decode_mma.cu",
+        "  __syncthreads();\n  const long long part",
+        "  const long long part",
+    ),
+    Bug("one token too many", "decode_mma.cu", "column < range.end ?", "column <= range.end ?"),
+    Bug(
+        "tokens before the range are seen",
+        "decode_mma.cu",
+        "column >= range.begin && column < range.end ?",
+        "column < range.end ?",
+    ),
+    Bug("tokens beyond the range are read", "decode_mma.cu", "&& token + row < range.end", ""),
+    Bug("page not looked up ahead", "decode_mma.cu", "page_of(token + WARPS * TOKENS)", "page_of(token)"),
+    Bug(
+        "rows of Q swapped",
+        "decode_mma.cu",
+        "lane / 4 + part % 2 * 8, dim = step * 16 + part / 2 * 8",
+        "lane / 4 + part / 2 * 8, dim = step * 16 + part % 2 * 8",
+    ),
+    Bug(
+        "rows beyond the group are read",
+        "decode_mma.cu",
+        "row < group ? *reinterpret_cast<const unsigned*>(q_heads + row * HEAD_DIM + dim) : 0u",
+        "*reinterpret_cast<const unsigned*>(q_heads + row * HEAD_DIM + dim)",
+    ),
+    Bug(
+        "quad maximum of half the quad",
+        "decode_mma.cu",
+        "most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));",
+        "",
+    ),
+    Bug("denominator of half the quad", "decode_mma.cu", "sum += __shfl_xor_sync(0xffffffffu, sum, 2);", ""),
+    Bug(
+        "rows beyond the group are written",
+        "decode_mma.cu",
+        "states.store(part_out + part * HEAD_DIM, part_log2 + part, group)",
+        "states.store(part_out + part * HEAD_DIM, part_log2 + part, 16)",
+    ),
+]
+
+DECODE_SIMT = [
+    Bug(
+        "wait lets one more group pass",
+        "decode_simt.cu",
+        "cp_async_wait<STAGES - 1>",
+        "cp_async_wait<STAGES>",
+    ),
+    Bug("ring one stage short", "decode_simt.cu", "tile % STAGES", "tile % (STAGES - 1)", times=2),
+    Bug("dot product of half the row", "decode_simt.cu", "other > 0; other /= 2", "other > 1; other /= 2"),
+    Bug("lanes that saw nothing", "decode_simt.cu", "most == NEGATIVE_INFINITY ? 0.f : most;", "most;"),
+    Bug(
+        "warp merges half its rows",
+        "decode_simt.cu",
+        "other < 32; other *= 2) value",
+        "other < 16; other *= 2) value",
+    ),
+    Bug("states overwrite the rings", "decode_simt.cu", "__syncthreads();  // the states", "// the states"),
+    Bug(
+        "states read before they are there",
+        "decode_simt.cu",
+        "  __syncthreads();\n  const long long part",
+        "  const long long part",
+    ),
+    Bug(
+        "invisible tokens count",
+        "decode_simt.cu",
+        "if (!visible) scores[pass][head] = NEGATIVE_INFINITY;",
+        "",
+    ),
+]
+
+SPLITS = [
+    Bug("token not within its page", "paged.cuh", "(token % PAGE) * HEAD_DIM", "0"),
+    Bug("splits overlap", "split.cuh", "min(end * PAGE, length)", "min(end * PAGE + 1, length)"),
+    Bug("splits leave a gap", "split.cuh", "min(end * PAGE, length)", "min(end * PAGE - 1, length)"),
+    Bug("window one too wide", "split.cuh", "? length - window : 0", "? length - window - 1 : 0"),
+    Bug("warps not rescaled", "split.cuh", "ptx::exp2_approx(maximum[warp * ROWS + row] - most)", "1.f"),
+    Bug("splits not weighted", "merge.cu", "ptx::exp2_approx(part_log2[part] - most)", "1.f"),
+    Bug(
+        "last split forgotten",
+        "merge.cu",
+        "split < splits; split++) {\n    const long long part",
+        "split < splits - 1; split++) {\n    const long long part",
+    ),
+    Bug(
+        "LSE in base 2",
+        "merge.cu",
+        "lse[query] = (most + log2f(sum)) * LN_2;\n}\n\n// grid (queries",
+        "lse[query] = most + log2f(sum);\n}\n\n// grid (queries",
+    ),
+]
+
+RACES = (
+    "barrier missing",
+    "warp barrier missing",
+    "states overwrite the rings",
+    "states read before they are there",
+)
+"""Those of which ThreadSanitizer must say that they are races."""

@@ -1,0 +1,92 @@
+"""Kernels under ThreadSanitizer: ``python -m tests.engine.kernels.races FOLDER KERNEL:SHAPE …``.
+
+``FOLDER`` holds the kernels; ``fault NAME …`` in its place runs those of faults.cu. A process of its own,
+because TSan must be loaded before anything else (see test_races.py). TSan writes what it finds to stderr, and
+makes the exit code what it was told to.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tests.engine.kernels.attention import Executed, one_token_each
+from tests.engine.kernels.executor import HostModule
+from tests.engine.kernels.executor.launcher import ExecutorLauncher
+from tests.engine.kernels.problem import Problem, Shape, guarded_tensor, int32
+from tierstore_engine.kernels.operations import PageCopy, Slots
+
+SHAPES = {
+    "plain": Shape(heads=2, kv_heads=1),
+    "other": Shape(dtype="bfloat16", heads=4, kv_heads=1, head_dim=96),
+    "single": Shape(heads=1, kv_heads=1),
+}
+
+
+def prefill(shape: Shape, folder: Path) -> None:
+    for seed, window in ((0, None), (1, 40)):
+        problem = Problem(shape, [(0, 70), (129, 3)], window=window)
+        Executed(shape, launcher=ExecutorLauncher(folder=folder, races=True)).prefill(problem, seed=seed)
+
+
+def decode(shape: Shape, folder: Path) -> None:
+    for seed, window in ((0, None), (1, 40)):
+        problem = Problem(shape, one_token_each([200, 65]), window=window)
+        Executed(shape, launcher=ExecutorLauncher(folder=folder, races=True)).decode(problem, seed=seed)
+
+
+def write(shape: Shape, folder: Path) -> None:
+    kernels = Executed(shape, launcher=ExecutorLauncher(folder=folder, races=True)).kernels
+    problem = Problem(shape, [(0, 3)])
+    keys = guarded_tensor(problem.keys[0])
+    slots = Slots(int32([0, 0, 0]), int32([0, 1, 2]))
+    angles = torch.ones(3, shape.head_dim, dtype=shape.torch_dtype)
+    rotated = torch.empty(3, shape.heads, shape.head_dim, dtype=shape.torch_dtype)
+    kernels.write(problem.layer, keys, keys, slots)
+    kernels.rope_write(problem.layer, problem.queries[:3], keys, keys, angles, angles, slots, rotated)
+
+
+def merge(shape: Shape, folder: Path) -> None:
+    kernels = Executed(shape, launcher=ExecutorLauncher(folder=folder, races=True)).kernels
+    part = torch.ones(2, 2, shape.head_dim, dtype=shape.torch_dtype), torch.zeros(2, 2)
+    kernels.merge(part, part, torch.empty_like(part[0]), torch.empty_like(part[1]))
+
+
+def copy(shape: Shape, folder: Path) -> None:
+    memory = torch.zeros(2, 10, 64 * shape.head_dim, dtype=torch.uint8)
+    to, source = memory.data_ptr() + torch.arange(20).view(2, 10) * memory.shape[2]
+    PageCopy(ExecutorLauncher(1, folder=folder, races=True)).copy(
+        to.contiguous(), source.contiguous(), memory.shape[2]
+    )
+
+
+def fault(name: str) -> None:
+    """One of faults.cu, by 128 threads."""
+    reversed_numbers = np.zeros(128, np.float32)
+    launch = HostModule(Path(__file__).parent / "faults.cu", [name], races=True).function(name)
+    launch((1,), (128,), (reversed_numbers,), shared_mem=512)
+
+
+KERNELS: Mapping[str, Callable[[Shape, Path], None]] = {
+    "prefill": prefill,
+    "decode": decode,
+    "write": write,
+    "merge": merge,
+    "copy": copy,
+}
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    if sys.argv[1] == "fault":
+        for name in sys.argv[2:]:
+            sys.stderr.write(f"running {name}\n")
+            fault(name)
+    else:
+        folder = Path(sys.argv[1])
+        for job in sys.argv[2:]:
+            kernel, shape = job.split(":")
+            KERNELS[kernel](SHAPES[shape], folder)

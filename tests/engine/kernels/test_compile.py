@@ -1,0 +1,141 @@
+"""Every kernel compiles for every architecture, without spills and within its register ceiling. Needs no GPU.
+
+Registers decide how many blocks share an SM, and a spill in an inner loop is traffic to memory that no
+profile would excuse. The ceilings are what the compiler reaches today; who raises one should know why.
+Reports are kept between runs, by content.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from tests.engine.kernels.executor.toolchain import cache_dir
+from tierstore_engine.kernels import KERNEL_DIR
+from tierstore_engine.kernels.catalog import ARCHITECTURES, HEAD_DIMS, PAGE_COPY, Instance, kernel_set
+from tierstore_engine.kernels.cubins import source_digest
+from tierstore_engine.kernels.errors import KernelError
+from tierstore_engine.kernels.nvrtc import Nvrtc
+from tierstore_engine.kernels.toolkit import find_toolkit
+
+WIDEST = 255  # what a thread can have at all
+
+# Registers per thread by kernel and head_dim (16, 32, 64, 96, 128, 256).
+CEILINGS = {
+    "rope_write": (44, 44, 44, 44, 44, 44),
+    "combine_splits": (96, 96, 64, 48, 48, 48),
+    "merge_states": (24, 24, 24, 24, 24, 24),
+    "decode_simt 1": (64, 64, 64, 104, 96, 128),
+    "decode_simt 2": (72, 80, 96, 168, 128, 168),
+    "decode_mma": (64, 80, 128, 160, 208, 248),
+    "prefill": (128, 168, 232, WIDEST, WIDEST, WIDEST),
+}
+PAGE_COPY_CEILING = 48
+BLOCK_BYTES = 99 * 1024  # of shared memory on sm_86 and sm_89, the smallest
+
+
+@pytest.fixture(scope="module")
+def nvrtc() -> Nvrtc:
+    try:
+        return Nvrtc(find_toolkit())
+    except KernelError as error:
+        pytest.skip(f"kernels cannot be compiled: {error}")
+
+
+def instances(dtype: str) -> Iterator[tuple[Instance, int]]:
+    """Every kernel for ``dtype``, with its register ceiling."""
+    yield PAGE_COPY, PAGE_COPY_CEILING
+    for place, head_dim in enumerate(HEAD_DIMS):
+        kernels = {}
+        for group in (1, 2, 16):
+            for instance in kernel_set(
+                dtype=dtype, head_dim=head_dim, group=group, page_tokens=64
+            ).instances():
+                kernel = instance.name.split("<")[0]
+                kernels[instance] = f"{kernel} {group}" if kernel == "decode_simt" else kernel
+        for instance, kernel in kernels.items():
+            yield instance, CEILINGS[kernel][place]
+
+
+def report(nvrtc: Nvrtc, instance: Instance, arch: str) -> dict[str, int]:
+    """What the compiler says about a kernel, from before if nothing has changed."""
+    key = xxhash.xxh3_128_hexdigest("\0".join([_sources(), instance.name, arch, str(nvrtc.version)]).encode())
+    kept = cache_dir() / f"{key}.json"
+    if not kept.exists():
+        text = (KERNEL_DIR / instance.file).read_text()
+        compiled = nvrtc.compile(text, instance.name, arch=arch, includes=[str(KERNEL_DIR)])
+        found = {
+            "registers": compiled.registers,
+            "spill": compiled.spill_bytes,
+            "stack": compiled.stack_bytes,
+        }
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps(found))
+    return json.loads(kept.read_text())
+
+
+_sources = cache(source_digest)
+
+
+def check(nvrtc: Nvrtc, jobs: list[tuple[Instance, int, str]]) -> None:
+    """``jobs`` are kernels, their ceilings, and architectures."""
+    with ThreadPoolExecutor(2) as pool:
+        reports = pool.map(lambda job: report(nvrtc, job[0], job[2]), jobs)
+    wrong = [
+        f"{instance.name} for {arch}: {found}, ceiling {ceiling}"
+        for (instance, ceiling, arch), found in zip(jobs, reports, strict=True)
+        if found["registers"] > ceiling or found["spill"] or found["stack"]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_spills(nvrtc: Nvrtc) -> None:
+    """Every kernel for every head_dim, in one number format for one architecture each, by turns: all of them
+    would take minutes."""
+    formats = [instances(dtype) for dtype in ("bfloat16", "float16")]
+    jobs = enumerate(zip(*formats, strict=True))
+    check(nvrtc, [(*pair[place % 2], ARCHITECTURES[place // 2 % 4]) for place, pair in jobs])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_no_spills_anywhere(nvrtc: Nvrtc, dtype: str, arch: str) -> None:
+    check(nvrtc, [(*job, arch) for job in instances(dtype)])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_shared_memory_fits_the_smallest_architecture(dtype: str) -> None:
+    for instance, _ in instances(dtype):
+        assert instance.shared_bytes <= BLOCK_BYTES, instance
+
+
+def test_a_kernel_that_spills_is_reported(nvrtc: Nvrtc, tmp_path: Path) -> None:
+    """The test above must be able to fail."""
+    text = """
+    __global__ void __launch_bounds__(1024) crowded(float* numbers) {
+      float held[200];
+    #pragma unroll
+      for (int i = 0; i < 200; i++) held[i] = numbers[i];
+      __syncthreads();
+    #pragma unroll
+      for (int i = 0; i < 200; i++) numbers[i] = held[199 - i];
+    }"""
+    compiled = nvrtc.compile(text, "crowded", arch="sm_90", includes=[])
+    assert compiled.spill_bytes > 0
+    assert compiled.registers <= 64
+
+
+def test_what_does_not_compile(nvrtc: Nvrtc) -> None:
+    with pytest.raises(
+        KernelError, match=r"cannot compile broken for sm_90 \(NVRTC_ERROR_COMPILATION\):\n.*unknown"
+    ):
+        nvrtc.compile("__global__ void broken() { unknown(); }", "broken", arch="sm_90", includes=[])
+    with pytest.raises(KernelError, match="cannot compile kernel for sm_1"):
+        nvrtc.compile("__global__ void kernel() {}", "kernel", arch="sm_1", includes=[])

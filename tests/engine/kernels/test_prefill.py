@@ -1,0 +1,99 @@
+"""Paged prefill against attention written down plainly in float64, under every schedule."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.engine.kernels.attention import Executed
+from tests.engine.kernels.executor import SCHEDULES
+from tests.engine.kernels.problem import Problem, Shape
+
+pytestmark = pytest.mark.usefixtures("executor")
+
+SHAPES = {
+    "mha": Shape(heads=2, kv_heads=2),
+    "gqa-wide": Shape(dtype="bfloat16", heads=8, head_dim=128),
+    "gqa-odd": Shape(heads=6, head_dim=96),
+    "widest": Shape(dtype="bfloat16", heads=4, kv_heads=1, head_dim=256),
+    "mqa-narrow": Shape(heads=16, kv_heads=1, head_dim=16),
+    "small-pages": Shape(dtype="bfloat16", page_tokens=16),
+}
+ALL_SHAPES = [
+    Shape(dtype, heads, kv_heads, head_dim)
+    for dtype in ("float16", "bfloat16")
+    for head_dim in (16, 32, 64, 96, 128, 256)
+    for heads, kv_heads in ((1, 1), (4, 2), (5, 1), (16, 1))
+]
+
+executed = cache(Executed)
+spans = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 80)), min_size=1, max_size=3)
+windows = st.none() | st.integers(1, 150)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("window", [None, 50])
+def test_edges(shape: Shape, window: int | None) -> None:
+    """A cold prompt, a chunk after exactly one page, one that crosses a boundary, a single token."""
+    for seed in SCHEDULES:
+        problem = Problem(shape, [(0, 70), (64, 33), (50, 30), (129, 1)], window=window, seed=seed)
+        executed(shape).prefill(problem, seed=seed).check()
+
+
+@given(
+    shape=st.sampled_from(list(SHAPES.values())),
+    spans=spans,
+    window=windows,
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_batch(shape: Shape, spans: list[tuple[int, int]], window: int | None, seed: int) -> None:
+    executed(shape).prefill(Problem(shape, spans, window=window, seed=seed), seed=seed).check()
+
+
+@given(group=st.integers(1, 16), spans=spans, window=windows, seed=st.integers(0, 1000))
+@settings(max_examples=32, deadline=None)
+def test_any_group(group: int, spans: list[tuple[int, int]], window: int | None, seed: int) -> None:
+    shape = Shape(heads=group, kv_heads=1)
+    executed(shape).prefill(Problem(shape, spans, window=window, seed=seed), seed=seed).check()
+
+
+def test_schedules_and_neighbours_change_no_bits() -> None:
+    shape = SHAPES["gqa-wide"]
+    alone = executed(shape).prefill(Problem(shape, [(90, 40)]))
+    rows = slice(alone.first_rows[0], alone.first_rows[0] + 40)
+    for seed in SCHEDULES:
+        again = executed(shape).prefill(Problem(shape, [(90, 40)]), seed=seed)
+        assert torch.equal(alone.out[rows], again.out[rows])
+    # The same sequence behind another one: only its place in the batch differs.
+    beside = Problem(shape, [(3, 9), (90, 40)], seed=5)
+    theirs = slice(beside.first_rows[1], beside.first_rows[1] + 40)
+    beside.queries[theirs] = alone.queries[rows]
+    for page, other in zip(alone.tables[0], beside.tables[1], strict=True):
+        beside.pool[other] = alone.pool[page]
+    assert torch.equal(executed(shape).prefill(beside).out[theirs], alone.out[rows])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("shape", ALL_SHAPES, ids=str)
+def test_every_shape(shape: Shape) -> None:
+    for seed in range(8):
+        for window in (None, 1, 64, 100):
+            problem = Problem(shape, [(0, 130), (191, 65), (64, 64), (333, 2)], window=window, seed=seed)
+            executed(shape).prefill(problem, seed=seed).check()
+
+
+@pytest.mark.soak
+@given(
+    shape=st.sampled_from(ALL_SHAPES),
+    spans=st.lists(st.tuples(st.integers(0, 700), st.integers(1, 300)), min_size=1, max_size=5),
+    window=st.none() | st.integers(1, 800),
+    seed=st.integers(0, 10**6),
+)
+@settings(max_examples=1000, deadline=None)
+def test_many_batches(shape: Shape, spans: list[tuple[int, int]], window: int | None, seed: int) -> None:
+    executed(shape).prefill(Problem(shape, spans, window=window, seed=seed), seed=seed).check()

@@ -1,0 +1,89 @@
+"""Data races, by ThreadSanitizer: in the executor every CUDA thread is a thread to it, so that a race is
+found on its first run, whatever the order was."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.engine.kernels import bugs
+from tests.engine.kernels.bugs import Bug
+from tests.engine.kernels.executor.toolchain import compiler
+from tests.engine.kernels.test_planted_bugs import planted
+from tierstore_engine.kernels import KERNEL_DIR
+
+FOUND = 66
+
+pytestmark = pytest.mark.usefixtures("executor", "tsan")
+
+
+@cache
+def tsan_library() -> Path | None:
+    """GCC's TSan, where it is installed and this kernel lets it map its memory."""
+    question = [compiler(), "-print-file-name=libtsan.so"]
+    library = Path(subprocess.run(question, capture_output=True, text=True, check=True).stdout.strip())
+    if not library.is_absolute():
+        return None
+    trial = subprocess.run(["true"], env={"LD_PRELOAD": str(library)}, capture_output=True)
+    return library if trial.returncode == 0 else None
+
+
+@pytest.fixture(scope="module")
+def tsan() -> None:
+    if tsan_library() is None:
+        pytest.skip("ThreadSanitizer cannot run here: install libtsan (it comes with g++)")
+
+
+def under_tsan(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": str(tsan_library()),
+        "TSAN_OPTIONS": f"exitcode={FOUND}",
+        # Their worker threads would be watched as well.
+        "OPENBLAS_NUM_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "tests.engine.kernels.races", *arguments]
+    root = Path(__file__).parents[3]
+    return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=280)
+
+
+@pytest.mark.parametrize("shape", ["plain", pytest.param("other", marks=pytest.mark.soak)])
+def test_no_races(shape: str) -> None:
+    jobs = [f"{kernel}:{shape}" for kernel in ("prefill", "decode", "write", "merge", "copy")]
+    if shape == "plain":
+        jobs.append("decode:other")  # the other decode kernel
+    done = under_tsan(str(KERNEL_DIR), *jobs)
+    assert done.returncode == 0, done.stderr[-8000:]
+
+
+def test_races_are_found() -> None:
+    """The test above must be able to fail. Shuffles wait for other lanes, but order no memory."""
+    done = under_tsan("fault", "barrier_missing", "shuffle_for_barrier")
+    assert done.returncode == FOUND, done.stderr[-8000:]
+    first, second = done.stderr.split("running shuffle_for_barrier")
+    assert "data race" in first, first[-8000:]
+    assert "data race" in second, second[-8000:]
+
+
+RACES = [(bug, "prefill:plain") for bug in bugs.PREFILL if bug.name in bugs.RACES] + [
+    (bug, job)
+    for found, job in ((bugs.DECODE_MMA, "decode:other"), (bugs.DECODE_SIMT, "decode:plain"))
+    for bug in found
+    if bug.name in bugs.RACES
+]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("bug", "job"), RACES, ids=lambda value: value.name if isinstance(value, Bug) else value
+)
+def test_planted_races_are_found(bug: Bug, job: str, tmp_path: Path) -> None:
+    done = under_tsan(str(planted(bug, tmp_path)), job)
+    assert done.returncode == FOUND, done.stderr[-8000:]
+    assert "data race" in done.stderr

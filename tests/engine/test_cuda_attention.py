@@ -1,0 +1,220 @@
+"""The CUDA backend, its kernels on the executor (or a device), beside the CPU backend and transformers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.kernels.device import DEVICE, kernel_launcher
+from tests.engine.kernels.executor import SCHEDULES, missing_tools
+from tierstore.tiers.hbm import PagePool
+from tierstore_connectors.bundled import NoStore
+from tierstore_engine.attention.base import Attention, BatchLayout, Span, make_attention
+from tierstore_engine.attention.cpu import CpuAttention
+from tierstore_engine.attention.cuda import CudaAttention
+from tierstore_engine.build import LoadedModel, load_model
+from tierstore_engine.config import ModelConfig, RopeConfig
+from tierstore_engine.engine import Engine
+from tierstore_engine.kernels.errors import KernelError
+from tierstore_engine.kernels.launcher import Launcher
+from tierstore_engine.model import Model
+from tierstore_engine.presets import preset
+from tierstore_engine.rope import Rope, rotate
+from tierstore_engine.sampling import SamplingParams
+from tierstore_engine.settings import EngineSettings
+
+from .conftest import Oracle
+
+CHUNK = 16
+GREEDY = SamplingParams(max_new_tokens=20, ignore_eos=True, keep_logits=True)
+
+
+@pytest.fixture(autouse=True)
+def executor() -> None:
+    reason = missing_tools() if DEVICE == "executor" else None
+    if reason:
+        pytest.skip(f"kernels cannot be executed: {reason}")
+
+
+def cuda_attention(pool: PagePool, config: ModelConfig, launcher: Launcher) -> CudaAttention:
+    return CudaAttention(torch.from_numpy(pool.array), config, launcher, chunk_tokens=pool.spec.chunk_tokens)
+
+
+def engine_over(
+    model: LoadedModel, attend: Callable[[PagePool, ModelConfig], Attention], **settings: int
+) -> Engine:
+    spec = model.kv_spec(chunk_tokens=CHUNK)
+    connector = NoStore(PagePool(spec, 64), model.identity(spec))
+    runnable = Model(model.config, model.weights, attend(connector.pool, model.config), device="cpu")
+    return Engine(runnable, model.tokenizer, connector, EngineSettings(prefill_chunk=48, **settings))
+
+
+def logits_of(engine: Engine, prompts: list[list[int]]) -> list[np.ndarray]:
+    completions = engine.generate(prompts, GREEDY)
+    engine.close()
+    found = [completion.logits for completion in completions]
+    assert all(logits is not None for logits in found)
+    return found  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_tiny_engine_beside_the_cpu_backend(dtype: str) -> None:
+    """A mixed batch of chunked prefills and decodes: the same model on both backends.
+
+    The backends round differently, so the logits agree as far as ``dtype`` is precise, and the continuations
+    are compared as long as they are the same.
+    """
+    model = load_model("tiny", dtype=dtype)
+    prompts = [[(7 * i + n) % 250 for i in range(n)] for n in (100, 1, 33, 130)]
+    launcher = kernel_launcher()
+    launcher.seed = 3
+    ours = logits_of(engine_over(model, lambda pool, config: cuda_attention(pool, config, launcher)), prompts)
+    theirs = logits_of(engine_over(model, CpuAttention), prompts)
+    bound = 0.02 if dtype == "float16" else 0.15
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert largest_difference(mine, reference) < bound
+    kinds = {name.split("<")[0] for name in launcher.launches}
+    assert kinds == {"rope_write", "prefill", "decode_simt", "combine_splits"}
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral-windowed", "llama-linear-mqa-biased"])
+def test_against_transformers(
+    name: str, oracles: Callable[[str], Oracle], loaded: Callable[..., LoadedModel]
+) -> None:
+    """Grouped heads, one KV head for all, windows. In float16 the rounding of weights and activations is most
+    of the difference to transformers' float32; it is the CPU backend's as well, and ours may not be much
+    more."""
+    oracle = oracles(name)
+    model = loaded(str(oracle.folder), dtype="float16")
+    ours = engine_over(model, lambda pool, config: cuda_attention(pool, config, kernel_launcher()))
+    difference = [
+        largest_difference(logits_of(engine, [oracle.prompt])[0], oracle.logits.numpy())
+        for engine in (ours, engine_over(model, CpuAttention))
+    ]
+    assert difference[0] < 1.5 * difference[1] + 1e-3
+    assert difference[1] < 0.1
+
+
+def largest_difference(ours: np.ndarray, theirs: np.ndarray) -> float:
+    """Of the logits ``[steps, vocab]`` up to the first token that differs, in standard deviations of
+    ``theirs``; at least five tokens must be the same."""
+    theirs = theirs[: len(ours)]
+    same = (ours.argmax(-1) == theirs.argmax(-1)).tolist()
+    steps = same.index(False) + 1 if False in same else len(same)
+    assert steps >= 5
+    return float(np.abs(ours[:steps] - theirs[:steps]).max() / theirs.std())
+
+
+class Backends:
+    """Both backends over pools of their own, and one batch that mixes everything."""
+
+    def __init__(self, *, window: int | None = None, seed: int = 0) -> None:
+        self.config = replace(
+            preset("tiny", dtype="float16"), heads=6, kv_heads=2, head_dim=64, windows=(None, window)
+        )
+        self.pools = [PagePool(self.config.kv_spec(chunk_tokens=CHUNK), 40) for _ in range(2)]
+        launcher = kernel_launcher()
+        launcher.seed = seed
+        self.ours = cuda_attention(self.pools[0], self.config, launcher)
+        self.theirs = CpuAttention(self.pools[1], self.config)
+        order = torch.randperm(40, generator=torch.Generator().manual_seed(seed)).tolist()
+        lengths = [(0, 40), (77, 1), (16, 25), (31, 1), (100, 7)]
+        self.spans = [Span([order.pop() for _ in range(-(-sum(n) // CHUNK))], n[0], sum(n)) for n in lengths]
+        for span in self.spans:
+            if span.start:
+                self.write(Span(span.block_table, 0, span.start))
+
+    def numbers(self, tokens: int, heads: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(tokens * 100 + heads)
+        return torch.randn((tokens, heads, self.config.head_dim), generator=generator).half()
+
+    def write(self, span: Span) -> None:
+        batch = self.batch([span])
+        for layer in range(self.config.layers):
+            keys, values = self.numbers(span.tokens, 2), self.numbers(span.tokens, 2) * (layer + 1)
+            for backend in (self.ours, self.theirs):
+                backend.write(layer, keys, values, batch)
+
+    def batch(self, spans: list[Span]) -> BatchLayout:
+        return BatchLayout.of(spans, chunk_tokens=CHUNK, device="cpu")
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("seed", SCHEDULES)
+def test_mixed_batch_in_every_layer(window: int | None, seed: int) -> None:
+    both = Backends(window=window, seed=seed)
+    batch = both.batch(both.spans)
+    tokens = sum(span.tokens for span in both.spans)
+    queries = both.numbers(tokens, 6)
+    for layer in range(2):
+        for backend in (both.ours, both.theirs):
+            backend.write(layer, both.numbers(tokens, 2), both.numbers(tokens, 2) + layer, batch)
+        ours, theirs = both.ours.attend(layer, queries, batch), both.theirs.attend(layer, queries, batch)
+        torch.testing.assert_close(ours, theirs, atol=4e-3, rtol=4e-3)
+    assert np.array_equal(both.pools[0].array, both.pools[1].array)
+
+
+def test_rotating_while_writing_changes_nothing() -> None:
+    both = Backends()
+    batch = both.batch(both.spans)
+    tokens = sum(span.tokens for span in both.spans)
+    queries, keys, values = torch.split(both.numbers(tokens, 10), [6, 2, 2], dim=1)
+    positions = torch.cat([torch.arange(span.start, span.stop) for span in both.spans])
+    rotations = Rope(RopeConfig(), 64, device="cpu").rotations(positions, torch.float16)
+    rotated = both.ours.rotate_and_write(1, (queries, keys, values), rotations, batch)
+    both.theirs.write(1, rotate(keys, *rotations), values, batch)
+    assert torch.equal(rotated, rotate(queries, *rotations))
+    assert np.array_equal(both.pools[0].array, both.pools[1].array)
+
+
+def test_merging_with_attention_over_other_keys() -> None:
+    """The first two pages here, the rest elsewhere, merged: as if all had been here."""
+    both = Backends()
+    table, length = both.spans[4].block_table, 100
+    queries = both.numbers(1, 6)
+    whole = both.ours.attend(0, queries, both.batch([Span(table, length - 1, length)]))
+    here = both.ours.attend_with_lse(0, queries, both.batch([Span(table[:2], 31, 32)]))
+    there = both.ours.attend_with_lse(0, queries, both.batch([Span(table[2:], length - 33, length - 32)]))
+    merged, _ = both.ours.merge(here, there)
+    torch.testing.assert_close(merged, whole, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "float32"}, "computes float16 and bfloat16, not float32"),
+        ({"head_dim": 80}, "no kernels for head_dim 80"),
+        ({"heads": 34, "kv_heads": 2}, "up to 16 query heads per KV head, not 17"),
+    ],
+)
+def test_models_that_the_kernels_do_not_compute(changes: dict[str, int | str], message: str) -> None:
+    config = replace(preset("tiny", dtype="float16"), **changes)  # type: ignore[arg-type]
+    with pytest.raises(KernelError, match=message):
+        cuda_attention(PagePool(config.kv_spec(chunk_tokens=CHUNK), 2), config, kernel_launcher())
+
+
+def test_a_pool_on_a_gpu_gets_this_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as one gets without a GPU: the backend asks for CuPy."""
+    config = preset("tiny", dtype="float16")
+    pool = PagePool(config.kv_spec(chunk_tokens=CHUNK), 2)
+    pool.device = "cuda:0"
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(KernelError, match=r"pip install 'tierstore\[cuda13\]'"):
+        make_attention(pool, config)
+
+
+def test_nothing_imports_cupy(tmp_path: Path) -> None:
+    """On a machine without CUDA the engine must work, and this backend must be importable."""
+    (tmp_path / "cupy.py").write_text("raise AssertionError('cupy was imported')")
+    modules = ("engine", "attention.cuda", "kernels.cupy_launcher")
+    code = ", ".join(f"tierstore_engine.{module}" for module in modules)
+    subprocess.run(
+        [sys.executable, "-c", f"import {code}"], env={"PYTHONPATH": str(tmp_path)}, check=True, timeout=120
+    )
