@@ -86,6 +86,16 @@ class Prompt:
         self._data = bytearray()
         self.extend(tokens)
 
+    @classmethod
+    def with_keys(
+        cls, identity: Identity, token_bytes: bytes, keys: Sequence[PageKey], *, chunk_tokens: int
+    ) -> Prompt:
+        """A prompt whose chunks' keys somebody else has computed: one for each full chunk."""
+        prompt = cls(identity, chunk_tokens=chunk_tokens)
+        prompt._data += token_bytes
+        prompt.keys.extend(keys)
+        return prompt
+
     def __len__(self) -> int:
         """Tokens in the prompt."""
         return len(self._data) // TOKEN_BYTES
@@ -118,6 +128,11 @@ class Prompt:
     def tokens(self) -> npt.NDArray[np.uint32]:
         """A copy of the token ids."""
         return np.frombuffer(bytes(self._data), TOKEN_DTYPE)
+
+    @property
+    def token_bytes(self) -> bytes:
+        """A copy of the token ids, as little-endian uint32."""
+        return bytes(self._data)
 
     def tail_key(self) -> PageKey:
         """The key of the partial chunk at the end (its length is part of what is hashed)."""

@@ -32,22 +32,42 @@ class Memory:
 
     def __init__(self, nbytes: int, *, shared: bool) -> None:
         nbytes = round_up(nbytes, ALIGNMENT)
-        self.nbytes = nbytes
-        self.fd: int | None = None
+        fd = None
         try:
             if shared:
                 # No name in /dev/shm: nothing is left behind after kill -9, and its size limit
                 # (64 MB in many containers) does not apply.
-                self.fd = os.memfd_create("tierstore-arena", os.MFD_CLOEXEC)
-                os.fchmod(self.fd, 0o600)
-                os.ftruncate(self.fd, nbytes)
-                self._map = mmap.mmap(self.fd, nbytes)
+                fd = os.memfd_create("tierstore-arena", os.MFD_CLOEXEC)
+                os.fchmod(fd, 0o600)
+                os.ftruncate(fd, nbytes)
+                mapped = mmap.mmap(fd, nbytes)
             else:
-                self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError) as error:
             raise UsageError(f"cannot map {format_size(nbytes)} of memory: {error}") from error
-        self._view = memoryview(self._map)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self._take(mapped, nbytes, fd)
+
+    @classmethod
+    def attach(cls, fd: int, nbytes: int) -> Memory:
+        """Map the first ``nbytes`` of another process's shared-memory file, and own ``fd`` from now on.
+        Raises :class:`UsageError` when that cannot be, and leaves ``fd`` open then."""
+        try:
+            # Beyond the file's end a touch would be SIGBUS.
+            if not 0 < nbytes <= os.fstat(fd).st_size:
+                raise ValueError(f"the file has {os.fstat(fd).st_size} bytes")
+            mapped = mmap.mmap(fd, nbytes)
+        except (OSError, ValueError, OverflowError) as error:
+            raise UsageError(f"cannot map {format_size(nbytes)} of shared memory: {error}") from error
+        memory = cls.__new__(cls)
+        memory._take(mapped, nbytes, fd)
+        return memory
+
+    def _take(self, mapped: mmap.mmap, nbytes: int, fd: int | None) -> None:
+        self.nbytes = nbytes
+        self.fd = fd
+        self._map = mapped
+        self._view = memoryview(mapped)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
         _libc.madvise(self.address, nbytes, mmap.MADV_HUGEPAGE)
 
     def view(self, offset: int, nbytes: int) -> memoryview:

@@ -1,7 +1,7 @@
 """What an engine that computes in paged KV memory asks of a cache. One class; the store behind it varies.
 
 The bundled engine is written against :class:`Connector` and nothing else, so that the store can be absent
-(:class:`~tierstore_connectors.bundled.NoStore`), embedded or, later, a daemon.
+(:class:`~tierstore_connectors.bundled.NoStore`), embedded or a daemon.
 
 Pages are ints: indices into ``pool``, the engine's HBM page pool. Who may touch one:
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from tierstore.errors import UsageError
 from tierstore.keys import Identity, Prompt, TokenIds
 from tierstore.spec import KVSpec
-from tierstore.store import Hit as StoreHit
-from tierstore.store import Loaded, Store
-from tierstore.store.store import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES
+from tierstore.store.base import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES, Store
+from tierstore.store.base import Hit as StoreHit
+from tierstore.store.load import Loaded
 from tierstore.tiers.hbm import PagePool
 from tierstore.transfer import Transfer
 from tierstore_connectors.base import Connector, Hit
+
+_CONNECT_S = 2.0  # that opening waits for a daemon
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +84,7 @@ class StoreConnector(Connector):
         return self.store.lookup(prompt, max_tokens=max_tokens)
 
     def load(self, hit: Hit, *, deadline_s: float | None = None) -> Transfer[Loaded]:
-        assert isinstance(hit, StoreHit), "the hit is of another connector"
-        return self.store.load(hit, deadline_s=deadline_s)
+        return self.store.load(cast(StoreHit, hit), deadline_s=deadline_s)
 
     def save(self, prompt: Prompt, pages: Sequence[int], *, first: int) -> Transfer[int]:
         return self.store.save_hbm(prompt, pages, first=first)
@@ -113,14 +115,17 @@ def open_connector(
     disk_bytes: int = DEFAULT_DISK_BYTES,
     device: str = "cpu",
 ) -> Connector:
-    """A page pool of ``pool_pages`` pages on ``device`` and the connector to ``store``: a directory for an
-    embedded store, or None to compute without one. Raises what :meth:`Store.open` raises."""
+    """A page pool of ``pool_pages`` pages on ``device`` and the connector to ``store``: the address of a
+    daemon (``ipc://PATH``, ``tcp://HOST:PORT``), a directory for an embedded store, or None to compute
+    without one. Raises what :meth:`Store.open` and :meth:`Store.connect` raise."""
     if store is None:
         return NoStore(PagePool(spec, pool_pages, device=device), identity)
-    if "://" in store:
-        raise UsageError(f"--store {store}: only directories can be opened yet, no daemons")
     pool = PagePool(spec, pool_pages, device=device)
+    if "://" in store:
+        connected = Store.connect(store, spec, identity=identity, pool=pool)
+        connected.wait_connected(_CONNECT_S)  # or not: then the engine starts with misses
+        return StoreConnector(connected)
     opened = Store.open(
         store, spec, identity=identity, pool=pool, host_bytes=host_bytes, disk_bytes=disk_bytes
     )
-    return StoreConnector(opened)
+    return StoreConnector(cast(Store, opened))

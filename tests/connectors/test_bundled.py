@@ -62,8 +62,3 @@ def test_a_store_without_a_pool_is_refused():
         pytest.raises(UsageError, match="page pool"),
     ):
         StoreConnector(store)
-
-
-def test_daemon_addresses_are_refused_clearly():
-    with pytest.raises(UsageError, match="no daemons"):
-        open_connector(SPEC, IDENTITY, pool_pages=4, store="ipc:///run/tierstore")

@@ -15,6 +15,7 @@ is answered with :class:`Refused`, or by disconnecting when not even its id can 
 
 from __future__ import annotations
 
+import struct
 from typing import TypeAlias
 
 import msgspec
@@ -25,6 +26,15 @@ MAX_MESSAGE_BYTES = 64 << 20  # of one message with its payload frames: a prompt
 MAX_CHUNKS = 1 << 17  # in one prompt
 MAX_IDENTITY_BYTES = 4096
 MAX_FETCH_BYTES = 16 << 20  # asked for in one Fetch, or sent in one Write; more of them may be under way
+
+PING_S = 1.0  # a client without an arena socket says Ping at least this often …
+SILENCE_S = 5.0  # … and is taken for dead, as is a daemon that does not answer it, after this
+
+ARENA_MAGIC = b"tierkv\x00" + VERSION
+ARENA_HEADER = struct.Struct("<8sQ16s")
+"""What the unix socket ``PATH.arena`` (a stream) sends, once, to whoever connects: ``ARENA_MAGIC``, the
+arena's size in bytes and the token for :class:`Hello`, with the arena's file descriptor (SCM_RIGHTS) on the
+first byte. A client sends nothing; either side's end of file is its death."""
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
@@ -112,9 +122,9 @@ class Lookup(Message):
 
 
 class Found(Message):
-    """``tokens`` lie in ``tiers``: (``host`` or ``disk``, pages) run by run, in prefix order. Of the last page
-    ``tail_tokens`` tokens match. ``lease`` is 0 when nothing was found. ``path`` may be referred to by later
-    messages of this session, with up to ``known`` chunks."""
+    """``tokens`` lie in ``tiers``: (``host`` or ``disk``, pages) run by run, in prefix order. Of the last
+    page ``tail_tokens`` tokens match. ``lease`` is 0 when nothing was found. ``path`` may be referred to by
+    later messages of this session, with up to ``known`` chunks."""
 
     id: int
     tokens: int

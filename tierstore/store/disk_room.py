@@ -39,6 +39,7 @@ _MOST_PAGES = 512  # … and no more pages than this: the store is locked meanwh
 _ROUNDS = 3  # of evicting and moving, until a class has to do with what it has
 _MOST_MOVED = 1.0  # bytes, for each that a class can grow by
 _MOST_MOVED_TO_JOIN = 4.0  # bytes, for each that would lie idle otherwise
+_LEAST_COLLECTED = 1 / 512  # of the capacity: less is not worth the look
 _TOLERATED_IDLE = 1 / 128  # of the capacity: as much may be free and too scattered to be of use
 _INDEX_ROUNDS = 64
 _LEAST_INDEX_PAGES = 16  # what a page of a tree holds of records: before they have left, nothing is free
@@ -143,7 +144,8 @@ class DiskRoom:
         for each, pages in wanted.items():
             idle -= min(self._space.free_slots()[slot_bytes(each)], pages) * slot_bytes(each)
         self._idle_bytes = min(self._idle_bytes, idle)
-        if idle < self._idle_bytes + self._space.slab_bytes(nbytes):
+        worthwhile = max(self._space.slab_bytes(nbytes), int(self._capacity_bytes * _LEAST_COLLECTED))
+        if idle < self._idle_bytes + worthwhile:
             return False
         if self._empty_windows(nbytes, wanted):
             return True

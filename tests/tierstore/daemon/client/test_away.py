@@ -1,0 +1,197 @@
+"""A daemon that is not there, dies, hangs, or comes back: misses, never an error, never a wrong byte."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import numpy as np
+
+from tests.tierstore.daemon.client.conftest import (
+    SPEC,
+    TOKENS,
+    in_threads,
+    load_bytes,
+    pages_of,
+    right_bytes,
+    wait_until,
+)
+from tierstore.testing.clock import ManualClock
+
+SLACK_S = 0.5  # that a busy machine adds
+
+
+def test_without_a_daemon_everything_is_a_miss(short_directory, connect):
+    store = connect(f"ipc://{short_directory}/s", connected=False, hbm_pages=8)
+    started = time.monotonic()
+    for _ in range(100):
+        assert store.lookup(TOKENS).tokens == 0
+    assert store.save(TOKENS, pages_of(TOKENS)).wait(1) == 0
+    assert store.pin(TOKENS) == 0
+    assert store.evict("host") == 0
+    assert store.flush(1) is False
+    assert not store.wait_connected(0.01)
+    assert store.stats().health_line == "the daemon is away"
+    assert time.monotonic() - started < 1
+    # What is in HBM is found all the same.
+    pages = store.allocate_hbm(5)
+    for page, content in zip(pages, pages_of(TOKENS), strict=True):
+        store.pool.array[page] = np.frombuffer(content, np.uint8)
+    assert store.save_hbm(store.prompt(TOKENS), pages).wait(1) == 0
+    hit = store.lookup(TOKENS)
+    assert hit.by_tier == {"hbm": 70}
+    assert load_bytes(store, hit) == (70, pages_of(TOKENS))
+    store.release_hbm(pages)
+    assert store.available_hbm() == 8
+
+
+def test_a_daemon_that_comes_later_is_found(make_daemon, connect, short_directory):
+    store = connect(f"ipc://{short_directory}/s", connected=False)
+    assert store.lookup(TOKENS).tokens == 0
+    make_daemon()
+    assert store.wait_connected(30)
+    assert store.save(TOKENS, pages_of(TOKENS)).wait(10) == 70
+    assert store.lookup(TOKENS).tokens == 70
+
+
+def test_killed_and_started_again(make_daemon, connect):
+    daemon = make_daemon()
+    store = connect(daemon.url)
+    store.save(TOKENS, pages_of(TOKENS)).wait(10)
+    assert store.flush(10)
+    hit = store.lookup(TOKENS)
+    daemon.kill()
+    took = wait_until(lambda: store.connection.session is None)
+    assert took < 1
+    assert load_bytes(store, hit)[0] == 0
+    assert store.lookup(TOKENS).tokens == 0
+    daemon.start()
+    assert store.wait_connected(30)
+    hit = store.lookup(TOKENS)
+    assert hit.by_tier == {"disk": 70}
+    assert load_bytes(store, hit) == (70, pages_of(TOKENS))
+
+
+def test_killed_and_started_again_under_load(make_daemon, connect):
+    """Random verbs from several threads of two clients while the daemon is killed again and again."""
+    daemon = make_daemon(host_bytes=1 << 20)  # 128 pages
+    stores = [connect(daemon.url, lookup_s=1.0), connect(daemon.url, lookup_s=1.0, hbm_pages=60)]
+    prompts = [[*range(16 * (n % 3)), *range(1000 * n, 1000 * n + 20 + 9 * n)] for n in range(12)]
+    contents = [pages_of(tokens) for tokens in prompts]
+    stop = threading.Event()
+    loaded = [0]
+
+    def work(seed):
+        rng = random.Random(seed)
+        while not stop.is_set():
+            store, which = rng.choice(stores), rng.randrange(len(prompts))
+            tokens = prompts[which]
+            if rng.random() < 0.4:
+                assert 0 <= store.save(tokens, contents[which]).wait(20) <= len(tokens)
+            elif rng.random() < 0.3 and store.pool is not None:
+                result = store.load(store.lookup(tokens), deadline_s=5).wait(20)
+                got = [store.pool.array[page].tobytes() for page in result.pages]
+                assert right_bytes(tokens, result.tokens, got)
+                store.release_hbm(result.pages)
+            else:
+                count, pages = load_bytes(store, store.lookup(tokens), deadline_s=rng.choice([None, 0.001]))
+                assert right_bytes(tokens, count, pages)
+                loaded[0] += count
+
+    def kill():
+        try:
+            for _ in range(3):
+                before = loaded[0]
+                wait_until(lambda before=before: loaded[0] > before + 1000, 30)
+                daemon.kill()
+                wait_until(lambda: all(store.connection.session is None for store in stores), 5)
+                daemon.start()
+                assert all(store.wait_connected(30) for store in stores)
+            before = loaded[0]
+            wait_until(lambda: loaded[0] > before + 1000, 30)
+        finally:
+            stop.set()
+
+    in_threads(kill, *(lambda seed=seed: work(seed) for seed in range(4)))
+    for store in stores:
+        assert store.stats().counters["connection"]["sessions"] == 4
+        assert store.stats().pending_saves == 0
+    assert stores[1].available_hbm() == 60
+
+
+def test_a_hung_daemon_costs_no_more_than_the_deadline(make_daemon, connect, stopped):
+    daemon = make_daemon()
+    store = connect(daemon.url, lookup_s=0.3)
+    store.save(TOKENS, pages_of(TOKENS)).wait(10)
+    hit = store.lookup(TOKENS)
+    stopped(daemon)
+    pages = pages_of(TOKENS)
+    started = time.monotonic()
+    assert load_bytes(store, hit, deadline_s=0.1)[0] == 0
+    assert time.monotonic() - started < 0.1 + SLACK_S
+    started = time.monotonic()
+    assert store.lookup(TOKENS).tokens == 0
+    assert time.monotonic() - started < 0.3 + SLACK_S
+    # Once it is known to hang, nobody waits for it any more.
+    started = time.monotonic()
+    for _ in range(50):
+        assert store.lookup(TOKENS).tokens == 0
+        assert store.save(TOKENS, pages).wait(1) == 0
+    assert time.monotonic() - started < 4 * SLACK_S
+    daemon.signal(18)  # SIGCONT
+    wait_until(lambda: store.connection.session is not None)
+    assert load_bytes(store, store.lookup(TOKENS)) == (70, pages_of(TOKENS))
+
+
+def test_bytes_copied_after_the_lease_are_not_used(make_daemon, connect):
+    daemon = make_daemon("--lease-s=60")
+    clock = ManualClock(1000.0)
+    store = connect(daemon.url, clock=clock)
+    store.save(TOKENS, pages_of(TOKENS)).wait(10)
+    hit = store.lookup(TOKENS)
+
+    original = hit._remote.connection.call
+
+    def slowly(*args, **kwargs):
+        clock.advance(61)  # the answer to the load takes that long
+        return original(*args, **kwargs)
+
+    hit._remote.connection.call = slowly
+    try:
+        assert load_bytes(store, hit)[0] == 0
+    finally:
+        hit._remote.connection.call = original
+    assert store.stats().counters["expired_leases"] > 0
+    assert load_bytes(store, hit) == (70, pages_of(TOKENS))  # by a new lease
+
+
+def test_a_stopped_reader_does_not_use_what_was_overwritten(make_daemon, connect):
+    """The lease ends between the daemon's answer and the copy, and the pages are somebody else's by then."""
+    daemon = make_daemon("--lease-s=0.3", host_bytes=16 * SPEC.page_bytes, disk=False)
+    reader, writer = connect(daemon.url), connect(daemon.url)
+    writer.save(TOKENS, pages_of(TOKENS)).wait(10)
+    hit = reader.lookup(TOKENS)
+    submit = reader._mover.submit
+
+    def late(priority, task):
+        time.sleep(0.5)
+        for n in range(8):
+            other = [*range(1000 * n, 1000 * n + 64)]
+            writer.save(other, pages_of(other)).wait(10)
+        submit(priority, task)
+
+    reader._mover.submit = late
+    count, pages = load_bytes(reader, hit)
+    assert (count, pages) == (0, [])
+
+
+def test_close_does_not_wait_for_a_hung_daemon(make_daemon, connect, stopped):
+    daemon = make_daemon()
+    store = connect(daemon.url, lookup_s=0.3)
+    stopped(daemon)
+    transfer = store.save(TOKENS, pages_of(TOKENS))
+    started = time.monotonic()
+    store.close()
+    assert time.monotonic() - started < 1
+    assert transfer.wait(1) == 0

@@ -1,0 +1,273 @@
+"""A connected store does what an embedded one does."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from tests.tierstore.daemon.client.conftest import SPEC, TOKENS, in_threads, load_bytes, pages_of, wait_until
+from tierstore.errors import StoreClosedError, UsageError
+from tierstore.keys import Identity, Prompt
+from tierstore.store.base import Store
+from tierstore.tiers.hbm import PagePool
+
+
+@pytest.fixture
+def store(shared_daemon, connect):
+    return connect(shared_daemon.url)
+
+
+def save(store, tokens, **kwargs):
+    return store.save(tokens, pages_of(tokens), **kwargs).wait(10)
+
+
+def compute(store, tokens):
+    """Play the engine: pages of the pool, filled."""
+    contents = pages_of(tokens)
+    pages = store.allocate_hbm(len(contents))
+    assert pages is not None
+    for page, content in zip(pages, contents, strict=True):
+        store.pool.array[page] = np.frombuffer(content, np.uint8)
+    return pages
+
+
+def test_what_was_saved_comes_back_token_for_token(store):
+    assert save(store, TOKENS) == 70
+    hit = store.lookup(TOKENS)
+    assert hit.tokens == 70
+    assert hit.by_tier == {"host": 70}
+    assert load_bytes(store, hit) == (70, pages_of(TOKENS))
+
+
+@pytest.mark.parametrize("same", [0, 1, 15, 16, 17, 63, 64, 65, 69])
+def test_the_match_ends_at_the_first_other_token(store, same):
+    save(store, TOKENS)
+    hit = store.lookup([*TOKENS[:same], 7, 7, 7])
+    assert hit.tokens == same
+    tokens, pages = load_bytes(store, hit)
+    assert tokens == same
+    assert pages == pages_of(TOKENS)[: len(pages)]
+
+
+def test_max_tokens_cuts_the_hit(store):
+    save(store, TOKENS)
+    for limit in (0, 1, 16, 37, 69):
+        with store.lookup(TOKENS, max_tokens=limit) as hit:
+            assert hit.tokens == limit
+
+
+def test_nothing_is_found_under_another_identity(store):
+    save(store, TOKENS)
+    for identity in (
+        Identity.of(SPEC, model="other"),
+        Identity.of(SPEC, model=store.identity.model, tenant="b"),
+        Identity.of(SPEC, model=store.identity.model, revision="2"),
+    ):
+        prompt = Prompt(identity, TOKENS, chunk_tokens=SPEC.chunk_tokens)
+        assert store.lookup(prompt).tokens == 0
+        assert store.save(prompt, pages_of(TOKENS)).wait(10) == 70
+        assert store.lookup(prompt).tokens == 70
+    wrong_layout = Prompt(Identity("test", "float16 or so"), TOKENS, chunk_tokens=SPEC.chunk_tokens)
+    with pytest.raises(UsageError, match="another page layout"):
+        store.lookup(wrong_layout)
+
+
+def test_branches_share_their_prefix(store):
+    other = [*TOKENS[:32], *range(500, 538)]
+    save(store, TOKENS)
+    save(store, other)
+    assert store.stats().counters["saved_pages"] == 5 + 3
+    for tokens in (TOKENS, other):
+        assert load_bytes(store, store.lookup(tokens)) == (70, pages_of(tokens))
+
+
+def test_saving_from_the_middle_needs_the_pages_before(store):
+    pages = pages_of(TOKENS)
+    assert store.save(TOKENS, pages[2:], first=2).wait(10) == 0
+    assert store.save(TOKENS, pages[:2]).wait(10) == 32
+    assert store.save(TOKENS, pages[2:], first=2).wait(10) == 38
+    assert load_bytes(store, store.lookup(TOKENS)) == (70, pages)
+
+
+def test_a_long_prompt_goes_by_windows(store, monkeypatch):
+    monkeypatch.setattr("tierstore.daemon.connected_save._WINDOW_BYTES", 4 * SPEC.page_bytes)
+    monkeypatch.setattr("tierstore.daemon.connected_load._WINDOW_PAGES", 3)
+    monkeypatch.setattr("tierstore.daemon.connected_load._COPY_BYTES", 2 * SPEC.page_bytes)
+    tokens = list(range(16 * 30 + 5))
+    transfer = store.save(tokens, pages_of(tokens))
+    assert transfer.wait(10) == len(tokens)
+    assert transfer.progress.pages_done == 31
+    assert load_bytes(store, store.lookup(tokens)) == (len(tokens), pages_of(tokens))
+
+
+def test_pages_from_disk(store):
+    save(store, TOKENS)
+    assert store.flush(10)
+    assert store.evict("host") >= 5
+    hit = store.lookup(TOKENS)
+    assert hit.by_tier == {"disk": 70}
+    assert hit.prefetch().wait(10) == 70
+    assert store.lookup(TOKENS).by_tier == {"host": 70}
+    assert load_bytes(store, hit) == (70, pages_of(TOKENS))
+    store.evict("host")
+    assert load_bytes(store, store.lookup(TOKENS)) == (70, pages_of(TOKENS))
+
+
+def test_a_hit_can_be_loaded_after_its_release(store):
+    save(store, TOKENS)
+    hit = store.lookup(TOKENS)
+    hit.release()
+    hit.release()
+    assert load_bytes(store, hit) == (70, pages_of(TOKENS))
+    assert load_bytes(store, hit) == (70, pages_of(TOKENS))
+
+
+def test_a_cancelled_load_brings_nothing(store):
+    save(store, TOKENS)
+    for _ in range(20):
+        buffers = [bytearray(SPEC.page_bytes) for _ in range(5)]
+        transfer = store.load(store.lookup(TOKENS), buffers)
+        if transfer.cancel():
+            assert transfer.wait(1).tokens == 0
+            before = [bytes(buffer) for buffer in buffers]
+            store._mover.drain(5)
+            assert [bytes(buffer) for buffer in buffers] == before
+
+
+def test_pin_and_unpin(store):
+    save(store, TOKENS)
+    assert store.pin(TOKENS) == 64
+    assert store.unpin(TOKENS) == 64
+    assert store.unpin(TOKENS) == 0
+
+
+def test_pages_in_hbm_are_shared_and_the_tail_is_copied(shared_daemon, connect):
+    store = connect(shared_daemon.url, hbm_pages=12)
+    pages = compute(store, TOKENS)
+    assert store.save_hbm(store.prompt(TOKENS), pages).wait(10) == 70
+    hit = store.lookup([*TOKENS, 1, 2])
+    assert hit.by_tier == {"hbm": 70}
+    loaded = store.load(hit).wait(10)
+    assert loaded.pages[:4] == tuple(pages[:4])
+    assert loaded.pages[4] != pages[4]
+    store.pool.array[loaded.pages[4]] = 0  # its own: nobody else may notice
+    store.release_hbm(loaded.pages)
+    store.release_hbm(pages)
+    assert store.available_hbm() == 12
+    assert load_bytes(store, store.lookup(TOKENS)) == (70, pages_of(TOKENS))
+    assert store.evict("hbm") == 5
+    hit = store.lookup(TOKENS)
+    assert hit.by_tier == {"host": 70}
+    loaded = store.load(hit).wait(10)
+    got = [store.pool.array[page].tobytes() for page in loaded.pages]
+    assert got == pages_of(TOKENS)
+    with store.lookup(TOKENS, max_tokens=64) as hit:
+        assert hit.by_tier == {"hbm": 64}
+    store.release_hbm(loaded.pages)
+    assert store.available_hbm() == 12
+
+
+def test_hbm_first_and_the_rest_by_the_daemon(shared_daemon, connect):
+    store = connect(shared_daemon.url, hbm_pages=8)
+    save(store, TOKENS)
+    first = store.load(store.lookup(TOKENS, max_tokens=32)).wait(10)
+    hit = store.lookup(TOKENS)
+    assert hit.by_tier == {"hbm": 32, "host": 38}
+    loaded = store.load(hit).wait(10)
+    assert loaded.pages[:2] == first.pages
+    assert loaded.moved_bytes == 3 * SPEC.page_bytes
+    assert [store.pool.array[page].tobytes() for page in loaded.pages] == pages_of(TOKENS)
+    buffers = load_bytes(store, store.lookup(TOKENS))
+    assert buffers == (70, pages_of(TOKENS))
+    store.release_hbm([*first.pages, *loaded.pages])
+    assert store.available_hbm() == 8
+
+
+def test_a_pool_that_is_full_cuts_the_load(shared_daemon, connect):
+    store = connect(shared_daemon.url, hbm_pages=4)
+    save(store, TOKENS)
+    kept = store.allocate_hbm(2)
+    loaded = store.load(store.lookup(TOKENS)).wait(10)
+    assert loaded.tokens == 32
+    store.release_hbm([*kept, *loaded.pages])
+    assert store.available_hbm() == 4
+
+
+def test_two_loads_of_one_prompt_share_its_pages(shared_daemon, connect):
+    store = connect(shared_daemon.url, hbm_pages=40)
+    save(store, TOKENS)
+    for _ in range(10):
+        transfers = [store.load(store.lookup(TOKENS)) for _ in range(4)]
+        loaded = [transfer.wait(10) for transfer in transfers]
+        assert {each.tokens for each in loaded} == {70}
+        assert len({each.pages[:4] for each in loaded}) == 1
+        for each in loaded:
+            store.release_hbm(each.pages)
+        assert store.available_hbm() == 40
+        store.evict("hbm")
+
+
+def test_a_second_client_hits_what_the_first_saved(shared_daemon, connect):
+    first, second = connect(shared_daemon.url), connect(shared_daemon.url)
+    save(first, TOKENS)
+    assert load_bytes(second, second.lookup(TOKENS)) == (70, pages_of(TOKENS))
+    assert save(second, TOKENS) == 70
+    assert second.stats().counters["saved_pages"] == 0
+    assert second.stats().counters["already_stored_pages"] == 5
+
+
+def test_asyncio(store):
+    async def main():
+        assert await store.save(TOKENS, pages_of(TOKENS)) == 70
+        hits = await asyncio.gather(*(store.lookup_async(TOKENS) for _ in range(20)))
+        buffers = [bytearray(SPEC.page_bytes) for _ in range(5)]
+        loaded = await store.load(hits[0], buffers, deadline_s=10)
+        for hit in hits:
+            hit.release()
+        return loaded.tokens, buffers
+
+    tokens, buffers = asyncio.run(main())
+    assert (tokens, [bytes(buffer) for buffer in buffers]) == (70, pages_of(TOKENS))
+
+
+def test_many_threads(store):
+    def work(number):
+        tokens = [*TOKENS[:40], *range(1000 * number, 1000 * number + 60)]
+        for _ in range(20):
+            assert save(store, tokens) == 100
+            assert load_bytes(store, store.lookup(tokens)) == (100, pages_of(tokens))
+
+    in_threads(*(lambda number=number: work(number) for number in range(6)))
+    wait_until(lambda: store.stats().open_hits == 0)
+
+
+def test_what_a_client_held_is_back_when_it_has_gone(shared_daemon, connect):
+    store, other = connect(shared_daemon.url), connect(shared_daemon.url)
+    save(store, TOKENS)
+    hits = [store.lookup(TOKENS) for _ in range(10)]
+    assert all(hit.tokens for hit in hits)
+    before = other.stats().tiers["host"].leased_pages
+    assert before > 0
+    store.close()
+    wait_until(lambda: other.stats().tiers["host"].leased_pages == 0)
+
+
+def test_mistakes(store, shared_daemon):
+    with pytest.raises(UsageError, match="no address"):
+        Store.connect("http://localhost", SPEC)
+    with pytest.raises(UsageError, match="another KV spec"):
+        Store.connect(shared_daemon.url, SPEC, pool=PagePool(type(SPEC)(SPEC.groups, "float16"), 2))
+    with pytest.raises(UsageError, match="do not lie within"):
+        store.save(TOKENS, pages_of(TOKENS), first=1)
+    with pytest.raises(UsageError, match="no page pool"):
+        store.load(store.lookup(TOKENS))
+    with pytest.raises(UsageError, match="unknown tier"):
+        store.evict("tape")
+    with pytest.raises(UsageError, match="both"):
+        Store.connect("tcp://localhost:1", SPEC, keys="x.secret")
+    store.close()
+    for verb in (store.lookup, store.pin):
+        with pytest.raises(StoreClosedError):
+            verb(TOKENS)

@@ -1,0 +1,99 @@
+"""Clients without an arena: pages as frames, over TCP."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from tests.tierstore.daemon.client.conftest import (
+    SPEC,
+    TOKENS,
+    DaemonProcess,
+    in_threads,
+    load_bytes,
+    pages_of,
+    wait_until,
+)
+from tierstore.daemon import keys
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def tcp_daemon(make_daemon):
+    url = f"tcp://127.0.0.1:{free_port()}"
+    daemon = make_daemon(listen=(url,))
+    daemon.tcp = url
+    return daemon
+
+
+def test_pages_go_as_frames(tcp_daemon, connect, monkeypatch):
+    monkeypatch.setattr("tierstore.daemon.connected_save._WRITE_BYTES", 2 * SPEC.page_bytes)
+    monkeypatch.setattr("tierstore.daemon.connected_load._FETCH_BYTES", 2 * SPEC.page_bytes)
+    remote, local = connect(tcp_daemon.tcp), connect(tcp_daemon.url)
+    tokens = list(range(16 * 20 + 5))
+    assert remote.save(tokens, pages_of(tokens)).wait(10) == len(tokens)
+    assert load_bytes(remote, remote.lookup(tokens)) == (len(tokens), pages_of(tokens))
+    assert load_bytes(local, local.lookup(tokens)) == (len(tokens), pages_of(tokens))
+    assert remote.flush(10)
+    local.evict("host")
+    hit = remote.lookup(tokens)
+    assert hit.by_tier == {"disk": len(tokens)}
+    assert load_bytes(remote, hit) == (len(tokens), pages_of(tokens))
+
+
+def test_several_threads_and_hbm(tcp_daemon, connect):
+    store = connect(tcp_daemon.tcp, hbm_pages=60)
+
+    def work(number):
+        tokens = [*TOKENS[:40], *range(1000 * number, 1000 * number + 60)]
+        for _ in range(8):
+            assert store.save(tokens, pages_of(tokens)).wait(10) == 100
+            loaded = store.load(store.lookup(tokens)).wait(10)
+            assert [store.pool.array[page].tobytes() for page in loaded.pages] == pages_of(tokens)
+            store.release_hbm(loaded.pages)
+
+    in_threads(*(lambda number=number: work(number) for number in range(4)))
+    assert store.available_hbm() == 60
+
+
+def test_a_daemon_that_is_killed_is_noticed_at_once(tcp_daemon, connect):
+    store = connect(tcp_daemon.tcp)
+    store.save(TOKENS, pages_of(TOKENS)).wait(10)
+    assert store.flush(10)
+    hit = store.lookup(TOKENS)
+    tcp_daemon.kill()
+    assert wait_until(lambda: store.connection.session is None) < 1
+    assert load_bytes(store, hit)[0] == 0
+    tcp_daemon.start()
+    assert store.wait_connected(30)
+    assert load_bytes(store, store.lookup(TOKENS)) == (70, pages_of(TOKENS))
+
+
+def test_keys_and_tenants(short_directory, connect, tmp_path):
+    server, server_key = keys.generate(tmp_path, "daemon")
+    (tmp_path / "tenants").mkdir(mode=0o700)
+    tenants = []
+    for name in ("anna", "bert"):
+        pair, half = keys.generate(tmp_path, name)
+        half.rename(tmp_path / "tenants" / half.name)
+        tenants.append(pair)
+    stranger, _ = keys.generate(tmp_path, "stranger")
+    url = f"tcp://127.0.0.1:{free_port()}"
+    options = [f"--server-key={server}", f"--tenants={tmp_path / 'tenants'}"]
+    daemon = DaemonProcess(short_directory, *options, listen=(url,), disk=False).start()
+    try:
+        anna, bert = (connect(url, keys=pair, server_key=server_key) for pair in tenants)
+        assert anna.save(TOKENS, pages_of(TOKENS)).wait(10) == 70
+        assert load_bytes(anna, anna.lookup(TOKENS)) == (70, pages_of(TOKENS))
+        assert bert.lookup(TOKENS).tokens == 0
+        other = connect(url, keys=stranger, server_key=server_key, connected=False)
+        assert not other.wait_connected(0.5)
+        assert other.lookup(TOKENS).tokens == 0
+    finally:
+        daemon.kill()

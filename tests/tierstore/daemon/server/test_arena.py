@@ -1,0 +1,123 @@
+"""The arena's socket: a process that maps the arena is killed while it writes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from tests.tierstore.daemon.server.client import ArenaConnection, page_bytes, part, prompt_of
+from tierstore.daemon import protocol as p
+
+# Reserves, says so, and then writes to its slots for ever, holding a lease on what was there before.
+WRITER = """
+    import sys
+    from tests.tierstore.daemon.server.client import Client, offsets, part, prompt_of
+    from tierstore.daemon import protocol as p
+
+    client = Client(sys.argv[1])
+    client.register()
+    found = client.lookup(prompt_of(range(64)))
+    assert found.tokens == 64
+    reserved = client.ask(p.Reserve(0, part(prompt_of(range(1000, 1160))), 0, 10))
+    places = offsets(reserved.offsets)
+    print(len(places), flush=True)
+    while True:
+        for place in places:
+            client.arena.map[place : place + 8192] = b"?" * 8192
+"""
+
+
+@pytest.fixture
+def writer():
+    running = []
+
+    def start(url):
+        process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(WRITER), url], stdout=subprocess.PIPE, text=True
+        )
+        running.append(process)
+        return process
+
+    yield start
+    for process in running:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_killed_writers_slots_and_leases_are_back_at_once(start, connect, writer):
+    daemon = start(pages=16)
+    client = connect(daemon.url)
+    client.register()
+    client.save(list(range(64)))
+    process = writer(daemon.url)
+    assert process.stdout.readline() == "10\n"
+    stats = daemon.stats()
+    assert (stats.service.reserved_bytes, stats.service.leases) == (10 * 8192, 1)
+    os.kill(process.pid, signal.SIGKILL)
+    took = daemon.wait_for(lambda stats: stats.service.sessions == 1)
+    assert took < 2, took
+    stats = daemon.stats()
+    assert (stats.service.reserved_bytes, stats.service.leases) == (0, 0)
+    assert stats.store.tiers["host"].used_bytes == 4 * 8192
+    assert client.lookup(prompt_of(range(1000, 1160))).tokens == 0
+    reserved = client.save(list(range(1000, 1160)))
+    assert reserved.stored_tokens == 160
+    found = client.lookup(prompt_of(range(1000, 1160)))
+    ends = range(16, 161, 16)
+    assert client.load(found.lease, 10) == [page_bytes(range(1000, 1000 + end)) for end in ends]
+    client.tell(p.Release([found.lease]))
+    daemon.wait_for(lambda stats: not stats.service.leases)
+    daemon.check()
+
+
+def test_many_killed_writers_leave_nothing_behind(start, connect, writer):
+    daemon = start(pages=64)
+    client = connect(daemon.url)
+    client.register()
+    client.save(list(range(64)))
+    processes = [writer(daemon.url) for _ in range(3)]
+    for process in processes:
+        assert int(process.stdout.readline()) in (0, 10)  # whoever comes first has them
+    for process in processes:
+        os.kill(process.pid, signal.SIGKILL)
+    assert daemon.wait_for(lambda stats: stats.service.sessions == 1) < 2
+    daemon.check()
+
+
+def test_a_stopped_process_is_not_taken_for_a_dead_one(start, connect, writer):
+    daemon = start(pages=16)
+    client = connect(daemon.url)
+    client.register()
+    client.save(list(range(64)))
+    process = writer(daemon.url)
+    process.stdout.readline()
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(0.5)
+    assert daemon.stats().service.reserved_bytes == 10 * 8192
+    assert client.ask(p.Reserve(0, part(prompt_of(range(2000, 2160))), 0, 10)).stored_tokens == 2 * 16
+
+
+def test_who_speaks_on_the_arenas_socket_is_hung_up_on(start, connect):
+    daemon = start()
+    client = connect(daemon.url)
+    rude = ArenaConnection(daemon.url.removeprefix("ipc://") + ".arena")
+    daemon.wait_for(lambda stats: stats.server.arena_connections == 2)
+    rude.socket.send(b"hello")
+    daemon.wait_for(lambda stats: stats.server.arena_connections == 1)
+    assert isinstance(client.ask(p.Ping(0)), p.Pong)
+    rude.close()
+
+
+def test_the_arena_is_what_the_header_says(start):
+    daemon = start(pages=16)
+    connection = ArenaConnection(daemon.url.removeprefix("ipc://") + ".arena")
+    assert connection.nbytes == 16 * 8192
+    assert len(connection.token) == 16
+    connection.close()

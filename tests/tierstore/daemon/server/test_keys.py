@@ -1,0 +1,117 @@
+"""Keys: files, who is let in, and which tenant a key stands for."""
+
+from __future__ import annotations
+
+import stat
+
+import pytest
+
+from tests.tierstore.daemon.server.client import PAGE_BYTES, part, positions, prompt_of
+from tierstore.daemon import keys
+from tierstore.daemon import protocol as p
+from tierstore.errors import UsageError
+
+TOKENS = list(range(64))
+
+
+def test_key_files_are_the_users_own_and_never_overwritten(tmp_path):
+    pair, half = keys.generate(tmp_path, "bob")
+    for file in (pair, half):
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert keys.read_pair(pair).public == keys.read_public(half)
+    assert b"secret" not in half.read_bytes()
+    assert keys.read_pair(pair).secret.decode() not in repr(keys.read_pair(pair))
+    with pytest.raises(UsageError, match="there already"):
+        keys.generate(tmp_path, "bob")
+    with pytest.raises(UsageError, match="cannot be a key's name"):
+        keys.generate(tmp_path, "../bob")
+
+
+def test_key_files_that_will_not_do(tmp_path):
+    pair, half = keys.generate(tmp_path, "bob")
+    with pytest.raises(UsageError, match="no secret key"):
+        keys.read_pair(half)
+    pair.chmod(0o644)
+    with pytest.raises(UsageError, match="chmod 600"):
+        keys.read_pair(pair)
+    (tmp_path / "eve.key").write_bytes(half.read_bytes())
+    with pytest.raises(UsageError, match="as well"):
+        keys.read_tenants(tmp_path)
+    (tmp_path / "eve.key").write_text("nonsense\n")
+    with pytest.raises(UsageError, match="no key file"):
+        keys.read_tenants(tmp_path)
+    with pytest.raises(UsageError, match="no directory"):
+        keys.read_tenants(tmp_path / "nowhere")
+
+
+@pytest.fixture
+def curve(tmp_path, start, connect):
+    """A daemon with keys for bob and eve, and a function that connects with somebody's."""
+    server, _ = keys.generate(tmp_path / "server", "server")
+    for name in ("bob", "eve"):
+        keys.generate(tmp_path / "tenants", name)
+    daemon = start(
+        listen=("tcp://127.0.0.1:0",),
+        server_key=server,
+        tenants=tmp_path / "tenants",
+        quotas={"bob": 8 * PAGE_BYTES},
+    )
+    public = keys.read_pair(server).public
+
+    def connect_as(name, **kwargs):
+        pair, _ = (
+            keys.generate(tmp_path, name) if name == "mallory" else (tmp_path / f"tenants/{name}.secret", 0)
+        )
+        mine = keys.read_pair(pair)
+        return connect(
+            daemon.address,
+            curve_publickey=mine.public,
+            curve_secretkey=mine.secret,
+            curve_serverkey=public,
+            **kwargs,
+        )
+
+    return daemon, connect_as
+
+
+def save(client):
+    reserved = client.ask(p.Reserve(0, part(prompt_of(TOKENS)), 0, 4))
+    count = len(positions(reserved))
+    client.ask(p.Write(0, reserved.reservation, 0), *[bytes(PAGE_BYTES)] * count)
+    return client.ask(p.Commit(0, reserved.reservation, reserved.positions, bytes(8 * count))).pages
+
+
+def test_a_keys_name_is_its_tenant(curve):
+    daemon, connect_as = curve
+    bob, eve = connect_as("bob"), connect_as("eve")
+    for client in (bob, eve):
+        client.register()
+    assert save(bob) == 4
+    assert bob.lookup(prompt_of(TOKENS)).tokens == 64
+    assert eve.lookup(prompt_of(TOKENS)).tokens == 0
+    tenants = daemon.stats().service.tenants
+    assert tenants["bob"].hit_tokens["host"] == 64
+    assert (tenants["bob"].host_bytes, tenants["eve"].host_bytes) == (4 * PAGE_BYTES, 0)
+    assert tenants["bob"].quota_bytes == 8 * PAGE_BYTES
+
+
+def test_an_unknown_key_is_not_let_in(curve):
+    daemon, connect_as = curve
+    mallory = connect_as("mallory", hello=False)
+    mallory.tell(p.Hello(1))
+    assert mallory.hear(1.0) == (None, [])
+    daemon.wait_for(lambda stats: stats.server.denied > 0)
+    assert daemon.stats().service.sessions == 0
+
+
+def test_a_client_without_keys_is_not_let_in(curve, connect):
+    daemon, _ = curve
+    client = connect(daemon.address, hello=False)
+    client.tell(p.Hello(1))
+    assert client.hear(1.0) == (None, [])
+
+
+def test_keys_without_tenants_let_nobody_in(tmp_path, start):
+    server, _ = keys.generate(tmp_path, "server")
+    with pytest.raises(UsageError, match="lets nobody in"):
+        start(server_key=server)

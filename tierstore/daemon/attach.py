@@ -1,0 +1,127 @@
+"""The client's hold on a daemon's arena: the mapping, and the unix socket that is its sign of life.
+
+The socket is opened once, hands over the arena's file descriptor and a token, and stays open for as long as
+the process wants the daemon to think that it lives. The daemon's end being closed (:meth:`Arena.fileno`
+becomes readable) means that the daemon is gone. The mapping outlives it: whoever is copying from it under a
+lease may finish (it has its own reference), because nobody is left to overwrite what it reads.
+
+A forked child has both, too, and would keep its dead parent's session alive. So it closes the socket, without
+shutting the connection down, which is the parent's.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import weakref
+
+from tierstore.daemon.protocol import ARENA_HEADER, ARENA_MAGIC
+from tierstore.errors import StoreUnavailableError, UsageError
+from tierstore.memory import Memory
+
+_POPULATE_STEP = 64 << 20
+
+_open_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
+
+
+class ArenaSocket:
+    """A connection to ``PATH.arena`` on which the header has not come yet."""
+
+    def __init__(self, path: str) -> None:
+        """Raises :class:`OSError` when nobody listens there."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)  # not inherited on exec
+        try:
+            self._socket.setblocking(False)
+            self._socket.connect(path)
+        except OSError:
+            self._socket.close()
+            raise
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def receive(self) -> Arena:
+        """Map the arena; the header has come. Raises :class:`StoreUnavailableError` for anything that is not
+        the header of a daemon of this version, and closes the connection then."""
+        fds: list[int] = []
+        try:
+            header, fds, _, _ = socket.recv_fds(
+                self._socket, ARENA_HEADER.size, 1, flags=socket.MSG_CMSG_CLOEXEC
+            )
+            if len(header) != ARENA_HEADER.size or len(fds) != 1:
+                raise StoreUnavailableError("the daemon's arena socket did not hand over an arena")
+            magic, nbytes, token = ARENA_HEADER.unpack(header)
+            if magic != ARENA_MAGIC:
+                raise StoreUnavailableError("the daemon's arena socket speaks another version")
+            memory = Memory.attach(fds.pop(), nbytes)
+        except (OSError, UsageError) as error:
+            self.close(fds)
+            raise StoreUnavailableError(f"cannot map the daemon's arena: {error}") from error
+        except StoreUnavailableError:
+            self.close(fds)
+            raise
+        return Arena(self._socket, memory, token)
+
+    def close(self, fds: list[int] | None = None) -> None:
+        self._socket.close()
+        for fd in fds or ():
+            os.close(fd)
+
+
+class Arena:
+    """A daemon's arena, mapped as ``memory`` (None once closed). ``token`` is for
+    :class:`~tierstore.daemon.protocol.Hello`."""
+
+    def __init__(self, connection: socket.socket, memory: Memory, token: bytes) -> None:
+        self.memory: Memory | None = memory
+        self.token = token
+        self._socket = connection
+        self._closing = threading.Event()
+        _open_arenas.add(self)
+        self._populating = threading.Thread(target=self._populate, name="tierstore-attach", daemon=True)
+        self._populating.start()
+
+    def fileno(self) -> int:
+        """Readable once the daemon is gone."""
+        return self._socket.fileno()
+
+    def wait_populated(self) -> None:
+        """Block until copies are as fast as they get."""
+        self._populating.join()
+
+    def close(self) -> None:
+        """Tell the daemon, by hanging up, that nothing here is in use any more. The mapping goes with the
+        last copy that is under way (a dead daemon's arena takes up memory until then)."""
+        self._closing.set()
+        self._drop()
+
+    def forget_in_child(self) -> None:
+        """Close what a fork has copied."""
+        self._drop()
+
+    def _drop(self) -> None:
+        self._socket.close()
+        memory, self.memory = self.memory, None
+        if memory is not None:
+            memory.close()
+
+    def _populate(self) -> None:
+        # Fill this process's page tables: the first touch of each shared 4 KiB page costs 0.25 µs and more
+        # in the middle of a copy. This is also where a GPU's driver is to be told of the mapping
+        # (cudaHostRegister), and in close() that it goes.
+        memory = self.memory
+        if memory is None:
+            return
+        for start in range(0, memory.nbytes, _POPULATE_STEP):
+            if self._closing.is_set():
+                return
+            memory.populate(start, _POPULATE_STEP)
+
+
+def _forget_in_child() -> None:
+    for arena in list(_open_arenas):
+        arena.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

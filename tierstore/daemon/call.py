@@ -1,0 +1,61 @@
+"""A request on its way, and its answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.daemon.protocol import Answer, Message
+from tierstore.transfer import Transfer, TransferState
+
+A = TypeVar("A", bound=Message)
+
+
+def numbers(raw: bytes, kind: str) -> npt.NDArray[Any]:
+    """Numbers as messages carry them (``<u4``, ``<u8``); none where the length cannot be right."""
+    width = np.dtype(kind).itemsize
+    return np.frombuffer(raw if len(raw) % width == 0 else b"", kind)
+
+
+class Call(Transfer["A | None"], Generic[A]):
+    """Ends with the answer, or with None where there is none to be had: the daemon is away, did not answer in
+    time, or refused. Wait for it, ``await`` it, or be called by ``on_end`` (on the connection's thread).
+
+    ``otherwise`` makes the message to send instead, once, if the daemon has forgotten the path that the
+    request refers to. ``frames`` are the payload that came with the answer.
+    """
+
+    def __init__(
+        self,
+        expected: type[A],
+        patience_s: float,
+        *,
+        otherwise: Callable[[], Message] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(self._take, pages=0, nbytes=0, deadline_s=patience_s, clock=clock)
+        self.asked = clock()
+        self.ends = self.asked + patience_s
+        self.otherwise = otherwise
+        self.frames: Sequence[memoryview] = ()
+        self._expected = expected
+        self._answer: A | None = None
+
+    def answer(self, answer: Answer, frames: Sequence[memoryview] = ()) -> bool:
+        """What the daemon said; anything but the expected answer counts as none. False when it came too
+        late: nobody will make use of it."""
+        if isinstance(answer, self._expected):
+            self._answer = answer
+            self.frames = frames
+        return self._end(TransferState.DONE)
+
+    def fail(self) -> bool:
+        """There will be no answer."""
+        return self._end(TransferState.DONE)
+
+    def _take(self, _: TransferState) -> A | None:
+        return self._answer

@@ -1,0 +1,43 @@
+"""What a connected store tells of itself."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import msgspec
+
+from tierstore.daemon.connection import Connection
+from tierstore.daemon.protocol import StatsAnswer
+from tierstore.index import Tier
+from tierstore.mover import Mover
+from tierstore.store.state import StoreState
+from tierstore.store.stats import StoreStats
+
+
+class _DaemonStats(msgspec.Struct):
+    """As much of what a daemon says of itself as is of interest here."""
+
+    store: StoreStats
+
+
+def client_stats(
+    state: StoreState, mover: Mover, connection: Connection, answer: StatsAnswer | None
+) -> StoreStats:
+    """HBM and the counters are this client's, everything below HBM is the daemon's."""
+    below = msgspec.json.decode(answer.json, type=_DaemonStats).store if answer is not None else None
+    with state.lock:
+        tiers = dict(below.tiers) if below is not None else {}
+        tiers.pop(Tier.HBM.label, None)
+        return StoreStats(
+            tiers={**state.tier_stats(), **tiers},
+            pages=state.index.pages if below is None else below.pages,
+            key_collisions=state.index.key_collisions,
+            open_hits=state.open_hits,
+            pending_saves=state.pending_saves,
+            pending_writes=0 if below is None else below.pending_writes,
+            disk_writable=below is not None and below.disk_writable,
+            health={} if below is None else below.health,
+            health_line="the daemon is away" if below is None else below.health_line,
+            failed_tasks=mover.failed_tasks,
+            counters={**asdict(state.counters), "connection": asdict(connection.counters)},
+        )

@@ -1,0 +1,297 @@
+"""A store whose pages below HBM are a daemon's: the same verbs, the same results.
+
+What is in HBM is known here: a :class:`~tierstore.store.state.StoreState` with nothing but the engine's pool
+decides about it as in an embedded store. What is below is asked for. While the daemon is away there is only
+HBM: lookups find what is there, and nothing is stored below it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tierstore.daemon import protocol
+from tierstore.daemon.budget import Budget
+from tierstore.daemon.client_stats import client_stats
+from tierstore.daemon.connected_hit import ConnectedHit
+from tierstore.daemon.connected_save import SaveJob
+from tierstore.daemon.connection import Connection
+from tierstore.daemon.destinations import BufferLoad, HbmLoad
+from tierstore.daemon.finding import Finder
+from tierstore.daemon.greeting import Address, CurveKeys, Registration
+from tierstore.daemon.local import LocalPages
+from tierstore.daemon.remembered import Question, Remembered
+from tierstore.daemon.remote import Remote
+from tierstore.daemon.sources import BufferSource, HbmSource, Source
+from tierstore.errors import StoreClosedError, UsageError
+from tierstore.index import Page, Tier
+from tierstore.keys import Identity, Prompt, TokenIds, encode_tokens
+from tierstore.mover import Mover
+from tierstore.policy import POLICIES
+from tierstore.spec import KVSpec
+from tierstore.store.base import Hit, Store, checked_prompt
+from tierstore.store.endpoints import Buffers
+from tierstore.store.load import Loaded
+from tierstore.store.state import StoreState
+from tierstore.store.stats import StoreStats
+from tierstore.tiers.hbm import PagePool
+from tierstore.transfer import Transfer
+
+M = TypeVar("M", bound=protocol.Message)
+
+_CLOSE_S = 5.0  # for saves that are under way
+_FLUSH_STEP_S = 5.0
+
+
+class ConnectedStore(Store):
+    """Made by :meth:`Store.connect`. Thread-safe; for one process: a forked child that uses it gets a
+    :class:`StoreClosedError`, and connects for itself."""
+
+    def __init__(
+        self,
+        address: Address,
+        spec: KVSpec,
+        identity: Identity,
+        *,
+        pool: PagePool | None,
+        lookup_s: float,
+        mover_threads: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.spec = spec
+        self.identity = identity
+        self.pool = pool
+        self.lookup_s = lookup_s
+        self._layout = spec.describe()
+        policies = [POLICIES["lru"]() for _ in Tier]
+        self._state = StoreState(policies, host=None, pool=pool, disk=None, clock=clock)
+        self._local = LocalPages(self._state, spec.page_bytes)
+        self._mover = Mover(mover_threads)
+        self._remembered = Remembered(spec.chunk_tokens)
+        registration = Registration(identity, spec.page_bytes, spec.chunk_tokens)
+        self.connection = Connection(address, [registration], patience_s=lookup_s)
+        self._remote = Remote(self.connection, self._remembered, spec.page_bytes, clock)
+        self._finder = Finder(self._local, self._remote)
+        self._budget = Budget()
+
+    @classmethod
+    def connect(
+        cls,
+        url: str,
+        spec: KVSpec,
+        *,
+        identity: Identity | None = None,
+        pool: PagePool | None = None,
+        lookup_s: float = 0.5,
+        mover_threads: int = 2,
+        keys: str | Path | None = None,
+        server_key: str | Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> ConnectedStore:
+        """See :meth:`Store.connect`. ``clock`` is what the ends of leases are compared with."""
+        if pool is not None and pool.spec != spec:
+            raise UsageError("the page pool was made for another KV spec than the store's")
+        if lookup_s <= 0 or mover_threads < 1:
+            raise UsageError("lookup_s must be above 0, mover_threads at least 1")
+        return cls(
+            Address.parse(url, CurveKeys.read(keys, server_key)),
+            spec,
+            identity or Identity.of(spec, model="default"),
+            pool=pool,
+            lookup_s=lookup_s,
+            mover_threads=mover_threads,
+            clock=clock,
+        )
+
+    def __repr__(self) -> str:
+        session = self.connection.session
+        where = f"session {session.number}" if session is not None else "away"
+        return f"ConnectedStore({self.connection.address.url}, {where})"
+
+    # -- finding and loading -------------------------------------------------------------------------
+
+    def prompt(self, tokens: TokenIds) -> Prompt:
+        return self._remembered.prompt(self.identity, encode_tokens(tokens))
+
+    def lookup(self, prompt: Prompt | TokenIds, *, max_tokens: int | None = None) -> Hit:
+        return self._finder.lookup(self._question(prompt, max_tokens))
+
+    async def lookup_async(self, prompt: Prompt | TokenIds, *, max_tokens: int | None = None) -> Hit:
+        """:meth:`lookup` for an event loop, which goes on meanwhile. (Loads and saves can be awaited as they
+        are.)"""
+        return await self._finder.lookup_async(self._question(prompt, max_tokens))
+
+    def load(
+        self,
+        hit: Hit,
+        into: Sequence[bytearray | memoryview] | None = None,
+        *,
+        deadline_s: float | None = None,
+    ) -> Transfer[Loaded]:
+        self._require_open()
+        if not isinstance(hit, ConnectedHit):
+            raise UsageError("the hit is of another store")
+        if into is None:
+            if self.pool is None:
+                raise UsageError("this store has no page pool: say which buffers to load into")
+            return HbmLoad(self._state, self._remote, self._mover, hit, deadline_s).start()
+        if len(into) != hit.num_pages:
+            raise UsageError(f"the hit has {hit.num_pages} pages, there are {len(into)} buffers to load into")
+        buffers = Buffers(into, self.spec.page_bytes, writable=True)
+        return BufferLoad(self._state, self._remote, self._mover, hit, deadline_s, buffers).start()
+
+    def _question(self, prompt: Prompt | TokenIds, max_tokens: int | None) -> Question:
+        self._require_open()
+        question = self._remembered.question(checked_prompt(self, self._layout, prompt))
+        return question if max_tokens is None else question.cut(max(max_tokens, 0))
+
+    # -- saving --------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        prompt: Prompt | TokenIds,
+        pages: Sequence[bytes | bytearray | memoryview],
+        *,
+        first: int = 0,
+    ) -> Transfer[int]:
+        source = BufferSource(Buffers(pages, self.spec.page_bytes, writable=False))
+        return self._save(self._checked(prompt, first, len(pages)), source, {}, first, len(pages))
+
+    def save_hbm(self, prompt: Prompt, hbm_pages: Sequence[int], *, first: int = 0) -> Transfer[int]:
+        assert self.pool is not None, "save_hbm needs a pool"
+        question = self._checked(prompt, first, len(hbm_pages))
+        source = HbmSource(self.pool, hbm_pages)
+        tail_key = prompt.tail_key() if question.num_chunks > len(question.keys) else None
+        held = self._local.publish(question, tail_key, source, first) if hbm_pages else {}
+        return self._save(question, source, held, first, len(held))
+
+    def _checked(self, prompt: Prompt | TokenIds, first: int, count: int) -> Question:
+        question = self._question(prompt, None)
+        if first < 0 or first + count > question.num_chunks:
+            raise UsageError(
+                f"chunks {first} … {first + count} do not lie within a prompt of {question.num_chunks} chunks"
+            )
+        return question
+
+    def _save(
+        self, question: Question, source: Source, held: dict[int, Page], first: int, count: int
+    ) -> Transfer[int]:
+        registering = self._remote.registering(question)
+        if registering is not None:
+            registering.wait()
+        job = SaveJob(
+            self._budget, self._remote, self._mover, self._state, question, source, held, first, count
+        )
+        return job.start()
+
+    def flush(self, timeout: float | None = None) -> bool:
+        self._require_open()
+        ends = None if timeout is None else time.monotonic() + timeout
+        state = self._state
+        with state.lock:
+            if not state.changed.wait_for(lambda: not state.pending_saves, timeout):
+                return False
+        while True:
+            left = _FLUSH_STEP_S if ends is None else min(ends - time.monotonic(), _FLUSH_STEP_S)
+            answer = self._ask(protocol.Flush(0, max(left, 0.0)), protocol.Flushed, wait_s=left)
+            if answer is None or answer.done or (ends is not None and time.monotonic() >= ends):
+                return answer is not None and answer.done
+
+    # -- room in HBM ---------------------------------------------------------------------------------
+
+    def allocate_hbm(self, count: int) -> list[int] | None:
+        with self._state.lock:
+            return self._state.hbm_pages(count)
+
+    def release_hbm(self, hbm_pages: Sequence[int]) -> None:
+        with self._state.lock:
+            self._state.release_hbm(hbm_pages)
+
+    def available_hbm(self) -> int:
+        with self._state.lock:
+            return self._state.available_hbm()
+
+    # -- keeping and dropping ------------------------------------------------------------------------
+
+    def evict(self, tier: str, pages: int | None = None) -> int:
+        self._require_open()
+        if tier not in [each.label for each in Tier]:
+            raise UsageError(f"unknown tier {tier!r} (known: {', '.join(each.label for each in Tier)})")
+        if tier == Tier.HBM.label:
+            with self._state.lock:
+                room = self.pool.num_pages if self.pool is not None else 0
+                return self._state.evict(Tier.HBM, room if pages is None else pages)
+        answer = self._ask(
+            protocol.Evict(0, tier, -1 if pages is None else pages), protocol.Evicted, wait_s=5.0
+        )
+        return answer.pages if answer is not None else 0
+
+    def pin(self, prompt: Prompt | TokenIds) -> int:
+        return self._pin(prompt, undo=False)
+
+    def unpin(self, prompt: Prompt | TokenIds) -> int:
+        return self._pin(prompt, undo=True)
+
+    def _pin(self, prompt: Prompt | TokenIds, *, undo: bool) -> int:
+        question = self._question(prompt, None)
+        registering = self._remote.registering(question)
+        if registering is not None:
+            registering.wait()
+        session = self._remote.session_for(question)
+        if session is None:
+            return 0
+        message = protocol.Pin(0, question.part(session, refer_to=0), undo)
+        answer = self.connection.call(session, message, protocol.Pinned).wait()
+        return answer.tokens if answer is not None else 0
+
+    # -- seeing and ending ---------------------------------------------------------------------------
+
+    def stats(self) -> StoreStats:
+        """What is counted here, with the tiers of the daemon beside HBM. ``counters`` are this client's."""
+        answer = self._ask(protocol.Stats(0), protocol.StatsAnswer)
+        return client_stats(self._state, self._mover, self.connection, answer)
+
+    def check(self) -> None:
+        """Assert that what is known of HBM agrees with the pool. For tests and idle moments."""
+        with self._state.lock:
+            self._state.check()
+
+    def wait_connected(self, timeout: float | None = None) -> bool:
+        """Wait for the daemon; False when ``timeout`` seconds pass first. Nobody has to: until it is there,
+        everything is a miss."""
+        return self.connection.wait_connected(timeout)
+
+    def wait_ready(self) -> None:
+        if self.connection.wait_connected(self.lookup_s):
+            session = self.connection.session
+            if session is not None and session.arena is not None:
+                session.arena.wait_populated()
+
+    @property
+    def closed(self) -> bool:
+        return self._state.closed
+
+    def close(self) -> None:
+        if self.connection.forked:
+            return  # nothing here is this process's
+        with self._state.lock:
+            if self._state.closed:
+                return
+            self._state.closed = True
+            self._state.changed.wait_for(lambda: not self._state.pending_saves, _CLOSE_S)
+        self.connection.close()
+        self._mover.close()
+
+    def _ask(self, message: Any, expected: type[M], *, wait_s: float = 0.0) -> M | None:
+        session = self.connection.session
+        if session is None:
+            return None
+        return self.connection.call(session, message, expected, wait_s=wait_s).wait()
+
+    def _require_open(self) -> None:
+        if self.connection.forked:
+            raise StoreClosedError("this store was connected by another process: connect one here after fork")
+        if self._state.closed:
+            raise StoreClosedError("the store is closed")

@@ -1,0 +1,158 @@
+"""The client's connection: one ZMQ socket, one thread that owns it, and requests from any thread.
+
+The thread sleeps until there is something to send, to receive, or a deadline: an idle connection costs
+nothing (over TCP: one ping a second). It is always in one of two states. *Away*: it tries to open a session,
+with pauses that grow from 50 ms to 0.8 s, and every request ends at once without an answer. *In a
+session*: requests are sent as they come, and end with their answer, with their deadline, or all together in
+the moment the daemon goes. Nothing is ever sent a second time in another session: what a request refers to
+(leases, reservations, paths) belongs to one.
+
+A daemon that hangs would make every request wait for its whole deadline. So after one that was not answered
+in time the session is *silent*: the daemon is pinged, and until anything comes back, requests end at once.
+
+A forked child does not have the thread: the store refuses to be used there (:attr:`Connection.forked`).
+Processes made by ``spawn`` or ``exec`` share nothing and connect for themselves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import zmq
+
+from tierstore.daemon import protocol
+from tierstore.daemon.call import Call
+from tierstore.daemon.greeting import Address, Greeting, Registration, Session
+from tierstore.daemon.protocol import Message
+from tierstore.daemon.serving import ConnectionCounters, Outbox, Outgoing, Serving
+
+_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)  # a daemon that is back has its clients within a second
+
+A = TypeVar("A", bound=Message)
+
+
+class Connection:
+    """Thread-safe. ``registrations`` are the identities that every session begins with; ``patience_s`` is how
+    long any request waits for the daemon to be quick, on top of what the daemon was told to take."""
+
+    def __init__(self, address: Address, registrations: Sequence[Registration], *, patience_s: float) -> None:
+        self.address = address
+        self.patience_s = patience_s
+        self.counters = ConnectionCounters()
+        self._registrations = {each.identity.digest: each for each in registrations}
+        self._pid = os.getpid()
+        self._ids = itertools.count(1)
+        self._outbox = Outbox()
+        self._changed = threading.Condition()
+        self._session: Session | None = None  # guarded by _changed, as is _closing
+        self._closing = False
+        self._context = zmq.Context()
+        self._thread = threading.Thread(target=self._run, name="tierstore-connection", daemon=True)
+        self._thread.start()
+
+    @property
+    def session(self) -> Session | None:
+        """The session there is now; None while the daemon is away or hangs."""
+        session = self._session
+        return None if session is None or session.silent else session
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is the copy in a forked child, where nobody serves it."""
+        return os.getpid() != self._pid
+
+    def wait_connected(self, timeout: float | None = None) -> bool:
+        """Wait for a session; False when ``timeout`` seconds pass first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._session is not None or self._closing, timeout)
+
+    def call(
+        self,
+        session: Session,
+        message: Any,
+        expected: type[A],
+        *,
+        wait_s: float = 0.0,
+        frames: Sequence[memoryview] = (),
+        otherwise: Callable[[], Message] | None = None,
+    ) -> Call[A]:
+        """Send a request (its ``id`` is set here) within ``session``; it fails at once if that is over.
+        ``wait_s`` is what the daemon was told to take at most."""
+        call = Call(expected, wait_s + self.patience_s, otherwise=otherwise)
+        message.id = next(self._ids)
+        self.counters.requests += 1
+        outgoing = Outgoing(message, message.id, call, frames)
+        if session.silent or not self._outbox.put(session, outgoing):
+            self.counters.failed_requests += 1
+            call.fail()
+        return call
+
+    def send(self, session: Session, message: Message) -> None:
+        """A one-way message; dropped if ``session`` is over (what it gives back is back then)."""
+        self._outbox.put(session, Outgoing(message))
+
+    def register(self, session: Session, registration: Registration) -> Call[protocol.Registered]:
+        """Make an identity known to this session and to all that follow."""
+        digest = registration.identity.digest
+        self._registrations[digest] = registration
+        call = self.call(session, registration.message(), protocol.Registered)
+
+        def note() -> None:
+            answer = call.wait()
+            if answer is not None:
+                session.identities[digest] = answer.identity
+
+        call.on_end(note)
+        return call
+
+    def close(self) -> None:
+        """End the session, and what is waited for with it. Idempotent."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            self._changed.notify_all()
+        self._outbox.wake()
+        self._thread.join()
+        self._context.term()
+        os.close(self._outbox.fd)
+
+    # -- the thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._closing:
+            greeting = Greeting(self._context, self.address, self._outbox.fd, lambda: self._closing)
+            session = greeting.open(tuple(self._registrations.values()))
+            if session is None:
+                self.counters.failed_greetings += 1
+                self._pause(_PAUSES_S[min(failures, len(_PAUSES_S) - 1)])
+                failures += 1
+                continue
+            failures = 0
+            self.counters.sessions += 1
+            self._serve(session)
+
+    def _pause(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing, seconds)
+
+    def _serve(self, session: Session) -> None:
+        serving = Serving(session, self._outbox, self._ids, self.counters, lambda: self._closing)
+        self._outbox.open(session)
+        self._become(session)
+        try:
+            serving.run()
+        finally:
+            self._become(None)
+            session.close()
+            serving.fail_all()
+
+    def _become(self, session: Session | None) -> None:
+        with self._changed:
+            self._session = session
+            self._changed.notify_all()

@@ -1,0 +1,243 @@
+"""One ROUTER socket on the event loop, through its file descriptor.
+
+``zmq.asyncio`` costs a future and a poll per message; here a readable descriptor drains a batch of
+messages in one go. ZMQ's descriptor tells of *changes*, so whoever leaves messages in the socket, or
+sends (which may eat a change), has to look again: both is done by scheduling another drain."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zmq
+
+from tierstore.daemon.keys import ZAP_DOMAIN, KeyPair
+from tierstore.daemon.protocol import MAX_MESSAGE_BYTES, VERSION
+from tierstore.errors import UsageError
+
+_BATCH = 32  # messages, and then the other sockets get their turn
+_MOST_FRAMES = 4096 + 4
+_RECEIVE_HWM = 64  # messages of one peer, before its sender has to wait
+_SEND_HWM = 1000
+_HEARTBEAT_MS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Url:
+    """``ipc://PATH`` or ``tcp://HOST:PORT``."""
+
+    text: str
+    path: Path | None  # of ipc
+    loopback: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Url:
+        """Raises :class:`UsageError`."""
+        kind, _, rest = text.partition("://")
+        if kind == "ipc" and rest:
+            path = Path(os.path.abspath(rest))
+            return cls(f"ipc://{path}", path, True)
+        host, colon, port = rest.rpartition(":")
+        if kind == "tcp" and host and colon and port.isdigit() and int(port) < 1 << 16:
+            return cls(text, None, _is_loopback(host.strip("[]")))
+        raise UsageError(f"cannot listen at {text!r}: write ipc://PATH or tcp://HOST:PORT")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name, or an interface, or *
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """One message: ``frames`` are the payloads behind it. ``tenant`` is what the peer's key stands for."""
+
+    peer: bytes
+    version: bytes
+    body: bytes
+    frames: Sequence[memoryview]
+    tenant: str
+
+
+class Endpoint:
+    """Receives and sends. ``take(endpoint, message)`` is called for each message that has the right shape,
+    ``malformed()`` for others. Belongs to the event loop's thread."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        url: Url,
+        keys: KeyPair | None,
+        take: Callable[[Endpoint, Received], None],
+        malformed: Callable[[], None],
+    ) -> None:
+        """Bind. Raises :class:`UsageError`."""
+        if url.path is None and not url.loopback and keys is None:
+            raise UsageError(
+                f"{url.text} can be reached from other machines, which needs keys: make them with "
+                "`tierstore keygen`, then give --server-key and --tenants"
+            )
+        self.url = url
+        self.received = self.received_bytes = self.sent = 0
+        self._take = take
+        self._malformed = malformed
+        self._curve = url.path is None and keys is not None
+        self._socket = context.socket(zmq.ROUTER)
+        self._configure(keys)
+        mask = os.umask(0o177)
+        try:
+            self._socket.bind(url.text)
+        except zmq.ZMQError as error:
+            self._socket.close(0)
+            raise UsageError(f"cannot listen at {url.text}: {error.strerror}") from error
+        finally:
+            os.umask(mask)
+        self._loop = asyncio.get_running_loop()
+        self._scheduled = False
+        self._fd = self._socket.fd
+        self._loop.add_reader(self._fd, self._drain)
+        self._look_again()
+
+    def _configure(self, keys: KeyPair | None) -> None:
+        socket = self._socket
+        socket.linger = 0
+        socket.maxmsgsize = MAX_MESSAGE_BYTES
+        socket.rcvhwm = _RECEIVE_HWM
+        socket.sndhwm = _SEND_HWM
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        if self.url.path is None:
+            socket.ipv6 = "[" in self.url.text
+            socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 3 * _HEARTBEAT_MS)
+        if self._curve:
+            assert keys is not None
+            socket.curve_server = True
+            socket.curve_publickey = keys.public
+            socket.curve_secretkey = keys.secret
+            socket.zap_domain = ZAP_DOMAIN
+
+    @property
+    def address(self) -> str:
+        """Where it really listens (the port, if 0 was asked for)."""
+        return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._fd)
+        self._socket.close(0)
+
+    # -- sending -------------------------------------------------------------------------------------
+
+    def send(self, peer: bytes, body: bytes) -> bool:
+        """Send one answer. False when the peer has gone, or has too many unread ones."""
+        socket = self._socket
+        try:
+            socket.send(peer, zmq.SNDMORE | zmq.NOBLOCK)
+            socket.send(VERSION, zmq.SNDMORE | zmq.NOBLOCK)
+            socket.send(body, zmq.NOBLOCK)
+        except zmq.ZMQError:  # of the first frame: the rest of a message never fails
+            return False
+        self.sent += 1
+        self._look_again()
+        return True
+
+    def send_pages(
+        self, peer: bytes, body: bytes, pages: Sequence[memoryview], sent: Callable[[], None]
+    ) -> bool:
+        """Send an answer and pages behind it, from the memory where they are. ``sent`` is called when ZMQ
+        does not need that memory any more: at once, when the message cannot be sent."""
+        socket = self._socket
+        try:
+            socket.send(peer, zmq.SNDMORE | zmq.NOBLOCK)
+        except zmq.ZMQError:
+            sent()
+            return False
+        socket.send(VERSION, zmq.SNDMORE | zmq.NOBLOCK)
+        socket.send(body, zmq.SNDMORE | zmq.NOBLOCK)
+        left = len(pages)
+
+        def one_sent() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                sent()
+
+        for position, page in enumerate(pages):
+            more = zmq.SNDMORE if position + 1 < len(pages) else 0
+            # The array lives for as long as the frame refers to it, which is until ZMQ's own thread has
+            # sent it.
+            array = np.frombuffer(page, np.uint8)
+            weakref.finalize(array, _call_soon, self._loop, one_sent).atexit = False
+            socket.send(zmq.Frame(array, copy=False, copy_threshold=0), zmq.NOBLOCK | more, copy=False)
+            del array
+        self.sent += 1
+        self._look_again()
+        return True
+
+    # -- receiving -----------------------------------------------------------------------------------
+
+    def _look_again(self) -> None:
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._drain_again)
+
+    def _drain_again(self) -> None:
+        self._scheduled = False
+        self._drain()
+
+    def _drain(self) -> None:
+        if self._socket.closed:
+            return
+        for _ in range(_BATCH):
+            try:
+                peer = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = self._receive(peer)
+            self.received += 1
+            if message is None:
+                self._malformed()
+            else:
+                self._take(self, message)
+        self._look_again()
+
+    def _receive(self, peer: bytes) -> Received | None:
+        """The rest of a message; None when it cannot be one."""
+        socket = self._socket
+        if not socket.getsockopt(zmq.RCVMORE):
+            return None
+        version = socket.recv()
+        if not socket.getsockopt(zmq.RCVMORE):
+            return None if version == VERSION else Received(peer, version[:1], b"", (), "")
+        tenant = ""
+        if self._curve:
+            frame = socket.recv(copy=False)
+            body, tenant = frame.bytes, str(frame.get("User-Id"))
+        else:
+            body = socket.recv()
+        self.received_bytes += len(body)
+        frames: list[memoryview] = []
+        while socket.getsockopt(zmq.RCVMORE):
+            view = socket.recv(copy=False).buffer
+            self.received_bytes += view.nbytes
+            if len(frames) <= _MOST_FRAMES:
+                frames.append(view)
+        if len(frames) > _MOST_FRAMES:
+            return None
+        return Received(peer, version, body, frames, tenant)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    """From ZMQ's thread, possibly after the loop's end."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(callback)

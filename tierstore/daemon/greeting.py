@@ -1,0 +1,228 @@
+"""Opening a session: find the daemon, map its arena, say Hello, register.
+
+Nothing here waits for more than ``_GREETING_S``, and closing the connection interrupts all of it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+
+from tierstore.daemon import protocol
+from tierstore.daemon.attach import Arena, ArenaSocket
+from tierstore.daemon.keys import KeyPair, read_pair, read_public
+from tierstore.daemon.protocol import Message
+from tierstore.errors import StoreUnavailableError, UsageError
+from tierstore.keys import Identity
+
+_GREETING_S = 2.0
+_SECOND_TRY_MS = 20  # ZMQ's own, while the daemon's sockets come up one after the other
+
+A = TypeVar("A", bound=Message)
+
+
+@dataclass(frozen=True, slots=True)
+class CurveKeys:
+    """Who this client is, and who the daemon is."""
+
+    client: KeyPair
+    server: bytes
+
+    @classmethod
+    def read(cls, keys: str | Path | None, server_key: str | Path | None) -> CurveKeys | None:
+        """From a client's ``.secret`` file and the daemon's ``.key`` file. Raises :class:`UsageError`."""
+        if keys is None and server_key is None:
+            return None
+        if keys is None or server_key is None:
+            raise UsageError("give both keys (this client's .secret file) and server_key (the daemon's)")
+        return cls(read_pair(Path(keys)), read_public(Path(server_key)))
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a daemon is. ``arena`` is the path of its arena's socket, None for another host's."""
+
+    url: str
+    arena: str | None
+    curve: CurveKeys | None = None
+
+    @classmethod
+    def parse(cls, url: str, curve: CurveKeys | None = None) -> Address:
+        """Raises :class:`UsageError` for anything but ``ipc://PATH`` and ``tcp://HOST:PORT``."""
+        kind, _, rest = url.partition("://")
+        if kind == "ipc" and rest:
+            if curve is not None:
+                raise UsageError(f"{url}: keys are for tcp://, this socket is guarded by its file's mode")
+            path = os.path.abspath(rest)
+            return cls(f"ipc://{path}", f"{path}.arena")
+        host, colon, port = rest.rpartition(":")
+        if kind == "tcp" and host and colon and port.isdigit() and 0 < int(port) < 65536:
+            return cls(url, None, curve)
+        raise UsageError(f"{url} is no address of a daemon: write ipc://PATH or tcp://HOST:PORT")
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """An identity that pages are kept under, and what they look like."""
+
+    identity: Identity
+    page_bytes: int
+    chunk_tokens: int
+
+    def message(self) -> protocol.Register:
+        return protocol.Register(0, asdict(self.identity), self.page_bytes, self.chunk_tokens)
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """What a greeting brought. ``identities`` are numbers by digest. Jobs that copy refer to it, which keeps
+    the arena mapped."""
+
+    number: int
+    server: str
+    lease_s: float
+    reserve_bytes: int
+    socket: zmq.Socket[bytes]
+    arena: Arena | None
+    monitor: zmq.Socket[bytes] | None
+    identities: dict[bytes, int] = field(default_factory=dict)
+    current: bool = True
+    silent: bool = False  # a request was not answered in time, and nothing has come since
+
+    @property
+    def sign_of_life(self) -> Arena | zmq.Socket[bytes]:
+        """Becomes readable when the daemon has gone."""
+        if self.arena is not None:
+            return self.arena
+        assert self.monitor is not None
+        return self.monitor
+
+    def close(self) -> None:
+        self.current = False
+        _close(self.socket, self.monitor)
+        if self.arena is not None:
+            self.arena.close()
+
+
+class Greeting:
+    """One attempt. ``wake_fd`` becomes readable when ``closing()`` may have become true."""
+
+    def __init__(
+        self, context: zmq.Context[Any], address: Address, wake_fd: int, closing: Callable[[], bool]
+    ) -> None:
+        self._context = context
+        self._address = address
+        self._wake_fd = wake_fd
+        self._closing = closing
+        self._ends = time.monotonic() + _GREETING_S
+
+    def open(self, registrations: Sequence[Registration]) -> Session | None:
+        """A session, or None when there is no daemon, or one that does not answer, or refuses."""
+        arena = None
+        if self._address.arena is not None:
+            arena = self._attach(self._address.arena)
+            if arena is None:
+                return None
+        socket, monitor = self._connect()
+        session = self._greet(socket, monitor, arena, registrations)
+        if session is None:
+            _close(socket, monitor)
+            if arena is not None:
+                arena.close()
+        return session
+
+    def _attach(self, path: str) -> Arena | None:
+        try:
+            waiting = ArenaSocket(path)
+        except OSError:
+            return None  # not there, or not ours to open
+        if not self._readable(waiting.fileno()):
+            waiting.close()
+            return None
+        try:
+            return waiting.receive()
+        except StoreUnavailableError:
+            return None
+
+    def _connect(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes] | None]:
+        socket = self._context.socket(zmq.DEALER)
+        socket.linger = 0
+        socket.reconnect_ivl = _SECOND_TRY_MS
+        socket.maxmsgsize = protocol.MAX_MESSAGE_BYTES
+        curve = self._address.curve
+        if curve is not None:
+            socket.curve_publickey = curve.client.public
+            socket.curve_secretkey = curve.client.secret
+            socket.curve_serverkey = curve.server
+        monitor = None
+        if self._address.arena is None:
+            monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        socket.connect(self._address.url)
+        return socket, monitor
+
+    def _greet(
+        self,
+        socket: zmq.Socket[bytes],
+        monitor: zmq.Socket[bytes] | None,
+        arena: Arena | None,
+        registrations: Sequence[Registration],
+    ) -> Session | None:
+        token = arena.token if arena is not None else b""
+        welcome = self._ask(
+            socket, protocol.Hello(1, token, f"tierstore client, pid {os.getpid()}"), protocol.Welcome
+        )
+        if welcome is None:
+            return None
+        session = Session(
+            welcome.session,
+            welcome.server,
+            welcome.lease_s,
+            welcome.reserve_bytes,
+            socket,
+            arena,
+            monitor,
+        )
+        for registration in registrations:
+            registered = self._ask(socket, registration.message(), protocol.Registered)
+            if registered is None:
+                return None
+            session.identities[registration.identity.digest] = registered.identity
+        return session
+
+    def _ask(self, socket: zmq.Socket[bytes], message: Message, expected: type[A]) -> A | None:
+        socket.send_multipart([protocol.VERSION, protocol.encode(message)])
+        while self._readable(socket):
+            frames = socket.recv_multipart()
+            try:
+                answer = protocol.decode_answer(frames[1])
+            except (IndexError, msgspec.MsgspecError):
+                return None
+            return answer if isinstance(answer, expected) else None
+        return None
+
+    def _readable(self, what: zmq.Socket[bytes] | int) -> bool:
+        """Wait for something to read; False when the time is over or the connection is being closed."""
+        while not self._closing():
+            left = self._ends - time.monotonic()
+            if left <= 0:
+                return False
+            ready, _, _ = zmq.select([what, self._wake_fd], [], [], left)
+            if what in ready:
+                return True
+            if ready and not self._closing():
+                os.eventfd_read(self._wake_fd)
+        return False
+
+
+def _close(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes] | None) -> None:
+    if monitor is not None:
+        socket.disable_monitor()
+        monitor.close(0)
+    socket.close(0)

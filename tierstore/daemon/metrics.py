@@ -1,0 +1,197 @@
+"""``/metrics`` for Prometheus, ``/healthz`` and ``/readyz``. All of it is read from one snapshot of the
+stats.
+
+The server is forty lines of asyncio: it answers GET with one short document and hangs up. The documents are
+made on a thread, because walking all counters takes a millisecond.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+from tierstore.daemon.stats import BOUNDS_S, DaemonStats, LatencyStats
+from tierstore.errors import UsageError
+
+_log = logging.getLogger(__name__)
+
+_REQUEST_S = 5.0
+_MOST_REQUEST_BYTES = 8192
+_TEXT = "text/plain; charset=utf-8"
+
+
+class StatsCollector(Collector):
+    """Every number of a :class:`DaemonStats` as a metric."""
+
+    def __init__(self, stats: Callable[[], DaemonStats]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        yield _gauge("uptime_seconds", "Since the daemon started", stats.uptime_s)
+        yield _gauge("ready", "Whether clients are served", stats.ready)
+        yield from _tiers(stats)
+        yield from _counters(stats)
+        yield from _service(stats)
+        yield from _tenants(stats)
+        for name, latency in stats.service.latency.items():
+            yield _histogram(name, latency)
+
+
+def _gauge(name: str, help: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"tierstore_{name}", help, value=float(value))
+
+
+def _counter(name: str, help: str, value: float) -> Metric:
+    return CounterMetricFamily(f"tierstore_{name}", help, value=float(value))
+
+
+def _by(name: str, help: str, label: str, values: Mapping[str, float], *, counts: bool) -> Metric:
+    kind = CounterMetricFamily if counts else GaugeMetricFamily
+    family = kind(f"tierstore_{name}", help, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], float(value))
+    return family
+
+
+def _tiers(stats: DaemonStats) -> Iterator[Metric]:
+    tiers = stats.store.tiers
+    for name, help in (
+        ("capacity_bytes", "Byte capacity of a tier"),
+        ("used_bytes", "Bytes of slots handed out"),
+        ("pages", "Pages held"),
+        ("leased_pages", "Pages under at least one lease"),
+    ):
+        values = {tier: float(getattr(each, name)) for tier, each in tiers.items()}
+        yield _by(f"tier_{name}", help, "tier", values, counts=False)
+    health = {tier: float(each.condition.value == "online") for tier, each in stats.store.health.items()}
+    yield _by("tier_online", "1 while a tier is read and written", "tier", health, counts=False)
+
+
+def _counters(stats: DaemonStats) -> Iterator[Metric]:
+    for name, value in stats.store.counters.items():
+        text = name.replace("_", " ")
+        if isinstance(value, Mapping):
+            yield _by(name, f"{text}, by tier", "tier", dict(value), counts=True)
+        else:
+            yield _counter(name, text, value)
+    store = stats.store
+    yield _gauge("index_pages", "Pages in the tree", store.pages)
+    yield _gauge("pending_writes", "Pages on their way to disk", store.pending_writes)
+    yield _gauge("disk_writable", "Whether pages are written to disk", store.disk_writable)
+    yield _counter("key_collisions", "Pages found by an equal key with other tokens", store.key_collisions)
+    yield _counter("failed_tasks", "Tasks of the mover that ended in a bug", store.failed_tasks)
+
+
+def _service(stats: DaemonStats) -> Iterator[Metric]:
+    service, server = stats.service, stats.server
+    yield _gauge("sessions", "Clients", service.sessions)
+    yield _gauge("arena_connections", "Processes that have mapped the arena", server.arena_connections)
+    yield _gauge("leases", "Lookups that hold pages", service.leases)
+    yield _gauge("reservations", "Saves under way", service.reservations)
+    yield _gauge("reserved_bytes", "Arena bytes that clients are writing to", service.reserved_bytes)
+    yield _gauge("sending_bytes", "Arena bytes on their way to clients over TCP", service.sending_bytes)
+    yield _counter("sessions_ended", "Sessions that have ended", service.sessions_ended)
+    yield _by("requests", "Requests by message", "message", dict(service.requests), counts=True)
+    yield _by("refused", "Requests refused, by kind", "kind", dict(service.refused), counts=True)
+    yield _counter("failed_requests", "Requests that ended in a bug", service.failed_requests)
+    evicted = service.quota_evicted_pages
+    yield _counter("quota_evicted_pages", "Pages that left because their tenant was full", evicted)
+    for name, help in (
+        ("received", "Messages received"),
+        ("received_bytes", "Bytes received, without ZMQ's own"),
+        ("sent", "Answers sent"),
+        ("malformed", "What was received and is no message"),
+        ("unsent", "Answers to clients that had gone or did not read"),
+        ("silent_sessions", "Clients over TCP that were taken for dead"),
+        ("denied", "Clients turned away for their key"),
+    ):
+        yield _counter(f"server_{name}", help, getattr(server, name))
+
+
+def _tenants(stats: DaemonStats) -> Iterator[Metric]:
+    tenants = stats.service.tenants
+    asked = {name: float(each.lookup_tokens) for name, each in tenants.items()}
+    yield _by("tenant_lookup_tokens", "Tokens asked for, by tenant", "tenant", asked, counts=True)
+    hits = CounterMetricFamily(
+        "tierstore_tenant_hit_tokens", "Tokens found, by tenant and tier", labels=["tenant", "tier"]
+    )
+    for name, each in tenants.items():
+        for tier, tokens in each.hit_tokens.items():
+            hits.add_metric([name, tier], float(tokens))
+    yield hits
+    used = {name: float(each.host_bytes) for name, each in tenants.items()}
+    yield _by("tenant_host_bytes", "Arena bytes, by tenant", "tenant", used, counts=False)
+
+
+def _histogram(name: str, latency: LatencyStats) -> Metric:
+    cumulative = list(itertools.accumulate(latency.counts))
+    bounds = [*map(str, BOUNDS_S), "+Inf"]
+    family = HistogramMetricFamily(f"tierstore_{name}_seconds", f"From request to answer: {name}")
+    family.add_metric([], list(zip(bounds, map(float, cumulative), strict=True)), latency.sum_s)
+    return family
+
+
+class MetricsServer:
+    """Serves the three documents over HTTP."""
+
+    def __init__(self, stats: Callable[[], DaemonStats]) -> None:
+        self._stats = stats
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(StatsCollector(stats))
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str, port: int) -> None:
+        """Raises :class:`UsageError`."""
+        try:
+            self._server = await asyncio.start_server(self._serve, host, port, limit=_MOST_REQUEST_BYTES)
+        except OSError as error:
+            raise UsageError(f"cannot serve metrics at {host}:{port}: {error.strerror}") from error
+
+    @property
+    def port(self) -> int:
+        assert self._server is not None
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            request = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _REQUEST_S)
+            status, kind, body = await asyncio.get_running_loop().run_in_executor(
+                None, self._document, request
+            )
+            head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
+            writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
+            await asyncio.wait_for(writer.drain(), _REQUEST_S)
+        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError, asyncio.TimeoutError) as error:
+            _log.debug("a metrics request failed: %s", error)
+        finally:
+            writer.close()
+
+    def _document(self, request: bytes) -> tuple[str, str, bytes]:
+        method, _, rest = request.partition(b" ")
+        path = rest.partition(b" ")[0].partition(b"?")[0]
+        if method != b"GET":
+            return "405 Method Not Allowed", _TEXT, b"GET only\n"
+        if path == b"/metrics":
+            return "200 OK", CONTENT_TYPE_LATEST, generate_latest(self._registry)
+        if path == b"/healthz":
+            line = self._stats().store.health_line or "ok"
+            return "200 OK", _TEXT, f"{line}\n".encode()
+        if path == b"/readyz":
+            ready = self._stats().ready
+            return (
+                ("200 OK", _TEXT, b"ready\n") if ready else ("503 Service Unavailable", _TEXT, b"not ready\n")
+            )
+        return "404 Not Found", _TEXT, b"/metrics, /healthz or /readyz\n"

@@ -1,0 +1,104 @@
+"""What one Reserve leads to: which pages are new, and which slots they get. Decided in steps, so that a long
+prompt does not hold up everybody else.
+"""
+
+from __future__ import annotations
+
+import array
+
+from tierstore.daemon import protocol as p
+from tierstore.daemon.prompts import AskedPrompt
+from tierstore.daemon.quotas import Quotas
+from tierstore.daemon.session import Reservation, Session
+from tierstore.index import Page, Tier
+from tierstore.store.state import StoreState
+
+
+class Plan:
+    """A reservation while it grows. The session holds it from the first page on, so that nothing is lost
+    should the client die in the middle. Under the state's lock."""
+
+    def __init__(
+        self,
+        state: StoreState,
+        quotas: Quotas,
+        session: Session,
+        prompt: AskedPrompt,
+        chunks: range,
+        *,
+        reserve_bytes: int,
+    ) -> None:
+        self._state = state
+        self._quotas = quotas
+        self._session = session
+        self._prompt = prompt
+        self._chunks = chunks
+        self._reserve_bytes = reserve_bytes
+        self._parent = prompt.page_before(state, chunks.start)
+        self._next = 0  # position
+        self._offsets: list[int] = []
+        self._stored_tokens = 0
+        self._reservation = Reservation([], [], prompt.registration.page_bytes)
+        self._number = 0
+        self.unfinished = True
+
+    def step(self, pages: int) -> None:
+        """Go on with the next ``pages`` pages."""
+        touched: list[Page] = []
+        while self._next < len(self._chunks) and len(touched) < pages:
+            page = self._page(self._chunks[self._next])
+            if page is None:
+                self._state.counters.not_stored_pages += len(self._chunks) - self._next
+                self._next = len(self._chunks)
+                break
+            touched.append(page)
+            self._parent = page
+            self._stored_tokens += page.num_tokens
+            self._next += 1
+        self._state.touch(touched, hit=False)
+        self._state.let_sleep()
+        self.unfinished = self._next < len(self._chunks)
+
+    def result(self, number: int) -> p.Reserved:
+        """The answer to request ``number``."""
+        reservation = self._reservation
+        if self._session.ended or reservation.ended or not reservation.pages:
+            return p.Reserved(number, 0, b"", b"", 0 if self._session.ended else self._stored_tokens)
+        positions = array.array("I", reservation.positions).tobytes()
+        offsets = array.array("Q", self._offsets).tobytes()
+        return p.Reserved(number, self._number, positions, offsets, self._stored_tokens)
+
+    def _page(self, chunk: int) -> Page | None:
+        """The page of a chunk, in the host tier or about to be filled. None when it is in no tier and cannot
+        be put in one."""
+        state = self._state
+        parent = self._parent
+        if self._session.ended or parent is None:
+            return None
+        if parent.parent is not None and not any(parent.copies):
+            return None  # the page before it is gone: this one could never be found
+        page = state.index.add(parent, *self._prompt.chunk(chunk))
+        copy = page.copies[Tier.HOST]
+        if copy is not None:
+            state.counters.already_stored_pages += not copy.damaged
+            return None if copy.damaged else page
+        place = self._slot(page)
+        if place is None:
+            if any(page.copies):
+                return page  # on disk, which is stored
+            state.index.prune(page)
+            return None
+        self._reservation.positions.append(self._next)
+        self._reservation.pages.append(page)
+        self._offsets.append(place)
+        self._session.reserved_bytes += page.nbytes
+        if not self._number:
+            self._number = self._session.reserve(self._reservation)
+        return page
+
+    def _slot(self, page: Page) -> int | None:
+        if self._session.reserved_bytes + page.nbytes > self._reserve_bytes:
+            return None
+        if not self._quotas.admit(self._session.tenant, page):
+            return None
+        return self._state.begin_host_fill(page)

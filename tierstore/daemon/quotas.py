@@ -1,0 +1,71 @@
+"""Byte quotas: how much of the host tier a tenant may take.
+
+A tenant that is full makes room among its own pages, the oldest first; the others do not notice it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tierstore.index import Page, Tier
+from tierstore.store.state import StoreState
+
+_EVICT_FRACTION = 1 / 32  # of the quota, at once: looking for the oldest means looking at all of the tenant's
+
+
+class Quotas:
+    """Needs the state's lock. Tenants without a quota may take what they get."""
+
+    def __init__(self, state: StoreState, quotas: Mapping[str, int]) -> None:
+        self._state = state
+        self.quotas = quotas  # bytes by tenant; may be replaced
+        self._identities: dict[str, set[bytes]] = {}  # by tenant
+        self.evicted_pages = 0
+
+    def register(self, tenant: str, identity: bytes) -> None:
+        """Pages under this identity digest are the tenant's."""
+        self._identities.setdefault(tenant, set()).add(identity)
+
+    def used_bytes(self, tenant: str) -> int:
+        """In the host tier."""
+        used = self._state.host_bytes
+        return sum(used[identity] for identity in self._identities.get(tenant, ()))
+
+    def tenants(self) -> list[str]:
+        return sorted(self._identities)
+
+    def admit(self, tenant: str, page: Page) -> bool:
+        """Whether a new page may have a slot. Makes room for it among the tenant's own pages."""
+        quota = self.quotas.get(tenant)
+        if quota is None:
+            return True
+        over = self.used_bytes(tenant) + page.nbytes - quota
+        if over <= 0:
+            return True
+        page.pins += 1  # as in StoreState.begin_host_fill
+        freed = self._evict(tenant, max(over, int(quota * _EVICT_FRACTION)))
+        page.pins -= 1
+        return freed >= over
+
+    def _evict(self, tenant: str, nbytes: int) -> int:
+        state = self._state
+        state.expire_leases()
+        identities = self._identities.get(tenant, set())
+        freed = 0
+        while freed < nbytes:
+            leaving = [
+                page
+                for page in state.index.walk()
+                if page.identity in identities and state.index.may_leave(page, Tier.HOST)
+            ]
+            leaving.sort(key=lambda page: page.last_use)
+            if not leaving:
+                break
+            for page in leaving:
+                if freed >= nbytes:
+                    break
+                state.drop(page, Tier.HOST)
+                freed += page.nbytes
+                self.evicted_pages += 1
+                state.counters.evicted_pages[Tier.HOST.label] += 1
+        return freed

@@ -1,0 +1,222 @@
+"""The daemon's settings: flags before ``TIERSTORE_…`` in the environment before the file before the defaults.
+
+Every setting has one spelling: ``host_bytes`` is ``--host-bytes``, ``TIERSTORE_HOST_BYTES`` and
+``host_bytes`` in the file. A setting that does not exist is an error, not a shrug."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tierstore.errors import UsageError
+from tierstore.policy import POLICIES
+from tierstore.units import GIB, MIB, format_size, parse_size
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # type: ignore[import-not-found]
+
+PREFIX = "TIERSTORE_"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("plain", "json")
+_RESERVE_FRACTION = 1 / 4
+_MOST_RESERVE = 1 * GIB
+
+
+def default_listen() -> str:
+    """Where the daemon of this user listens when nothing else is said."""
+    directory = os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/tierstore-{os.getuid()}"
+    return f"ipc://{directory}/tierstore.sock"
+
+
+HELP: Mapping[str, str] = {
+    "listen": "Where clients connect: ipc://PATH or tcp://HOST:PORT, comma-separated",
+    "host_bytes": "The host arena",
+    "disk": "The disk tier's directory (without one, pages live as long as the daemon)",
+    "disk_bytes": "Cap on everything under that directory",
+    "page_bytes": "The size most pages will have: shares the disk out",
+    "policy": f"Which page leaves a full tier next: {', '.join(POLICIES)}",
+    "lease_s": "How long a lookup holds its pages",
+    "reserve_bytes": "What one client may hold in reservations (0: a quarter of the arena, at most 1 GiB)",
+    "server_key": "The daemon's own key file: needed for tcp:// off loopback",
+    "tenants": "Directory with the public keys of the clients that are let in, TENANT.key",
+    "quotas": "Bytes of the arena by tenant: TENANT=SIZE, comma-separated",
+    "metrics_port": "Serve /metrics, /healthz and /readyz on this port (0: do not)",
+    "metrics_host": "The address of that port",
+    "drain_s": "How long SIGTERM waits for pages on their way to disk",
+    "log_level": f"One of {', '.join(LOG_LEVELS)}",
+    "log_format": f"One of {', '.join(LOG_FORMATS)}",
+}
+_RELOADED = frozenset({"quotas", "drain_s", "log_level"})  # what can change while running
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All of them; ``HELP`` says what they mean. Raises :class:`UsageError` for values that cannot work
+    together."""
+
+    listen: tuple[str, ...] = field(default_factory=lambda: (default_listen(),))
+    host_bytes: int = 8 * GIB
+    disk: Path | None = None
+    disk_bytes: int = 100 * GIB
+    page_bytes: int = 1 * MIB
+    policy: str = "lru"
+    lease_s: float = 60.0
+    reserve_bytes: int = 0
+    server_key: Path | None = None
+    tenants: Path | None = None
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    metrics_port: int = 0
+    metrics_host: str = "127.0.0.1"
+    drain_s: float = 30.0
+    log_level: str = "info"
+    log_format: str = "plain"
+
+    def __post_init__(self) -> None:
+        if not self.reserve_bytes:
+            reserve = min(int(self.host_bytes * _RESERVE_FRACTION), _MOST_RESERVE)
+            object.__setattr__(self, "reserve_bytes", reserve)
+        for name, known in (("policy", POLICIES), ("log_level", LOG_LEVELS), ("log_format", LOG_FORMATS)):
+            value = getattr(self, name)
+            if value not in known:
+                raise UsageError(f"{name} is {value!r}: it must be one of {', '.join(known)}")
+        if not self.listen:
+            raise UsageError(
+                "listen is empty: say where clients connect, for example ipc:///run/tierstore.sock"
+            )
+        if self.reserve_bytes > self.host_bytes:
+            raise UsageError(
+                f"reserve_bytes ({format_size(self.reserve_bytes)}) is more than host_bytes "
+                f"({format_size(self.host_bytes)})"
+            )
+        for name, least in (("lease_s", 0.1), ("drain_s", 0.0)):
+            if not least <= getattr(self, name) <= 86400:
+                raise UsageError(f"{name} is {getattr(self, name)}: give {least} to 86400 seconds")
+
+    @classmethod
+    def load(
+        cls,
+        flags: Mapping[str, object] | None = None,
+        *,
+        file: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Settings:
+        """Settings from all places. ``flags`` that are None were not given."""
+        given: dict[str, Any] = {}
+        if file is not None:
+            for name, value in _read(file).items():
+                _require_known(name, f"{file}: ")
+                given[name] = _parse(name, value)
+        for variable, value in (os.environ if environment is None else environment).items():
+            if variable.startswith(PREFIX):
+                name = variable.removeprefix(PREFIX).lower()
+                _require_known(name, f"{variable}: ")
+                given[name] = _parse(name, value)
+        for name, flag in (flags or {}).items():
+            if flag is not None:
+                given[name] = _parse(name, flag)
+        return cls(**given)
+
+    def reloaded(self, newer: Settings) -> tuple[Settings, list[str]]:
+        """These settings with what can change while running taken from ``newer``, and the names of those that
+        differ and need a restart."""
+        stuck = [
+            name for name in HELP if name not in _RELOADED and getattr(self, name) != getattr(newer, name)
+        ]
+        return replace(self, **{name: getattr(newer, name) for name in _RELOADED}), stuck
+
+
+def _read(file: Path) -> dict[str, object]:
+    try:
+        return dict(tomllib.loads(file.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} is not TOML: {error}") from error
+
+
+def _require_known(name: str, where: str) -> None:
+    if name not in HELP:
+        near = difflib.get_close_matches(name, HELP, n=1, cutoff=0)[0]
+        raise UsageError(f"{where}there is no setting {name!r}; the nearest is {near!r}")
+
+
+def _parse(name: str, value: object) -> object:
+    """A value as it is written in any of the places. Raises :class:`UsageError`."""
+    try:
+        return _PARSERS[name](value)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{name} cannot be {value!r}: {error}") from error
+
+
+def _size(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise ValueError("give a size such as 512MiB or 8GiB")
+    return parse_size(value)
+
+
+def _names(value: object) -> tuple[str, ...]:
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+        raise ValueError("give text, or a list of it")
+    return tuple(part.strip() for part in parts if part.strip())
+
+
+def _sizes(value: object) -> dict[str, int]:
+    if isinstance(value, str):
+        pairs = [part.partition("=") for part in _names(value)]
+        value = {name.strip(): size for name, _, size in pairs}
+    if not isinstance(value, Mapping):
+        raise ValueError("give NAME=SIZE, comma-separated, or a table")
+    return {str(name): _size(size) for name, size in value.items()}
+
+
+def _path(value: object) -> Path | None:
+    if not isinstance(value, str | Path):
+        raise ValueError("give a path")
+    return Path(value) if str(value) else None
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError("give text")
+    return value
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise ValueError("give a number")
+    return float(value)
+
+
+def _port(value: object) -> int:
+    port = _number(value)
+    if not 0 <= port < 1 << 16 or port != int(port):
+        raise ValueError("a port lies between 0 and 65535")
+    return int(port)
+
+
+_PARSERS: Mapping[str, Callable[[object], object]] = {
+    "listen": _names,
+    "host_bytes": _size,
+    "disk": _path,
+    "disk_bytes": _size,
+    "page_bytes": _size,
+    "policy": _text,
+    "lease_s": _number,
+    "reserve_bytes": _size,
+    "tenants": _path,
+    "server_key": _path,
+    "quotas": _sizes,
+    "metrics_port": _port,
+    "metrics_host": _text,
+    "drain_s": _number,
+    "log_level": _text,
+    "log_format": _text,
+}

@@ -1,0 +1,41 @@
+"""Where a connected store's saves begin: a caller's buffers, or pages of the engine's pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from tierstore.daemon.checksum import copy_and_hash
+from tierstore.store.endpoints import Buffers
+from tierstore.tiers.hbm import PagePool
+
+
+class Source(Protocol):
+    """Pages to save."""
+
+    def copy(self, position: int, target: memoryview) -> int:
+        """Copy page ``position`` to host memory, and return the XXH3-64 of what is there then. Runs on a
+        mover thread."""
+
+
+class BufferSource:
+    """Memory of the caller's."""
+
+    def __init__(self, buffers: Buffers) -> None:
+        self._buffers = buffers  # keeps them alive
+
+    def copy(self, position: int, target: memoryview) -> int:
+        return copy_and_hash(target, self._buffers.addresses[position])
+
+
+class HbmSource:
+    """The engine's pool: position ``i`` is whatever pool page the index has for it. (A pool that the
+    processor cannot read would be copied with ``read_pages``, and hashed in the arena.)"""
+
+    def __init__(self, pool: PagePool, hbm_pages: Sequence[int]) -> None:
+        self.hbm_pages = list(hbm_pages)
+        self._start = int(pool.array.__array_interface__["data"][0])
+        self._page_bytes = pool.spec.page_bytes
+
+    def copy(self, position: int, target: memoryview) -> int:
+        return copy_and_hash(target, self._start + self.hbm_pages[position] * self._page_bytes)

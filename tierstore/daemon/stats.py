@@ -1,0 +1,116 @@
+"""What a daemon can tell about itself: one frozen snapshot, which ``stats``, ``top`` and the metrics all
+read."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import importlib.metadata
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tierstore.store.stats import StoreStats
+
+BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyStats:
+    """From a request's arrival to its answer. ``counts`` has one entry for each of ``BOUNDS_S`` (not
+    cumulative) and one for all that took longer."""
+
+    counts: tuple[int, ...]
+    sum_s: float
+
+
+class Histogram:
+    """Counts latencies."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(BOUNDS_S) + 1)
+        self._sum_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._counts[bisect.bisect_left(BOUNDS_S, seconds)] += 1
+        self._sum_s += seconds
+
+    def stats(self) -> LatencyStats:
+        return LatencyStats(tuple(self._counts), self._sum_s)
+
+
+@dataclass(frozen=True, slots=True)
+class TenantStats:
+    """One tenant (the empty name: clients without one)."""
+
+    lookup_tokens: int
+    hit_tokens: Mapping[str, int]  # by tier
+    host_bytes: int
+    quota_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ClientStats:
+    """One session."""
+
+    session: int
+    client: str
+    tenant: str
+    local: bool
+    leases: int
+    reserved_bytes: int
+    sending_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceStats:
+    """What the clients do. Everything but the sessions counts from the start."""
+
+    sessions: int
+    leases: int
+    reservations: int
+    reserved_bytes: int
+    sending_bytes: int
+    sessions_ended: int
+    requests: Mapping[str, int]  # by message
+    refused: Mapping[str, int]  # by kind
+    failed_requests: int  # by a bug of ours
+    quota_evicted_pages: int
+    latency: Mapping[str, LatencyStats]  # of lookup, load, save
+    tenants: Mapping[str, TenantStats]
+    clients: tuple[ClientStats, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStats:
+    """What went over the sockets. Counts from the start."""
+
+    received: int
+    received_bytes: int
+    sent: int
+    malformed: int  # messages that were none, dropped or refused
+    unsent: int  # answers to peers that had gone, or did not read
+    silent_sessions: int  # clients over TCP that were taken for dead
+    denied: int  # CURVE keys that are not allowed here
+    arena_connections: int
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonStats:
+    """A snapshot of a daemon."""
+
+    version: str
+    uptime_s: float
+    pid: int
+    ready: bool
+    store: StoreStats
+    service: ServiceStats
+    server: ServerStats
+
+
+@functools.cache
+def version() -> str:
+    """Of this package."""
+    try:
+        return importlib.metadata.version("tierstore")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

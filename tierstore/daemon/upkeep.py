@@ -1,0 +1,118 @@
+"""The verbs that neither read nor write pages: register, pin, evict, flush."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Sequence
+from concurrent.futures import Executor
+from dataclasses import asdict
+
+import msgspec
+
+from tierstore.daemon import protocol as p
+from tierstore.daemon.assembly import Assembly
+from tierstore.daemon.lookups import LABELS, Lookups
+from tierstore.daemon.prompts import AskedPrompt
+from tierstore.daemon.quotas import Quotas
+from tierstore.daemon.session import Refusal, Registration, Session, checked_wait, waiting
+from tierstore.index import Page, Tier
+from tierstore.keys import Identity
+
+_EVICTED_AT_ONCE = 256  # pages; then other requests get their turn
+_PIN_LOOK_S = 10.0
+_MOST_PAGE_BYTES = 1 << 30
+_MOST_CHUNK_TOKENS = 1 << 16
+
+
+class Upkeep:
+    """Belongs to the event loop's thread."""
+
+    def __init__(self, assembly: Assembly, lookups: Lookups, quotas: Quotas, *, threads: Executor) -> None:
+        """``threads`` wait for disks, possibly for long."""
+        self._assembly = assembly
+        self._state = assembly.state
+        self._lookups = lookups
+        self._quotas = quotas
+        self._threads = threads
+
+    def register(self, session: Session, m: p.Register) -> p.Registered:
+        if sum(len(name) + len(value) for name, value in m.identity.items()) > p.MAX_IDENTITY_BYTES:
+            raise Refusal("usage", f"an identity has {p.MAX_IDENTITY_BYTES} bytes at most")
+        if not 1 <= m.page_bytes <= _MOST_PAGE_BYTES or not 1 <= m.chunk_tokens <= _MOST_CHUNK_TOKENS:
+            raise Refusal("usage", f"pages of {m.page_bytes} bytes for {m.chunk_tokens} tokens")
+        try:
+            identity = Identity(**m.identity)
+        except TypeError as error:
+            raise Refusal("usage", f"not an identity: {error}") from error
+        if session.tenant:
+            # A client may tell its own tenants apart, but never leave the one it was given.
+            tenant = msgspec.json.encode([session.tenant, identity.tenant]).decode()
+            identity = Identity(**(asdict(identity) | {"tenant": tenant}))
+        elif identity.tenant.startswith("["):
+            raise Refusal("usage", "a tenant that begins with '[' is one that only the daemon may give")
+        with self._state.lock:
+            root = self._state.index.root(identity.digest, m.page_bytes)
+            if root.nbytes != m.page_bytes:
+                raise Refusal("usage", f"pages of this identity have {root.nbytes} bytes, not {m.page_bytes}")
+            self._quotas.register(session.tenant, identity.digest)
+        registration = Registration(identity, m.page_bytes, m.chunk_tokens)
+        return p.Registered(m.id, session.register(registration))
+
+    def pin(self, session: Session, m: p.Pin) -> p.Pinned | Awaitable[p.Pinned]:
+        prompt = AskedPrompt(session, m.prompt)
+        limit = prompt.num_tokens // prompt.chunk_tokens * prompt.chunk_tokens
+        with self._state.lock:
+            found = self._lookups.find(session, prompt, limit)
+            if not found.look_on_disk:
+                return self._set_pins(m, found.match.pages, prompt.chunk_tokens)
+
+        async def after_disk() -> p.Pinned:
+            lease = await self._lookups.look_on_disk(session, prompt, limit, _PIN_LOOK_S)
+            with self._state.lock:
+                try:
+                    found = self._lookups.find(session, prompt, limit)
+                    return self._set_pins(m, found.match.pages, prompt.chunk_tokens)
+                finally:
+                    self._state.release(lease)
+
+        return after_disk()
+
+    def _set_pins(self, m: p.Pin, pages: Sequence[Page], chunk_tokens: int) -> p.Pinned:
+        index = self._state.index
+        whole = [page for page in pages if page.num_tokens == chunk_tokens]
+        if m.undo:
+            whole = [page for page in whole if page.pins]
+        for page in whole:
+            if m.undo:
+                index.unpin(page)
+            else:
+                index.pin(page)
+        return p.Pinned(m.id, len(whole) * chunk_tokens)
+
+    async def evict(self, m: p.Evict) -> p.Evicted:
+        if m.tier not in LABELS:
+            raise Refusal("usage", f"unknown tier {m.tier!r}")
+        tier = Tier(LABELS.index(m.tier))
+        wanted = sys.maxsize if m.pages < 0 else m.pages
+        if tier is Tier.DISK and self._assembly.disk is not None:
+            await asyncio.get_running_loop().run_in_executor(self._threads, self._assembly.disk.wait_surveyed)
+        evicted = 0
+        while evicted < wanted:
+            share = min(wanted - evicted, _EVICTED_AT_ONCE)
+            with self._state.lock:
+                self._state.require_open()
+                left = self._state.evict(tier, share)
+            evicted += left
+            if left < share:
+                break
+            await asyncio.sleep(0)
+        return p.Evicted(m.id, evicted)
+
+    async def flush(self, session: Session, m: p.Flush) -> p.Flushed:
+        wait_s = checked_wait(m.wait_s)
+        with waiting(session):
+            done = await asyncio.get_running_loop().run_in_executor(
+                self._threads, self._assembly.flush, wait_s
+            )
+        return p.Flushed(m.id, done)
