@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 from tierstore.errors import UsageError
 from tierstore.keys import Identity, Prompt, TokenIds
@@ -84,7 +83,8 @@ class StoreConnector(Connector):
         return self.store.lookup(prompt, max_tokens=max_tokens)
 
     def load(self, hit: Hit, *, deadline_s: float | None = None) -> Transfer[Loaded]:
-        return self.store.load(cast(StoreHit, hit), deadline_s=deadline_s)
+        assert isinstance(hit, StoreHit), "the hit is of another connector"
+        return self.store.load(hit, deadline_s=deadline_s)
 
     def save(self, prompt: Prompt, pages: Sequence[int], *, first: int) -> Transfer[int]:
         return self.store.save_hbm(prompt, pages, first=first)
@@ -128,4 +128,4 @@ def open_connector(
     opened = Store.open(
         store, spec, identity=identity, pool=pool, host_bytes=host_bytes, disk_bytes=disk_bytes
     )
-    return StoreConnector(cast(Store, opened))
+    return StoreConnector(opened)

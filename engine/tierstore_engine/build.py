@@ -14,7 +14,7 @@ from pathlib import Path
 from tierstore.errors import UsageError
 from tierstore.keys import Identity
 from tierstore.spec import DEFAULT_CHUNK_TOKENS, KVSpec
-from tierstore.store.store import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES
+from tierstore.store.base import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES
 from tierstore.units import format_size
 from tierstore_connectors.bundled import open_connector
 from tierstore_engine.attention.base import make_attention

@@ -13,11 +13,11 @@ not: it maps the daemon's arena and copies between its own memory and the slots 
 another host gets and sends pages as frames.
 
 **The arena's own socket.** Beside ``ipc://PATH`` the daemon listens on the unix socket ``PATH.arena``.
-Whoever connects there is handed the arena's file descriptor and a token, and keeps the connection: it is the sign of
-life. When a process dies, however it dies, the kernel closes it, and the daemon takes back what the process
-held in the same moment. The same the other way round: a client learns of the daemon's death at once, and
-answers "miss" from then on without waiting. No heartbeat can be that quick, and no stopped process is taken
-for a dead one. (Heartbeats are what a TCP client has instead.)
+Whoever connects there is handed the arena's file descriptor and a token, and keeps the connection: it is
+the sign of life. When a process dies, however it dies, the kernel closes it, and the daemon takes back what
+the process held in the same moment. The same the other way round: a client learns of the daemon's death at
+once, and answers "miss" from then on without waiting. No heartbeat can be that quick, and no stopped
+process is taken for a dead one. (Heartbeats are what a TCP client has instead.)
 
 **Reading under a lease.** A lease ends ``lease_s`` after the daemon gave it; the client counts from when it
 *asked*, so its own end is the earlier one. After copying it looks at its clock: before the end the bytes are

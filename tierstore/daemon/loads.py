@@ -16,7 +16,7 @@ from tierstore.daemon import protocol as p
 from tierstore.daemon.session import Held, Refusal, Session, checked_wait, waiting
 from tierstore.index import Match, Page, Tier
 from tierstore.mover import Priority
-from tierstore.store.hit import Hit
+from tierstore.store.hit import EmbeddedHit
 from tierstore.store.load import Loader
 from tierstore.store.state import StoreState
 
@@ -160,7 +160,7 @@ class Loads:
             if len(there) == len(pages):
                 chunk_tokens = held.registration.chunk_tokens
                 match = Match(tuple(pages), len(pages) * chunk_tokens, chunk_tokens)
-                hit = Hit(state, self._loader, match, lease, chunk_tokens)
+                hit = EmbeddedHit(state, self._loader, match, lease, chunk_tokens)
                 with waiting(session):
                     await self._loader.to_host(hit, deadline_s=wait_s, priority=priority)
             with state.lock:

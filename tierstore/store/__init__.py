@@ -23,8 +23,7 @@ Three rules keep bytes and bookkeeping together:
 * a disk copy is ready only after its commit, and its place is reused only after the commit that removed it.
 """
 
-from tierstore.store.hit import Hit
+from tierstore.store.base import Hit, Store
 from tierstore.store.load import Loaded
-from tierstore.store.store import Store
 
 __all__ = ["Hit", "Loaded", "Store"]

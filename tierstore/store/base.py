@@ -24,8 +24,8 @@ from tierstore.units import GIB, KIB
 
 if TYPE_CHECKING:
     from tierstore.daemon.connected import ConnectedStore
+    from tierstore.store.embedded import EmbeddedStore
     from tierstore.store.load import Loaded
-    from tierstore.store.store import Store as EmbeddedStore
     from tierstore.tiers.disk import FileIO
 
 DEFAULT_HOST_BYTES = 1 * GIB
@@ -82,7 +82,6 @@ class Store(ABC):
     mistakes of the caller.
 
     What takes time is a :class:`~tierstore.transfer.Transfer`: poll it, ``wait()`` for it, or ``await`` it.
-    Nothing else blocks for longer than a lookup may.
     """
 
     spec: KVSpec
@@ -120,9 +119,9 @@ class Store(ABC):
         Raises :class:`UsageError` for capacities that cannot hold a page and
         :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
         """
-        from tierstore.store.store import Store as EmbeddedStore
+        from tierstore.store.embedded import open_embedded
 
-        return EmbeddedStore.open(
+        return open_embedded(
             path,
             spec,
             identity=identity,
@@ -152,11 +151,10 @@ class Store(ABC):
     ) -> ConnectedStore:
         """Use the daemon at ``url``: ``ipc://PATH`` on this host, ``tcp://HOST:PORT`` on another.
 
-        It need not be there yet: while it is not, lookups miss and nothing is stored, and the connection
-        comes about by itself. ``lookup_s`` is the longest that a lookup (and every other verb without a
-        deadline of its own) waits for an answer. ``keys`` is this client's ``.secret`` file, ``server_key``
-        the daemon's ``.key`` file (see ``tierstore keygen``), for ``tcp://``. The other arguments are those
-        of :meth:`open`.
+        It need not be there yet: while it is not, lookups miss and nothing is stored. ``lookup_s`` is the
+        longest that a lookup (and every verb without a deadline of its own) waits for an answer. ``keys`` is
+        this client's ``.secret`` file, ``server_key`` the daemon's ``.key`` file (see ``tierstore keygen``),
+        for ``tcp://``. The other arguments are those of :meth:`open`.
 
         Raises :class:`UsageError` for an address or keys that cannot be used.
         """
@@ -261,6 +259,10 @@ class Store(ABC):
     @abstractmethod
     def stats(self) -> StoreStats:
         """A snapshot of everything that is counted."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Assert that everything that is counted twice agrees. For tests and idle moments."""
 
     @abstractmethod
     def wait_ready(self) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tierstore.index import Page, Tier
 from tierstore.store.endpoints import Buffers
-from tierstore.store.hit import Hit
+from tierstore.store.hit import EmbeddedHit
 from tierstore.store.load_job import LoadJob, Move
 from tierstore.store.state import StoreState
 from tierstore.transfer import TransferState
@@ -45,7 +45,9 @@ class HostLoad(LoadJob[int]):
 class BufferLoad(LoadJob[Loaded]):
     """Into memory of the caller's."""
 
-    def __init__(self, state: StoreState, hit: Hit, deadline_s: float | None, buffers: Buffers) -> None:
+    def __init__(
+        self, state: StoreState, hit: EmbeddedHit, deadline_s: float | None, buffers: Buffers
+    ) -> None:
         super().__init__(state, hit, deadline_s)
         self._buffers = buffers
 
@@ -77,7 +79,7 @@ class HbmLoad(LoadJob[Loaded]):
     """Into the engine's page pool. Whole pages become cached copies that the caller shares; a page the hit
     ends inside of is copied to a private page, because the caller is going to write behind the match."""
 
-    def __init__(self, state: StoreState, hit: Hit, deadline_s: float | None) -> None:
+    def __init__(self, state: StoreState, hit: EmbeddedHit, deadline_s: float | None) -> None:
         super().__init__(state, hit, deadline_s)
         self._hbm_pages: list[int] = [-1] * len(self.pages)
         self._reserved: dict[int, int] = {}  # position -> page of the pool

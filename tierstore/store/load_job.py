@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 
 from tierstore.index import Page, Tier
 from tierstore.mover import Lane, Mover, Priority
-from tierstore.store.hit import Hit
+from tierstore.store.hit import EmbeddedHit
 from tierstore.store.state import StoreState
 from tierstore.tiers.disk import PageRead
 from tierstore.transfer import Transfer, TransferState
@@ -55,7 +55,7 @@ class _Batch:
 class LoadJob(ABC, Generic[R]):
     """What every load has in common; subclasses know their destination."""
 
-    def __init__(self, state: StoreState, hit: Hit, deadline_s: float | None) -> None:
+    def __init__(self, state: StoreState, hit: EmbeddedHit, deadline_s: float | None) -> None:
         self.state = state
         self.hit = hit
         self.pages = hit.pages

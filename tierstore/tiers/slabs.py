@@ -92,14 +92,13 @@ class SlabAllocator:
         """The slab that has this unit."""
         return self._owner[unit]
 
-    def slabs(self) -> Iterator[Slab]:
+    def slabs(self) -> list[Slab]:
         """All slabs, in order of their places."""
-        start = 0
-        while start < len(self._owner):
-            slab = self._owner[start]
-            if slab is not None:
-                yield slab
-            start += 1 if slab is None else slab.units
+        return [slab for slab in dict.fromkeys(self._owner) if slab is not None]
+
+    def taken_units(self) -> bytearray:
+        """For each unit 1 if no slab may be put there, else 0: a copy."""
+        return bytearray(self._taken)
 
     def free_slots(self) -> Counter[int]:
         """Slot bytes → slots that can be had without a new slab."""

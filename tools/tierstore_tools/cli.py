@@ -65,7 +65,7 @@ def tiers(
         )
     report.table(
         "tiers: GB/s beside the same machine's limit",
-        ("tier", "op", "page", "GB/s", "µs/page", "of limit", "limit"),
+        ("tier", "op", "page", "GB/s", "µs/page", "of limit", "limit", "core-s/GB"),
         [
             (
                 row.tier,
@@ -75,6 +75,7 @@ def tiers(
                 f"{row.us_per_page:.0f}",
                 report.percent(row.limit_fraction),
                 row.limit.removesuffix("_gb_per_s"),
+                f"{row.core_s_per_gb:.2f}",
             )
             for row in result.rows
         ],
@@ -117,6 +118,41 @@ def longctx(
         json=json,
         plot=plot,
     )
+
+
+@app.command()
+def faults(
+    runs: Annotated[int, typer.Option(min=1, help="Runs of each fault")] = 40,
+    seed: Annotated[int, typer.Option(help="Does the same again")] = 0,
+    directory: Annotated[Path | None, typer.Option("--dir", help="Where; default: a temporary one")] = None,
+    json: JsonOption = None,
+) -> None:
+    """Crashes, lying disks and kill -9: wrong pages served, durable pages lost, time to recover."""
+    import tempfile
+
+    from tierstore_tools.faults import command
+
+    directory = Path(tempfile.gettempdir()) if directory is None else directory
+    _require_writable(directory)
+    command.run(directory.absolute(), runs=runs, seed=seed, json=json)
+
+
+@app.command()
+def churn(
+    capacity: Annotated[str, typer.Option(help="Cap of the store")] = "1GiB",
+    times: Annotated[float, typer.Option(min=0.1, help="Bytes written, in capacities")] = 20.0,
+    seed: Annotated[int, typer.Option(help="Does the same again")] = 0,
+    directory: Annotated[Path | None, typer.Option("--dir", help="Where; default: a temporary one")] = None,
+    json: JsonOption = None,
+) -> None:
+    """A day of traffic of mixed page sizes: how much of the cap is used, and whether writing slows down."""
+    import tempfile
+
+    from tierstore_tools import churn as bench
+
+    directory = Path(tempfile.gettempdir()) if directory is None else directory
+    _require_writable(directory)
+    bench.run(directory, capacity_bytes=parse_size(capacity), times=times, seed=seed, json=json)
 
 
 def _read_text(path: Path) -> str:

@@ -10,8 +10,8 @@ host   caller's buffers → host slots (a save)      host slots → caller's buf
 disk   caller's buffers → durable on disk          disk, page cache dropped → host slots
 =====  ==========================================  ==========================================
 
-and a *scatter* takes pages out of the disk that do not lie side by side there: eight prompts are saved page by
-page in turn, and loaded one after the other.
+and a *scatter* takes pages out of the disk that do not lie side by side there: eight prompts are saved page
+by page in turn, and loaded one after the other.
 
 Everything goes through the store's own verbs, with index, leases, checksums and commits. The limit is
 measured again in every round, next to what is held against it; a fraction is the median of the rounds'

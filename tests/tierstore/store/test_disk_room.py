@@ -2,111 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
+from tests.tierstore.store.room_bench import LARGE, SMALL, Bench
 from tierstore.index import Tier
-from tierstore.keys import Identity, Prompt
-from tierstore.policy import LRU
-from tierstore.store.disk_room import DiskRoom
-from tierstore.store.state import StoreState
-from tierstore.tiers.disk import DiskTier, PageRecord
 from tierstore.tiers.disk.space import Shortage
-from tierstore.tiers.host import HostTier
-from tierstore.units import KIB, MIB
-
-SMALL, LARGE = 64 * KIB, 1 * MIB
-CAPACITY = 16 * MIB
-
-
-class Bench:
-    """A state over a disk, without the threads that usually drive it."""
-
-    def __init__(self, path):
-        self.disk = DiskTier.open(path, capacity_bytes=CAPACITY, page_bytes=SMALL)
-        self.host = HostTier(2 * MIB)
-        self.state = StoreState([LRU(), LRU(), LRU()], host=self.host, pool=None, disk=self.disk)
-        self.state.surveyed()
-        self.room = DiskRoom(self.state, self.disk, self.commit)
-        self.after_relocation = None
-        self._relocate, self.disk.relocate = self.disk.relocate, self.relocate
-        self._serials = itertools.count()
-        self.bytes = {}  # serial -> what was saved
-
-    def commit(self):
-        removed, self.state.removed = self.state.removed, []
-        self.disk.commit([], removed, {}, self.state.index.tick)
-        return True
-
-    def relocate(self, moved):
-        self._relocate(moved)
-        if self.after_relocation is not None:
-            self.after_relocation(moved)
-
-    def save(self, nbytes, *, awake=True):
-        """A page of its own prompt on disk; its record, or None when there was no room."""
-        place = self.disk.reserve(nbytes)
-        if place is None and self.room.make(nbytes, {nbytes: 1}):
-            place = self.disk.reserve(nbytes)
-        if place is None:
-            return None
-        identity = Identity(f"pages of {nbytes}", "layout")
-        number = next(self._serials)
-        prompt = Prompt(identity, np.full(16, number, np.uint32), chunk_tokens=16)
-        parent = self.disk.add_root(identity)
-        record = PageRecord(
-            serial=self.disk.new_serial(),
-            parent=parent,
-            key=prompt.keys[0],
-            identity=identity.digest,
-            tokens=prompt.token_bytes,
-            nbytes=nbytes,
-            place=place,
-        )
-        slot = self.state.host_slot(nbytes)
-        view = self.host.view(slot, nbytes)
-        view[:] = np.full(nbytes, number % 251, np.uint8).tobytes()
-        self.disk.write([(record, view)])
-        self.bytes[record.serial] = bytes(view[:16])
-        self.host.free(slot, nbytes)
-        self.state.index.tick += 1
-        use = self.disk.ledger.use(0)._replace(tick=self.state.index.tick)
-        self.disk.commit([(record, None)], [], {record.serial: use}, self.state.index.tick)
-        if awake:
-            self.wake(record)
-        return record
-
-    def wake(self, record):
-        root = self.state.root(Identity(f"pages of {record.nbytes}", "layout"), record.nbytes)
-        return self.state.wake(root, [record])
-
-    def page(self, record):
-        return self.state.index.by_serial[record.serial]
-
-    def fill(self, nbytes):
-        """Save as many pages as there is room for without anybody leaving."""
-        records = []
-        while self.disk.space.shortage(nbytes) is Shortage.NONE:
-            records.append(self.save(nbytes))
-        return records
-
-    def records(self):
-        return {serial: record for serial, record in self.disk.scan() if serial in self.disk.ledger}
-
-    def verify(self):
-        """Every page that is held is as it was saved, and everybody agrees on where."""
-        for serial, record in self.records().items():
-            view = memoryview(bytearray(record.nbytes))
-            assert self.disk.read([(record, view)]).all_good
-            assert bytes(view[:16]) == self.bytes[serial]
-            assert self.disk.ledger.place(serial) == record.place
-            page = self.state.index.by_serial.get(serial)
-            assert page is None or page.record.place == page.copies[Tier.DISK].place == record.place
-        self.state.check()
-        self.disk.check()
+from tierstore.units import KIB
 
 
 @pytest.fixture
@@ -290,7 +193,7 @@ def test_a_disk_that_fails_while_pages_move_is_no_error(bench, monkeypatch):
 
 def test_small_pages_leave_when_it_is_the_index_that_is_full(bench):
     large = bench.save(LARGE)  # the oldest of all
-    small = [bench.save(16 * KIB) for _ in range(400)]
+    small = [record for _ in range(8) for record in bench.save_all(16 * KIB, 50)]
     space = bench.disk.space
     usage = space._index
     space._index_bytes = usage.used_bytes + 2 * usage.tree_bytes + 32 * KIB

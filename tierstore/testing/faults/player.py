@@ -117,7 +117,7 @@ def load(store: Store, number: int, tokens: int, *, deadline_s: float | None = N
     spec = store.spec
     hit = store.lookup(prompt_tokens(number, tokens, spec))
     promised = hit.tokens
-    buffers = [bytearray(b"\xaa" * spec.page_bytes) for _ in hit.pages]
+    buffers = [bytearray(b"\xaa" * spec.page_bytes) for _ in range(hit.num_pages)]
     served = store.load(hit, buffers, deadline_s=deadline_s).wait(WAIT_S).tokens
     ends = [min((at + 1) * spec.chunk_tokens, served) for at in range(page_count(served, spec))]
     wrong = [not matches(bytes(page), number, end, spec) for page, end in zip(buffers, ends, strict=False)]

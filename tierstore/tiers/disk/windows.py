@@ -80,11 +80,11 @@ class _Candidates:
     """All windows of a space as it is, and their prices: the bytes that move for each byte gained."""
 
     def __init__(self, space: SlabAllocator, units: int, fixed: Collection[Slab], *, joining: bool) -> None:
-        self._slabs = slabs = list(space.slabs())
-        columns = [
-            (slab.start, slab.units, slab.slot_bytes, slab.used_bytes, slab in fixed) for slab in slabs
-        ]
-        first, length, self._size, used, self._fixed = np.array(columns, np.int64).reshape(-1, 5).T
+        self._slabs = slabs = space.slabs()
+        columns = [(slab.start, slab.units, slab.slot_bytes, slab.slots, len(slab.free)) for slab in slabs]
+        first, length, self._size, slots, free = np.array(columns, np.int64).reshape(-1, 5).T
+        self._fixed = np.fromiter((slab in fixed for slab in slabs), np.bool_, len(slabs))
+        used = (slots - free) * self._size
         end = first + length
         # Windows that begin anywhere else are like one of these.
         starts = np.unique(np.concatenate([[0], first, end, first - units]))
@@ -103,7 +103,7 @@ class _Candidates:
     def cheapest(self, hopeless: Collection[int]) -> Iterator[tuple[float, int]]:
         """(price, first unit), the cheapest first, of those without slabs that are fixed or of these
         classes."""
-        stuck = np.isin(self._size, list(hopeless)) | (self._fixed > 0)
+        stuck = np.isin(self._size, list(hopeless)) | self._fixed
         rows = np.flatnonzero(self._good & (self._within(stuck.astype(np.int64)) == 0))
         rows = rows[np.argsort(self._price[rows], kind="stable")]
         return zip(self._price[rows].tolist(), self._starts[rows].tolist(), strict=True)
@@ -133,10 +133,8 @@ class _Elsewhere:
         self._space = space
         self._free = space.free_slots()
         self._free.subtract(wanted)
-        self._taken = bytearray(space.units)  # units: 0 is free
+        self._taken = space.taken_units()
         self._emptied: set[Slab] = set()
-        for slab in space.slabs():
-            self._taken[slab.start : slab.start + slab.units] = b"\1" * slab.units
 
     def has_emptied(self, window: Window) -> bool:
         """Whether a slab of this window goes with another window already."""
