@@ -6,8 +6,10 @@ import sys
 
 import pytest
 
-from tierstore.errors import UsageError
-from tierstore_tools import tiers
+from tests.tierstore.daemon.server.conftest import RunningDaemon
+from tierstore.daemon.settings import Settings
+from tierstore.errors import TierStoreError, UsageError
+from tierstore_tools import connected, tiers
 
 OPS = [*((tier, op) for tier in ("host", "hbm", "disk") for op in ("put", "get")), ("disk", "scatter")]
 
@@ -47,3 +49,25 @@ def test_the_command_prints_a_table_and_one_json_document(tmp_path):
         "limit_fraction",
     }
     assert "of limit" in done.stderr
+
+
+@pytest.fixture
+def daemon(tmp_path):
+    running = RunningDaemon(Settings(listen=(f"ipc://{tmp_path}/sock",), host_bytes=48 << 20))
+    yield running
+    running.stop()
+
+
+def test_a_daemon_is_measured_beside_memcpy(daemon, monkeypatch):
+    monkeypatch.setattr(connected, "_PROMPTS", 2)
+    monkeypatch.setattr(connected, "_CLIENTS", 1)
+    result = connected.run(daemon.url, [64 << 10, 1 << 20], total_bytes=8 << 20, rounds=1)
+    assert [(row.tier, row.op) for row in result.rows] == [("daemon", "put"), ("daemon", "get")] * 2
+    assert all(row.gb_per_s > 0 and row.limit == "memcpy_gb_per_s" for row in result.rows)
+    assert [(row.prompt, row.lookups) for row in result.lookups] == [("whole", 2), ("tail", 20)]
+    assert all(0 < row.p50_ms <= row.p99_ms for row in result.lookups)
+
+
+def test_a_daemon_that_is_too_small_is_said_so(daemon):
+    with pytest.raises(TierStoreError, match="give it more --host-bytes"):
+        connected.run(daemon.url, [1 << 20], total_bytes=96 << 20, rounds=1)

@@ -138,9 +138,9 @@ class AskedPrompt:
     def page_before(self, state: StoreState, chunk: int) -> Page | None:
         """The page before a chunk (the root for the first one), whether or not it has copies; None if it is
         not in the tree."""
-        if 0 < chunk <= len(self.head):
-            return self.head[chunk - 1]
         root = state.root(self.registration.identity, self.registration.page_bytes)
+        if chunk <= len(self.head):
+            return self.head[chunk - 1] if chunk else root
         count = chunk - len(self.head)
         parent = self.head[-1] if self.head else root
         below = state.index.descend(parent, self.keys[:count], self.tokens, self._width)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 from concurrent.futures import Executor
 from dataclasses import asdict
 
@@ -16,7 +16,7 @@ from tierstore.daemon.lookups import LABELS, Lookups
 from tierstore.daemon.prompts import AskedPrompt
 from tierstore.daemon.quotas import Quotas
 from tierstore.daemon.session import Refusal, Registration, Session, checked_wait, waiting
-from tierstore.index import Page, Tier
+from tierstore.index import Match, Tier
 from tierstore.keys import Identity
 
 _EVICTED_AT_ONCE = 256  # pages; then other requests get their turn
@@ -65,22 +65,22 @@ class Upkeep:
         with self._state.lock:
             found = self._lookups.find(session, prompt, limit)
             if not found.look_on_disk:
-                return self._set_pins(m, found.match.pages, prompt.chunk_tokens)
+                return self._set_pins(m, found.match, prompt.chunk_tokens)
 
         async def after_disk() -> p.Pinned:
             lease = await self._lookups.look_on_disk(session, prompt, limit, _PIN_LOOK_S)
             with self._state.lock:
                 try:
                     found = self._lookups.find(session, prompt, limit)
-                    return self._set_pins(m, found.match.pages, prompt.chunk_tokens)
+                    return self._set_pins(m, found.match, prompt.chunk_tokens)
                 finally:
                     self._state.release(lease)
 
         return after_disk()
 
-    def _set_pins(self, m: p.Pin, pages: Sequence[Page], chunk_tokens: int) -> p.Pinned:
+    def _set_pins(self, m: p.Pin, match: Match, chunk_tokens: int) -> p.Pinned:
         index = self._state.index
-        whole = [page for page in pages if page.num_tokens == chunk_tokens]
+        whole = list(match.pages[: match.tokens // chunk_tokens])  # the last one may match in part only
         if m.undo:
             whole = [page for page in whole if page.pins]
         for page in whole:

@@ -47,22 +47,26 @@ def tiers(
     total: Annotated[str, typer.Option(help="Bytes moved per measurement")] = "256MiB",
     rounds: Annotated[int, typer.Option(min=1, help="Repetitions; medians are reported")] = 5,
     directory: Annotated[Path, typer.Option("--dir", help="Where the disk is measured")] = Path(),
+    store: Annotated[str | None, typer.Option(help="Measure the daemon at this address instead")] = None,
     json: JsonOption = None,
 ) -> None:
     """put/get GB/s and µs of each tier by page size beside the limit."""
-    from tierstore_tools import machine, report
+    from tierstore_tools import connected, machine, report
     from tierstore_tools import tiers as bench
 
-    _require_writable(directory)
     sizes = [parse_size(size) for size in page_bytes.split(",")]
+    nbytes = parse_size(total)
+    result: bench.TiersResult | connected.ConnectedResult
     with report.phases() as shown, shown.phase("tiers", measurable=False) as phase:
-        result = bench.run(
-            directory,
-            sizes,
-            total_bytes=parse_size(total),
-            rounds=rounds,
-            progress=lambda text: phase.update(text=text),
-        )
+
+        def progress(text: str) -> None:
+            phase.update(text=text)
+
+        if store is None:
+            _require_writable(directory)
+            result = bench.run(directory, sizes, total_bytes=nbytes, rounds=rounds, progress=progress)
+        else:
+            result = connected.run(store, sizes, total_bytes=nbytes, rounds=rounds, progress=progress)
     report.table(
         "tiers: GB/s beside the same machine's limit",
         ("tier", "op", "page", "GB/s", "µs/page", "of limit", "limit", "core-s/GB"),
@@ -81,6 +85,16 @@ def tiers(
         ],
         to_stderr=json == "-",
     )
+    if isinstance(result, connected.ConnectedResult):
+        report.table(
+            "lookups of 100K tokens, hashing included",
+            ("prompt", "tokens", "lookups", "p50 ms", "p99 ms"),
+            [
+                (row.prompt, f"{row.tokens:,}", f"{row.lookups}", f"{row.p50_ms:.2f}", f"{row.p99_ms:.2f}")
+                for row in result.lookups
+            ],
+            to_stderr=json == "-",
+        )
     report.write_json({"machine": machine.describe(), **result.to_json()}, json)
 
 

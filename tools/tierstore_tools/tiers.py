@@ -39,7 +39,7 @@ from tierstore.store import Store
 from tierstore.tiers.hbm import PagePool
 from tierstore_tools import limits
 
-_LAYER_BYTES = 16 << 10  # of the spec below: K and V, one head, 64 tokens × 64 values, float16
+LAYER_BYTES = 16 << 10  # of the spec below: K and V, one head, 64 tokens × 64 values, float16
 _ROUNDS = 5
 _WAIT_S = 300.0
 _SCATTERED_PROMPTS = 8
@@ -84,7 +84,7 @@ def run(
     """Measure all tiers with pages of each of ``page_sizes`` (multiples of 16 KiB), ``total_bytes`` at a
     time, the disk under ``directory``."""
     for page_bytes in page_sizes:
-        if page_bytes % _LAYER_BYTES or not 0 < page_bytes <= total_bytes:
+        if page_bytes % LAYER_BYTES or not 0 < page_bytes <= total_bytes:
             raise UsageError(
                 f"a page size must be a multiple of 16KiB and at most {total_bytes}: {page_bytes} is not"
             )
@@ -92,14 +92,14 @@ def run(
     rows: list[TierRow] = []
     for page_bytes in page_sizes:
         bench = _PageSize(directory, page_bytes, total_bytes)
-        samples: dict[_Op, list[tuple[_Rate, float]]] = {}
+        samples: dict[_Op, list[tuple[Rate, float]]] = {}
         for round_ in range(rounds):
             progress(f"{page_bytes >> 10} KiB pages, round {round_ + 1} of {rounds}")
             measured = bench.round()
             seen.append(measured.limits)
             for op, rate in measured.rates.items():
                 samples.setdefault(op, []).append((rate, rate.gb_per_s / measured.limits[_LIMIT_OF[op]]))
-        rows += [_row(op, page_bytes, values) for op, values in samples.items()]
+        rows += [row_of(op, page_bytes, values, _LIMIT_OF[op]) for op, values in samples.items()]
     merged = {name: statistics.median(each[name] for each in seen) for name in seen[0]}
     return TiersResult(merged, tuple(rows))
 
@@ -108,9 +108,19 @@ _Op = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class _Rate:
+class Rate:
+    """How fast bytes moved, and what a GB of them cost in core-seconds."""
+
     gb_per_s: float
     core_s_per_gb: float
+
+    @classmethod
+    def of(cls, work: Callable[[], object], nbytes: int) -> Rate:
+        """That of ``work``, which moves ``nbytes``."""
+        gb = nbytes / 1e9
+        start, start_cpu = time.perf_counter(), time.process_time()
+        work()
+        return cls(gb / (time.perf_counter() - start), (time.process_time() - start_cpu) / gb)
 
 
 _LIMIT_OF = {
@@ -124,17 +134,18 @@ _LIMIT_OF = {
 }
 
 
-def _row(op: _Op, page_bytes: int, samples: Sequence[tuple[_Rate, float]]) -> TierRow:
+def row_of(op: _Op, page_bytes: int, samples: Sequence[tuple[Rate, float]], limit: str) -> TierRow:
+    """The medians of (rate, fraction of the limit)."""
     rate = statistics.median(rate.gb_per_s for rate, _ in samples)
     cores = statistics.median(rate.core_s_per_gb for rate, _ in samples)
     fraction = statistics.median(fraction for _, fraction in samples)
-    return TierRow(*op, page_bytes, rate, page_bytes / rate / 1e3, fraction, _LIMIT_OF[op], cores)
+    return TierRow(*op, page_bytes, rate, page_bytes / rate / 1e3, fraction, limit, cores)
 
 
 @dataclass(frozen=True, slots=True)
 class _Round:
     limits: dict[str, float]
-    rates: dict[_Op, _Rate]
+    rates: dict[_Op, Rate]
 
 
 class _PageSize:
@@ -143,7 +154,7 @@ class _PageSize:
     def __init__(self, directory: Path, page_bytes: int, total_bytes: int) -> None:
         self._directory = directory
         self._spec = KVSpec.uniform(
-            layers=page_bytes // _LAYER_BYTES, kv_heads=1, head_dim=64, dtype="float16"
+            layers=page_bytes // LAYER_BYTES, kv_heads=1, head_dim=64, dtype="float16"
         )
         self._count = total_bytes // page_bytes
         self._nbytes = self._count * page_bytes
@@ -170,14 +181,14 @@ class _PageSize:
         rates |= self._disk()
         return _Round(limits.Limits(memcpy, disk).to_json(), rates)
 
-    def _host(self) -> dict[_Op, _Rate]:
+    def _host(self) -> dict[_Op, Rate]:
         with self._open(None) as store:
             put = self._time(lambda: store.save(self._tokens, self._source).wait(_WAIT_S))
             get = self._time(lambda: store.load(store.lookup(self._tokens), self._target).wait(_WAIT_S))
             self._verify()
         return {("host", "put"): put, ("host", "get"): get}
 
-    def _hbm(self) -> dict[_Op, _Rate]:
+    def _hbm(self) -> dict[_Op, Rate]:
         pool = PagePool(self._spec, self._count)
         with self._open(None, pool) as store:
             store.save(self._tokens, self._source).wait(_WAIT_S)
@@ -187,10 +198,10 @@ class _PageSize:
             get = self._time(lambda: store.save_hbm(prompt, range(self._count)).wait(_WAIT_S))
         return {("hbm", "put"): put, ("hbm", "get"): get}
 
-    def _disk(self) -> dict[_Op, _Rate]:
+    def _disk(self) -> dict[_Op, Rate]:
         return {**self._whole_prompt(), **self._scattered()}
 
-    def _whole_prompt(self) -> dict[_Op, _Rate]:
+    def _whole_prompt(self) -> dict[_Op, Rate]:
         with self._open_on_disk() as (path, store):
 
             def put_durably() -> None:
@@ -205,7 +216,7 @@ class _PageSize:
             self._verify()
         return {("disk", "put"): put, ("disk", "get"): get}
 
-    def _scattered(self) -> dict[_Op, _Rate]:
+    def _scattered(self) -> dict[_Op, Rate]:
         pages = self._count // _SCATTERED_PROMPTS
         if not pages:
             return {}
@@ -243,12 +254,9 @@ class _PageSize:
             store.wait_ready()
             yield store
 
-    def _time(self, work: Callable[[], object], nbytes: int | None = None) -> _Rate:
-        """How fast, and at what cost, all pages (or ``nbytes``) are moved."""
-        gb = (self._nbytes if nbytes is None else nbytes) / 1e9
-        start, start_cpu = time.perf_counter(), time.process_time()
-        work()
-        return _Rate(gb / (time.perf_counter() - start), (time.process_time() - start_cpu) / gb)
+    def _time(self, work: Callable[[], object], nbytes: int | None = None) -> Rate:
+        """How fast all pages (or ``nbytes``) are moved."""
+        return Rate.of(work, self._nbytes if nbytes is None else nbytes)
 
     def _verify(self, count: int | None = None) -> None:
         """A figure for wrong bytes would be worth nothing."""

@@ -83,6 +83,33 @@ def test_a_remembered_path_stands_for_the_beginning_of_a_prompt(start, connect):
     assert client.lookup(prompt_of(TOKENS), max_tokens=33, path=found.path, known=5).tokens == 33
 
 
+@pytest.mark.parametrize("first", [0, 1, 2, 4])
+def test_what_a_path_stands_for_is_never_saved_in_another_place(start, connect, first):
+    daemon = start()
+    client = connect(daemon.url)
+    client.register()
+    client.save(TOKENS)
+    found = client.lookup(prompt_of(TOKENS))
+    pages = daemon.stats().store.pages
+    reserved = client.ask(p.Reserve(0, part(prompt_of(TOKENS), path=found.path, known=2), first, 5 - first))
+    if isinstance(reserved, p.Reserved):  # the daemon may know these pages, or refuse to be asked
+        assert reserved.reservation == 0
+    else:
+        assert reserved.kind in ("path", "usage")
+    assert daemon.stats().store.pages == pages
+
+
+def test_a_page_that_matches_in_part_is_not_pinned(start, connect):
+    daemon = start()
+    client = connect(daemon.url)
+    client.register()
+    client.save(TOKENS)
+    other = [*TOKENS[: 2 * CHUNK_TOKENS + 5], *range(CHUNK_TOKENS)]
+    assert client.ask(p.Pin(0, part(prompt_of(other)))).tokens == 2 * CHUNK_TOKENS
+    assert client.ask(p.Evict(0, "host", -1)).pages == 4
+    assert client.ask(p.Pin(0, part(prompt_of(other)), True)).tokens == 2 * CHUNK_TOKENS
+
+
 def test_a_path_whose_pages_have_left_is_refused(start, connect):
     daemon = start()
     client = connect(daemon.url)
