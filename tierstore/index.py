@@ -284,7 +284,8 @@ class Index:
         # A copy placed under children that are already in this tier (a hole being filled) has to know them.
         if page.children:
             copy.children = sum(child.copies[tier] is not None for child in page.all_children())
-        self._offer_all(page)
+        if ready:
+            self._offer_all(page)
         return copy
 
     def set_ready(self, page: Page, tier: Tier) -> None:

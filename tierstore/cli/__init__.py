@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from tierstore.cli import doctor, fsck, ls, serve
+from tierstore.cli import doctor, evict, fsck, ls, serve, stats, top
 from tierstore.command_line import one_line_errors
 
 app = typer.Typer(
@@ -48,3 +48,6 @@ app.command("ls")(ls.command)
 app.command("doctor")(doctor.command)
 app.command("serve")(serve.serve)
 app.command("keygen")(serve.keygen)
+app.command("stats")(stats.command)
+app.command("top")(top.command)
+app.command("evict")(evict.command)
