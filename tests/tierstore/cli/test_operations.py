@@ -1,0 +1,298 @@
+"""``tierstore stats``, ``top`` and ``evict`` against a daemon in a process of its own, and the documents that
+say how to run one."""
+
+from __future__ import annotations
+
+import configparser
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import zmq
+
+from tests.tierstore.daemon.client.conftest import SPEC, DaemonProcess, pages_of
+from tierstore.cli.stats import Operator, quantile
+from tierstore.cli.top import view
+from tierstore.daemon import keys, protocol
+from tierstore.daemon.connected import ConnectedStore
+from tierstore.daemon.metrics import StatsCollector
+from tierstore.daemon.settings import HELP, Settings
+from tierstore.daemon.stats import BOUNDS_S, LatencyStats
+from tierstore.errors import StoreUnavailableError
+from tierstore.keys import Identity
+
+DOCS = Path(__file__).parents[3] / "docs"
+PAGES = 20
+TOKENS = list(range(PAGES * SPEC.chunk_tokens))
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "tierstore.cli", *map(str, arguments)]
+
+
+def run(*arguments):
+    """(exit code, stdout, stderr)."""
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, check=False, timeout=60)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def directory():
+    """A path short enough for a unix socket."""
+    path = tempfile.mkdtemp(prefix="ts")
+    yield Path(path)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture
+def daemon(directory):
+    """A daemon, and one client that has saved ``TOKENS``."""
+    process = DaemonProcess(directory).start()
+    with ConnectedStore.connect(
+        process.url, SPEC, identity=Identity.of(SPEC, model="m"), lookup_s=5.0
+    ) as store:
+        assert store.wait_connected(30)
+        assert store.save(TOKENS, pages_of(TOKENS)).wait(30) == len(TOKENS)
+        assert store.flush(30)
+        process.store = store
+        yield process
+    process.kill()
+
+
+def test_stats_as_json_are_what_the_daemon_says(daemon):
+    daemon.store.lookup([*TOKENS, 1]).release()
+    code, out, err = run("stats", "--connect", daemon.url, "--json")
+    assert (code, err) == (0, "")
+    document = json.loads(out)
+    assert document["pid"] == daemon.process.pid
+    assert document["store"]["tiers"]["host"]["pages"] == PAGES
+    assert document["store"]["counters"]["hit_tokens"]["host"] == len(TOKENS)
+    assert document["service"]["requests"]["Lookup"] == 1
+
+
+def test_stats_as_a_table_leave_out_what_is_zero(daemon):
+    daemon.store.lookup([*TOKENS, 1]).release()
+    code, out, err = run("stats", "--connect", daemon.url)
+    assert (code, err) == (0, "")
+    assert re.search(rf"^host +4 MiB .* {PAGES} .* {len(TOKENS)} ", out, re.M)
+    assert "health: disk: online" in out
+    assert "hit rate 99.7 % of 321 tokens" in out
+    assert "clients 1, leases 0" in out
+    assert f"pid {os.getpid()}" in out
+    assert re.search(rf"^saved pages +{PAGES}$", out, re.M)
+    assert "damaged" not in out
+
+
+def test_an_operators_session_ends_with_it(daemon):
+    with Operator(daemon.url) as operator:
+        assert operator.stats().service.sessions == 2
+    ended = time.monotonic() + protocol.SILENCE_S / 2  # at once, and not when the daemon misses it
+    with Operator(daemon.url) as operator:
+        while operator.stats().service.sessions > 2:
+            assert time.monotonic() < ended
+        assert operator.stats().server.silent_sessions == 0
+
+
+@pytest.mark.parametrize("verb", [("stats",), ("stats", "--json"), ("top",), ("evict", "host")])
+def test_no_daemon_is_one_line_and_exit_code_one(directory, verb):
+    code, out, err = run(*verb, "--connect", f"ipc://{directory}/s")
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert "tierstore serve" in err
+
+
+@pytest.mark.parametrize("verb", [("stats", "--connect", "localhost"), ("evict", "hbm")])
+def test_bad_usage_is_one_line_and_exit_code_two(verb):
+    code, out, err = run(*verb)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+
+
+def test_a_daemon_that_hangs_or_ends_is_not_waited_for(daemon):
+    with Operator(daemon.url) as operator:
+        daemon.signal(signal.SIGSTOP)
+        code, _, err = run("stats", "--connect", daemon.url)
+        assert (code, err.count("\n")) == (1, 1)
+        daemon.kill()
+        with pytest.raises(StoreUnavailableError, match="has ended"):
+            operator.ask(protocol.Stats(0), protocol.StatsAnswer, wait_s=30)
+
+
+def test_over_tcp_with_keys(directory):
+    keys.generate(directory, "daemon")
+    keys.generate(directory / "tenants", "ops")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = DaemonProcess(
+        directory,
+        f"--server-key={directory}/daemon.secret",
+        f"--tenants={directory}/tenants",
+        listen=[f"tcp://127.0.0.1:{port}"],
+    ).start()
+    try:
+        where = ("--connect", f"tcp://127.0.0.1:{port}", "--server-key", directory / "daemon.key")
+        secret = directory / "tenants" / "ops.secret"
+        ends = time.monotonic() + 30
+        while (found := run("stats", "--json", *where, "--keys", secret))[0]:
+            assert time.monotonic() < ends, found
+        assert json.loads(found[1])["service"]["clients"][0]["tenant"] == "ops"
+        keys.generate(directory, "stranger")
+        assert run("stats", *where, "--keys", directory / "stranger.secret")[0] == 1
+    finally:
+        process.kill()
+
+
+def test_an_answer_of_another_version_is_said_to_be_one(directory):
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.linger = 0
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        asking = subprocess.Popen(
+            command("stats", "--connect", f"tcp://127.0.0.1:{port}"), stderr=subprocess.PIPE, text=True
+        )
+        peer, *_ = router.recv_multipart()
+        router.send_multipart([peer, b"\x09", b"something else"])
+        _, err = asking.communicate(timeout=30)
+        assert (asking.returncode, err.count("\n")) == (1, 1)
+        assert "version" in err
+
+
+def test_quantiles_are_bounds():
+    none = LatencyStats((0,) * (len(BOUNDS_S) + 1), 0.0)
+    assert quantile(none, 0.5) == "–"
+    some = replace(none, counts=(90, 0, 9, *none.counts[3:-1], 1))
+    assert [quantile(some, share) for share in (0.5, 0.99, 1.0)] == ["≤ 0.1 ms", "≤ 0.5 ms", "> 5000 ms"]
+
+
+@pytest.mark.parametrize("flags", [(), ("--once",)])
+def test_top_off_a_terminal_is_one_snapshot(daemon, flags):
+    code, out, err = run("top", "--connect", daemon.url, *flags)
+    assert (code, err) == (0, "")
+    assert out.count("health: disk: online") == 1
+    assert re.search(rf"^host .* 4 MiB +{PAGES} ", out, re.M)
+
+
+def test_rates_are_those_since_the_last_look(daemon):
+    with Operator(daemon.url) as operator:
+        before = operator.stats()
+        daemon.store.lookup([*TOKENS, 1]).release()
+        daemon.store.lookup([7] * 321)
+        now = operator.stats()
+        lines = [getattr(each, "plain", "") for each in view(operator, now, before, 2.0).renderables]
+        assert "hit rate 49.8 % now, 49.8 % in total" in lines
+        assert "lookups/s 1.0, pages on their way to disk 0" in lines
+        lines = [getattr(each, "plain", "") for each in view(operator, now, now, 1.0).renderables]
+        assert "hit rate – now, 49.8 % in total" in lines
+
+
+class Terminal:
+    """A command on a terminal of its own."""
+
+    def __init__(self, *arguments):
+        self.fd, there = pty.openpty()
+        environment = os.environ | {"TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
+        self.process = subprocess.Popen(
+            command(*arguments), stdin=there, stdout=there, stderr=there, env=environment
+        )
+        os.close(there)
+
+    def wait_for(self, text, seconds=30):
+        seen = b""
+        ends = time.monotonic() + seconds
+        while text not in seen:
+            assert time.monotonic() < ends, seen
+            if select.select([self.fd], [], [], 0.1)[0]:
+                seen += os.read(self.fd, 65536)
+
+    def end(self):
+        self.process.kill()
+        self.process.wait(10)
+        os.close(self.fd)
+
+
+@pytest.mark.parametrize("how", ["q", "interrupt"])
+def test_top_on_a_terminal_goes_on_until_it_is_ended(daemon, how):
+    terminal = Terminal("top", "--connect", daemon.url)
+    try:
+        for _ in range(2):
+            terminal.wait_for(b" now, ")  # not the first view
+        daemon.kill()
+        terminal.wait_for(b"trying again")
+        daemon.start()
+        terminal.wait_for(b"since the start")
+        if how == "q":
+            os.write(terminal.fd, b"xq")
+        else:
+            terminal.process.send_signal(signal.SIGINT)
+        terminal.wait_for(b"\x1b[?1049l")  # the screen is what it was
+        assert terminal.process.wait(20) == 0
+    finally:
+        terminal.end()
+
+
+def test_evict_lets_as_many_leave_as_asked_for(daemon):
+    where = ("--connect", daemon.url)
+    assert run("evict", "host", "--pages", 3, *where) == (0, "3 pages have left host\n", "")
+    assert run("evict", "host", *where) == (0, f"{PAGES - 3} pages have left host\n", "")
+    with daemon.store.lookup(TOKENS) as hit:
+        assert hit.by_tier == {"disk": len(TOKENS)}
+    assert run("evict", "disk", *where) == (0, f"{PAGES} pages have left disk\n", "")
+    assert daemon.store.lookup(TOKENS).tokens == 0
+
+
+def test_the_protocols_document_names_every_message_field_and_limit():
+    text = (DOCS / "protocol.md").read_text()
+    classes = [
+        each
+        for each in vars(protocol).values()
+        if isinstance(each, type) and issubclass(each, protocol.Message) and each is not protocol.Message
+    ]
+    assert len(classes) > 30
+    for each in classes:
+        signature = f"`{each.__name__}({', '.join(each.__struct_fields__)})`"
+        assert signature in text, signature
+    for name in ("MAX_MESSAGE_BYTES", "MAX_CHUNKS", "MAX_IDENTITY_BYTES", "MAX_FETCH_BYTES"):
+        assert f"| `{name}` | {getattr(protocol, name):,} |" in text, name
+    for name in ("PING_S", "SILENCE_S"):
+        assert f"| `{name}` | {getattr(protocol, name):g} |" in text, name
+
+
+def test_the_example_settings_are_settings_and_all_of_them():
+    file = DOCS / "deploy" / "tierstore.toml"
+    settings = Settings.load(file=file, environment={})
+    assert settings.disk is not None
+    named = re.findall(r"^#?(\w+) =", file.read_text(), re.M)
+    assert sorted(named) == sorted(HELP)
+
+
+def test_the_unit_starts_with_the_example_settings():
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str
+    unit.read(DOCS / "deploy" / "tierstore.service")
+    service = unit["Service"]
+    assert service["ExecStart"].endswith("tierstore serve --config /etc/tierstore/tierstore.toml")
+    assert service["LimitMEMLOCK"] == "infinity"
+    settings = Settings.load(file=DOCS / "deploy" / "tierstore.toml", environment={})
+    assert settings.listen[0].startswith(f"ipc:///run/{service['RuntimeDirectory']}/")
+    assert str(settings.disk).startswith(f"/var/lib/{service['StateDirectory']}/")
+    assert float(service["TimeoutStopSec"]) > settings.drain_s
+
+
+def test_the_operators_document_names_every_metric_and_setting(daemon):
+    text = (DOCS / "operations.md").read_text()
+    with Operator(daemon.url) as operator:
+        stats = operator.stats()
+    for metric in StatsCollector(lambda: stats).collect():
+        assert f"`{metric.name}" in text, metric.name
+    for name in HELP:
+        assert f"`{name}`" in text, name

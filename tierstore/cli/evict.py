@@ -1,0 +1,43 @@
+"""``tierstore evict``: let pages leave a tier of a daemon."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from tierstore.cli import show
+from tierstore.cli.stats import Connect, Keys, Operator, ServerKey
+from tierstore.errors import UsageError
+
+_TIERS = ("host", "disk")
+_PATIENCE_S = 600.0  # a large disk tier that has only just been opened is read through first
+
+
+def command(
+    tier: Annotated[str, typer.Argument(metavar="TIER", help=f"{' or '.join(_TIERS)}", show_default=False)],
+    pages: Annotated[
+        int | None,
+        typer.Option(
+            "--pages", min=1, metavar="N", help="At most so many (default: all that may)", show_default=False
+        ),
+    ] = None,
+    connect: Connect = None,
+    keys: Keys = None,
+    server_key: ServerKey = None,
+) -> None:
+    """Let pages leave a tier, those first that the daemon's policy would evict next.
+
+    Leased and pinned pages stay. What leaves the host tier and is on disk is still found there.
+    """
+    from rich.console import Console
+
+    from tierstore.daemon import protocol
+
+    if tier not in _TIERS:
+        raise UsageError(f"a daemon has no tier {tier!r} (known: {', '.join(_TIERS)})")
+    with Operator(connect, keys, server_key) as operator, Console(file=sys.stderr).status("evicting"):
+        wanted = protocol.Evict(0, tier, -1 if pages is None else pages)
+        evicted = operator.ask(wanted, protocol.Evicted, wait_s=_PATIENCE_S)
+    show.line(f"{evicted.pages:,} pages have left {tier}")

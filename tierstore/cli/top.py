@@ -1,0 +1,262 @@
+"""``tierstore top``: a daemon, live.
+
+Rates are differences of counters between two snapshots. Pages are what is counted, so bytes per second are
+pages times the mean room of those that the tier holds now.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tierstore.cli.stats import Connect, Keys, Operator, ServerKey, health, percent, quantile
+from tierstore.errors import StoreUnavailableError
+from tierstore.units import format_size
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+    from tierstore.daemon.stats import DaemonStats, LatencyStats
+
+_REFRESH_S = 1.0
+_BAR = 24
+_MOST_CLIENTS = 12
+_IN = {"host": ("saved_pages", "disk_read_pages"), "disk": ("disk_written_pages",)}
+_OUT = {"host": ("loaded_pages",), "disk": ("disk_read_pages",)}
+
+
+def command(
+    connect: Connect = None,
+    keys: Keys = None,
+    server_key: ServerKey = None,
+    once: Annotated[bool, typer.Option("--once", help="Show one snapshot and end")] = False,
+) -> None:
+    """Watch a daemon: tiers, hit rate, traffic and clients, every second.
+
+    q or Ctrl-C ends it. Off a terminal it shows one snapshot. Rates of a single snapshot, and of the first
+    one, are those since the daemon started.
+    """
+    watch = _Watch(connect, keys, server_key)
+    try:
+        first = watch.look()
+        if once or not (sys.stdout.isatty() and sys.stdin.isatty()):
+            from rich.console import Console
+
+            Console(width=None if sys.stdout.isatty() else 110).print(first)
+        else:
+            _live(watch, first)
+    except KeyboardInterrupt:
+        return
+    finally:
+        watch.close()
+
+
+def _live(watch: _Watch, first: Group) -> None:
+    from rich.live import Live
+    from rich.text import Text
+
+    with _keys() as pressed, Live(first, screen=True, auto_refresh=False) as live:
+        while not pressed(_REFRESH_S):
+            try:
+                live.update(watch.look(), refresh=True)
+            except StoreUnavailableError as error:
+                watch.close()
+                live.update(Text(f"{error}\n\ntrying again every second; q ends"), refresh=True)
+
+
+@contextmanager
+def _keys() -> Iterator[Any]:
+    """A function that waits so many seconds for q, with the terminal not waiting for whole lines."""
+    import select
+    import termios
+    import tty
+
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+
+    def pressed(seconds: float) -> bool:
+        ends = time.monotonic() + seconds
+        while select.select([fd], [], [], max(ends - time.monotonic(), 0))[0]:
+            typed = os.read(fd, 64)
+            if not typed or b"q" in typed.lower():
+                return True
+        return False
+
+    try:
+        tty.setcbreak(fd)
+        yield pressed
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    at: float
+    stats: DaemonStats
+
+
+class _Watch:
+    """Looks at one daemon again and again, also at the one that comes after it."""
+
+    def __init__(self, url: str | None, keys: Path | None, server_key: Path | None) -> None:
+        self._where = (url, keys, server_key)
+        self._operator: Operator | None = None
+        self._before: _Snapshot | None = None
+
+    def look(self) -> Group:
+        """A new view. Raises :class:`StoreUnavailableError` while there is no daemon."""
+        if self._operator is None:
+            self._operator = Operator(*self._where)
+        now = _Snapshot(time.monotonic(), self._operator.stats())
+        before, self._before = self._before, now
+        return view(
+            self._operator, now.stats, before.stats if before else None, now.at - before.at if before else 0
+        )
+
+    def close(self) -> None:
+        if self._operator is not None:
+            self._operator.close()
+        self._operator = self._before = None  # the next daemon counts from zero
+
+
+def view(operator: Operator, now: DaemonStats, before: DaemonStats | None, seconds: float) -> Group:
+    """One screen. Without ``before`` rates are those since the start."""
+    from rich.console import Group
+    from rich.text import Text
+
+    rates = _Rates(now, before, seconds if before else max(now.uptime_s, 1e-9))
+    store, service = now.store, now.service
+    fine = all(tier.condition.value == "online" for tier in store.health.values())
+    period = "now" if before else "since the start"
+    lines = (
+        Text(f"tierstore {now.version} at {operator.url}, pid {now.pid}", style="bold"),
+        Text(f"health: {health(now)}", style="green" if fine else "bold red"),
+        Text(""),
+        _tiers(now, rates),
+        Text(""),
+        Text(f"hit rate {rates.hit_rate} {period}, {_total_hit_rate(now)} in total"),
+        Text(f"lookups/s {rates.of('lookups'):,.1f}, pages on their way to disk {store.pending_writes:,}"),
+        Text(
+            f"clients {service.sessions - 1:,}, leases {service.leases:,}, reservations "
+            f"{service.reservations:,} ({format_size(service.reserved_bytes)})"
+        ),
+        Text(""),
+        _requests(now, rates),
+        *_clients(operator, now),
+    )
+    return Group(*lines)
+
+
+class _Rates:
+    """What happened between two snapshots, by second."""
+
+    def __init__(self, now: DaemonStats, before: DaemonStats | None, seconds: float) -> None:
+        self._now = now
+        self._before = before
+        self._seconds = seconds
+
+    def _more(self, name: str) -> Any:
+        """By how much a counter grew: a number, or one for each tier."""
+        new: Any = self._now.store.counters[name]
+        old: Any = self._before.store.counters[name] if self._before is not None else None
+        if isinstance(new, dict):
+            return {tier: count - (old[tier] if old else 0) for tier, count in new.items()}
+        return new - (old or 0)
+
+    def of(self, name: str) -> float:
+        return float(self._more(name)) / self._seconds
+
+    def gb_per_s(self, tier: str, names: tuple[str, ...]) -> float:
+        stats = self._now.store.tiers[tier]
+        page_bytes = stats.used_bytes / stats.pages if stats.pages else 0.0
+        return sum(self.of(name) for name in names) * page_bytes / 1e9
+
+    @property
+    def hit_rate(self) -> str:
+        return percent(sum(self._more("hit_tokens").values()), self._more("lookup_tokens"))
+
+    def latency(self, name: str) -> tuple[LatencyStats, float]:
+        """Of the requests in between, and how many they were by second."""
+        from tierstore.daemon.stats import LatencyStats
+
+        new = self._now.service.latency[name]
+        counts = new.counts
+        if self._before is not None:
+            old = self._before.service.latency[name].counts
+            counts = tuple(after - before for after, before in zip(new.counts, old, strict=True))
+        return LatencyStats(counts, 0.0), sum(counts) / self._seconds
+
+
+def _total_hit_rate(now: DaemonStats) -> str:
+    counters: Any = now.store.counters
+    return percent(sum(counters["hit_tokens"].values()), counters["lookup_tokens"])
+
+
+def _table(*columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
+def _tiers(now: DaemonStats, rates: _Rates) -> Table:
+    from rich.progress_bar import ProgressBar
+
+    table = _table("tier", "", "full", "used", "capacity", "pages", "leased", "GB/s in", "GB/s out")
+    for name, tier in now.store.tiers.items():
+        table.add_row(
+            name,
+            ProgressBar(total=max(tier.capacity_bytes, 1), completed=tier.used_bytes, width=_BAR),
+            percent(tier.used_bytes, tier.capacity_bytes),
+            format_size(tier.used_bytes),
+            format_size(tier.capacity_bytes),
+            f"{tier.pages:,}",
+            f"{tier.leased_pages:,}",
+            f"{rates.gb_per_s(name, _IN.get(name, ())):.3f}",
+            f"{rates.gb_per_s(name, _OUT.get(name, ())):.3f}",
+        )
+    return table
+
+
+def _requests(now: DaemonStats, rates: _Rates) -> Table:
+    table = _table("requests", "per second", "half of them", "99 of 100")
+    for name in now.service.latency:
+        latency, per_s = rates.latency(name)
+        table.add_row(name, f"{per_s:,.1f}", quantile(latency, 0.5), quantile(latency, 0.99))
+    return table
+
+
+def _clients(operator: Operator, now: DaemonStats) -> Iterator[Any]:
+    """The clients that hold most."""
+    from rich.text import Text
+
+    clients = [client for client in now.service.clients if client.session != operator.session]
+    if not clients:
+        return
+    clients.sort(
+        key=lambda client: (client.reserved_bytes + client.sending_bytes, client.leases), reverse=True
+    )
+    table = _table("client", "tenant", "leases", "reserved", "sending")
+    for client in clients[:_MOST_CLIENTS]:
+        table.add_row(
+            Text(client.client),
+            client.tenant or "–",
+            f"{client.leases:,}",
+            format_size(client.reserved_bytes),
+            format_size(client.sending_bytes),
+        )
+    yield Text("")
+    yield table
+    if len(clients) > _MOST_CLIENTS:
+        yield Text(f"… and {len(clients) - _MOST_CLIENTS:,} more")
