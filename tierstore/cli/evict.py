@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from tierstore.cli import show
-from tierstore.cli.stats import Connect, Keys, Operator, ServerKey
+from tierstore.cli.operator import Connect, Keys, Operator, ServerKey
 from tierstore.errors import UsageError
 
 _TIERS = ("host", "disk")

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tierstore.cli.stats import Connect, Keys, Operator, ServerKey, health, percent, quantile
+from tierstore.cli.operator import Connect, Keys, Operator, ServerKey
+from tierstore.cli.stats import health, percent, quantile
 from tierstore.errors import StoreUnavailableError
 from tierstore.units import format_size
 

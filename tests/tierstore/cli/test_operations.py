@@ -23,7 +23,8 @@ import pytest
 import zmq
 
 from tests.tierstore.daemon.client.conftest import SPEC, DaemonProcess, pages_of
-from tierstore.cli.stats import Operator, quantile
+from tierstore.cli.operator import Operator
+from tierstore.cli.stats import quantile
 from tierstore.cli.top import view
 from tierstore.daemon import keys, protocol
 from tierstore.daemon.connected import ConnectedStore
