@@ -147,6 +147,12 @@ class Transfer(Generic[T]):
         """Seconds until the deadline (0 when it has passed), None without one."""
         return None if self._ends is None else max(self._ends - self._clock(), 0.0)
 
+    def expect(self, pages: int, nbytes: int) -> None:
+        """There is more to move than was known."""
+        with self._changed:
+            self._pages += pages
+            self._nbytes += nbytes
+
     def advance(self, pages: int, nbytes: int) -> None:
         """Count pages that have arrived."""
         with self._changed:

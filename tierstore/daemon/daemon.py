@@ -19,13 +19,14 @@ import msgspec
 
 from tierstore.daemon import keys, logs
 from tierstore.daemon.arena import ArenaListener, SocketLock
-from tierstore.daemon.assembly import Assembly
+from tierstore.daemon.assembly import arena_fd, assemble
 from tierstore.daemon.endpoint import Url
 from tierstore.daemon.server import Server
 from tierstore.daemon.service import Service
 from tierstore.daemon.settings import Settings
 from tierstore.daemon.stats import DaemonStats, version
 from tierstore.errors import TierStoreError, UsageError
+from tierstore.store.assembly import Assembly
 from tierstore.units import format_size
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Daemon:
         for url in urls:
             if url.path is not None:
                 self._locks.append(SocketLock(url.path))
-        self.assembly = Assembly(settings)
+        self.assembly = assemble(settings)
         loop = asyncio.get_running_loop()
         self.service = Service(
             self.assembly,
@@ -83,7 +84,7 @@ class Daemon:
             if url.path is not None:
                 path = Path(f"{url.path}.arena")
                 self.server.add_arena(
-                    ArenaListener(path, self.assembly.arena_fd, settings.host_bytes, self.server.arena_gone)
+                    ArenaListener(path, arena_fd(self.assembly), settings.host_bytes, self.server.arena_gone)
                 )
             endpoint = self.server.listen(url)
             _log.info("listening at %s", endpoint.address)

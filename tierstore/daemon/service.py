@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
 from tierstore.daemon import protocol as p
-from tierstore.daemon.assembly import Assembly
 from tierstore.daemon.loads import Loads, PageFrames
 from tierstore.daemon.lookups import LABELS, Lookups
 from tierstore.daemon.quotas import Quotas
@@ -25,6 +24,7 @@ from tierstore.daemon.stats import ClientStats, Histogram, ServiceStats, TenantS
 from tierstore.daemon.upkeep import Upkeep
 from tierstore.daemon.writing import Writing
 from tierstore.errors import StoreClosedError
+from tierstore.store.assembly import Assembly
 
 _log = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ from dataclasses import asdict
 import msgspec
 
 from tierstore.daemon import protocol as p
-from tierstore.daemon.assembly import Assembly
 from tierstore.daemon.lookups import LABELS, Lookups
 from tierstore.daemon.prompts import AskedPrompt
 from tierstore.daemon.quotas import Quotas
 from tierstore.daemon.session import Refusal, Registration, Session, checked_wait, waiting
 from tierstore.index import Match, Tier
 from tierstore.keys import Identity
+from tierstore.store.assembly import Assembly
 
 _EVICTED_AT_ONCE = 256  # pages; then other requests get their turn
 _PIN_LOOK_S = 10.0

@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-import logging
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from tierstore.errors import UsageError
 from tierstore.index import Page, Tier
 from tierstore.keys import Identity, Prompt, TokenIds
-from tierstore.mover import Mover
 from tierstore.policy import POLICIES
 from tierstore.spec import KVSpec
+from tierstore.store.assembly import Assembly, open_tiers
 from tierstore.store.base import Hit, Store, checked_prompt
 from tierstore.store.endpoints import Buffers, PageSource
 from tierstore.store.find import find
-from tierstore.store.health import Condition
 from tierstore.store.hit import EmbeddedHit
-from tierstore.store.load import Loaded, Loader
+from tierstore.store.load import Loaded
 from tierstore.store.save import HbmPages, SaveJob
-from tierstore.store.state import StoreState
 from tierstore.store.stats import StoreStats
-from tierstore.store.write_behind import WriteBehind
 from tierstore.tiers.disk import DiskTier, FileIO
 from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.host import HostTier
 from tierstore.transfer import Transfer
 from tierstore.units import format_size
 
-_log = logging.getLogger(__name__)
-
 _EVICTED_AT_ONCE = 512  # pages; then others get the lock
-_QUEUE_FRACTION = 1 / 2  # of the host tier, that may wait to be written to disk
 
 
 class EmbeddedStore(Store):
@@ -45,38 +37,22 @@ class EmbeddedStore(Store):
         self,
         spec: KVSpec,
         identity: Identity,
+        assembly: Assembly,
         *,
         pool: PagePool | None,
-        host: HostTier | None,
-        disk: DiskTier | None,
-        policy: str,
         lease_s: float,
-        mover_threads: int,
-        stall_s: float,
-        clock: Callable[[], float],
     ) -> None:
         self.spec = spec
         self.identity = identity
         self.pool = pool
-        self._host = host
-        self._disk = disk
+        self._assembly = assembly
+        self._state = assembly.state
+        self._disk = assembly.disk
+        self._mover = assembly.mover
+        self._loader = assembly.loader
+        self._write_behind = assembly.write_behind
         self._lease_s = lease_s
         self._layout = spec.describe()  # compared at every lookup
-        self._state = StoreState(
-            [POLICIES[policy]() for _ in Tier],
-            host=host,
-            pool=pool,
-            disk=disk,
-            clock=clock,
-            stall_s=stall_s,
-        )
-        self._mover = Mover(mover_threads, disk_threads=mover_threads if disk is not None else 0)
-        self._loader = Loader(self._state, self._mover)
-        self._given_back = False
-        self._write_behind: WriteBehind | None = None
-        if disk is not None and host is not None:
-            queue_bytes = int(host.capacity_bytes * _QUEUE_FRACTION)
-            self._write_behind = WriteBehind(self._state, disk, queue_bytes=queue_bytes)
 
     def __repr__(self) -> str:
         return (
@@ -147,19 +123,15 @@ class EmbeddedStore(Store):
             raise UsageError(
                 f"chunks {first} … {first + count} do not lie within a prompt of {chunks} chunks"
             )
-        job = SaveJob(self._state, source, self._write_behind, self.spec.page_bytes)
-        with find(self._state, prompt, len(prompt), self.spec.page_bytes) as match:
-            job.plan(prompt, match, first, count)
-        return job.start(self._mover)
+        page_bytes = self.spec.page_bytes
+        wanted = range(first, first + count)
+        job = SaveJob(self._state, source, self._write_behind, prompt, wanted, page_bytes)
+        with find(self._state, prompt, len(prompt), page_bytes) as match:
+            job.begin(match)
+        return job.run(self._mover)
 
     def flush(self, timeout: float | None = None) -> bool:
-        state = self._state
-        pending = self._write_behind
-
-        def flushed() -> bool:
-            return not state.pending_saves and (pending is None or not pending.pending)
-
-        return state.lookout.wait_for(flushed, timeout)
+        return self._assembly.flush(timeout)
 
     # -- room in HBM (for the engine that owns the pool) -----------------------------------------------
 
@@ -218,70 +190,22 @@ class EmbeddedStore(Store):
     # -- seeing and ending ---------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
-        state = self._state
-        state.lookout.look()
-        with state.lock:
-            health = state.health
-            state.counters.disk_stalls = health.stalls
-            state.counters.disk_read_only_s = health.spent_s(Condition.READ_ONLY)
-            state.counters.disk_offline_s = health.spent_s(Condition.OFFLINE)
-            return StoreStats(
-                tiers=state.tier_stats(),
-                pages=state.index.pages,
-                key_collisions=state.index.key_collisions,
-                open_hits=state.open_hits,
-                pending_saves=state.pending_saves,
-                pending_writes=self._write_behind.pending if self._write_behind else 0,
-                disk_writable=state.disk is not None and health.writable,
-                health={Tier.DISK.label: health.snapshot()} if state.disk is not None else {},
-                health_line=health.line if state.disk is not None else "",
-                failed_tasks=self._mover.failed_tasks,
-                counters=asdict(state.counters),
-            )
+        return self._assembly.stats()
 
     def check(self) -> None:
         """Assert that index, pool, arena and disk agree. For tests and idle moments."""
-        if self._disk is not None:
-            self._disk.wait_surveyed()
-        with self._state.lock:
-            self._state.check()
-        if self._disk is not None:
-            self._disk.check()
+        self._assembly.check()
 
     def wait_ready(self) -> None:
-        if self._host is not None:
-            self._host.wait_populated()
+        if self._assembly.host is not None:
+            self._assembly.host.wait_populated()
 
     @property
     def closed(self) -> bool:
         return self._state.closed
 
     def close(self) -> None:
-        state = self._state
-        with state.lock:
-            if state.closed:
-                return
-            state.closed = True
-        threading.Thread(target=self._give_back, name="tierstore-close", daemon=True).start()
-        surveyed = self._disk is None or self._disk.wait_surveyed(0)
-        if not state.lookout.wait_for(lambda: self._given_back, None if surveyed else state.health.stall_s):
-            _log.warning("the store was closed while its disk does not answer: the directory stays locked")
-
-    def _give_back(self) -> None:
-        try:
-            self._mover.close()
-            if self._write_behind is not None:
-                self._write_behind.close()
-            if self._disk is not None:
-                self._disk.close()
-        except OSError as error:  # nothing that was durable depends on it
-            _log.warning("disk tier: could not be closed in order: %s", error)
-        finally:
-            if self._host is not None:
-                self._host.close()
-            with self._state.lock:
-                self._given_back = True
-                self._state.changed.notify_all()
+        self._assembly.close()
 
 
 def open_embedded(
@@ -310,9 +234,10 @@ def open_embedded(
     _require_room("host_bytes", host_bytes, spec)
     if path is not None:
         _require_room("disk_bytes", disk_bytes, spec)
-    disk = None
+    open_disk = None
     if path is not None:
-        disk = DiskTier.open(
+        open_disk = partial(
+            DiskTier.open,
             Path(path),
             capacity_bytes=disk_bytes,
             page_bytes=spec.page_bytes,
@@ -320,23 +245,18 @@ def open_embedded(
             io=io,
             clock=clock,
         )
-    try:
-        host = HostTier(host_bytes) if host_bytes else None
-    except UsageError:
-        if disk is not None:
-            disk.close()
-        raise
-    return EmbeddedStore(
-        spec,
-        identity or Identity.of(spec, model="default"),
-        pool=pool,
+    disk, host = open_tiers(open_disk, partial(HostTier, host_bytes) if host_bytes else None)
+    assembly = Assembly(
+        policy=policy,
         host=host,
         disk=disk,
-        policy=policy,
-        lease_s=lease_s,
+        pool=pool,
         mover_threads=mover_threads,
         stall_s=stall_s,
         clock=clock,
+    )
+    return EmbeddedStore(
+        spec, identity or Identity.of(spec, model="default"), assembly, pool=pool, lease_s=lease_s
     )
 
 

@@ -1,8 +1,9 @@
 """Saves: from HBM pages or a caller's buffers into the host tier, and on to the disk behind everybody's back.
 
 Everything that can be decided is decided when ``save`` is called: which pages are new and which host slots
-they get. The copies follow on the mover's threads. What finds no slot is not stored, at once and without
-waiting.
+they get. What finds no slot is not stored, at once and without waiting. A long prompt is decided in steps, so
+that others get the lock in between, and the copies of each step, on the mover's threads, do not wait for the
+next one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tierstore.tiers.hbm import PagePool
 from tierstore.transfer import Transfer, TransferState
 
 _PIECE_BYTES = 4 << 20
+_STEP_PAGES = 64  # decided while the store is locked: about a millisecond
 
 
 class HbmPages:
@@ -44,46 +46,78 @@ class _Fill:
 
 
 class SaveJob:
-    """The copies of one save. ``stored`` counts tokens in or on their way into a tier below HBM."""
+    """The copies of one save. ``stored_tokens`` are in, or on their way into, a tier below HBM."""
 
     def __init__(
-        self, state: StoreState, source: PageSource, write_behind: WriteBehind | None, page_bytes: int
+        self,
+        state: StoreState,
+        source: PageSource,
+        write_behind: WriteBehind | None,
+        prompt: Prompt,
+        chunks: range,
+        page_bytes: int,
     ) -> None:
         self.state = state
+        self.prompt = prompt
+        self.chunks = chunks
         self.page_bytes = page_bytes
         self.source = source
         self.write_behind = write_behind
         self.stored_tokens = 0
         self.fills: list[_Fill] = []
         self.closed = False
+        self.transfer: Transfer[int] = Transfer(self._settle, pages=0, nbytes=0, clock=state.clock)
+        self._parent: Page | None = None
+        self._held: Page | None = None  # pinned between two steps
+        self._position = 0  # decided so far
+        self._submitted = 0  # fills
         self._copying = 0
-        self._pieces = 0
-        self.transfer: Transfer[int] = Transfer.completed(0)
+        self._pieces = 1  # the deciding counts as one, so that the copies do not end before it
 
     # -- deciding (under the lock) -------------------------------------------------------------------
 
-    def plan(self, prompt: Prompt, match: Match, first: int, count: int) -> None:
-        """Find or make the pages of chunks ``first … first + count`` and reserve host slots for the new ones.
-        ``match`` is what is held of the prompt."""
-        state = self.state
+    def begin(self, match: Match) -> None:
+        """Find out where in the tree the chunks belong. ``match`` is what is held of the prompt."""
+        state, prompt, first = self.state, self.prompt, self.chunks.start
         state.identities.setdefault(prompt.identity.digest, prompt.identity)
         if 0 < first <= match.tokens // prompt.chunk_tokens:
-            parent: Page | None = match.pages[first - 1]
+            self._parent = match.pages[first - 1]
         else:
-            parent = state.index.path(state.root(prompt.identity, self.page_bytes), prompt, first)
+            self._parent = state.index.path(state.root(prompt.identity, self.page_bytes), prompt, first)
+        self._hold(self._parent)
+
+    def _step(self) -> None:
+        """Find or make the next pages and reserve host slots for the new ones."""
+        state = self.state
         touched: list[Page] = []
-        for position in range(count):
-            if parent is None or (parent.parent is not None and not any(parent.copies)):
-                state.counters.not_stored_pages += count - position
-                break  # the page before it is gone: this one could never be found
-            key, tokens = chunk_of(prompt, first + position)
-            page = state.index.add(parent, key, tokens)
-            if not self._plan_page(position, page):
-                state.counters.not_stored_pages += count - position
+        stop = min(self._position + _STEP_PAGES, len(self.chunks))
+        while self._position < stop:
+            page = None if state.closed else self._next_page()
+            if page is None:
+                state.counters.not_stored_pages += len(self.chunks) - self._position
+                self._position = len(self.chunks)
                 break
             touched.append(page)
-            parent = page
+            self._parent = page
+            self._position += 1
         state.touch(touched, hit=False)
+        self._hold(self._parent if self._position < len(self.chunks) else None)
+
+    def _hold(self, page: Page | None) -> None:
+        """Let the next step find this page in the tree, and not the one of the last step."""
+        if page is not None:
+            self.state.index.pin(page)
+        if self._held is not None:
+            self.state.index.unpin(self._held)
+        self._held = page
+
+    def _next_page(self) -> Page | None:
+        parent = self._parent
+        if parent is None or (parent.parent is not None and not any(parent.copies)):
+            return None  # the page before it is gone: this one could never be found
+        key, tokens = chunk_of(self.prompt, self.chunks[self._position])
+        page = self.state.index.add(parent, key, tokens)
+        return page if self._plan_page(self._position, page) else None
 
     def _plan_page(self, position: int, page: Page) -> bool:
         """Publish and reserve for one page. False when the page is in no tier and cannot be put in one."""
@@ -119,17 +153,29 @@ class SaveJob:
 
     # -- copying -------------------------------------------------------------------------------------
 
-    def start(self, mover: Mover) -> Transfer[int]:
-        state = self.state
+    def _submit(self, mover: Mover) -> None:
+        """Have what is decided copied. Under the lock: a store that is closed meanwhile would drop it."""
         pages = max(_PIECE_BYTES // self.page_bytes, 1)
-        pieces = [self.fills[start : start + pages] for start in range(0, len(self.fills), pages)]
-        self._pieces = len(pieces)
-        nbytes = len(self.fills) * self.page_bytes
-        self.transfer = Transfer(self._settle, pages=len(self.fills), nbytes=nbytes, clock=state.clock)
-        if not pieces:
-            self.transfer.finish()
+        starts = range(self._submitted, len(self.fills), pages)
+        pieces = [self.fills[start : start + pages] for start in starts]
+        new = len(self.fills) - self._submitted
+        self._submitted = len(self.fills)
+        self._pieces += len(pieces)
+        self.transfer.expect(new, new * self.page_bytes)
         for piece in pieces:
             mover.submit(Priority.SAVE, lambda piece=piece: self._run(piece))  # type: ignore[misc]
+
+    def run(self, mover: Mover) -> Transfer[int]:
+        """Decide, and have it copied. Without the lock."""
+        decided = False
+        while not decided:
+            with self.state.lock:
+                self._step()
+                self._submit(mover)
+                decided = self._position == len(self.chunks)
+                last = decided and self._end_piece()
+        if last:
+            self.transfer.finish()
         return self.transfer
 
     def _run(self, piece: list[_Fill]) -> None:
@@ -144,12 +190,16 @@ class SaveJob:
                 self._end_fill(fill, filled=bool(wanted))
             if wanted and self.write_behind is not None:
                 self.write_behind.enqueue([fill.page for fill in piece])
-            self._pieces -= 1
-            last = self._pieces == 0
+            last = self._end_piece()
             state.changed.notify_all()
         self.transfer.advance(len(wanted), len(wanted) * self.page_bytes)
         if last:
             self.transfer.finish()
+
+    def _end_piece(self) -> bool:
+        """Whether it was the last one."""
+        self._pieces -= 1
+        return self._pieces == 0
 
     def _end_fill(self, fill: _Fill, *, filled: bool) -> None:
         state = self.state

@@ -162,15 +162,15 @@ class Day:
         while new < self._batch_bytes:
             request = self._traffic.next(time_of_day)
             self._seen(request)
-            job = self._plan(request, tenth)
+            job = self._save(request, tenth)
             new += len(job.fills) * request.page_bytes
-            jobs.append((job, job.start(self._mover)))
-        for _, transfer in jobs:
-            transfer.wait(_FLUSH_S)
+            jobs.append(job)
+        for job in jobs:
+            job.transfer.wait(_FLUSH_S)
         before = self._write_behind.move_stats()
         started, cpu = time.perf_counter(), time.process_time()
         with self._state.lock:
-            for job, _ in jobs:
+            for job in jobs:
                 self._write_behind.enqueue([fill.page for fill in job.fills])
             if not self._state.changed.wait_for(lambda: not self._write_behind.pending, _FLUSH_S):
                 raise TierStoreError(f"a batch was not written within {_FLUSH_S:g} s")
@@ -178,15 +178,17 @@ class Day:
         tenth.cpu_s += time.process_time() - cpu
         tenth.moved_bytes += self._write_behind.move_stats().moved_bytes - before.moved_bytes
 
-    def _plan(self, request: Request, tenth: Tenth) -> SaveJob:
+    def _save(self, request: Request, tenth: Tenth) -> SaveJob:
         state = self._state
         prompt = request.prompt
-        job = SaveJob(state, _AsItIs(), None, request.page_bytes)
         with find(state, prompt, len(prompt), request.page_bytes) as match:
             state.touch(match.pages, hit=True)
             state.let_sleep()
             first = match.tokens // CHUNK_TOKENS
-            job.plan(prompt, match, first, len(prompt.keys) - first)
+            chunks = range(first, len(prompt.keys))
+            job = SaveJob(state, _AsItIs(), None, prompt, chunks, request.page_bytes)
+            job.begin(match)
+        job.run(self._mover)
         tenth.lookup_tokens += len(prompt)
         tenth.hit_tokens += first * CHUNK_TOKENS
         return job

@@ -300,7 +300,7 @@ def test_a_store_is_closed_though_its_disk_does_not_answer(troubled, call, tmp_p
         Store.open(tmp_path / "disk", SPEC, host_bytes=1 << 20, disk_bytes=16 << 20)
     closed = troubled.store
     troubled.mend()
-    troubled.until(lambda: closed._given_back)
+    troubled.until(lambda: closed._assembly._given_back)
     troubled.store = troubled.open()
     assert troubled.served(NEW) == len(NEW)
     troubled.nothing_is_lost()

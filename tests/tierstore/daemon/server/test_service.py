@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.tierstore.daemon.server.client import offsets, page_bytes, part, positions
 from tierstore.daemon import protocol as p
-from tierstore.daemon.assembly import Assembly
+from tierstore.daemon.assembly import assemble
 from tierstore.daemon.service import Service
 from tierstore.daemon.settings import Settings
 from tierstore.index import Tier
@@ -72,7 +72,7 @@ class ServiceMachine(RuleBasedStateMachine):
             disk_bytes=2 << 20,
             page_bytes=PAGE,
         )
-        self.assembly = Assembly(config, clock=self.clock)
+        self.assembly = assemble(config, clock=self.clock)
         self.later = []
         self.service = Service(self.assembly, config, later=self.later.append, stats_json=lambda: b"{}")
         self.sessions = [self._begin(n) for n in range(3)]
@@ -337,7 +337,7 @@ TestWithDisk.settings = settings(
 @pytest.fixture
 def service():
     config = Settings(host_bytes=64 * PAGE, reserve_bytes=64 * PAGE, quotas={"bob": 8 * PAGE})
-    assembly = Assembly(config)
+    assembly = assemble(config)
     made = Service(assembly, config, later=lambda do: None, stats_json=lambda: b"{}")
     yield made
     made.close()
