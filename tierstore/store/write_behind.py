@@ -18,8 +18,10 @@ import errno
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 from tierstore.index import Page, Tier
 from tierstore.store.disk_moves import MoveStats
@@ -33,9 +35,22 @@ _log = logging.getLogger(__name__)
 
 _BATCH_BYTES = 64 << 20  # at most, and a quarter of the queue
 _COMMIT_BYTES = 256 << 20  # … and half of the queue: each commit costs some milliseconds
+_WRITES_AT_ONCE = 3  # so that the disk has something to do while one of them ends
 _STALLED_LOOK_S = 1.0  # how often this thread looks whether a disk that had stopped answering does again
 _PLACED_AT_ONCE = 32  # pages: a lock taken for each of them is handed over thousands of times a second
 _USE_FLUSH_S = 30.0  # use times reach the disk at least this often while nothing else is written
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """Pages whose payloads are being written."""
+
+    pages: list[Page]
+    over: Future[None]
+
+    @property
+    def nbytes(self) -> int:
+        return _bytes(self.pages)
 
 
 class WriteBehind:
@@ -44,10 +59,10 @@ class WriteBehind:
     def __init__(self, state: StoreState, disk: DiskTier, *, queue_bytes: int) -> None:
         self._state = state
         self._disk = disk
-        self._room = DiskRoom(state, disk, lambda: self._commit([]))
+        self._room = DiskRoom(state, disk, self._commit_removals)
         self._batch_bytes = min(_BATCH_BYTES, queue_bytes // 4)
         self._commit_bytes = min(_COMMIT_BYTES, queue_bytes // 2)
-        self._hand = Crew(1, name="tierstore-payloads")  # writes what this thread has placed
+        self._hands = Crew(_WRITES_AT_ONCE, name="tierstore-payloads")  # write what this thread has placed
         # Guarded by the state's lock.
         self._queue = WriteQueue(state, most_bytes=queue_bytes)
         self._closing = False
@@ -106,35 +121,57 @@ class WriteBehind:
                 self._failed(under_way, error)
             with self._state.lock:
                 closing = self._closing and not self._queue
-        self._hand.close()
+        self._hands.close()
 
     def _write_queued(self, under_way: list[Page]) -> None:
         """Write what waits, until nothing does. ``under_way`` are the pages taken from the queue that are not
         durable yet, for whoever has to undo it."""
-        written: list[Page] = []
-        placed = self._place_next(under_way)
-        while placed:
-            payloads = self._payloads(placed)
-            writing = self._hand.submit(lambda payloads=payloads: self._disk.write(payloads))  # type: ignore[misc]
-            try:
-                coming = self._place_next(under_way)
-            finally:
-                writing.exception()  # it holds on to the slots until it is over, however it goes
-            writing.result()
-            written += placed
-            placed = coming
-            if not placed or sum(page.nbytes for page in written) >= self._commit_bytes:
-                self._commit(self._verified(written))
-                under_way[:] = placed
-                written = []
+        writes: deque[_Write] = deque()  # under way, the oldest first
+        written: list[Page] = []  # and not durable yet
+        coming: list[Page] = []  # have their places
+        try:
+            while True:
+                due = _bytes(written) + sum(write.nbytes for write in writes) >= self._commit_bytes
+                if coming and not due and len(writes) < _WRITES_AT_ONCE:
+                    writes.append(self._begin(coming))
+                    coming = []
+                coming = coming or self._place_next(under_way)
+                if coming and not due and len(writes) < _WRITES_AT_ONCE:
+                    continue
+                if writes:
+                    write = writes.popleft()
+                    write.over.result()
+                    written += write.pages
+                elif written:
+                    durable = self._commit(self._verified(written))
+                    under_way[:] = coming
+                    written = []
+                    try:
+                        if coming:  # before anything else: the disk has nothing to do
+                            writes.append(self._begin(coming))
+                            coming = []
+                    finally:
+                        self._finish(durable)
+                elif not coming:
+                    break
+        finally:
+            for write in writes:
+                write.over.exception()  # it holds on to the slots until it is over, however it goes
         if self._housekeeping_due():
-            self._commit([])
+            self._commit_removals()
+
+    def _begin(self, placed: list[Page]) -> _Write:
+        payloads = self._payloads(placed)
+        return _Write(placed, self._hands.submit(lambda: self._disk.write(payloads)))
 
     def _place_next(self, under_way: list[Page]) -> list[Page]:
         with self._state.lock:
             batch = self._queue.take(self._batch_bytes)
+        before = len(under_way)
         under_way += batch
-        return self._place(batch)
+        placed = self._place(batch)
+        under_way[before:] = placed
+        return placed
 
     def _wait_for_work(self) -> None:
         """Until there is something to write, to try or to look at, or use times have waited long enough."""
@@ -182,6 +219,7 @@ class WriteBehind:
                 for page, place in zip(some, places, strict=True):
                     if self._put_in_place(page, place):
                         placed.append(page)
+                self._state.changed.notify_all()  # some may have been given up
         return placed
 
     def _put_in_place(self, page: Page, place: int | None) -> bool:
@@ -208,6 +246,7 @@ class WriteBehind:
                 self._undo(page)
                 if wrong:
                     self._state.damaged_in_host(page)
+            self._state.changed.notify_all()
         return good
 
     def _parent_on_disk(self, page: Page) -> bool:
@@ -253,8 +292,16 @@ class WriteBehind:
                 if page.record is not None
             ]
 
-    def _commit(self, batch: Sequence[Page]) -> bool:
-        """Make a written batch durable together with the removals and use times that have come up."""
+    def _commit_removals(self) -> bool:
+        """Make the removals and use times that have come up durable. False when the disk failed."""
+        return self._make_durable([])
+
+    def _commit(self, written: Sequence[Page]) -> Sequence[Page]:
+        """Make written pages durable together with the removals and use times that have come up. Returns
+        those that are durable now: all, or none."""
+        return written if self._make_durable(written) else ()
+
+    def _make_durable(self, batch: Sequence[Page]) -> bool:
         state = self._state
         with state.lock:
             state.used.update(batch)
@@ -271,15 +318,21 @@ class WriteBehind:
             self._failed(batch, error)
             return False
         with state.lock:
-            for page in batch:
+            state.changed.notify_all()
+        return True
+
+    def _finish(self, durable: Sequence[Page]) -> None:
+        """These pages can be served from the disk."""
+        state = self._state
+        with state.lock:
+            for page in durable:
                 state.index.set_ready(page, Tier.DISK)
                 state.unlease(page, Tier.DISK)
                 self._queue.finish(page)
-            state.counters.disk_written_pages += len(batch)
-            if batch:
+            state.counters.disk_written_pages += len(durable)
+            if durable:
                 state.health.written()
             state.changed.notify_all()
-        return True
 
     # -- giving up -----------------------------------------------------------------------------------
 
@@ -303,6 +356,10 @@ class WriteBehind:
             self._state.index.unlease(page, Tier.DISK)
             self._disk.unreserve(self._state.unwrite(page), page.nbytes)
         self._queue.give_up(page)
+
+
+def _bytes(pages: Sequence[Page]) -> int:
+    return sum(page.nbytes for page in pages)
 
 
 def _as_os_error(error: Exception) -> OSError:

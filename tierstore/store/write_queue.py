@@ -62,11 +62,21 @@ class WriteQueue:
     def put(self, pages: Iterable[Page]) -> None:
         """Queue these pages, which are in the host tier, with any ancestors the disk has lost or never got,
         and any descendants that came before them (copies end in no particular order)."""
+        # Pages that one before them holds up, and whether that is for good. (Looked up, since one by one each
+        # would find out by going up the same long path.)
+        stuck: dict[Page, bool] = {}
         for page in pages:
-            missing = self._missing(page)
-            if missing is None:
+            if page.parent in stuck:
+                stuck[page] = stuck[page.parent]
+                self._state.counters.disk_dropped_pages += stuck[page]
                 continue
-            if missing and all(self._append(each) for each in missing):
+            missing, obstacle = self._missing(page)
+            if obstacle is not None:
+                stuck[page] = obstacle.copies[Tier.HOST] is None
+                self._state.counters.disk_dropped_pages += stuck[page]
+            elif not all(self._append(each) for each in missing):
+                stuck[page] = True
+            elif missing:
                 self._append_below(page)
 
     def put_owed(self) -> None:
@@ -102,20 +112,19 @@ class WriteQueue:
         written = page.copies[Tier.DISK] is not None or page in self._pending
         return on_host is not None and on_host.ready and not written
 
-    def _missing(self, page: Page) -> list[Page] | None:
-        """``page`` and those of its ancestors that have to be written first, top down. None if one of them
-        cannot be: it is on its way, and will bring this page along, or it is lost."""
+    def _missing(self, page: Page) -> tuple[list[Page], Page | None]:
+        """``page`` and those of its ancestors that have to be written first, top down; and the one that
+        cannot be, if there is one: it is on its way, and will bring this page along, or it is lost."""
         missing: list[Page] = []
         node: Page | None = page
         while node is not None and node.parent is not None:
             if node.copies[Tier.DISK] is not None or node in self._pending:
                 break
             if not self._unwritten(node):
-                self._state.counters.disk_dropped_pages += node.copies[Tier.HOST] is None
-                return None
+                return [], node
             missing.append(node)
             node = node.parent
-        return missing[::-1]
+        return missing[::-1], None
 
     # -- out -----------------------------------------------------------------------------------------
 
@@ -129,12 +138,11 @@ class WriteQueue:
         return batch
 
     def finish(self, page: Page) -> None:
-        """The page is on disk, or will not be."""
+        """The page is on disk, or will not be. (Who waits for the queue is told by the caller.)"""
         if page in self._pending:
             self._pending.remove(page)
             self._pending_bytes -= page.nbytes
         self._state.unlease(page, Tier.HOST)
-        self._state.changed.notify_all()
 
     def give_up(self, page: Page) -> None:
         """The page is not written."""
