@@ -18,18 +18,19 @@ import errno
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from tierstore.index import Page, Tier
 from tierstore.store.disk_moves import MoveStats
-from tierstore.store.disk_room import DiskRoom
+from tierstore.store.places import Places, parent_on_disk
 from tierstore.store.state import StoreState
 from tierstore.store.write_queue import WriteQueue
 from tierstore.tiers.disk import DiskTier, PageRecord
 from tierstore.tiers.disk.crew import Crew
+from tierstore.tiers.disk.records import INLINE
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +38,6 @@ _BATCH_BYTES = 64 << 20  # at most, and a quarter of the queue
 _COMMIT_BYTES = 256 << 20  # … and half of the queue: each commit costs some milliseconds
 _WRITES_AT_ONCE = 3  # so that the disk has something to do while one of them ends
 _STALLED_LOOK_S = 1.0  # how often this thread looks whether a disk that had stopped answering does again
-_PLACED_AT_ONCE = 32  # pages: a lock taken for each of them is handed over thousands of times a second
 _USE_FLUSH_S = 30.0  # use times reach the disk at least this often while nothing else is written
 
 
@@ -59,12 +59,12 @@ class WriteBehind:
     def __init__(self, state: StoreState, disk: DiskTier, *, queue_bytes: int) -> None:
         self._state = state
         self._disk = disk
-        self._room = DiskRoom(state, disk, self._commit_removals)
         self._batch_bytes = min(_BATCH_BYTES, queue_bytes // 4)
         self._commit_bytes = min(_COMMIT_BYTES, queue_bytes // 2)
         self._hands = Crew(_WRITES_AT_ONCE, name="tierstore-payloads")  # write what this thread has placed
         # Guarded by the state's lock.
         self._queue = WriteQueue(state, most_bytes=queue_bytes)
+        self._places = Places(state, disk, self._queue, self._commit_removals)
         self._closing = False
         self._writer = threading.Thread(target=self._write_batches, name="tierstore-writer", daemon=True)
         self._writer.start()
@@ -83,7 +83,7 @@ class WriteBehind:
 
     def move_stats(self) -> MoveStats:
         """What making room on disk has cost."""
-        return self._room.moves.stats()
+        return self._places.room.moves.stats()
 
     # -- for the store (without the lock) -------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class WriteBehind:
             batch = self._queue.take(self._batch_bytes)
         before = len(under_way)
         under_way += batch
-        placed = self._place(batch)
+        placed = self._places.give(batch)
         under_way[before:] = placed
         return placed
 
@@ -208,30 +208,6 @@ class WriteBehind:
         with state.lock:
             return state.health.writable and bool(state.used or state.noted or state.removed)
 
-    def _place(self, batch: Sequence[Page]) -> list[Page]:
-        """Give each page of a batch its place on disk. Returns those that got one."""
-        placed: list[Page] = []
-        for start in range(0, len(batch), _PLACED_AT_ONCE):
-            some = batch[start : start + _PLACED_AT_ONCE]
-            writable = self._state.health.writable
-            places = [self._reserve(page.nbytes) if writable else None for page in some]
-            with self._state.lock:
-                for page, place in zip(some, places, strict=True):
-                    if self._put_in_place(page, place):
-                        placed.append(page)
-                self._state.changed.notify_all()  # some may have been given up
-        return placed
-
-    def _put_in_place(self, page: Page, place: int | None) -> bool:
-        # Only now: making room may have taken the parent.
-        if place is not None and self._parent_on_disk(page) and page.copies[Tier.DISK] is None:
-            self._state.index.put_on_disk(page, self._record(page, place), ready=False, leases=1)
-            return True
-        if place is not None:
-            self._disk.unreserve(place, page.nbytes)
-        self._queue.give_up(page)
-        return False
-
     def _verified(self, written: Sequence[Page]) -> list[Page]:
         """Those whose bytes are what their writer said they are. The others are dropped everywhere; what
         comes behind them is not written."""
@@ -240,7 +216,7 @@ class WriteBehind:
             for page in written:
                 assert page.record is not None
                 wrong = page.checksum is not None and page.checksum != page.record.checksum
-                if not wrong and self._parent_on_disk(page):
+                if not wrong and parent_on_disk(page):
                     good.append(page)
                     continue
                 self._undo(page)
@@ -249,48 +225,24 @@ class WriteBehind:
             self._state.changed.notify_all()
         return good
 
-    def _parent_on_disk(self, page: Page) -> bool:
-        assert page.parent is not None
-        return page.parent.parent is None or page.parent.copies[Tier.DISK] is not None
-
-    def _record(self, page: Page, place: int) -> PageRecord:
-        parent = page.parent
-        assert parent is not None
-        if parent.parent is None and not parent.serial:
-            parent.serial = self._disk.add_root(self._state.identities[page.identity])
-        return PageRecord(
-            serial=page.serial or self._disk.new_serial(),
-            parent=parent.serial,
-            key=page.key,
-            identity=page.identity,
-            tokens=page.tokens,
-            nbytes=page.nbytes,
-            place=place,
-            created_s=time.time(),
-        )
-
-    def _reserve(self, nbytes: int) -> int | None:
-        """A place for one page, making room when the disk is full; None when nothing may leave."""
-        place = self._disk.reserve(nbytes)
-        if place is None and self._room.make(nbytes, self._waiting()):
-            place = self._disk.reserve(nbytes)
-        return place
-
-    def _waiting(self) -> Counter[int]:
-        """Page bytes → pages that have no place on disk yet."""
-        with self._state.lock:
-            return self._queue.unplaced()
-
     def _payloads(self, batch: Sequence[Page]) -> list[tuple[PageRecord, memoryview]]:
         """Each page's record and its bytes in the host tier, which the queue's lease keeps there."""
-        state = self._state
-        assert state.host is not None
-        with state.lock:
+        with self._state.lock:
+            return [(page.record, self._view(page)) for page in batch if page.record is not None]
+
+    def _additions(self, batch: Sequence[Page]) -> list[tuple[PageRecord, memoryview | None]]:
+        """The same for a commit, which writes only the bytes of inline pages."""
+        with self._state.lock:
             return [
-                (page.record, state.host.view(state.index.copy(page, Tier.HOST).place, page.nbytes))
+                (page.record, self._view(page) if page.record.place == INLINE else None)
                 for page in batch
                 if page.record is not None
             ]
+
+    def _view(self, page: Page) -> memoryview:
+        host = self._state.host
+        assert host is not None
+        return host.view(self._state.index.copy(page, Tier.HOST).place, page.nbytes)
 
     def _commit_removals(self) -> bool:
         """Make the removals and use times that have come up durable. False when the disk failed."""
@@ -310,7 +262,7 @@ class WriteBehind:
             used, state.noted = state.noted, {}
             tick = state.index.tick
         try:
-            self._disk.commit(self._payloads(batch), removed, used, tick)
+            self._disk.commit(self._additions(batch), removed, used, tick)
         except Exception as error:  # noqa: BLE001  # as in the writer
             with state.lock:
                 state.removed = removed + state.removed
