@@ -21,6 +21,7 @@ from tierstore.daemon import keys, logs
 from tierstore.daemon.arena import ArenaListener, SocketLock
 from tierstore.daemon.assembly import arena_fd, assemble
 from tierstore.daemon.endpoint import Url
+from tierstore.daemon.events import EventPublisher
 from tierstore.daemon.server import Server
 from tierstore.daemon.service import Service
 from tierstore.daemon.settings import Settings
@@ -44,6 +45,7 @@ class Daemon:
         self.assembly: Assembly | None = None
         self.service: Service | None = None
         self.server: Server | None = None
+        self._events: EventPublisher | None = None
         self._metrics: MetricsServer | None = None
         self._locks: list[SocketLock] = []
         self._started = time.monotonic()
@@ -71,6 +73,14 @@ class Daemon:
             if url.path is not None:
                 self._locks.append(SocketLock(url.path))
         self.assembly = assemble(settings)
+        if settings.events:
+            self._events = EventPublisher(
+                self.assembly.state,
+                settings.events,
+                replay_url=settings.events_replay,
+                topic=settings.events_topic,
+                encoding=settings.events_encoding,
+            )
         loop = asyncio.get_running_loop()
         self.service = Service(
             self.assembly,
@@ -110,6 +120,7 @@ class Daemon:
             store=self.assembly.stats(),
             service=self.service.stats(),
             server=self.server.stats(),
+            events=self._events.stats() if self._events is not None else None,
         )
 
     # -- changing ------------------------------------------------------------------------------------
@@ -138,6 +149,8 @@ class Daemon:
         drained = True
         if self.assembly is not None:
             drained = await self._drain(self.assembly, drain_s)
+        if self._events is not None:
+            self._events.close()
         for lock in self._locks:
             lock.release()
         self._locks.clear()

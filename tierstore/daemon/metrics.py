@@ -87,6 +87,10 @@ def _counters(stats: DaemonStats) -> Iterator[Metric]:
     yield _gauge("pending_writes", "Pages on their way to disk", store.pending_writes)
     yield _gauge("disk_writable", "Whether pages are written to disk", store.disk_writable)
     yield _counter("key_collisions", "Pages found by an equal key with other tokens", store.key_collisions)
+    if stats.events is not None:
+        yield _counter("kv_events", "KV events published", stats.events.events)
+        yield _counter("kv_event_lost_changes", "Changes not told in time", stats.events.lost_changes)
+        yield _counter("kv_event_replays", "Times that a follower asked again", stats.events.replays)
     yield _counter("failed_tasks", "Tasks of the mover that ended in a bug", store.failed_tasks)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ else:
 PREFIX = "TIERSTORE_"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("plain", "json")
+EVENT_ENCODINGS = ("map", "array")
 _RESERVE_FRACTION = 1 / 4
 _MOST_RESERVE = 1 * GIB
 
@@ -49,6 +50,10 @@ HELP: Mapping[str, str] = {
     "quotas": "Bytes of the arena by tenant: TENANT=SIZE, comma-separated",
     "metrics_port": "Serve /metrics, /healthz and /readyz on this port (0: do not)",
     "metrics_host": "The address of that port",
+    "events": "Publish KV events as vLLM does, at ipc://PATH or tcp://127.0.0.1:PORT (empty: do not)",
+    "events_replay": "Where who missed some may ask for them again",
+    "events_topic": "The topic of all of them",
+    "events_encoding": f"One of {', '.join(EVENT_ENCODINGS)} (array: for followers of vLLM up to 0.23)",
     "drain_s": "How long SIGTERM waits for pages on their way to disk",
     "log_level": f"One of {', '.join(LOG_LEVELS)}",
     "log_format": f"One of {', '.join(LOG_FORMATS)}",
@@ -74,6 +79,10 @@ class Settings:
     quotas: Mapping[str, int] = field(default_factory=dict)
     metrics_port: int = 0
     metrics_host: str = "127.0.0.1"
+    events: str = ""
+    events_replay: str = ""
+    events_topic: str = ""
+    events_encoding: str = "map"
     drain_s: float = 30.0
     log_level: str = "info"
     log_format: str = "plain"
@@ -82,7 +91,13 @@ class Settings:
         if not self.reserve_bytes:
             reserve = min(int(self.host_bytes * _RESERVE_FRACTION), _MOST_RESERVE)
             object.__setattr__(self, "reserve_bytes", reserve)
-        for name, known in (("policy", POLICIES), ("log_level", LOG_LEVELS), ("log_format", LOG_FORMATS)):
+        choices: Mapping[str, Iterable[str]] = {
+            "policy": POLICIES,
+            "log_level": LOG_LEVELS,
+            "log_format": LOG_FORMATS,
+            "events_encoding": EVENT_ENCODINGS,
+        }
+        for name, known in choices.items():
             value = getattr(self, name)
             if value not in known:
                 raise UsageError(f"{name} is {value!r}: it must be one of {', '.join(known)}")
@@ -216,6 +231,10 @@ _PARSERS: Mapping[str, Callable[[object], object]] = {
     "quotas": _sizes,
     "metrics_port": _port,
     "metrics_host": _text,
+    "events": _text,
+    "events_replay": _text,
+    "events_topic": _text,
+    "events_encoding": _text,
     "drain_s": _number,
     "log_level": _text,
     "log_format": _text,

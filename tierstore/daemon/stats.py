@@ -95,6 +95,16 @@ class ServerStats:
 
 
 @dataclass(frozen=True, slots=True)
+class EventStats:
+    """What was told since the start."""
+
+    batches: int
+    events: int
+    lost_changes: int  # that were not told in time: followers had to begin anew
+    replays: int  # asked for
+
+
+@dataclass(frozen=True, slots=True)
 class DaemonStats:
     """A snapshot of a daemon."""
 
@@ -105,6 +115,7 @@ class DaemonStats:
     store: StoreStats
     service: ServiceStats
     server: ServerStats
+    events: EventStats | None = None  # where KV events are published
 
 
 @functools.cache

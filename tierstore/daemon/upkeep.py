@@ -56,6 +56,8 @@ class Upkeep:
             if root.nbytes != m.page_bytes:
                 raise Refusal("usage", f"pages of this identity have {root.nbytes} bytes, not {m.page_bytes}")
             self._quotas.register(session.tenant, identity.digest)
+            if self._state.feed is not None:
+                self._state.feed.register(identity, m.chunk_tokens)
         registration = Registration(identity, m.page_bytes, m.chunk_tokens)
         return p.Registered(m.id, session.register(registration))
 

@@ -17,7 +17,8 @@ from tierstore import memory
 from tierstore.errors import StoreClosedError
 from tierstore.index import Index, Match, Page, Tier
 from tierstore.keys import Identity
-from tierstore.policy import Policy
+from tierstore.policy import NO_HINT, PageHint, Policy
+from tierstore.store.feed import Feed
 from tierstore.store.health import STALL_S, Health
 from tierstore.store.lookout import Lookout
 from tierstore.store.stats import Counters, TierStats
@@ -77,6 +78,7 @@ class StoreState:
         self.used: set[Page] = set()  # pages on disk used since note_uses
         self.noted: dict[int, PageUse] = {}  # uses by serial, for the next commit
         self.disk_policy = policies[Tier.DISK]
+        self.feed: Feed | None = None  # told of what comes into the tiers below HBM and leaves them
         self._awake_pages = awake_pages
         self._leases: list[tuple[float, int, Lease]] = []
         self._lease_order = itertools.count()
@@ -275,6 +277,8 @@ class StoreState:
             self._drop_from_disk(page)
             return
         above = page.parent
+        copy = self.index.copy(page, tier)
+        served = copy.ready or copy.damaged
         place = self.index.drop_copy(page, tier)
         if tier is Tier.HBM:
             assert self.pool is not None
@@ -284,6 +288,8 @@ class StoreState:
             assert self.host is not None
             self.host.free(place, page.nbytes)
             self.host_bytes[page.identity] -= page.nbytes
+            if served and self.feed is not None:
+                self.feed.removed(tier, page.identity, page.key, page.tokens)
         kept = above.copies[tier] if above is not None else None
         if above is not None and kept is not None and kept.damaged:
             self._drop_damaged(above, tier)
@@ -331,6 +337,8 @@ class StoreState:
         """The filler is done: the copy is ready, or gone. The filler's lease stays with it if filled."""
         if filled:
             self.index.set_ready(page, Tier.HOST)
+            if self.feed is not None:
+                self.feed.stored(page, Tier.HOST)
         else:
             self.index.unlease(page, Tier.HOST)
             self.drop(page, Tier.HOST)
@@ -441,6 +449,8 @@ class StoreState:
             parent = self.index.wake(parent, record, hits)
             if parent.serial != record.serial:
                 return False  # the same page is on disk twice, or on its way there once more
+            if self.feed is not None:
+                self.feed.stored(parent, Tier.DISK)  # perhaps again: it may be of an earlier life
         return True
 
     def let_sleep(self) -> None:

@@ -28,7 +28,7 @@ from tierstore.store.disk_moves import MoveStats
 from tierstore.store.places import Places, parent_on_disk
 from tierstore.store.state import StoreState
 from tierstore.store.write_queue import WriteQueue
-from tierstore.tiers.disk import DiskTier, PageRecord
+from tierstore.tiers.disk import DiskTier, PageRecord, Removal
 from tierstore.tiers.disk.crew import Crew
 from tierstore.tiers.disk.records import INLINE
 
@@ -261,7 +261,9 @@ class WriteBehind:
             removed, state.removed = state.removed, []
             used, state.noted = state.noted, {}
             tick = state.index.tick
+            followed = state.feed is not None
         try:
+            leaving = self._leaving(removed) if followed else ()
             self._disk.commit(self._additions(batch), removed, used, tick)
         except Exception as error:  # noqa: BLE001  # as in the writer
             with state.lock:
@@ -270,8 +272,20 @@ class WriteBehind:
             self._failed(batch, error)
             return False
         with state.lock:
+            if state.feed is not None:
+                for record in leaving:
+                    state.feed.removed(Tier.DISK, record.identity, record.key, record.tokens)
             state.changed.notify_all()
         return True
+
+    def _leaving(self, removed: Sequence[Removal]) -> list[PageRecord]:
+        """The records of pages that are about to leave. Raises :class:`OSError`."""
+        records = self._disk.records(removal.serial for removal in removed)
+        return [
+            record
+            for record, removal in zip(records, removed, strict=True)
+            if record is not None and record.place == removal.place
+        ]
 
     def _finish(self, durable: Sequence[Page]) -> None:
         """These pages can be served from the disk."""
@@ -279,7 +293,10 @@ class WriteBehind:
         with state.lock:
             for page in durable:
                 state.index.set_ready(page, Tier.DISK)
+                state.pass_hint_on(page)
                 state.unlease(page, Tier.DISK)
+                if state.feed is not None:
+                    state.feed.stored(page, Tier.DISK)
                 self._queue.finish(page)
             state.counters.disk_written_pages += len(durable)
             if durable:

@@ -1,0 +1,97 @@
+"""What comes into the tiers and what leaves them, in order: for whoever follows a store from outside.
+
+The store notes changes under its lock, as they happen; somebody else takes and tells them. What is not taken
+is bounded: when there are too many, all are dropped and the follower is told that it has to begin anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+from tierstore.index import Page, Tier
+from tierstore.keys import TOKEN_BYTES, Identity
+
+_MOST = 1 << 16  # changes that wait to be taken
+
+
+class Stored(NamedTuple):
+    """A page is in a tier now, and can be served from it."""
+
+    tier: Tier
+    identity: bytes  # the digest
+    key: bytes
+    parent: bytes  # the key of the page before it; empty for the first one
+    tokens: bytes
+
+
+class Removed(NamedTuple):
+    """A page has left a tier."""
+
+    tier: Tier
+    identity: bytes
+    key: bytes
+
+
+class Lost(NamedTuple):
+    """Changes were not taken in time, and nobody knows any more which: begin anew."""
+
+
+Change: TypeAlias = Stored | Removed | Lost
+
+
+class Followed(NamedTuple):
+    """What the pages of an identity are."""
+
+    identity: Identity
+    chunk_tokens: int
+
+
+class Feed:
+    """Guarded by the store's lock, :meth:`take` included. ``wake`` is called, under the lock, when there is
+    something to take again.
+
+    Only whole chunks of identities that were :meth:`register`-ed are told of: nobody could make sense of
+    others.
+    """
+
+    def __init__(self, wake: Callable[[], None], *, most: int = _MOST) -> None:
+        self._wake = wake
+        self._most = most
+        self._changes: list[Change] = []
+        self._followed: dict[bytes, Followed] = {}
+        self.lost = 0
+
+    def register(self, identity: Identity, chunk_tokens: int) -> None:
+        self._followed[identity.digest] = Followed(identity, chunk_tokens)
+
+    def followed(self, identity: bytes) -> Followed:
+        """The one with this digest, which must have been registered."""
+        return self._followed[identity]
+
+    def stored(self, page: Page, tier: Tier) -> None:
+        parent = page.parent
+        assert parent is not None, "roots are in no tier"
+        if self._told(page.identity, page.tokens):
+            self._add(Stored(tier, page.identity, page.key, parent.key, page.tokens))
+
+    def removed(self, tier: Tier, identity: bytes, key: bytes, tokens: bytes) -> None:
+        if self._told(identity, tokens):
+            self._add(Removed(tier, identity, key))
+
+    def take(self) -> list[Change]:
+        """What has happened since the last time."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def _told(self, identity: bytes, tokens: bytes) -> bool:
+        followed = self._followed.get(identity)
+        return followed is not None and len(tokens) == followed.chunk_tokens * TOKEN_BYTES
+
+    def _add(self, change: Change) -> None:
+        if len(self._changes) >= self._most:
+            self.lost += len(self._changes)
+            self._changes = [Lost()]
+        self._changes.append(change)
+        if len(self._changes) == 1:
+            self._wake()
