@@ -1,0 +1,53 @@
+"""What is remembered of pages that left, so that one that comes back is known."""
+
+from __future__ import annotations
+
+from array import array
+
+_HITS_BITS = 8
+_MOST_HITS = (1 << _HITS_BITS) - 1
+_LEAST_SLOTS = 1 << 10
+_SLOTS_PER_PAGE = 4
+_MIX = 0x9E3779B97F4A7C15
+_NOT_ZERO = 0x632BE59BD9B4E019  # an empty slot is 0, so no page should be
+_MASK = (1 << 64) - 1
+FINGERPRINTS = 1 << 60  # two digits of a Python integer: a third one costs
+MOST_WATCHED = FINGERPRINTS >> 3  # policies are told of every eighth page at most
+
+
+def fingerprint(number: int) -> int:
+    """60 bits that stand for a page, from any 64 bits of its key (or the id of a block of a trace)."""
+    mixed = (number ^ _NOT_ZERO) * _MIX & _MASK
+    return ((mixed ^ mixed >> 29) * _MIX & _MASK) >> 4
+
+
+class Departed:
+    """Fingerprint → hits of pages that are gone. A table of 8-byte slots, four to eight for each page there
+    is, in which the newer takes the older's slot: of pages that left within a few turnovers of the store,
+    most are known. A wrong answer (two pages that share 52 bits) costs a hit at worst."""
+
+    def __init__(self) -> None:
+        self._slots = array("Q", bytes(8 * _LEAST_SLOTS))
+
+    def __len__(self) -> int:
+        """How many slots there are."""
+        return len(self._slots)
+
+    def remember(self, page: int, hits: int) -> None:
+        """The page with this fingerprint has gone."""
+        slot = (page >> _HITS_BITS) & (len(self._slots) - 1)
+        self._slots[slot] = page & ~_MOST_HITS | min(hits, _MOST_HITS)
+
+    def recall(self, page: int) -> int | None:
+        """The hits of a page that comes back; None when nothing is known of it."""
+        slot = self._slots[(page >> _HITS_BITS) & (len(self._slots) - 1)]
+        return slot & _MOST_HITS if slot and slot >> _HITS_BITS == page >> _HITS_BITS else None
+
+    def make_room(self, pages: int) -> None:
+        """There are ``pages`` now: remember as many times more."""
+        while len(self._slots) < _SLOTS_PER_PAGE * pages:
+            known = [slot for slot in self._slots if slot]
+            self._slots = array("Q", bytes(16 * len(self._slots)))
+            mask = len(self._slots) - 1
+            for slot in known:
+                self._slots[(slot >> _HITS_BITS) & mask] = slot

@@ -1,0 +1,139 @@
+"""The results of a replay as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tierstore.units import format_size
+from tierstore_tools import report
+from tierstore_tools.replay.runs import Row
+from tierstore_tools.replay.sizing import SizingRow
+from tierstore_tools.replay.tiered.result import TieredRow
+
+
+def hit_rates(rows: Sequence[Row], *, title: str, token_bytes: float | None, to_stderr: bool) -> None:
+    """Policies against capacities, the longer of the two downwards."""
+    policies = list(dict.fromkeys(row.policy for row in rows))
+    capacities = list(dict.fromkeys(row.capacity_blocks for row in rows))
+    rates = {(row.policy, row.capacity_blocks): f"{row.hit_rate:.4f}" for row in rows}
+    tokens = {row.capacity_blocks: row.capacity_tokens for row in rows}
+
+    def size(blocks: int) -> str:
+        held = f"{count(tokens[blocks])} tokens"
+        return f"{held}, {format_size(tokens[blocks] * token_bytes)}" if token_bytes else held
+
+    if len(policies) > len(capacities) and len(capacities) < 6:
+        columns = ["policy", *(f"{blocks} blocks\n{size(blocks)}" for blocks in capacities)]
+        lines = [[policy, *(rates[policy, blocks] for blocks in capacities)] for policy in policies]
+    else:
+        columns = ["blocks", "holds", *policies]
+        lines = [
+            [f"{blocks}", size(blocks), *(rates[policy, blocks] for policy in policies)]
+            for blocks in capacities
+        ]
+    heading(title, to_stderr=to_stderr)
+    report.table("hit rate", columns, lines, to_stderr=to_stderr)
+
+
+def tiered(rows: Sequence[TieredRow], *, title: str, to_stderr: bool) -> None:
+    """Where the tokens came from, what was moved, and how long a first token took."""
+    heading(title, to_stderr=to_stderr)
+    report.table(
+        "prompt tokens by where they came from, and time to first token",
+        ("policy", "prefetch", "HBM", "host", "disk", "computed", "p50", "p90", "p99", "mean"),
+        [_waits(row) for row in rows[:1]] + [_hits(row) for row in rows],
+        to_stderr=to_stderr,
+    )
+    columns = (
+        "policy",
+        "pre-\nfetch",
+        "host→\nHBM",
+        "disk→\nhost",
+        "read\nahead",
+        "of it\nused",
+        "HBM→\nhost",
+    )
+    more = ("host→\ndisk", "not\nwritten", "written\nper page", "read per\nwritten")
+    report.table("bytes moved", (*columns, *more), [_moved(row) for row in rows], to_stderr=to_stderr)
+
+
+def _waits(row: TieredRow) -> list[str]:
+    waits = row.recompute_ttft
+    shares = ["–", "–", "–", "100 %"]
+    return [
+        "(no store)",
+        "–",
+        *shares,
+        *map(report.seconds, (waits.p50_s, waits.p90_s, waits.p99_s, waits.mean_s)),
+    ]
+
+
+def _hits(row: TieredRow) -> list[str]:
+    hits, waits = row.hit_tokens, row.ttft
+    parts = (hits.hbm, hits.host, hits.disk, row.input_tokens - hits.hbm - hits.host - hits.disk)
+    return [
+        row.policy,
+        "yes" if row.prefetch else "no",
+        *(_share(part, row.input_tokens) for part in parts),
+        *map(report.seconds, (waits.p50_s, waits.p90_s, waits.p99_s, waits.mean_s)),
+    ]
+
+
+def _moved(row: TieredRow) -> list[str]:
+    moved = row.moved_bytes
+    return [
+        row.policy,
+        "yes" if row.prefetch else "no",
+        format_size(moved.host_to_hbm),
+        format_size(moved.disk_to_host),
+        format_size(moved.prefetched),
+        format_size(moved.prefetched_used),
+        format_size(moved.hbm_to_host),
+        format_size(moved.host_to_disk),
+        format_size(moved.not_written),
+        f"{row.write_amplification:.2f}",
+        f"{row.disk_read_per_written:.2f}",
+    ]
+
+
+def sizes(rows: Sequence[SizingRow], *, title: str, to_stderr: bool) -> None:
+    """How long a page stays, by capacity."""
+    heading(title, to_stderr=to_stderr)
+    report.table(
+        "how long a page stays",
+        ("tokens", "bytes", "at least"),
+        [
+            (
+                count(row.capacity_tokens),
+                "–" if row.capacity_bytes is None else format_size(row.capacity_bytes),
+                "–" if row.turnover_s is None else duration(row.turnover_s),
+            )
+            for row in rows
+        ],
+        to_stderr=to_stderr,
+    )
+
+
+def heading(text: str, *, to_stderr: bool) -> None:
+    """One line above the tables, which the terminal may wrap."""
+    (report.stderr if to_stderr else report.stdout).print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def count(value: float) -> str:
+    """Three digits and a unit of thousands."""
+    for suffix, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= factor:
+            return f"{value / factor:.3g} {suffix}"
+    return f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """In the largest unit that keeps it at 1 or more."""
+    for name, length in (("days", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {name}"
+    return report.seconds(seconds)
+
+
+def _share(part: int, of: int) -> str:
+    return f"{100 * part / of:.1f} %" if of else "–"
