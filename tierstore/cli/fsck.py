@@ -63,6 +63,7 @@ def to_json(report: FsckReport) -> dict[str, object]:
         "verified_bytes": report.verified_bytes,
         "index_bytes": report.index_bytes,
         "allocated_bytes": report.allocated_bytes,
+        "capacity_bytes": report.capacity_bytes,
         "run_s": report.seconds,
         "payloads_s": report.payload_seconds,
         "gb_per_s": report.gb_per_s,
@@ -97,10 +98,11 @@ def _print(report: FsckReport) -> None:
         if found > _SHOWN:
             show.line(f"… and {found - _SHOWN:,} more")
         show.line("")
+    cap = "" if report.capacity_bytes is None else f" of {format_size(report.capacity_bytes)}"
     show.line(
         f"{report.verified_pages:,} of {report.pages:,} pages are whole "
         f"({format_size(report.verified_bytes)}, verified in {report.seconds:.2f} s, "
-        f"{report.gb_per_s:.2f} GB/s); {format_size(report.allocated_bytes)} on disk"
+        f"{report.gb_per_s:.2f} GB/s); {format_size(report.allocated_bytes)}{cap} on disk"
     )
     show.line(f"{report.directory}: {_verdict(report)}")
 

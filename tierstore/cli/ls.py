@@ -62,6 +62,7 @@ def to_json(listing: Listing) -> dict[str, object]:
         "stored_tokens": sum(holding.tokens for holding in holdings),
         "payload_bytes": sum(holding.bytes for holding in holdings),
         "lost_pages": listing.lost_pages,
+        "capacity_bytes": listing.capacity_bytes,
         "allocated_bytes": listing.allocated_bytes,
         "extent_bytes": listing.extent_bytes,
         "index_bytes": listing.index_bytes,
@@ -92,9 +93,10 @@ def _print(listing: Listing) -> None:
     pages = sum(holding.pages for holding in listing.holdings)
     nbytes = sum(holding.bytes for holding in listing.holdings)
     lost = f", {listing.lost_pages:,} pages that no lookup reaches" if listing.lost_pages else ""
+    cap = "" if listing.capacity_bytes is None else f" of {format_size(listing.capacity_bytes)}"
     show.line(
         f"{listing.directory}: {pages:,} pages, {format_size(nbytes)}{lost}; "
-        f"{format_size(listing.allocated_bytes)} on disk "
+        f"{format_size(listing.allocated_bytes)}{cap} on disk "
         f"(extents {format_size(listing.extent_bytes)}, index {format_size(listing.index_bytes)})"
         f"{'; in use' if listing.in_use else ''}"
     )

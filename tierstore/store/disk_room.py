@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 _SHARE = 1 / 32  # of the disk's capacity is freed at once for one class at most …
 _MOST_PAGES = 512  # … and no more pages than this: the store is locked meanwhile
-_ROUNDS = 3  # of evicting and moving, until a class has to do with what it has
+_ROUNDS = 2  # of evicting and moving, until a class has to do with what it has
 _MOST_MOVED = 1.0  # bytes, for each that a class can grow by
 _MOST_MOVED_TO_JOIN = 4.0  # bytes, for each that would lie idle otherwise
 _LEAST_COLLECTED = 1 / 512  # of the capacity: less is not worth the look
@@ -96,13 +96,19 @@ class DiskRoom:
     # -- slots ---------------------------------------------------------------------------------------
 
     def _make_slots(self, ledger: Ledger, nbytes: int, wanted: Counter[int]) -> bool:
+        alone = Counter({nbytes: wanted[nbytes]})
+        spare = self._idle(wanted)
         for _ in range(_ROUNDS):
-            if not self._evict(ledger, nbytes, wanted):
+            if not self._evict(ledger, nbytes, wanted, spare=spare):
                 break
             if self._idle_bytes > self._capacity_bytes * _TOLERATED_IDLE:
                 self._empty_windows(nbytes, wanted, joining=True)
             if self._has_room(nbytes) or self._empty_windows(nbytes, wanted):
                 return True
+            # The slots that others are about to take will do as well: they find new ones more easily.
+            if len(wanted) > 1 and self._empty_windows(nbytes, alone):
+                return True
+            spare = 0
         with self._state.lock:
             evicted = self._state.evict_from_disk(1, size_class=slot_bytes(nbytes))
         return evicted > 0 and self._commit() and self._has_room(nbytes)
@@ -110,9 +116,10 @@ class DiskRoom:
     def _has_room(self, nbytes: int) -> bool:
         return self._space.shortage(nbytes) is Shortage.NONE
 
-    def _evict(self, ledger: Ledger, nbytes: int, wanted: Counter[int]) -> bool:
+    def _evict(self, ledger: Ledger, nbytes: int, wanted: Counter[int], *, spare: int) -> bool:
         """For each class of which more is wanted than there are slots: if it has pages nearly as bad as the
-        worst, these leave; if not, as much of the worst of all as it has to grow by. All with one commit."""
+        worst, these leave; if not, as much of the worst of all as it has to grow by, less the ``spare``
+        bytes. All with one commit. False when nothing could leave that had to."""
         policy = self._state.disk_policy
         free = self._space.free_slots()
         evicted = 0
@@ -128,8 +135,9 @@ class DiskRoom:
                 evicted += left
                 if not left:
                     growth += self._windows_for(each, lacking) * self._space.slab_bytes(each)
-            evicted += self._state.evict_from_disk(_MOST_PAGES, nbytes=growth)
-        return evicted > 0 and self._commit()
+            if growth > spare:
+                evicted += self._state.evict_from_disk(_MOST_PAGES, nbytes=growth - spare)
+        return self._commit() if evicted else 0 < growth <= spare
 
     def _most_pages(self, nbytes: int) -> int:
         """How many pages may leave at once."""
@@ -140,9 +148,7 @@ class DiskRoom:
 
     def _collect_idle(self, nbytes: int, wanted: Counter[int]) -> bool:
         """Use what is free and of no use to anybody, if there is so much of it."""
-        idle = self._space.free_bytes()
-        for each, pages in wanted.items():
-            idle -= min(self._space.free_slots()[slot_bytes(each)], pages) * slot_bytes(each)
+        idle = self._idle(wanted)
         self._idle_bytes = min(self._idle_bytes, idle)
         worthwhile = max(self._space.slab_bytes(nbytes), int(self._capacity_bytes * _LEAST_COLLECTED))
         if idle < self._idle_bytes + worthwhile:
@@ -151,6 +157,12 @@ class DiskRoom:
             return True
         self._idle_bytes = idle
         return False
+
+    def _idle(self, wanted: Counter[int]) -> int:
+        """Bytes that are free and not about to be taken."""
+        free = self._space.free_slots()
+        taken = (min(free[slot_bytes(each)], pages) * slot_bytes(each) for each, pages in wanted.items())
+        return max(self._space.free_bytes() - sum(taken), 0)
 
     # -- windows -------------------------------------------------------------------------------------
 

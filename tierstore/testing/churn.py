@@ -43,7 +43,7 @@ class Tenth:
     moved_bytes: int = 0
     lookup_tokens: int = 0
     hit_tokens: int = 0
-    utilisation: list[float] = field(default_factory=list)  # of the cap, after each batch once it was full
+    utilisation: list[float] = field(default_factory=list)  # of the cap, after each batch
 
     @property
     def gb_per_s(self) -> float:
@@ -81,8 +81,9 @@ class Day:
         seed: int = 0,
         seen: Callable[[Request], None] = lambda request: None,
     ) -> None:
-        """``times`` the capacity is written in all. ``seen`` is told every request. Raises
-        :class:`UsageError` for a capacity that cannot hold a page of each size."""
+        """``times`` the capacity is written, after the store was filled. ``seen`` is told every request.
+        Raises :class:`UsageError` for a capacity that cannot hold a page of each size."""
+        self.evening = Tenth()  # before: until the first page had to leave
         self.tenths = [Tenth() for _ in range(_TENTHS)]
         self.most_taken_bytes = 0
         self._seen = seen
@@ -138,22 +139,30 @@ class Day:
         return self._state.counters.disk_dropped_pages
 
     def run(self, progress: Callable[[float, Tenth], None]) -> None:
-        """Write ``times`` the capacity. ``progress`` is told the share that is done, and of the present
-        tenth. Raises :class:`TierStoreError` when the disk fails."""
+        """Fill the store, and write ``times`` its capacity. ``progress`` is told the share that is done, and
+        of the present tenth. Raises :class:`TierStoreError` when the disk fails."""
+        while not self._full:
+            left = max(self._capacity_bytes - self.evening.written_bytes, 0)
+            self._write(self.evening, -left / self._total_bytes)
+            progress(0.0, self.evening)
         written = 0
         while written < self._total_bytes:
             tenth = self.tenths[written * _TENTHS // self._total_bytes]
-            before = self._disk.stats().written_bytes
-            self._serve(tenth, written / self._total_bytes)
-            now = self._disk.stats().written_bytes
-            if now == before:
-                raise TierStoreError(f"nothing was written: {self._disk} takes no pages")
-            written += now - before
-            tenth.written_bytes += now - before
-            self._look(tenth)
+            written += self._write(tenth, written / self._total_bytes)
             progress(written / self._total_bytes, tenth)
         self._state.check()
         self._disk.check()
+
+    def _write(self, tenth: Tenth, time_of_day: float) -> int:
+        """One batch. Returns its bytes."""
+        before = self._disk.stats().written_bytes
+        self._serve(tenth, time_of_day)
+        nbytes = self._disk.stats().written_bytes - before
+        if not nbytes:
+            raise TierStoreError(f"nothing was written: {self._disk} takes no pages")
+        tenth.written_bytes += nbytes
+        self._look(tenth)
+        return nbytes
 
     def _serve(self, tenth: Tenth, time_of_day: float) -> None:
         """Requests until a batch of new pages has come together, which is then written."""
@@ -198,8 +207,7 @@ class Day:
         ledger = self._disk.ledger
         assert ledger is not None, "nothing is written before the disk is surveyed"
         self._full = self._full or self._state.counters.evicted_pages["disk"] > 0
-        if self._full:
-            tenth.utilisation.append(ledger.payload_bytes() / self._capacity_bytes)
+        tenth.utilisation.append(ledger.payload_bytes() / self._capacity_bytes)
 
 
 def taken_bytes(path: Path) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 from tierstore.keys import Identity, Prompt
 
 CHUNK_TOKENS = 64
-_TIDES = 2  # per day
+_TIDES = 2 / 0.9  # per day: the last tenth of it has the same shares as the first, so both can be compared
 _LOWEST = 0.02  # of the mean share, at low tide
 _REMEMBERED = 4096  # prompts per model that may come again
 _MOST_CHUNKS = 64
@@ -61,7 +61,7 @@ class Traffic:
         self._next_seed = seed << 32
 
     def next(self, time_of_day: float) -> Request:
-        """The next prompt. ``time_of_day`` goes from 0 to 1."""
+        """The next prompt. ``time_of_day`` goes from 0 to 1; below 0 it is the evening before."""
         model = self._model(time_of_day)
         seed, chunks = self._remembered(model) or self._made_up(model)
         self._past[model].append((seed, chunks))

@@ -1,16 +1,58 @@
-"""``churn``: a day of traffic of mixed page sizes through one store, at the disk's speed."""
+"""``churn``: a day of traffic of mixed page sizes through one store, at the disk's speed.
+
+After each batch the disk is written to without a store, so that a slow hour of a shared machine can be told
+from a store that slows down: each tenth of the day has its own figure of what the disk would have taken.
+"""
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from tierstore.errors import TierStoreError
+from tierstore.memory import Memory
 from tierstore.testing.churn import PAGE_SIZES, Day, Tenth
-from tierstore.units import format_size
+from tierstore.units import MIB, format_size
 from tierstore_tools import machine, report
+
+_REQUEST = 4 * MIB
+_REQUESTS = 4
+
+
+class _RawWrites:
+    """Writes to a file of its own, which is there from the beginning. The least there is to do for pages that
+    are to be durable: O_DIRECT where that is to be had, one sync."""
+
+    def __init__(self, path: Path) -> None:
+        self._seconds: dict[int, list[float]] = {}
+        self._view = Memory(_REQUEST, shared=False).view(0, _REQUEST)
+        self._view[:] = os.urandom(_REQUEST)
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        except OSError:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        os.posix_fallocate(self._fd, 0, _REQUEST * _REQUESTS)
+        self.write(-1)  # the first time costs more
+
+    def write(self, tenth: int) -> None:
+        """Once, for that tenth of the day."""
+        started = time.perf_counter()
+        for number in range(_REQUESTS):
+            os.pwrite(self._fd, self._view, number * _REQUEST)
+        os.fdatasync(self._fd)
+        self._seconds.setdefault(tenth, []).append(time.perf_counter() - started)
+
+    def gb_per_s(self, tenth: int) -> float:
+        """What the disk took in that tenth: all bytes in all the time, as for the store."""
+        seconds = self._seconds.get(tenth, [])
+        return len(seconds) * _REQUEST * _REQUESTS / sum(seconds) / 1e9 if seconds else 0.0
+
+    def close(self) -> None:
+        os.close(self._fd)
 
 
 def run(directory: Path, *, capacity_bytes: int, times: float, seed: int, json: str | None) -> None:
@@ -22,15 +64,20 @@ def run(directory: Path, *, capacity_bytes: int, times: float, seed: int, json: 
         phases.phase("churn") as phase,
         Day(Path(path) / "store", capacity_bytes=capacity_bytes, times=times, seed=seed) as day,
     ):
+        raw = _RawWrites(Path(path) / "raw")
 
         def progress(done: float, tenth: Tenth) -> None:
+            if tenth is not day.evening:
+                raw.write(day.tenths.index(tenth))
             used = f"{tenth.utilisation[-1]:.3f} of the cap used" if tenth.utilisation else "filling up"
             phase.update(done, f"churn: {used}, {tenth.gb_per_s:.2f} GB/s")
 
         day.run(progress)
+        raw.close()
         tenths, most_taken = day.tenths, day.most_taken_bytes
         dropped, written = day.dropped_pages, day.written_pages
-    _show(tenths, to_stderr=json == "-")
+    limits = [raw.gb_per_s(number) for number in range(len(tenths))]
+    _show(tenths, limits, to_stderr=json == "-")
     document = {
         "machine": machine.describe(),
         "capacity_bytes": capacity_bytes,
@@ -41,8 +88,11 @@ def run(directory: Path, *, capacity_bytes: int, times: float, seed: int, json: 
         "over_capacity": most_taken > capacity_bytes,
         "written_pages": written,
         "dropped_pages": dropped,
-        **_summary(tenths),
-        "tenths": [_row(number, tenth) for number, tenth in enumerate(tenths, 1)],
+        **_summary(tenths, limits),
+        "tenths": [
+            _row(number, tenth, limit)
+            for number, (tenth, limit) in enumerate(zip(tenths, limits, strict=True), 1)
+        ],
     }
     report.write_json(document, json)
     if most_taken > capacity_bytes:
@@ -50,32 +100,41 @@ def run(directory: Path, *, capacity_bytes: int, times: float, seed: int, json: 
         raise TierStoreError(f"the store took {format_size(most_taken)}, {over} over its cap")
 
 
-def _summary(tenths: Sequence[Tenth]) -> dict[str, float]:
+def _summary(tenths: Sequence[Tenth], limits: Sequence[float]) -> dict[str, float]:
+    """The last tenth has the same traffic as the first, and the store is full in both."""
     samples = [sample for tenth in tenths for sample in tenth.utilisation]
     written = sum(tenth.written_bytes for tenth in tenths)
-    first, last = tenths[0].gb_per_s, tenths[-1].gb_per_s
+    first, *_, last = (_part(tenth.gb_per_s, limit) for tenth, limit in zip(tenths, limits, strict=True))
     return {
         "mean_utilisation": statistics.mean(samples) if samples else 0.0,
         "least_utilisation": min(samples, default=0.0),
-        "last_to_first_speed": last / first if first else 0.0,
+        "samples_below_95_percent": sum(sample < 0.95 for sample in samples),
+        "last_to_first_speed": _part(tenths[-1].gb_per_s, tenths[0].gb_per_s),
+        "last_to_first_of_raw": _part(last, first),
+        "first_to_last_cpu": _part(tenths[0].cpu_s_per_gb, tenths[-1].cpu_s_per_gb),
         "write_amplification": 1 + sum(tenth.moved_bytes for tenth in tenths) / max(written, 1),
     }
 
 
-def _row(number: int, tenth: Tenth) -> dict[str, object]:
+def _part(value: float, whole: float) -> float:
+    return value / whole if whole else 0.0
+
+
+def _row(number: int, tenth: Tenth, limit: float) -> dict[str, object]:
     return {
         "tenth": number,
         "write_gb_per_s": tenth.gb_per_s,
+        "raw_gb_per_s": limit,
         "cpu_s_per_gb": tenth.cpu_s_per_gb,
         "written_bytes": tenth.written_bytes,
         "moved_bytes": tenth.moved_bytes,
         "write_amplification": tenth.write_amplification,
         "hit_rate": tenth.hit_rate,
-        "utilisation": tenth.utilisation,  # after each batch, once the store was full
+        "utilisation": tenth.utilisation,  # after each batch
     }
 
 
-def _show(tenths: Sequence[Tenth], *, to_stderr: bool) -> None:
+def _show(tenths: Sequence[Tenth], limits: Sequence[float], *, to_stderr: bool) -> None:
     report.table(
         "churn: how much of the cap holds pages, and how fast they are written",
         (
@@ -83,6 +142,7 @@ def _show(tenths: Sequence[Tenth], *, to_stderr: bool) -> None:
             "used, mean",
             "used, least",
             "GB/s",
+            "of raw",
             "CPU s/GB",
             "bytes written per byte",
             "hit rate",
@@ -93,11 +153,12 @@ def _show(tenths: Sequence[Tenth], *, to_stderr: bool) -> None:
                 f"{statistics.mean(tenth.utilisation):.3f}" if tenth.utilisation else "–",
                 f"{min(tenth.utilisation):.3f}" if tenth.utilisation else "–",
                 report.rate(tenth.gb_per_s),
+                report.rate(_part(tenth.gb_per_s, limit)),
                 report.rate(tenth.cpu_s_per_gb),
                 f"{tenth.write_amplification:.2f}",
                 report.percent(tenth.hit_rate),
             )
-            for number, tenth in enumerate(tenths, 1)
+            for number, (tenth, limit) in enumerate(zip(tenths, limits, strict=True), 1)
         ],
         to_stderr=to_stderr,
     )

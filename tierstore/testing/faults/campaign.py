@@ -28,7 +28,7 @@ from tierstore.testing.faults.faulty_io import Effect
 from tierstore.testing.faults.prompts import Life, inline_life, odd_life
 from tierstore.testing.faults.recording import Recording, record
 from tierstore.testing.faults.script import Save
-from tierstore.testing.faults.scripts import SCENES, Scene
+from tierstore.testing.faults.scripts import HARDLY_SMALLER_INDEX, SCENES, SMALLER_INDEX, Scene
 from tierstore.testing.faults.verdict import Verdict, judge
 from tierstore.tiers.disk import FileIO
 from tierstore.units import MIB
@@ -126,7 +126,7 @@ def trials_of(faults: Sequence[str], directory: Path, *, seed: int = 0) -> list[
     trials: list[Trial] = []
     extents = SCENES[0].lives[0]
     if set(faults) & set(CRASHES):
-        for scene in SCENES:
+        for scene in (*SCENES, SMALLER_INDEX, HARDLY_SMALLER_INDEX):
             trials += crash_trials(scene, directory, seed=seed)
     if set(faults) & set(DAMAGES):
         for life in (extents, inline_life(), odd_life()):

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tierstore.testing.faults.journal import (
+    INDEX,
     Committed,
     Created,
     DirectorySynced,
     Event,
+    Punched,
     Removed,
     Renamed,
     Resized,
@@ -32,11 +34,13 @@ _META_PAGES = (0, 1)
 Image: TypeAlias = dict[str, bytes]
 """The files of a store directory: name → content."""
 
+_Change: TypeAlias = Written | Resized | Punched
+
 
 @dataclass(slots=True)
 class _File:
     durable: bytearray
-    pending: list[tuple[int, Written | Resized]] = field(default_factory=list)  # with their positions
+    pending: list[tuple[int, _Change]] = field(default_factory=list)  # with their positions
 
 
 class Disk:
@@ -143,14 +147,31 @@ def torn_commit(commit: Committed, sectors: Collection[int]) -> bytes:
 
 
 def write_image(image: Image, directory: Path) -> None:
-    """Make a store directory of an image. Every byte gets its block, as the preallocated original has."""
+    """Make a store directory of an image. Every byte gets its block, as the preallocated original has, but
+    for the pages of an index that hold nothing: those are holes there, too."""
     for name, content in image.items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path.write_bytes(content)
+        if name.startswith(INDEX):
+            _write_sparse(path, content)
+        else:
+            path.write_bytes(content)
 
 
-def _apply(content: bytearray, change: Written | Resized) -> None:
+def _write_sparse(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        for start in range(0, len(content), LMDB_PAGE):
+            page = content[start : start + LMDB_PAGE]
+            if page.strip(b"\0"):
+                file.seek(start)
+                file.write(page)
+        file.truncate(len(content))
+
+
+def _apply(content: bytearray, change: _Change) -> None:
+    if isinstance(change, Punched):
+        _apply(content, Written(change.name, change.offset, bytes(change.nbytes)))
+        return
     if isinstance(change, Resized):
         del content[change.nbytes :]
         content.extend(bytes(change.nbytes - len(content)))

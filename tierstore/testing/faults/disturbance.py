@@ -35,7 +35,7 @@ ERRORS: Mapping[str, int] = {
 }
 DISTURBANCES = (*ERRORS, "short transfer", "flipped transfer", "misdirected transfer")
 
-_WRITES = ("pwritev", "allocate", "sync", "truncate", "unlink", "sync_directory", "open")
+_WRITES = ("pwritev", "allocate", "sync", "truncate", "punch", "unlink", "sync_directory", "open")
 _ALL = (*_WRITES, "preadv", "size", "forget")
 _DEADLINE_S = 0.02
 

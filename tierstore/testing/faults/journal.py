@@ -47,6 +47,15 @@ class Resized:
 
 
 @dataclass(frozen=True, slots=True)
+class Punched:
+    """A range has no blocks any more and reads as zeros."""
+
+    name: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Synced:
     """A sync has returned: what was done to the file before event ``began`` is durable."""
 
@@ -68,7 +77,9 @@ class Committed:
     after: bytes
 
 
-Event: TypeAlias = Created | Removed | Renamed | Written | Resized | Synced | DirectorySynced | Committed
+Event: TypeAlias = (
+    Created | Removed | Renamed | Written | Resized | Punched | Synced | DirectorySynced | Committed
+)
 
 
 class Journal:
@@ -144,6 +155,10 @@ class RecordingIO(FileIO):
     def allocate(self, fd: int, offset: int, nbytes: int) -> None:
         self._inner.allocate(fd, offset, nbytes)
         self._journal.add(Resized(self._names[fd], self._inner.size(fd)))
+
+    def punch(self, fd: int, offset: int, nbytes: int) -> None:
+        self._inner.punch(fd, offset, nbytes)
+        self._journal.add(Punched(self._names[fd], offset, nbytes))
 
     def sync(self, fd: int) -> None:
         began = len(self._journal)

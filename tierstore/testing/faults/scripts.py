@@ -65,12 +65,21 @@ SCENES = (
 )
 """Together they take less than a second, and have about 250 write points."""
 
-SMALLER_INDEX = Scene(
-    "smaller index",
-    [inline_life(), _CROWDED_INDEX],
-    (*(Save(2 * number, 160) for number in range(8)), Reopen(1), Save(1, 80), Reopen(0), Save(3, 80)),
+_SHRINKING: Sequence[Step] = (
+    *(Save(2 * number, 160) for number in range(8)),
+    Reopen(1),
+    Save(1, 80),
+    Reopen(0),
+    Save(3, 80),
 )
+
+SMALLER_INDEX = Scene("smaller index", [inline_life(), _CROWDED_INDEX], _SHRINKING)
 """A life whose cap is below the size that the index has grown to."""
+
+HARDLY_SMALLER_INDEX = Scene(
+    "hardly smaller index", [inline_life(), replace(inline_life(), disk_bytes=864 * KIB)], _SHRINKING
+)
+"""The same, but most pages are kept: the old index and the new one do not fit side by side."""
 
 
 def random_scene(seed: int, *, steps: int = 20, shrinking: bool = False) -> Scene:

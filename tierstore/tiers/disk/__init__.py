@@ -22,6 +22,10 @@ open, so that the two cannot disagree. Should the disk lie about any of this, th
 record its own, seeded with its serial) turns the damage into a miss. After a sync that failed, everything
 written before it is refused by ``commit``: the kernel reports lost writes once, and then forgets them.
 
+**How pages are read.** In requests of 1 to 4 MiB over neighbours, one for each thread of a crew, which also
+takes the checksum while the bytes are in its cache. Small pages that lie apart go to the kernel in one call
+(aio.py), where that was found to be no slower when the directory was made (calibration.py).
+
 **Damage and failure.** Bytes that are there and wrong are damage: the page will never be read again. A disk
 that gives an error says nothing about its pages: they stay, whatever happens (reads.py). Every call is
 written down while it is under way (watch.py), so that a disk that has stopped answering can be told from one
@@ -30,11 +34,13 @@ that has nothing to do. ``probe`` finds out whether one that failed is in order 
 **Why the cap holds.** The index's map size and the extent space are fixed at open, and with an allowance
 for the rest they add up to less than the cap (layout.py). Neither file can grow past its share. A life with
 a smaller cap cuts the extents, drops the records that no longer have a place, and rebuilds the index when
-its file is larger than its new share (rebuild.py).
+its file is larger than its new share: beside the old one while there is room for both, and from there on by
+moving pages from one file to the other, which whoever opens the directory after a crash goes on with
+(rebuild.py). The cap itself is in the directory too, for fsck to compare with.
 
 **What is read when.** Opening reads the index's facts (56 bytes a page) beside the first lookups, for free
 space and the order of eviction (survey.py, ledger.py). Records are read when a lookup comes by: a link from
-(parent, key) leads to them. So a store of millions of pages opens at once and costs 66 bytes of memory each.
+(parent, key) leads to them. So a store of millions of pages opens at once and costs 76 bytes of memory each.
 
 **Serials.** The index is keyed by serials, not by page keys: a parent's is always below its children's, and
 two pages under one key are two pages. The root of each identity has one too.

@@ -11,18 +11,21 @@ import time
 from collections.abc import Sequence
 
 import msgspec
+import xxhash
 
 from tierstore.memory import Memory
 from tierstore.tiers.disk.extents import ExtentFiles
 from tierstore.tiers.disk.payloads import Payloads, ReadMode
 from tierstore.tiers.disk.records import PageRecord
-from tierstore.units import MIB
+from tierstore.units import KIB, MIB
 
 _PAGE_BYTES = 1 * MIB
 _MOST_PAGES = 24
 _LEAST_PAGES = 8
 _ROUNDS = 3
 _TIME_LIMIT_S = 0.12  # then what has been measured so far decides
+_SMALL_BYTES = 128 * KIB
+_MOST_SMALL = 32
 
 
 class Calibration(msgspec.Struct, frozen=True):
@@ -33,10 +36,11 @@ class Calibration(msgspec.Struct, frozen=True):
     measured_at_s: float  # wall clock
     direct_gb_per_s: float = 0.0
     buffered_gb_per_s: float = 0.0
+    queued: bool = False  # small reads are faster from the kernel's queue than from threads
 
     @property
     def mode(self) -> ReadMode:
-        return ReadMode(self.direct, self.streams)
+        return ReadMode(self.direct, self.streams, self.queued)
 
 
 def calibrate(payloads: Payloads, extents: ExtentFiles, *, io_threads: int) -> Calibration:
@@ -61,7 +65,27 @@ def calibrate(payloads: Payloads, extents: ExtentFiles, *, io_threads: int) -> C
                 best[mode] = max(best[mode], _speed(payloads, extents, batch, mode))
     chosen = max(best, key=lambda mode: best[mode])
     of_direct, of_buffered = best.values()
-    return Calibration(chosen.direct, chosen.streams, time.time(), of_direct, of_buffered)
+    queued = chosen.direct and extents.direct and _queue_is_faster(payloads, memory, chosen.streams)
+    return Calibration(chosen.direct, chosen.streams, time.time(), of_direct, of_buffered, queued)
+
+
+def _queue_is_faster(payloads: Payloads, memory: Memory, streams: int) -> bool:
+    """Whether small pages that lie apart come no slower by a queue: they cost less of the processor then."""
+    count = min(memory.nbytes // (2 * _SMALL_BYTES), _MOST_SMALL)
+    batch = []
+    for number in range(count):
+        record = _record(number, _SMALL_BYTES, 2 * number * _SMALL_BYTES)
+        view = memory.view(record.place, record.nbytes)
+        record.checksum = xxhash.xxh3_64_intdigest(view)
+        batch.append((record, view))
+    best = {True: 0.0, False: 0.0}
+    for _ in range(_ROUNDS):
+        for queued in best:
+            payloads.read_mode = ReadMode(direct=True, streams=streams, queued=queued)
+            start = time.perf_counter()
+            good = payloads.read(batch).all_good
+            best[queued] = max(best[queued], good / (time.perf_counter() - start))
+    return best[True] >= best[False]
 
 
 def _speed(
@@ -75,13 +99,13 @@ def _speed(
     return nbytes / (time.perf_counter() - start) / 1e9 if read.all_good else 0.0
 
 
-def _record(number: int) -> PageRecord:
+def _record(number: int, nbytes: int = _PAGE_BYTES, place: int | None = None) -> PageRecord:
     return PageRecord(
         serial=number + 1,
         parent=0,
         key=bytes(16),
         identity=bytes(32),
         tokens=b"",
-        nbytes=_PAGE_BYTES,
-        place=number * _PAGE_BYTES,
+        nbytes=nbytes,
+        place=number * nbytes if place is None else place,
     )

@@ -21,7 +21,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,46 +32,32 @@ import numpy.typing as npt
 
 from tierstore.errors import StoreUnavailableError
 from tierstore.memory import ALIGNMENT
+from tierstore.tiers.disk.change import FREE_PER_PAGE, REMOVED_AT_ONCE, Change, Writing, small_steps
 from tierstore.tiers.disk.records import (
     FACTS_BYTES,
-    INLINE,
     PageRecord,
-    PageUse,
-    Removal,
     decode,
     decode_facts,
     encode,
-    encode_facts,
-    stored_names,
     stored_place,
     with_place,
-    with_use,
+)
+from tierstore.tiers.disk.trees import (
+    BEGINNING,
+    FORMAT_KEY,
+    NEXT_SERIAL,
+    PIECE_BYTES,
+    TICK,
+    TREES,
+    child_prefix,
+    page_key,
+    payload_key,
 )
 
 FORMAT = 2
-TREES = (b"meta", b"roots", b"pages", b"facts", b"children", b"payload")
-FORMAT_KEY = b"format"
-PIECE_BYTES = 4096 - 16  # what one LMDB overflow page holds
-
-NEXT_SERIAL = b"next_serial"
-TICK = b"tick"
-_BEGINNING = 16  # bytes of a chunk, four tokens, that its siblings are sorted by
+MOVING_FORMAT = 1000 + FORMAT  # of one whose pages are on their way to a smaller one (rebuild.py)
 _SIMILAR_TRIED = 16
 _FIXED_PAGES = 8  # two meta pages, the directory of trees, the roots of the free list
-_FREE_PER_PAGE = 500  # page numbers that one page of the free list holds
-_REMOVED_AT_ONCE = 64  # when space is so short that a large transaction does not fit
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What one transaction does, in this order: removals, roots, additions, uses."""
-
-    added: Sequence[tuple[PageRecord, memoryview | None]] = ()
-    removed: Sequence[Removal] = ()
-    used: Mapping[int, PageUse] = field(default_factory=dict)  # of added pages too
-    roots: Mapping[int, bytes] = field(default_factory=dict)
-    next_serial: int = 1
-    tick: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +76,11 @@ class Catalog:
 
         ``read_only`` changes no file, not even LMDB's lock: it is for whoever holds the directory, and for
         those who look at :attr:`last_transaction` before they believe what they have read. ``map_bytes`` 0
-        takes the size that the index was made with.
+        takes the size that the index was last opened with.
 
         Raises :class:`StoreUnavailableError` when there is one that cannot be read.
         """
+        self.path = path
         try:
             self._env = lmdb.open(
                 str(path),
@@ -138,6 +125,16 @@ class Catalog:
                 txn.put(name, value)
 
     @property
+    def moving(self) -> bool:
+        """Whether some of the pages are in another file already, and no longer in this one."""
+        return self.get_meta(FORMAT_KEY) == str(MOVING_FORMAT).encode()
+
+    def set_moving(self, *, moving: bool) -> None:
+        """Begin to be :attr:`moving`, durably, or end it."""
+        with _os_errors(), self._env.begin(write=True, db=self._meta) as txn:
+            txn.put(FORMAT_KEY, str(MOVING_FORMAT if moving else FORMAT).encode())
+
+    @property
     def next_serial(self) -> int:
         """The lowest serial that was never used by anything durable."""
         return self._number(NEXT_SERIAL, default=1)
@@ -163,7 +160,7 @@ class Catalog:
             stats = [txn.stat(db) for db in self._trees]
         tree = sum(stat["branch_pages"] + stat["leaf_pages"] for stat in stats)
         used = tree + sum(stat["overflow_pages"] for stat in stats) + _FIXED_PAGES
-        free = max(self._env.info()["last_pgno"] + 1 - used, 0) // _FREE_PER_PAGE
+        free = max(self._env.info()["last_pgno"] + 1 - used, 0) // FREE_PER_PAGE
         return IndexUsage((used + free) * ALIGNMENT, (tree + free) * ALIGNMENT)
 
     # -- pages ---------------------------------------------------------------------------------------
@@ -187,7 +184,7 @@ class Catalog:
             stack.enter_context(_os_errors())
             txn = stack.enter_context(self._env.begin(db=self._pages))
             for serial in serials:
-                data = txn.get(_key(serial))
+                data = txn.get(page_key(serial))
                 yield decode(serial, data) if data is not None else None
 
     def facts(self) -> npt.NDArray[np.void]:
@@ -239,7 +236,7 @@ class Catalog:
             txn.cursor(self._children) as cursor,
         ):
             for key, tokens in chunks:
-                prefix = _child_prefix(parent, tokens) + key
+                prefix = child_prefix(parent, tokens) + key
                 more = cursor.set_range(prefix)
                 record = None
                 while record is None and more and cursor.key().startswith(prefix):
@@ -257,13 +254,13 @@ class Catalog:
         """Some children of ``parent`` that begin with the same four tokens as ``tokens``, or have fewer and
         begin with those."""
         found: list[PageRecord] = []
-        beginnings = [tokens, *(tokens[:nbytes] for nbytes in range(_BEGINNING - 4, 0, -4))]
+        beginnings = [tokens, *(tokens[:nbytes] for nbytes in range(BEGINNING - 4, 0, -4))]
         with (
             _os_errors(),
             self._env.begin(db=self._pages) as txn,
             txn.cursor(self._children) as cursor,
         ):
-            for prefix in {_child_prefix(parent, beginning): None for beginning in beginnings}:
+            for prefix in {child_prefix(parent, beginning): None for beginning in beginnings}:
                 more = cursor.set_range(prefix)
                 while more and len(found) < _SIMILAR_TRIED and cursor.key().startswith(prefix):
                     record = self._child(txn, cursor.key(), parent, identity)
@@ -283,10 +280,10 @@ class Catalog:
     def read_payload(self, record: PageRecord, view: memoryview) -> bool:
         """Copy an inline payload into ``view``. False when it is not there, or not in full."""
         with _os_errors(), self._env.begin(buffers=True) as txn, txn.cursor(self._payload) as cursor:
-            more = cursor.set_key(_payload_key(record.serial, 0))
+            more = cursor.set_key(payload_key(record.serial, 0))
             for piece, start in enumerate(range(0, record.nbytes, PIECE_BYTES)):
                 target = view[start : min(start + PIECE_BYTES, record.nbytes)]
-                if not more or bytes(cursor.key()) != _payload_key(record.serial, piece):
+                if not more or bytes(cursor.key()) != payload_key(record.serial, piece):
                     return False
                 if len(cursor.value()) != len(target):
                     return False
@@ -309,10 +306,10 @@ class Catalog:
     def forget(self, serials: Sequence[int]) -> None:
         """Delete pages whatever their records say, durably."""
         with _os_errors():
-            for start in range(0, len(serials), _REMOVED_AT_ONCE):
+            for start in range(0, len(serials), REMOVED_AT_ONCE):
                 with self._env.begin(write=True) as txn:
-                    for serial in serials[start : start + _REMOVED_AT_ONCE]:
-                        self._delete(txn, serial)
+                    for serial in serials[start : start + REMOVED_AT_ONCE]:
+                        Writing(txn, self._trees).delete(serial)
 
     def relocate(self, moved: Sequence[tuple[PageRecord, int]]) -> None:
         """Give pages new places (in extents), durably: each record as it is to be, and the place it had.
@@ -321,7 +318,7 @@ class Catalog:
         """
         with _os_errors(), self._env.begin(write=True) as txn:
             for record, before in moved:
-                key = _key(record.serial)
+                key = page_key(record.serial)
                 stored, facts = txn.get(key, db=self._pages), txn.get(key, db=self._facts)
                 assert stored is not None, f"page {record.serial} is not there"
                 assert facts is not None, f"page {record.serial} has no facts"
@@ -332,120 +329,27 @@ class Catalog:
     def mend(self, edits: Sequence[tuple[bytes, bytes, bytes | None]]) -> None:
         """Put each (tree, key, value) as it is given, or delete the key where the value is None; durably."""
         with _os_errors():
-            for start in range(0, len(edits), _REMOVED_AT_ONCE):
+            for start in range(0, len(edits), REMOVED_AT_ONCE):
                 with self._env.begin(write=True) as txn:
-                    for tree, key, value in edits[start : start + _REMOVED_AT_ONCE]:
+                    for tree, key, value in edits[start : start + REMOVED_AT_ONCE]:
                         db = self._trees[TREES.index(tree)]
                         if value is None:
                             txn.delete(key, db=db)
                         else:
                             txn.put(key, value, db=db)
 
+    def _apply(self, change: Change) -> None:
+        with self._env.begin(write=True) as txn:
+            Writing(txn, self._trees).make(change)
+
     def _make_room(self, change: Change) -> None:
         # LMDB reuses what a transaction freed only in the second one after it (the one before must stay
         # readable until then). So remove in small steps, and let two transactions pass.
-        for removed in _small_steps(change.removed):
+        for removed in small_steps(change.removed):
             self._apply(Change(removed=removed, next_serial=change.next_serial, tick=change.tick))
         for _ in range(2):
             with self._env.begin(write=True, db=self._meta) as txn:
                 txn.put(b"turn", (txn.id() % 256).to_bytes(1, "big"))
-
-    def _apply(self, change: Change) -> None:
-        with self._env.begin(write=True) as txn:
-            for removal in change.removed:
-                # A page that was damaged and saved again keeps its serial: only the copy that was meant may
-                # go.
-                stored = txn.get(_key(removal.serial), db=self._pages)
-                if stored is not None and stored_place(stored) == removal.place:
-                    self._delete(txn, removal.serial)
-            for serial, identity in change.roots.items():
-                txn.put(_key(serial), identity, db=self._roots)
-            self._add(txn, change.added, change.used)
-            added = {record.serial for record, _ in change.added}
-            self._touch(txn, {serial: use for serial, use in change.used.items() if serial not in added})
-            txn.put(NEXT_SERIAL, change.next_serial.to_bytes(8, "big"), db=self._meta)
-            txn.put(TICK, change.tick.to_bytes(8, "big"), db=self._meta)
-
-    def _delete(self, txn: Any, serial: int) -> None:
-        key = _key(serial)
-        stored = txn.get(key, db=self._pages)
-        names = stored_names(stored) if stored is not None else None
-        if names is not None:
-            parent, page_key, tokens = names
-            txn.delete(_child_prefix(parent, tokens) + page_key + key, db=self._children)
-        txn.delete(key, db=self._pages)
-        txn.delete(key, db=self._facts)
-        with txn.cursor(self._payload) as cursor:
-            found = cursor.set_range(_payload_key(serial, 0))
-            while found and cursor.key().startswith(key):
-                found = cursor.delete()
-
-    def _add(
-        self,
-        txn: Any,
-        added: Sequence[tuple[PageRecord, memoryview | None]],
-        used: Mapping[int, PageUse],
-    ) -> None:
-        last = {db: self._last_key(txn, db) for db in (self._pages, self._facts, self._payload)}
-
-        def put(db: Any, key: bytes, value: bytes | memoryview) -> None:
-            # Serials mostly come in order: appending fills tree pages instead of splitting them in halves.
-            txn.put(key, value, db=db, append=key > last[db])
-            last[db] = max(last[db], key)
-
-        for record, payload in sorted(added, key=lambda pair: pair[0].serial):
-            key = _key(record.serial)
-            put(self._pages, key, encode(record))
-            use = used.get(record.serial) or PageUse(0, record.created_s, 0)
-            put(self._facts, key, encode_facts(record, use))
-            txn.put(link_of(record), b"", db=self._children)
-            if record.place == INLINE:
-                assert payload is not None, f"page {record.serial} is inline, but its payload was not given"
-                for piece, start in enumerate(range(0, record.nbytes, PIECE_BYTES)):
-                    value = payload[start : min(start + PIECE_BYTES, record.nbytes)]
-                    put(self._payload, _payload_key(record.serial, piece), value)
-
-    def _touch(self, txn: Any, used: Mapping[int, PageUse]) -> None:
-        for serial in sorted(used):
-            key = _key(serial)
-            facts = txn.get(key, db=self._facts)
-            if facts is not None:
-                txn.put(key, with_use(facts, used[serial]), db=self._facts)
-
-    @staticmethod
-    def _last_key(txn: Any, db: Any) -> bytes:
-        with txn.cursor(db) as cursor:
-            return cursor.key() if cursor.last() else b""
-
-
-def _small_steps(removed: Sequence[Removal]) -> Iterator[list[Removal]]:
-    step: list[Removal] = []
-    freed = 0
-    for removal in removed:
-        step.append(removal)
-        freed += -(-removal.nbytes // PIECE_BYTES) if removal.place == INLINE else 0
-        if len(step) == _REMOVED_AT_ONCE or freed >= _FREE_PER_PAGE:
-            yield step
-            step, freed = [], 0
-    yield step
-
-
-def _key(serial: int) -> bytes:
-    return serial.to_bytes(8, "big")
-
-
-def _child_prefix(parent: int, tokens: bytes) -> bytes:
-    """What the links to all children of ``parent`` that begin like ``tokens`` have in common."""
-    return parent.to_bytes(8, "big") + tokens[:_BEGINNING].ljust(_BEGINNING, b"\0")
-
-
-def link_of(record: PageRecord) -> bytes:
-    """The key in ``children`` that leads to a page."""
-    return _child_prefix(record.parent, record.tokens) + record.key + _key(record.serial)
-
-
-def _payload_key(serial: int, piece: int) -> bytes:
-    return serial.to_bytes(8, "big") + piece.to_bytes(4, "big")
 
 
 def unreadable(path: Path, why: str) -> StoreUnavailableError:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tierstore.tiers.disk.aio import Landed, QueuedRead
 from tierstore.tiers.disk.io import FileIO
 from tierstore.units import MIB
 
@@ -91,6 +92,22 @@ class ExtentFiles:
         if got:
             self._io.forget(file.cached_fd, start, got)
         return got
+
+    def read_many(self, places: Sequence[tuple[int, memoryview]], landed: Landed) -> None:
+        """Fill each view from its offset, all at once and with O_DIRECT, and say what became of each: an
+        error, too, where there is no such file or no O_DIRECT. Raises :class:`OSError` when there is no doing
+        it this way: those that have not landed were not done."""
+        reads = []
+        numbers = []
+        for number, (offset, view) in enumerate(places):
+            file, start = divmod(offset, self.file_bytes)
+            fd = self._files[file].direct_fd if file < len(self._files) else None
+            if fd is None:
+                landed(number, -errno.ENOENT)
+            else:
+                reads.append(QueuedRead(fd, view, start))
+                numbers.append(number)
+        self._io.read_many(reads, lambda read, result: landed(numbers[read], result))
 
     def write(self, offset: int, views: Sequence[memoryview], *, direct: bool) -> None:
         """Write ``views`` to one file, into space that :meth:`grow` has provided. Raises :class:`OSError`."""

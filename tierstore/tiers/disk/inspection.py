@@ -16,7 +16,8 @@ import lmdb
 
 from tierstore.errors import StoreUnavailableError
 from tierstore.tiers.disk import touch
-from tierstore.tiers.disk.catalog import FORMAT_KEY, TREES, unreadable
+from tierstore.tiers.disk.catalog import unreadable
+from tierstore.tiers.disk.trees import FORMAT_KEY, TREES
 
 _META_PAGES_BYTES = 2 * 4096
 _RUN = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"

@@ -6,9 +6,20 @@ short or lie while the rest of the tier runs the code that users run. Nothing is
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
+import queue
 from collections.abc import Sequence
 from pathlib import Path
+
+from tierstore.tiers.disk.aio import Landed, QueuedRead, ReadQueue
+
+_QUEUE_DEPTH = 128
+_KEEP_SIZE, _PUNCH_HOLE = 0x01, 0x02
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 class FileIO:
@@ -25,6 +36,19 @@ class FileIO:
         """Bytes read: fewer than asked for at the end of the file."""
         return os.preadv(fd, buffers, offset)
 
+    def read_many(self, reads: Sequence[QueuedRead], landed: Landed) -> None:
+        """Do reads that may all be in flight at once, and say of each what became of it, in any order. Raises
+        :class:`OSError` when there is no doing it this way: those that have not landed were not done.
+
+        Here they happen one after the other, as :meth:`preadv`; see :class:`QueuedIO`.
+        """
+        for number, read in enumerate(reads):
+            try:
+                result = self.preadv(read.fd, [read.view], read.offset)
+            except OSError as error:
+                result = -(error.errno or errno.EIO)
+            landed(number, result)
+
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """Bytes written: fewer than asked for when the disk fills up half way."""
         return os.pwritev(fd, buffers, offset)
@@ -32,6 +56,13 @@ class FileIO:
     def allocate(self, fd: int, offset: int, nbytes: int) -> None:
         """Give the range blocks on disk, growing the file where it is shorter."""
         os.posix_fallocate(fd, offset, nbytes)
+
+    def punch(self, fd: int, offset: int, nbytes: int) -> None:
+        """Give the range's blocks back to the file system: it reads as zeros, and the size stays. EOPNOTSUPP
+        where that cannot be done."""
+        if _libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, nbytes):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
 
     def sync(self, fd: int) -> None:
         """On return everything written to the file, and its size, survives a power loss."""
@@ -61,3 +92,20 @@ class FileIO:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+class QueuedIO(FileIO):
+    """The operating system's files, with queues for reads in the kernel."""
+
+    def __init__(self) -> None:
+        self._idle: queue.SimpleQueue[ReadQueue] = queue.SimpleQueue()  # one for each thread that reads
+
+    def read_many(self, reads: Sequence[QueuedRead], landed: Landed) -> None:
+        try:
+            own = self._idle.get_nowait()
+        except queue.Empty:
+            own = ReadQueue(_QUEUE_DEPTH)
+        try:
+            own.read(reads, landed)
+        finally:
+            self._idle.put(own)

@@ -2,7 +2,7 @@
 
 A store may hold millions of pages on disk and know most of them only from its last life. Their records stay
 in the index on disk and are read when a lookup comes by (``Catalog.find``). What eviction needs is here: one
-row per page, 66 bytes in columns of numbers, so that a million pages cost 66 MB, are read in a second at
+row per page, 76 bytes in columns of numbers, so that a million pages cost 76 MB, are read in a second at
 open, and can be put in order by a policy in one stroke.
 
 A row whose page was removed while pages below it stay (its bytes were damaged) is a *hole*: it keeps their
@@ -14,12 +14,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.policy import Policy
+from tierstore.policy import NO_HINT, PageFacts, PageHint, Policy, Reuse
 from tierstore.tiers.disk.ancestry import depths, parent_rows
 from tierstore.tiers.disk.order import Entry, Facts, NearWorst, commonest_class, size_classes, worst_first
 from tierstore.tiers.disk.records import PageRecord, PageUse, Removal
@@ -27,6 +27,7 @@ from tierstore.tiers.disk.records import PageRecord, PageUse, Removal
 _LEAST_ROWS = 1024
 _ORDERED_FRACTION = 64  # of the pages are put in order at once: a pass over a million takes 50 ms
 _END = Entry(np.inf, -1, 0)
+_EXPIRY_S = 1.0  # between two passes that look for hints whose time is over
 _COLUMNS = {
     "serial": np.int64,
     "parent": np.int64,
@@ -37,6 +38,9 @@ _COLUMNS = {
     "hits": np.int64,
     "children": np.int32,
     "depth": np.int32,
+    "reuse": np.int8,
+    "priority": np.int8,
+    "expires_s": np.float64,
     "alive": np.bool_,
 }
 
@@ -53,10 +57,12 @@ class Ledger:
         # What is left of the last time they were put in order: of all pages, and of single size classes.
         self._orders: dict[int | None, deque[Entry]] = {}
         self._near = NearWorst()
+        self._expires_s = np.inf  # no hint ends before
         size = max(self._rows * 9 // 8, _LEAST_ROWS)
         self._columns: dict[str, npt.NDArray[Any]] = {
             name: np.zeros(size, dtype) for name, dtype in _COLUMNS.items()
         }
+        self._columns["expires_s"][:] = np.inf
         if facts is not None:
             for name in facts.dtype.names or ():
                 self._columns[name][: self._rows] = facts[name]
@@ -172,6 +178,30 @@ class Ledger:
             uses = np.array(list(used.values()), np.float64)[known]
             for at, name in enumerate(("tick", "used_s", "hits")):
                 self._columns[name][rows[known]] = uses[:, at]
+            for name, nothing in zip(("reuse", "priority", "expires_s"), NO_HINT, strict=True):
+                self._columns[name][rows[known]] = nothing  # a hint is about one use
+
+    def hint(self, serial: int, hint: PageHint) -> bool:
+        """``hint`` is about the next use of a page. False when it is not here."""
+        with self._lock:
+            row = self._alive_row(serial)
+            if row is not None:
+                for name, value in zip(("reuse", "priority", "expires_s"), hint, strict=True):
+                    self._columns[name][row] = value
+                self._expires_s = min(self._expires_s, hint.expires_s)
+            return row is not None
+
+    def expire_hints(self, now_s: float) -> None:
+        """The pages whose time to live is over are as good as done. A pass over all of them if there may be
+        any."""
+        with self._lock:
+            if self._expires_s > now_s:
+                return
+            expires_s = self._columns["expires_s"][: self._rows]
+            over = expires_s <= now_s
+            self._columns["reuse"][: self._rows][over] = Reuse.DONE
+            expires_s[over] = np.inf
+            self._expires_s = max(float(expires_s.min(initial=np.inf)), now_s + _EXPIRY_S)
 
     def _put(self, row: int, record: PageRecord, use: PageUse) -> None:
         columns = self._columns
@@ -182,6 +212,7 @@ class Ledger:
         columns["nbytes"][row] = record.nbytes
         columns["tick"][row], columns["used_s"][row], columns["hits"][row] = use
         columns["depth"][row] = 0 if above is None else columns["depth"][above] + 1
+        columns["reuse"][row], columns["priority"][row], columns["expires_s"][row] = NO_HINT
         columns["alive"][row] = True
         if above is not None:
             columns["children"][above] += 1
@@ -245,9 +276,16 @@ class Ledger:
                     break
                 order.popleft()
                 if self._is_current(entry):
+                    facts = self._page_facts(entry.serial)
+                    policy.leaves(facts, entry.score, entry.latest)
                     chosen.append(entry.serial)
-                    nbytes -= int(self._columns["nbytes"][self._row(entry.serial)])
+                    nbytes -= cast(int, facts.nbytes)
             return chosen
+
+    def _page_facts(self, serial: int) -> PageFacts:
+        row = self._row(serial)
+        names = ("nbytes", "depth", "tick", "hits", "serial", "reuse", "priority")
+        return PageFacts(*(self._columns[name][row].item() for name in names))
 
     def near_worst(self, policy: Policy) -> float:
         """The score up to which pages are nearly as bad as the worst."""

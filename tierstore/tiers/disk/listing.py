@@ -31,7 +31,7 @@ import numpy.typing as npt
 from tierstore.errors import StoreUnavailableError
 from tierstore.keys import TOKEN_BYTES, Identity
 from tierstore.tiers.disk.ancestry import parent_rows
-from tierstore.tiers.disk.catalog import FORMAT, FORMAT_KEY, Catalog, unreadable
+from tierstore.tiers.disk.catalog import FORMAT, Catalog, unreadable
 from tierstore.tiers.disk.directory import INDEX, StoreDirectory, StoreInUseError
 from tierstore.tiers.disk.inspection import stored_format
 from tierstore.tiers.disk.opening import STORE, StoreMeta, decode_meta, refuse_other_formats
@@ -42,6 +42,7 @@ from tierstore.tiers.disk.records import (
     stored_created_s,
     stored_tokens,
 )
+from tierstore.tiers.disk.trees import FORMAT_KEY
 
 _BURST = 4096  # entries
 _LEAST_BURST = 16
@@ -79,6 +80,7 @@ class Listing(msgspec.Struct, frozen=True, kw_only=True):
     in_use: bool
     holdings: list[Holding]  # the one with the most bytes first
     lost_pages: int
+    capacity_bytes: int | None  # the cap of its last life; None where that was not written down
     allocated_bytes: int  # everything under the directory
     extent_bytes: int  # of that, the extent files, used or not
     index_bytes: int
@@ -144,6 +146,7 @@ def _listing(
         in_use=in_use,
         holdings=holdings,
         lost_pages=lost_pages,
+        capacity_bytes=meta.capacity_bytes if meta is not None else None,
         allocated_bytes=_allocated_bytes(path),
         extent_bytes=_allocated_bytes(path / "extents"),
         index_bytes=_allocated_bytes(path / INDEX),

@@ -13,7 +13,7 @@ import msgspec
 
 from tierstore.errors import StoreUnavailableError
 from tierstore.tiers.disk.calibration import Calibration, calibrate
-from tierstore.tiers.disk.catalog import FORMAT, Catalog, unreadable
+from tierstore.tiers.disk.catalog import FORMAT, MOVING_FORMAT, Catalog, unreadable
 from tierstore.tiers.disk.directory import StoreDirectory
 from tierstore.tiers.disk.extents import ExtentFiles
 from tierstore.tiers.disk.inspection import stored_format
@@ -21,7 +21,7 @@ from tierstore.tiers.disk.io import FileIO
 from tierstore.tiers.disk.layout import Layout, file_bytes, unit_bytes
 from tierstore.tiers.disk.ledger import Ledger
 from tierstore.tiers.disk.payloads import Payloads
-from tierstore.tiers.disk.rebuild import rebuild, remove_leftovers
+from tierstore.tiers.disk.rebuild import rebuild, remove_leftovers, resume
 from tierstore.tiers.disk.space import Space
 from tierstore.tiers.disk.survey import SurveyThread
 
@@ -32,13 +32,15 @@ _QUICKLY_SURVEYED = 50_000  # pages: a tenth of a second, which opening may take
 
 
 class StoreMeta(msgspec.Struct, kw_only=True):
-    """What a directory knows of itself, besides its pages."""
+    """What a directory knows of itself, besides its pages. Fields may be added within a format: who does not
+    know one passes over it, and one that is missing is as it is here."""
 
     identity: str
     created_s: float
     unit_bytes: int
     file_bytes: int
     calibration: Calibration | None = None
+    capacity_bytes: int | None = None  # the cap of the last life
 
 
 @dataclass(slots=True)
@@ -62,7 +64,8 @@ def open_parts(path: Path, layout: Layout, *, inline_bytes: int, io_threads: int
     """
     directory = StoreDirectory.acquire(path)
     try:
-        refuse_other_formats(directory)
+        if stored_format(directory.index) != MOVING_FORMAT:
+            refuse_other_formats(directory)
         directory.sign()
         return _Opening(directory, layout, inline_bytes, io_threads, io).parts()
     except OSError as error:
@@ -80,6 +83,11 @@ def refuse_other_formats(directory: StoreDirectory) -> None:
     found = stored_format(directory.index)
     if found is None or found == FORMAT:
         return
+    if found == MOVING_FORMAT:
+        raise StoreUnavailableError(
+            f"the index in {directory.path} was being made smaller when its process ended: open the store "
+            "once, which completes that"
+        )
     if found > FORMAT:
         raise StoreUnavailableError(
             f"{directory.path} was written by a newer tierstore (format {found}, this one knows {FORMAT}): "
@@ -102,10 +110,13 @@ class _Opening:
         self._inline_bytes = inline_bytes
         self._io_threads = io_threads
         self._io = io
-        self._before_bytes = directory.allocated_bytes()
+        # While things are put in order, what there was before may still be there.
+        self._most_bytes = max(directory.allocated_bytes(), layout.capacity_bytes)
 
     def parts(self) -> OpenedParts:
         self._directory.extents.mkdir(exist_ok=True, mode=0o700)
+        if stored_format(self._directory.index) == MOVING_FORMAT:
+            resume(self._directory, most_bytes=self._most_bytes, io=self._io)
         remove_leftovers(self._directory, self._io)
         self._make_index()
         with ExitStack() as opened:
@@ -133,6 +144,7 @@ class _Opening:
                 meta.calibration = self._calibrate(payloads, extents)
             if meta.calibration is not None:
                 payloads.read_mode = meta.calibration.mode
+            meta.capacity_bytes = self._layout.capacity_bytes
             catalog.put_meta(_encoded(meta))
             # The files' names, too, must outlive a power loss.
             self._io.sync_directory(self._directory.path)
@@ -186,14 +198,13 @@ class _Opening:
         return self._directory.index.stat().st_size > self._layout.index_bytes
 
     def _rebuild(self, catalog: Catalog, meta: StoreMeta, ledger: Ledger) -> None:
-        now = self._directory.allocated_bytes()
-        room = max(self._before_bytes, self._layout.capacity_bytes) - now
         rebuild(
             self._directory,
             catalog,
-            ledger,
+            ledger.places(),
             map_bytes=self._layout.index_bytes,
-            beside_bytes=room,
+            capacity_bytes=self._layout.capacity_bytes,
+            most_bytes=self._most_bytes,
             meta=_encoded(meta),
             io=self._io,
         )

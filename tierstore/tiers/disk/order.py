@@ -23,6 +23,7 @@ class Entry(NamedTuple):
     score: float
     serial: int
     tick: int
+    latest: int = 0  # tick of the page that had been used last of all
 
 
 class Facts(NamedTuple):
@@ -34,10 +35,21 @@ class Facts(NamedTuple):
     depth: npt.NDArray[np.integer[Any]]
     tick: npt.NDArray[np.integer[Any]]
     hits: npt.NDArray[np.integer[Any]]
+    reuse: npt.NDArray[np.integer[Any]]
+    priority: npt.NDArray[np.integer[Any]]
 
     def scores(self, policy: Policy) -> npt.NDArray[np.float64]:
-        score = policy.score(PageFacts(self.nbytes, self.depth, self.tick, self.hits))
-        return np.broadcast_to(np.asarray(score, np.float64), self.serial.shape)
+        facts = PageFacts(
+            self.nbytes,
+            self.depth,
+            self.tick,
+            self.hits,
+            arrived=self.serial,  # not a tick, but in the same order
+            reuse=self.reuse,
+            priority=self.priority,
+            segment=(self.hits > 0).astype(np.int8),
+        )
+        return np.broadcast_to(np.asarray(policy.rank(facts), np.float64), self.serial.shape)
 
     def take(self, rows: npt.NDArray[np.intp]) -> Facts:
         return Facts(*(column[rows] for column in self))
@@ -63,12 +75,13 @@ def commonest_class(facts: Facts) -> int | None:
 def worst_first(facts: Facts, policy: Policy, count: int) -> list[Entry]:
     """At least ``count`` of the pages (or all), worst first by ``policy``; among equals the deepest first."""
     scores = facts.scores(policy)
+    latest = int(facts.tick.max(initial=0))
     if count < len(scores):
         chosen = np.flatnonzero(scores <= np.partition(scores, count)[count])
         facts, scores = facts.take(chosen), scores[chosen]
     order = np.lexsort((-facts.depth, scores))
     columns = (scores[order].tolist(), facts.serial[order].tolist(), facts.tick[order].tolist())
-    return [Entry(*entry) for entry in zip(*columns, strict=True)]
+    return [Entry(*entry, latest) for entry in zip(*columns, strict=True)]
 
 
 def worst_share(facts: Facts, policy: Policy, share: float) -> float:

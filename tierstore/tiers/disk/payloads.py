@@ -2,11 +2,13 @@
 
 A batch becomes a queue of requests. The calling thread works it off together with helpers from a crew, so
 that a batch always makes progress, however busy the crew is. Each thread hashes what it has just moved while
-the others wait for the disk. Both the system calls and the hash run without the GIL.
+the others wait for the disk. Both the system calls and the hash run without the GIL. Reads of small pages
+that lie apart are handed to the kernel all at once instead, where that is faster (aio.py).
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,10 +19,14 @@ from tierstore.tiers.disk.extents import ExtentFiles
 from tierstore.tiers.disk.reads import PageRead, ReadBatch
 from tierstore.tiers.disk.records import PageRecord
 from tierstore.tiers.disk.requests import Extent, Request, plan
-from tierstore.units import MIB
+from tierstore.units import KIB, MIB
+
+_log = logging.getLogger(__name__)
 
 _LEAST_REQUEST = 1 * MIB
 _MOST_REQUEST = 4 * MIB
+_MOST_QUEUED = 512 * KIB  # larger requests keep a thread busy, and the disk too
+_LEAST_QUEUED = 16  # fewer are read as fast by threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,7 @@ class ReadMode:
 
     direct: bool
     streams: int  # requests in flight per batch
+    queued: bool = False  # small ones all at once, from one thread (aio.py)
 
 
 class Payloads:
@@ -84,6 +91,8 @@ class Payloads:
                         failed[single.parts[0].page] = error
 
         requests = batch.plan(mode.streams, self._extents.file_bytes)
+        if mode.queued and mode.direct and batch.aligned:
+            requests = self._read_queued(batch, requests)
         _work_off(requests, work, self._readers, mode.streams)
         outcomes = []
         for number, ((record, _), buffer) in enumerate(zip(pages, batch.buffers, strict=True)):
@@ -92,6 +101,33 @@ class Payloads:
             else:  # bytes that did not come say nothing of those that are there
                 outcomes.append(PageRead.FAILED if number in failed else PageRead.DAMAGED)
         return ReadBatch(outcomes, next(iter(failed.values()), None))
+
+    def _read_queued(self, batch: _Batch, requests: Sequence[Request]) -> list[Request]:
+        """Do the small requests all at once. Returns the others, and those that did not come as they should
+        have: they are done again, one by one."""
+        small: list[Request] = []
+        left: list[Request] = []
+        places: list[tuple[int, memoryview]] = []
+        for request in requests:
+            views = batch.memory(request)
+            if len(views) == 1 and request.nbytes <= _MOST_QUEUED:
+                small.append(request)
+                places.append((request.offset, views[0]))
+            else:
+                left.append(request)
+        if len(small) < _LEAST_QUEUED:
+            return [*requests]
+        waiting = dict(enumerate(small))
+
+        def landed(number: int, result: int) -> None:
+            if result == small[number].nbytes:
+                batch.hash(waiting.pop(number), result, read=True)
+
+        try:
+            self._extents.read_many(places, landed)
+        except OSError as error:
+            _log.debug("disk tier: %d reads were not taken at once: %s", len(waiting), error)
+        return [*left, *waiting.values()]
 
     def close(self) -> None:
         """Wait for what is in flight."""

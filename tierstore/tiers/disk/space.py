@@ -7,9 +7,10 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from tierstore.tiers.disk.catalog import PIECE_BYTES, IndexUsage
+from tierstore.tiers.disk.catalog import IndexUsage
 from tierstore.tiers.disk.layout import Layout
 from tierstore.tiers.disk.records import INLINE, PageRecord, Removal
+from tierstore.tiers.disk.trees import PIECE_BYTES
 from tierstore.tiers.disk.windows import Window, choose
 from tierstore.tiers.slabs import SlabAllocator, slot_bytes
 from tierstore.units import KIB, MIB
@@ -234,8 +235,14 @@ class Space:
 
 def index_room(index_bytes: int, usage: IndexUsage) -> int:
     """How much may be added to an index of ``index_bytes``, in terms of :func:`index_cost`."""
-    tree = min(2 * usage.tree_bytes, _MOST_TREE_HEADROOM) + _LEAST_HEADROOM
-    return index_bytes - max(index_bytes // _HEADROOM_FRACTION, tree) - usage.used_bytes
+    headroom = max(index_bytes // _HEADROOM_FRACTION, tree_headroom(usage.tree_bytes) + _LEAST_HEADROOM)
+    return index_bytes - headroom - usage.used_bytes
+
+
+def tree_headroom(tree_bytes: int) -> int:
+    """What must stay free beside ``tree_bytes`` of trees, so that a transaction can rewrite what it
+    changes."""
+    return min(2 * tree_bytes, _MOST_TREE_HEADROOM)
 
 
 def index_cost(nbytes: int, place: int) -> int:

@@ -20,9 +20,9 @@ import msgspec
 import xxhash
 
 from tierstore.keys import Identity
-from tierstore.tiers.disk.catalog import Change
+from tierstore.tiers.disk.change import Change
 from tierstore.tiers.disk.crew import Crew
-from tierstore.tiers.disk.io import FileIO
+from tierstore.tiers.disk.io import FileIO, QueuedIO
 from tierstore.tiers.disk.layout import Layout, split
 from tierstore.tiers.disk.ledger import Ledger
 from tierstore.tiers.disk.opening import OpenedParts, open_parts
@@ -98,7 +98,7 @@ class DiskTier:
         """
         layout = split(capacity_bytes, page_bytes=page_bytes, inline_bytes=inline_bytes)
         watch = Watch(clock)
-        watched = WatchedIO(io or FileIO(), watch)
+        watched = WatchedIO(io or QueuedIO(), watch)
         parts = open_parts(directory, layout, inline_bytes=inline_bytes, io_threads=io_threads, io=watched)
         return cls(parts, layout, watch)
 
@@ -144,6 +144,12 @@ class DiskTier:
     def root(self, identity: bytes) -> int | None:
         """The serial of the root of everything under an identity digest; None if nothing ever was."""
         return self._roots.get(identity)
+
+    def identities(self) -> list[Identity]:
+        """Of everything that ever had a page here, except damaged ones. Raises :class:`OSError`."""
+        with self.watch.call():
+            roots = self._catalog.roots().values()
+        return [identity for root in roots if (identity := _identity(root)) is not None]
 
     def add_root(self, identity: Identity) -> int:
         """The serial of an identity's root, made if there is none (and durable with the next commit)."""
@@ -419,7 +425,12 @@ class DiskTier:
 
 def identity_digest(root: bytes) -> bytes | None:
     """The digest of an identity as it is stored; None when it is damaged: its pages are then not found."""
+    identity = _identity(root)
+    return None if identity is None else identity.digest
+
+
+def _identity(root: bytes) -> Identity | None:
     try:
-        return msgspec.json.decode(root, type=Identity).digest
+        return msgspec.json.decode(root, type=Identity)
     except msgspec.MsgspecError:
         return None

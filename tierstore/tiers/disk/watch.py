@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from tierstore.tiers.disk.aio import Landed, QueuedRead
 from tierstore.tiers.disk.io import FileIO
 
 
@@ -78,6 +79,10 @@ class WatchedIO(FileIO):
         with self._watch.call():
             return self._inner.preadv(fd, buffers, offset)
 
+    def read_many(self, reads: Sequence[QueuedRead], landed: Landed) -> None:
+        with self._watch.call():
+            self._inner.read_many(reads, landed)
+
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         with self._watch.call():
             return self._inner.pwritev(fd, buffers, offset)
@@ -85,6 +90,10 @@ class WatchedIO(FileIO):
     def allocate(self, fd: int, offset: int, nbytes: int) -> None:
         with self._watch.call():
             self._inner.allocate(fd, offset, nbytes)
+
+    def punch(self, fd: int, offset: int, nbytes: int) -> None:
+        with self._watch.call():
+            self._inner.punch(fd, offset, nbytes)
 
     def sync(self, fd: int) -> None:
         with self._watch.call():

@@ -161,6 +161,6 @@ def test_two_records_of_one_place_are_one(open_shelf):
 
 
 def type_of_change(record):
-    from tierstore.tiers.disk.catalog import Change
+    from tierstore.tiers.disk.change import Change
 
     return Change(added=[(record, None)], next_serial=record.serial + 1)

@@ -17,8 +17,9 @@ from tests.tierstore.tiers.disk.test_damage import overwrite, served, type_of_ch
 from tests.tierstore.tiers.disk.test_directory import fingerprint
 from tierstore.errors import StoreUnavailableError, UsageError
 from tierstore.tiers.disk import DiskTier
-from tierstore.tiers.disk.catalog import TREES, link_of
+from tierstore.tiers.disk.catalog import Catalog
 from tierstore.tiers.disk.fsck import Category, fsck, repair
+from tierstore.tiers.disk.trees import TREES, link_of
 from tierstore.units import KIB, MIB
 
 OPTIONS = {"capacity_bytes": 64 * MIB, "page_bytes": 64 * KIB}
@@ -376,6 +377,93 @@ def test_an_index_that_cannot_be_written_anew_for_want_of_room_is_edited(shelf, 
     edit(shelf, b"pages", key(third.serial), bytes(data))
     monkeypatch.setattr(repair, "_write_anew", full)
     repaired(shelf, lost={record.serial for record in chain(shelf, 0)[2:]})
+
+
+def taken(path):
+    """What a directory takes from its file system, itself included."""
+    return sum(each.lstat().st_blocks * 512 for each in (path, *path.rglob("*")))
+
+
+@pytest.fixture
+def most_taken(monkeypatch):
+    """The largest size of the directory at any commit to a new index."""
+    seen = []
+    apply = Catalog.apply
+
+    def watched(catalog, change):
+        apply(catalog, change)
+        if catalog.path.name.endswith(".new"):
+            seen.append(taken(catalog.path.parent))
+
+    monkeypatch.setattr(Catalog, "apply", watched)
+    return seen
+
+
+def full_store(path, *, page_bytes, inline_bytes):
+    """A closed store that has no room for another page."""
+    shelf = Shelf(path, capacity_bytes=6 * MIB, page_bytes=page_bytes, inline_bytes=inline_bytes)
+    while len(shelf.save([page_bytes] * 32)) == 32:
+        pass
+    shelf.tier.close()
+    return shelf
+
+
+def misfile(shelf):
+    """Move the key of one entry in a leaf of ``facts`` past its neighbours."""
+    index = shelf.path / "index.lmdb"
+    data = index.read_bytes()
+    middle = sorted(shelf.saved)[len(shelf.saved) // 2]
+    entry = key(middle) + stored(shelf, b"facts", key(middle))
+    assert entry in data
+    index.write_bytes(data.replace(entry, key(1 << 40) + entry[8:]))
+
+
+def test_the_cap_holds_while_an_index_is_written_anew(path, most_taken):
+    """The pages at the end of the extents make way for it, and nothing else does."""
+    shelf = full_store(path, page_bytes=8 * KIB, inline_bytes=0)
+    edit(shelf, b"facts", key(min(shelf.saved)), None)
+    found = fsck(path)
+    given_up = serials(found, Category.MISPLACED)
+    last = sorted(shelf.saved, key=lambda serial: shelf.saved[serial][0].place)[-len(given_up) :]
+    assert given_up == set(last)
+    assert 0 < len(given_up) < len(shelf.saved) // 8
+    repaired(shelf, lost=given_up)
+    assert most_taken
+    assert max(most_taken) <= shelf.options["capacity_bytes"]
+
+
+def test_of_an_index_full_of_payloads_that_has_to_be_written_anew_the_latest_pages_stay(path, most_taken):
+    shelf = full_store(path, page_bytes=16 * KIB, inline_bytes=16 * KIB)
+    misfile(shelf)
+    given_up = serials(fsck(path))
+    kept = shelf.saved.keys() - given_up
+    inline = sorted(serial for serial, (record, _) in shelf.saved.items() if record.place == -1)
+    assert kept
+    assert kept <= set(inline[-64:]), "those of the last two commits"
+    repaired(shelf, lost=given_up)
+    assert max(most_taken) <= shelf.options["capacity_bytes"]
+
+
+def test_an_index_full_of_payloads_is_edited_where_that_can_be_done(path, most_taken):
+    shelf = full_store(path, page_bytes=16 * KIB, inline_bytes=16 * KIB)
+    edit(shelf, b"facts", key(min(shelf.saved)), None)
+    repaired(shelf, lost=set())
+    assert not most_taken
+
+
+def test_a_directory_over_its_cap_is_found(shelf):
+    """The cap is in the directory; one of an earlier version does not say it."""
+    meta = stored(shelf, b"meta", b"store")
+    assert fsck(shelf.path).capacity_bytes == shelf.options["capacity_bytes"]
+    edit(shelf, b"meta", b"store", meta.replace(b'"capacity_bytes":67108864', b'"capacity_bytes":1048576'))
+    report = fsck(shelf.path)
+    assert kinds(report) == {"unaccounted": {"capacity": 1}}
+    assert not fsck(shelf.path, repair=True).clean
+    edit(shelf, b"meta", b"store", meta.replace(b',"capacity_bytes":67108864', b""))
+    assert fsck(shelf.path).clean
+    assert fsck(shelf.path).capacity_bytes is None
+    repaired(shelf, lost=set())
+    assert fsck(shelf.path).capacity_bytes == shelf.options["capacity_bytes"]
 
 
 def test_a_broken_tree_is_one_clear_error(shelf):

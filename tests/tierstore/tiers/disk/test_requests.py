@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.tiers.disk.requests import Extent, plan
@@ -20,6 +20,7 @@ def extents(draw):
     return draw(st.permutations(found))
 
 
+@settings(deadline=None)
 @given(wanted=extents(), request_blocks=st.integers(1, 16), file_blocks=st.integers(1, 40))
 def test_requests_cover_every_byte_once_and_stay_within_their_bounds(wanted, request_blocks, file_blocks):
     request_bytes, file_bytes = request_blocks * BLOCK, file_blocks * BLOCK

@@ -6,7 +6,7 @@ import lmdb
 import pytest
 
 from tierstore.tiers.disk import DiskTier
-from tierstore.tiers.disk.catalog import TREES
+from tierstore.tiers.disk.trees import TREES
 from tierstore.units import KIB
 
 

@@ -11,6 +11,7 @@ it in its prompt stay. ::
     places.py       do pages lie where pages can lie?              (pure)
     scrub.py        every payload, read and hashed at disk speed
     files.py        the directory and the extent files
+    room.py         what gives way to a new index under the cap
     repair.py       the index, mended
     findings.py     what came of it
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,15 +12,22 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import StoreUnavailableError
-from tierstore.tiers.disk.catalog import Catalog, unreadable
+from tierstore.tiers.disk.catalog import Catalog, IndexUsage, unreadable
 from tierstore.tiers.disk.directory import StoreDirectory
 from tierstore.tiers.disk.fsck.examination import Examination
-from tierstore.tiers.disk.fsck.files import ExtentFileSet, check_extent_files, check_files, mend_files
+from tierstore.tiers.disk.fsck.files import (
+    ExtentFileSet,
+    check_capacity,
+    check_extent_files,
+    check_files,
+    mend_files,
+)
 from tierstore.tiers.disk.fsck.findings import Category, Findings, FsckReport
-from tierstore.tiers.disk.fsck.inventory import take_inventory
+from tierstore.tiers.disk.fsck.inventory import read_records, take_inventory
 from tierstore.tiers.disk.fsck.places import impossible, misplaced
 from tierstore.tiers.disk.fsck.repair import mend_index
-from tierstore.tiers.disk.fsck.scrub import WHY, ExtentReader, Verdict, scrub_extents, scrub_inline
+from tierstore.tiers.disk.fsck.room import IndexRoom
+from tierstore.tiers.disk.fsck.scrub import WHY, ExtentReader, ExtentScrub, Verdict, scrub_inline
 from tierstore.tiers.disk.inspection import stored_format, survives_reading
 from tierstore.tiers.disk.io import FileIO
 from tierstore.tiers.disk.opening import STORE, StoreMeta, decode_meta, refuse_other_formats
@@ -108,25 +115,27 @@ class _Check:
 
     def run(self) -> None:
         with Catalog(self._directory.index, map_bytes=0, read_only=True) as catalog:
-            map_bytes = catalog.map_bytes
+            map_bytes, usage = catalog.map_bytes, catalog.usage
             stored = catalog.get_meta(STORE)
             if stored is None:
                 raise unreadable(self._directory.index, "it does not say which store it is of")
             self._meta = decode_meta(stored, self._directory.path)
-            inventory = take_inventory(catalog)
-            self._found = found = Examination(inventory, self._findings)
-            found.compare()
-            check_files(self._directory, self._findings)
+            records = read_records(catalog)
             files = ExtentFileSet.of(self._directory, self._meta.file_bytes)
-            rows = inventory.rows
-            check_extent_files(files, rows[~impossible(rows)], self._findings)
-            found.condemn(
-                np.flatnonzero(impossible(rows)),
-                Category.MISPLACED,
-                "place",
-                "its record names a place that is not on a block's border",
-            )
-            self._verify_payloads(found, files, catalog)
+            possible = np.flatnonzero(~impossible(records.rows))
+            with self._scrub(records.rows[possible], files) as scrub:
+                self._found = found = Examination(take_inventory(catalog, records), self._findings)
+                found.compare()
+                check_files(self._directory, self._findings)
+                check_extent_files(files, records.rows[possible], self._findings)
+                found.condemn(
+                    np.flatnonzero(impossible(records.rows)),
+                    Category.MISPLACED,
+                    "place",
+                    "its record names a place that is not on a block's border",
+                )
+                self._take_verdicts(found, possible, scrub, catalog)
+            rows = records.rows
         found.drop_unreachable()
         reachable = np.flatnonzero(found.good)
         found.condemn(
@@ -136,31 +145,56 @@ class _Check:
             "its place is no slot for a page of its size, or is another page's",
         )
         found.drop_unreachable()
+        end = self._room_for_index(found, files, usage, map_bytes) if found.index_damaged else None
         if self._repair:
             self._watcher.phase("repairing")
+            if end is not None:
+                files.cut_off(end, self._io)
             if self._findings.total():
-                mend_index(self._directory, map_bytes, found, self._io)
+                mend_index(self._directory, map_bytes, found, self._io, anew=end is not None)
             mend_files(self._directory, files, rows[found.good], self._io)
+        if self._meta.capacity_bytes is not None:
+            check_capacity(self._directory.allocated_bytes(), self._meta.capacity_bytes, self._findings)
 
-    def _verify_payloads(self, found: Examination, files: ExtentFileSet, catalog: Catalog) -> None:
+    def _room_for_index(
+        self, found: Examination, files: ExtentFileSet, usage: IndexUsage, map_bytes: int
+    ) -> int | None:
+        """See to it that the index can be written anew under the cap. Returns where the extents end then;
+        None when that is not to be had."""
         assert self._meta is not None
-        rows = found.inventory.rows
-        chosen = np.flatnonzero(found.good)
-        self._watcher.expect(len(chosen), int(rows["nbytes"][chosen].sum()))
+        extent_bytes = files.total_bytes
+        # What a store of an earlier version may take is not written down, but no less than this.
+        capacity = self._meta.capacity_bytes or map_bytes + extent_bytes
+        room = max(capacity - self._directory.allocated_bytes(), 0)
+        return IndexRoom(found, room, extent_bytes, usage).make()
+
+    @contextmanager
+    def _scrub(self, rows: npt.NDArray[np.void], files: ExtentFileSet) -> Iterator[ExtentScrub]:
+        """The payloads of these rows, being verified."""
+        assert self._meta is not None
+        self._watcher.expect(len(rows), int(rows["nbytes"].sum()))
         self._watcher.phase("verifying")
         calibration = self._meta.calibration
         mode = calibration.mode if calibration is not None else ReadMode(direct=True, streams=_READERS)
+        with (
+            ExtentReader(files.found, file_bytes=files.file_bytes, io=self._io) as reader,
+            ExtentScrub(rows, reader, mode, self._watcher.progress) as scrub,
+        ):
+            yield scrub
+
+    def _take_verdicts(
+        self, found: Examination, chosen: npt.NDArray[np.intp], scrub: ExtentScrub, catalog: Catalog
+    ) -> None:
+        rows = found.inventory.rows[chosen]
         started = time.perf_counter()
-        with ExitStack() as stack:
-            reader = stack.enter_context(ExtentReader(files.found, file_bytes=files.file_bytes, io=self._io))
-            verdicts = scrub_extents(rows[chosen], reader, mode, self._watcher.progress)
-            inline = scrub_inline(rows[chosen], catalog, self._watcher.progress)
-            found.index_damaged |= bool(inline.any())
-            verdicts |= inline
-        self._payload_seconds = time.perf_counter() - started
+        inline = scrub_inline(rows, catalog, self._watcher.progress)
+        inline_seconds = time.perf_counter() - started
+        found.index_damaged |= bool(inline.any())
+        verdicts = scrub.verdicts() | inline
+        self._payload_seconds = max(scrub.seconds, inline_seconds)
         for verdict, why in WHY.items():
             found.condemn(chosen[verdicts == verdict], Category.DAMAGED, "payload", why)
-        self._verified = _sizes(rows[chosen[verdicts == Verdict.GOOD]])
+        self._verified = _sizes(rows[verdicts == Verdict.GOOD])
 
     def report(self, started: float) -> FsckReport:
         findings, found = self._findings, self._found
@@ -181,6 +215,7 @@ class _Check:
             verified_bytes=self._verified[1],
             index_bytes=self._index_bytes,
             allocated_bytes=self._directory.allocated_bytes(),
+            capacity_bytes=self._meta.capacity_bytes if self._meta is not None else None,
             seconds=time.perf_counter() - started,
             payload_seconds=self._payload_seconds,
         )

@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from tierstore.keys import Identity
 from tierstore.tiers.disk.ancestry import parent_rows, reachable
-from tierstore.tiers.disk.catalog import PIECE_BYTES
 from tierstore.tiers.disk.fsck.findings import Category, Finding, Findings, PageName
 from tierstore.tiers.disk.fsck.inventory import Inventory
 from tierstore.tiers.disk.records import INLINE, PageUse
+from tierstore.tiers.disk.trees import PIECE_BYTES
 
 _LARGEST_COUNT = 1 << 62
 _MOST_NAMED = 8  # odd keys are shown by their first bytes

@@ -40,6 +40,23 @@ class ExtentFileSet:
         """The size of a file; None when it is not there."""
         return self.found[number].stat().st_size if number in self.found else None
 
+    @property
+    def total_bytes(self) -> int:
+        """Where the last file ends in the extent space; 0 without any."""
+        last = max(self.found, default=None)
+        return 0 if last is None else last * self.file_bytes + self.found[last].stat().st_size
+
+    def cut_off(self, end: int, io: FileIO) -> None:
+        """Let the extent space end there, if it goes on. Durable. Raises :class:`OSError`."""
+        for number in sorted(self.found, reverse=True):
+            most = end - number * self.file_bytes
+            if most <= 0:
+                io.unlink(self.found.pop(number))
+            elif self.found[number].stat().st_size > most:
+                _resize(self.found[number], io, 0, most)
+        if self.directory.is_dir():
+            io.sync_directory(self.directory)
+
     def path(self, number: int) -> Path:
         return self.directory / f"{number:06d}"
 
@@ -64,6 +81,14 @@ def check_files(directory: StoreDirectory, findings: Findings) -> None:
     for path in leftovers(directory):
         why = "left behind by a rebuild of the index that did not end"
         findings.add(Finding(Category.UNACCOUNTED, "leftover", why, name=path.name))
+
+
+def check_capacity(taken_bytes: int, capacity_bytes: int, findings: Findings) -> None:
+    """What all files take together. More than the cap can only come from outside."""
+    if taken_bytes > capacity_bytes:
+        over = format_size(taken_bytes - capacity_bytes)
+        why = f"all files take {over} more than the cap of {format_size(capacity_bytes)}: see what is foreign"
+        findings.add(Finding(Category.UNACCOUNTED, "capacity", why, name="the directory", mendable=False))
 
 
 def check_extent_files(files: ExtentFileSet, rows: npt.NDArray[np.void], findings: Findings) -> None:

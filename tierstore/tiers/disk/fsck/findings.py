@@ -86,6 +86,7 @@ class FsckReport:
     verified_bytes: int  # of payload
     index_bytes: int
     allocated_bytes: int  # everything under the directory, as it is now
+    capacity_bytes: int | None  # its cap, where that was written down
     seconds: float
     payload_seconds: float  # of which reading and hashing payloads took this
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.keys import TOKEN_BYTES, Identity
-from tierstore.tiers.disk.catalog import TREES, Catalog, link_of
+from tierstore.tiers.disk.catalog import Catalog
 from tierstore.tiers.disk.records import (
     FACTS_BYTES,
     INLINE,
@@ -23,6 +23,7 @@ from tierstore.tiers.disk.records import (
     decode_facts,
     stored_tokens,
 )
+from tierstore.tiers.disk.trees import TREES, link_of
 
 _ROW = struct.Struct("<qqqqQiId48s")
 ROW_DTYPE = np.dtype(
@@ -42,6 +43,16 @@ LINK_DTYPE = np.dtype([("parent", ">u8"), ("names", "V32"), ("serial", ">u8")])
 PIECE_DTYPE = np.dtype([("serial", ">u8"), ("piece", ">u4")])
 _SERIAL_BYTES = 8
 _LARGEST = 1 << 62  # no serial, size or place of a real page is beyond
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """What lies in the tree of records; see :class:`Inventory`."""
+
+    rows: npt.NDArray[np.void]
+    digests: list[bytes]
+    damaged: dict[int, int]
+    odd: list[tuple[bytes, bytes]]
 
 
 @dataclass(slots=True)
@@ -66,15 +77,15 @@ class Inventory:
         return len(self.rows) + len(self.damaged)
 
 
-def take_inventory(catalog: Catalog) -> Inventory:
-    """Read all of the index but the payloads in it. Raises :class:`OSError`."""
-    odd: list[tuple[bytes, bytes]] = []
-    rows, digests, damaged = _records(catalog, odd)
+def take_inventory(catalog: Catalog, records: Records) -> Inventory:
+    """Read all of the index but the payloads in it, and the records, which have been read. Raises
+    :class:`OSError`."""
+    odd = list(records.odd)
     roots, bad_roots = _roots(catalog, odd)
     return Inventory(
-        rows=rows,
-        digests=digests,
-        damaged=damaged,
+        rows=records.rows,
+        digests=records.digests,
+        damaged=records.damaged,
         facts=_facts(catalog, odd),
         links=_links(catalog, odd),
         pieces=_pieces(catalog, odd),
@@ -87,9 +98,9 @@ def take_inventory(catalog: Catalog) -> Inventory:
     )
 
 
-def _records(
-    catalog: Catalog, odd: list[tuple[bytes, bytes]]
-) -> tuple[npt.NDArray[np.void], list[bytes], dict[int, int]]:
+def read_records(catalog: Catalog) -> Records:
+    """Read what lies in the tree of records. Raises :class:`OSError`."""
+    odd: list[tuple[bytes, bytes]] = []
     packed = bytearray()
     numbers: dict[bytes, int] = {}
     damaged: dict[int, int] = {}
@@ -114,7 +125,7 @@ def _records(
             record.created_s,
             link_of(record),
         )
-    return _by_serial(np.frombuffer(packed, ROW_DTYPE)), list(numbers), damaged
+    return Records(_by_serial(np.frombuffer(packed, ROW_DTYPE)), list(numbers), damaged, odd)
 
 
 def _is_possible(record: PageRecord) -> bool:

@@ -3,8 +3,8 @@
 Where only payloads in extents were damaged, the pages are removed in small durable transactions, any of
 which may be the last. An index with damage of its own is written anew from its good pages: LMDB's list of
 free pages is as likely to be damaged as the rest, cannot be checked, and would have an edit overwrite what is
-in use. The new file takes the old one's place in one step, and needs as much room until then; where there is
-none, the old one is edited all the same if its trees are in order.
+in use. The new file takes the old one's place in one step, and needs as much room until then (room.py); where
+there is none, the old one is edited all the same if its trees are in order.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from dataclasses import asdict, replace
 
 import msgspec
 
-from tierstore.tiers.disk.catalog import NEXT_SERIAL, TICK, Catalog, Change, link_of
+from tierstore.tiers.disk.catalog import Catalog
+from tierstore.tiers.disk.change import Change
 from tierstore.tiers.disk.directory import StoreDirectory
 from tierstore.tiers.disk.fsck.examination import Examination
 from tierstore.tiers.disk.io import FileIO
 from tierstore.tiers.disk.opening import STORE
 from tierstore.tiers.disk.rebuild import remove_leftovers
 from tierstore.tiers.disk.records import INLINE, PageRecord, decode, encode_facts
+from tierstore.tiers.disk.trees import NEXT_SERIAL, TICK, link_of
 from tierstore.units import MIB
 
 _BATCH_PAGES = 4096
@@ -30,9 +32,12 @@ _BATCH_BYTES = 32 * MIB
 _Batch = list[tuple[PageRecord, memoryview | None]]
 
 
-def mend_index(directory: StoreDirectory, map_bytes: int, found: Examination, io: FileIO) -> None:
-    """Do it. Raises :class:`OSError`; the index is then as good as it was, or better."""
-    if found.index_damaged:
+def mend_index(
+    directory: StoreDirectory, map_bytes: int, found: Examination, io: FileIO, *, anew: bool
+) -> None:
+    """Do it; ``anew`` says whether the cap has room for a new index, if one is needed. Raises
+    :class:`OSError`; the index is then as good as it was, or better."""
+    if found.index_damaged and anew:
         try:
             _write_anew(directory, map_bytes, found, io)
             return

@@ -2,7 +2,8 @@
 
 The pages are taken in order of their places and cut into windows of neighbours, each one request. A few
 threads take window after window: while one hashes what it has just read, and has in its cache, the others
-wait for the disk. Payloads that are in the index are read from there.
+wait for the disk. They begin as soon as the records are known, so that the rest of the index is examined
+meanwhile. Payloads that are in the index are read from there.
 
 ``ExtentFiles`` and ``Payloads`` are not used: those make, grow and cut files, and a batch there ends when its
 last request does. Here nothing may be changed, files may be missing in the middle, and there is one batch.
@@ -12,7 +13,8 @@ from __future__ import annotations
 
 import enum
 import os
-from collections import deque
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -125,36 +127,58 @@ class _Window:
     pages: list[tuple[int, int, int, int]]  # row, place, nbytes, checksum
 
 
-def scrub_extents(
-    rows: npt.NDArray[np.void], reader: ExtentReader, mode: ReadMode, progress: Progress
-) -> npt.NDArray[np.int8]:
-    """The verdict on each row's payload; inline rows are passed over."""
-    verdicts = np.zeros(len(rows), np.int8)
-    queue = deque(_windows(rows))
+class ExtentScrub:
+    """The verdict on each row's payload, being found out by threads of its own; inline rows are passed over.
 
-    def work() -> None:
-        scrubber = _Scrubber(reader, mode.direct)
-        while queue:
-            try:
-                window = queue.popleft()
-            except IndexError:  # another thread took the last one
-                return
+    ``seconds`` is how long it took, once it is over.
+    """
+
+    def __init__(
+        self, rows: npt.NDArray[np.void], reader: ExtentReader, mode: ReadMode, progress: Progress
+    ) -> None:
+        self.seconds = 0.0
+        self._verdicts = np.zeros(len(rows), np.int8)
+        self._windows = _windows(rows)
+        self._taking = threading.Lock()
+        self._stopped = False
+        self._reader = reader
+        self._direct = mode.direct
+        self._progress = progress
+        self._started = time.perf_counter()
+        threads = max(mode.streams, 1)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tierstore-fsck")
+        self._running = [self._pool.submit(self._work) for _ in range(threads)]
+
+    def __enter__(self) -> ExtentScrub:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends after the windows under way."""
+        self._stopped = True
+        self._pool.shutdown()
+
+    def verdicts(self) -> npt.NDArray[np.int8]:
+        """Wait for them. Raises :class:`OSError` when the disk cannot be read at all."""
+        for each in self._running:
+            each.result()
+        return self._verdicts
+
+    def _work(self) -> None:
+        scrubber = _Scrubber(self._reader, self._direct)
+        while (window := self._next()) is not None:
             try:
                 for row, verdict in scrubber.verdicts(window):
-                    verdicts[row] = verdict
-                progress(len(window.pages), sum(nbytes for _, _, nbytes, _ in window.pages))
+                    self._verdicts[row] = verdict
+                self._progress(len(window.pages), sum(nbytes for _, _, nbytes, _ in window.pages))
             except BaseException:
-                queue.clear()
+                self._stopped = True
                 raise
 
-    with ThreadPoolExecutor(max(mode.streams, 1), thread_name_prefix="tierstore-fsck") as pool:
-        running = [pool.submit(work) for _ in range(max(mode.streams, 1))]
-        try:
-            for each in running:
-                each.result()
-        finally:
-            queue.clear()  # an interrupt ends after the windows under way
-    return verdicts
+    def _next(self) -> _Window | None:
+        with self._taking:
+            window = None if self._stopped else next(self._windows, None)
+            self.seconds = time.perf_counter() - self._started
+            return window
 
 
 def scrub_inline(rows: npt.NDArray[np.void], catalog: Catalog, progress: Progress) -> npt.NDArray[np.int8]:
