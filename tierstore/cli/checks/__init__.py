@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tierstore.cli.checks import disk, gpu, machine, packages
+from tierstore.cli.checks import disk, gpu, machine, packages, vllm
 from tierstore.cli.checks.check import Check, Status
 
-__all__ = ["Check", "Status", "all_checks"]
+__all__ = ["Check", "Status", "all_checks", "vllm_checks", "vllm_flags"]
 
 
 def all_checks(directory: Path | None) -> list[Check]:
@@ -17,3 +17,13 @@ def all_checks(directory: Path | None) -> list[Check]:
     if directory is not None:
         found += disk.checks(directory)
     return found
+
+
+def vllm_checks(url: str | None, flags: str | None) -> list[Check]:
+    """What :func:`tierstore.cli.checks.vllm.checks` finds, and raises."""
+    return list(vllm.checks(url, flags))
+
+
+def vllm_flags(url: str | None) -> dict[str, object]:
+    """What to give vLLM as ``--kv-transfer-config``."""
+    return vllm.proposed(url)

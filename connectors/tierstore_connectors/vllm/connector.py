@@ -1,0 +1,348 @@
+"""The class that vLLM loads. It delegates, and it is where errors stop.
+
+For each method there is an answer to give when it has failed, and one thing decides which: vLLM waits for
+every load it was promised, and must hear of each exactly once. So what has failed before a load was ordered
+is reported by the worker that is ordered to refuse it, and what has failed there is reported as failed.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from tierstore.errors import TierStoreError
+from tierstore_connectors.vllm.groups import read_groups
+from tierstore_connectors.vllm.guard import Faults, guarded
+from tierstore_connectors.vllm.layout import UnknownLayoutError
+from tierstore_connectors.vllm.metrics import TierStoreProm, TierStoreStats
+from tierstore_connectors.vllm.scheduler import SchedulerHalf
+from tierstore_connectors.vllm.settings import Settings
+from tierstore_connectors.vllm.stats import Counts
+from tierstore_connectors.vllm.work import LoadReport, Shard, StepWork
+from tierstore_connectors.vllm.worker import Results, WorkerHalf
+
+_REPORTS_REQUESTS = "get_transfer_results" in vars(KVConnectorBase_V1)  # from between 0.28 and 0.32 on
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    """What the scheduler's half sends to the workers' with each step."""
+
+    work: StepWork
+
+
+@dataclass
+class WorkerReport(KVConnectorWorkerMetadata):
+    """What the workers' halves send back."""
+
+    report: LoadReport
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, WorkerReport), "one connector's reports only"
+        return WorkerReport(self.report.merge(other.report))
+
+
+@dataclass
+class WorkerShard(KVConnectorHandshakeMetadata):
+    """What a worker keeps, sent once."""
+
+    shard: Shard
+
+
+def _nothing(self: Any, *args: Any, **kwargs: Any) -> None:
+    """The answer of a cache that is not there."""
+
+
+class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
+    """KV blocks in a tierstore daemon. See the package's first page."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.faults = Faults()
+        self.counts = Counts()
+        self._settings: Settings | None = None
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        self._caches: Mapping[str, Any] = {}
+        self._orphans: set[str] = set()  # loads that no half of ours could take
+        self._invalid: set[int] = set()
+        self._faults_told = 0
+        self._open()
+
+    # -- both halves ---------------------------------------------------------------------------------
+
+    @guarded(_nothing)
+    def _open(self) -> None:
+        config = self._vllm_config
+        try:
+            settings = Settings.parse(config.kv_transfer_config.kv_connector_extra_config or {})
+            groups = read_groups(self._kv_cache_config, config.cache_config.block_size, settings.chunk_tokens)
+            if not _REPORTS_REQUESTS and (len(groups.groups) > 1 or groups.groups[0].windowed):
+                raise UnknownLayoutError(
+                    "sliding windows need a later vLLM"
+                )  # that says which blocks have gone
+        except (TierStoreError, UnknownLayoutError) as error:
+            self.faults.say("the start", f"runs without the cache: {error}")
+            return
+        self._groups = groups
+        self._settings = settings
+        if self._role is KVConnectorRole.SCHEDULER:
+            # What could not be loaded can always be computed. vLLM's default, to fail the request, is for
+            # engines that have not computed it themselves. It is read after this constructor.
+            config.kv_transfer_config.kv_load_failure_policy = "recompute"
+            self._scheduler = SchedulerHalf(settings, groups, self.faults, self.counts)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Nobody waits for what is saved here."""
+        return False
+
+    @guarded(_nothing)
+    def shutdown(self) -> None:
+        scheduler, self._scheduler = self._scheduler, None
+        worker, self._worker = self._worker, None
+        if scheduler is not None:
+            scheduler.close()
+        if worker is not None:
+            worker.close()
+
+    @guarded(_nothing)
+    def get_kv_connector_stats(self) -> TierStoreStats | None:
+        faults = self.faults.counts.total()
+        if faults > self._faults_told:
+            self.counts.add("faults", faults - self._faults_told)
+            self._faults_told = faults
+        counts = self.counts.take()
+        return TierStoreStats(counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TierStoreStats:
+        return TierStoreStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> TierStoreProm:
+        return TierStoreProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    # -- the worker's half -----------------------------------------------------------------------------
+
+    @guarded(_nothing)
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        if self._settings is None:
+            return
+        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+        from tierstore_connectors.vllm.registering import Rank, keep
+
+        tensors, pipeline = get_tp_group(), get_pp_group()
+        rank = Rank(tensors.rank_in_group, tensors.world_size, pipeline.rank_in_group, pipeline.world_size)
+        self._caches = kv_caches
+        try:
+            kept = keep(
+                self._vllm_config,
+                vllm.__version__,
+                self._settings.namespace,
+                self._groups,
+                self._kv_cache_config.num_blocks,
+                kv_caches,
+                rank,
+            )
+            block_tokens = {group.number: group.block_tokens for group in self._groups.groups}
+            self._worker = WorkerHalf(
+                self._settings, kept, self._groups.chunk_tokens, block_tokens, self.faults, self.counts
+            )
+        except (TierStoreError, UnknownLayoutError) as error:
+            self.faults.say("the start", f"runs without the cache: {error}")
+
+    @guarded(_nothing)
+    def unregister_kv_caches(self) -> None:
+        """vLLM goes to sleep and takes the tensors back."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
+
+    @guarded(_nothing)
+    def restore_kv_caches(self) -> None:
+        """vLLM has woken up."""
+        self.register_kv_caches(dict(self._caches))
+
+    @guarded(_nothing)
+    def get_handshake_metadata(self) -> WorkerShard | None:
+        return WorkerShard(self._worker.shard) if self._worker is not None else None
+
+    @guarded(_nothing)
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if self._worker is not None and isinstance(kv_connector_metadata, StepMetadata):
+            self._worker.fence(kv_connector_metadata.work)
+
+    def _not_loaded(self, *args: Any, **kwargs: Any) -> None:
+        work = self._work()
+        if work is not None and self._worker is not None:
+            self._worker.refuse(work)
+
+    @guarded(_not_loaded)
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        work = self._work()
+        if work is None:
+            return
+        if self._worker is None:
+            self._orphans.update(work.refused, (order.request for order in work.loads))
+            return
+        self._worker.load(work)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """All loads are asynchronous: what a step computes with has been loaded before."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Blocks are saved whole, after the step."""
+
+    @guarded(_nothing)
+    def wait_for_save(self) -> None:
+        work = self._work()
+        if work is not None and self._worker is not None:
+            self._worker.save(work)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """For versions that know no failed requests: there is one group then, and failures are blocks."""
+        return None, self._results().finished or None
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+
+        results = self._results()
+        return KVConnectorTransferResults(finished_recving=results.finished, failed_recving=results.failed)
+
+    def _all_failed(self) -> Results:
+        results = self._worker.bail_out() if self._worker is not None else Results()
+        orphans, self._orphans = self._orphans, set()
+        results.finished |= orphans
+        results.failed |= orphans
+        return results
+
+    @guarded(_all_failed)
+    def _results(self) -> Results:
+        if self._worker is None:
+            return self._all_failed()
+        results = self._worker.results(self._work())
+        self._invalid |= results.blocks
+        return results
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    @guarded(_nothing)
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        report = self._worker.report() if self._worker is not None else None
+        return WorkerReport(report) if report is not None else None
+
+    def _work(self) -> StepWork | None:
+        metadata = self._connector_metadata
+        return metadata.work if isinstance(metadata, StepMetadata) else None
+
+    # -- the scheduler's half ----------------------------------------------------------------------------
+
+    @guarded(_nothing)
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        self._connect(metadata.values())
+
+    @guarded(_nothing)
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        self._connect(metadata.values())
+
+    def _connect(self, answers: Iterable[Any]) -> None:
+        if self._scheduler is None:
+            return
+        shards = [each.shard for each in answers if isinstance(each, WorkerShard)]
+        workers = self._vllm_config.parallel_config.world_size
+        if len(shards) != workers:
+            self.faults.say(
+                "the start", f"runs without the cache: {len(shards)} of {workers} workers have one"
+            )
+            return
+        try:
+            self._scheduler.connect(shards)
+        except TierStoreError as error:
+            self.faults.say("the start", f"runs without the cache: {error}")
+
+    @guarded(_nothing)
+    def on_new_request(self, request: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.arrived(request)
+
+    @guarded(lambda self, request, num_computed_tokens: (0, False))
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._scheduler is None:
+            return 0, False
+        tokens = self._scheduler.matched(request, num_computed_tokens)
+        return tokens, bool(tokens)
+
+    def _not_allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self._scheduler is not None and num_external_tokens:
+            self._scheduler.lose(request.request_id)
+
+    @guarded(_not_allocated)
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    @guarded(lambda self, request, num_external_tokens: {})
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        if self._scheduler is None or not num_external_tokens:
+            return {}
+        disk = min(self._scheduler.from_disk(request.request_id), num_external_tokens)
+        sources = {CacheHitSource.HOST: num_external_tokens - disk, CacheHitSource.DISK: disk}
+        return {source: tokens for source, tokens in sources.items() if tokens}
+
+    def _no_work(self, scheduler_output: Any) -> StepMetadata:
+        return StepMetadata(self._scheduler.no_work() if self._scheduler is not None else StepWork())
+
+    @guarded(_no_work)
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        if self._scheduler is None:
+            return StepMetadata(StepWork())
+        return StepMetadata(self._scheduler.work(scheduler_output))
+
+    @guarded(_nothing)
+    def update_connector_output(self, connector_output: Any) -> None:
+        if self._scheduler is None:
+            return
+        meta = connector_output.kv_connector_worker_meta
+        report = meta.report if isinstance(meta, WorkerReport) else None
+        self._scheduler.reported(list(connector_output.finished_recving or ()), report)
+
+    @guarded(lambda self, request, block_ids: (False, None))
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler is not None:
+            self._scheduler.finished(request.request_id)
+        return False, None
+
+    @guarded(lambda self, request, block_ids: (False, None))
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler is not None:
+            self._scheduler.finished(request.request_id)
+        return False, None
+
+    @guarded(lambda self: False)
+    def reset_cache(self) -> bool | None:
+        """What has been stored so far is not found any more, by this engine: its weights may have changed."""
+        if self._scheduler is not None:
+            self._scheduler.forget_everything(uuid.uuid4().hex)
+        return True

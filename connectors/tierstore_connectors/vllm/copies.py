@@ -1,0 +1,111 @@
+"""Pages of blocks: read by saves, written by loads. In host memory they go straight to and from the daemon's
+arena; see ``cuda.py`` for those of a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import xxhash
+
+from tierstore import memory
+from tierstore_connectors.vllm.layout import PageLayout
+from tierstore_connectors.vllm.work import NULL_BLOCK
+
+Chunks = Sequence[Sequence[int]]
+Problem = Callable[[str, Exception], None]
+
+
+class Blocks(Protocol):
+    """The KV blocks of a group on one worker. Called on mover threads, by several at once."""
+
+    def gather(self, chunk: Sequence[int], address: int) -> None:
+        """Copy a chunk's blocks to the page at ``address``. They are there when it returns."""
+
+    def scatter(self, chunk: Sequence[int], address: int) -> None:
+        """Copy the page at ``address`` to those of a chunk's blocks that are not 0. Likewise."""
+
+    def computed(self) -> None:
+        """Called on the model's thread in each step with loads or saves: what the step writes is to be
+        waited for by the copies that follow."""
+
+
+class HostBlocks:
+    """KV tensors in host memory."""
+
+    def __init__(self, layout: PageLayout) -> None:
+        # Planes of one run size are copied in one go: pieces that continue one another become one copy.
+        places = zip(layout.planes, layout.offsets, strict=True)
+        self._sized = [(run, list(each)) for run, each in itertools.groupby(places, lambda p: p[0].run_bytes)]
+
+    def gather(self, chunk: Sequence[int], address: int) -> None:
+        for run, planes in self._sized:
+            memory.copy_all(
+                (
+                    (address + offset + at * run, plane.address + block * plane.block_stride)
+                    for plane, offset in planes
+                    for at, block in enumerate(chunk)
+                ),
+                run,
+            )
+
+    def scatter(self, chunk: Sequence[int], address: int) -> None:
+        for run, planes in self._sized:
+            memory.copy_all(
+                (
+                    (plane.address + block * plane.block_stride, address + offset + at * run)
+                    for plane, offset in planes
+                    for at, block in enumerate(chunk)
+                    if block != NULL_BLOCK
+                ),
+                run,
+            )
+
+    def computed(self) -> None:
+        """The processor has computed what it has computed."""
+
+
+class SavedBlocks:
+    """What a save reads: page ``i`` is made of the blocks of chunk ``i``."""
+
+    def __init__(self, blocks: Blocks, chunks: Chunks) -> None:
+        self._blocks = blocks
+        self._chunks = chunks
+
+    def copy(self, position: int, target: memoryview) -> int:
+        self._blocks.gather(self._chunks[position], memory.address_of(target, writable=True))
+        return int(xxhash.xxh3_64_intdigest(target))
+
+
+class LoadedBlocks:
+    """What a load writes: page ``first + i`` goes to the blocks of chunk ``i``. ``failed`` once a copy has
+    raised: then nothing that was loaded may be believed."""
+
+    def __init__(self, blocks: Blocks, chunks: Chunks, first: int, problem: Problem) -> None:
+        self._blocks = blocks
+        self._chunks = chunks
+        self._first = first
+        self._problem = problem
+        self.failed = False
+
+    def write(self, pages: Sequence[tuple[int, int]]) -> None:
+        try:
+            for position, address in pages:
+                self._blocks.scatter(self._chunks[position - self._first], address)
+        except Exception as error:  # noqa: BLE001  # whatever a driver raises must not end the mover's thread
+            self.failed = True
+            self._problem("copying to KV blocks", error)
+
+
+def sound(chunks: Chunks, num_blocks: int, per_chunk: int) -> bool:
+    """Whether these are blocks there are: a wrong number must not become a wrong address."""
+    return all(
+        len(chunk) == per_chunk and all(NULL_BLOCK <= block < num_blocks for block in chunk)
+        for chunk in chunks
+    )
+
+
+def whole(chunks: Chunks) -> bool:
+    """Whether no block is missing."""
+    return all(block != NULL_BLOCK for chunk in chunks for block in chunk)

@@ -1,0 +1,149 @@
+"""Where the bytes of a KV block are, worked out from the shape and strides of the tensors vLLM registers.
+
+vLLM has had many layouts: ``[blocks, …]``, ``[2, blocks, …]`` with K and V apart, heads outside of blocks,
+all layers of a block next to each other, latents of MLA. They have in common that one dimension counts
+blocks. The others say which bytes belong to a block: one contiguous run, or several. A *plane* is one such
+run, for all blocks: block ``i`` of it begins at ``address + i * block_stride``.
+
+A page holds, plane by plane, the runs of its blocks. Nothing is cut inside a block: some backends transpose
+or repack there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+_MOST_RUNS = 4096  # of one block in one tensor
+
+
+class UnknownLayoutError(Exception):
+    """The tensors are none that this version understands. The message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShape:
+    """A registered tensor: where it begins, and its shape and strides (in bytes)."""
+
+    name: str
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """``run_bytes`` of every block: those of block ``i`` begin at ``address + i * block_stride``."""
+
+    address: int
+    block_stride: int
+    run_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """The planes of a KV cache group, in page order, for pages of ``blocks`` blocks out of ``num_blocks``.
+
+    ``digest`` stands for everything that decides what a byte of a page means, as far as the tensors show it.
+    """
+
+    planes: tuple[Plane, ...]
+    blocks: int
+    num_blocks: int
+    digest: str
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(plane.run_bytes for plane in self.planes)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.block_bytes * self.blocks
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each plane begins within a page."""
+        sizes = (plane.run_bytes * self.blocks for plane in self.planes[:-1])
+        return tuple(itertools.accumulate(sizes, initial=0))
+
+
+def page_layout(tensors: Sequence[TensorShape], *, num_blocks: int, blocks: int) -> PageLayout:
+    """The layout of the pages of a group. Raises :class:`UnknownLayoutError`."""
+    if not tensors:
+        raise UnknownLayoutError("a KV cache group without tensors")
+    planes: list[Plane] = []
+    meaning: list[object] = []
+    for tensor in tensors:
+        dims = _dimensions(tensor, num_blocks)
+        planes += _planes(tensor, dims, num_blocks)
+        order = sorted(range(1, len(dims)), key=lambda i: dims[i][1])
+        meaning.append([tensor.name, tensor.dtype, [size for size, _ in dims[1:]], order])
+    merged = _merged(planes)
+    meaning.append([plane.run_bytes for plane in merged])
+    digest = hashlib.sha256(msgspec.json.encode(meaning)).hexdigest()[:32]
+    return PageLayout(tuple(merged), blocks, num_blocks, digest)
+
+
+def _dimensions(tensor: TensorShape, num_blocks: int) -> list[tuple[int, int]]:
+    """(size, stride) of each dimension, that of the blocks first."""
+    dims = list(zip(tensor.shape, tensor.strides, strict=True))
+    if num_blocks <= 2:
+        raise UnknownLayoutError(f"{num_blocks} blocks: which dimension counts them cannot be told")
+    for at, (size, stride) in enumerate(dims[:2]):
+        if at == 1 and dims[0][0] != 2:
+            break  # only K and V come before the blocks
+        if size >= num_blocks and size % num_blocks == 0:
+            # vLLM may have cut its blocks into smaller ones for a kernel.
+            ratio = size // num_blocks
+            inner = [(ratio, stride)] if ratio > 1 else []
+            return [(num_blocks, stride * ratio), *dims[:at], *inner, *dims[at + 1 :]]
+    raise UnknownLayoutError(
+        f"{tensor.name} has shape {tensor.shape}, in which nothing counts {num_blocks} blocks"
+    )
+
+
+def _planes(tensor: TensorShape, dims: Sequence[tuple[int, int]], num_blocks: int) -> list[Plane]:
+    extent = tensor.itemsize
+    for size, stride in sorted(dims, key=lambda dim: dim[1]):
+        if size == 1:
+            continue
+        if stride < extent:
+            raise UnknownLayoutError(
+                f"{tensor.name}: shape {tensor.shape} with strides {tensor.strides} (bytes) overlaps itself"
+            )
+        extent = stride * (size - 1) + extent
+    run = tensor.itemsize
+    outer: list[range] = []
+    for size, stride in sorted(dims[1:], key=lambda dim: dim[1]):
+        if size == 1:
+            continue
+        if stride == run and not outer:
+            run *= size
+        else:
+            outer.append(range(0, size * stride, stride))
+    offsets = [sum(each) for each in itertools.product(*reversed(outer))]
+    if len(offsets) > _MOST_RUNS:
+        raise UnknownLayoutError(f"{tensor.name}: a block lies in {len(offsets)} pieces")
+    return [Plane(tensor.address + offset, dims[0][1], run) for offset in offsets]
+
+
+def _merged(planes: Sequence[Plane]) -> list[Plane]:
+    """Planes that continue one another in every block are one: a block of all layers may lie in one run."""
+    merged: list[Plane] = []
+    for plane in planes:
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and last.block_stride == plane.block_stride
+            and (last.address + last.run_bytes == plane.address)
+        ):
+            merged[-1] = Plane(last.address, last.block_stride, last.run_bytes + plane.run_bytes)
+        else:
+            merged.append(plane)
+    return merged

@@ -1,0 +1,50 @@
+"""The connections of one half: one for each page size (groups of one size share one)."""
+
+from __future__ import annotations
+
+from tierstore.daemon.connected import ConnectedStore
+from tierstore.keys import Identity
+from tierstore.spec import KVSpec
+from tierstore.store.base import Store
+from tierstore_connectors.vllm.settings import Settings
+
+
+class Stores:
+    """Belongs to the thread that opens them; the stores themselves are thread-safe."""
+
+    def __init__(self, settings: Settings, *, threads: int) -> None:
+        self._settings = settings
+        self._threads = threads
+        self._stores: dict[KVSpec, ConnectedStore] = {}
+
+    def open(self, identity: Identity, page_bytes: int, chunk_tokens: int) -> ConnectedStore:
+        """The store for such pages; ``identity`` is the first to be known to the daemon. Raises
+        :class:`~tierstore.errors.UsageError` for an address that is none."""
+        spec = KVSpec.opaque(page_bytes, chunk_tokens=chunk_tokens)
+        store = self._stores.get(spec)
+        if store is None:
+            settings = self._settings
+            store = self._stores[spec] = Store.connect(
+                settings.store,
+                spec,
+                identity=identity,
+                lookup_s=settings.lookup_s,
+                mover_threads=self._threads,
+                keys=settings.keys,
+                server_key=settings.server_key,
+            )
+        return store
+
+    def wait_connected(self, timeout: float) -> bool:
+        """Wait for the daemon to be there; False when it is not."""
+        return all(store.wait_connected(timeout) for store in self._stores.values())
+
+    @property
+    def connected(self) -> bool:
+        """Whether the daemon is there, and answers."""
+        return all(store.connection.session is not None for store in self._stores.values())
+
+    def close(self) -> None:
+        for store in self._stores.values():
+            store.close()
+        self._stores.clear()

@@ -1,0 +1,310 @@
+"""The worker's half: KV blocks to and from the daemon's arena. It decides nothing.
+
+Everything that vLLM calls here runs on the model's thread and only begins or looks at what threads do. In a
+step, in this order: :meth:`WorkerHalf.fence` before anything is written, the forward pass,
+:meth:`WorkerHalf.load`, :meth:`WorkerHalf.save`, :meth:`WorkerHalf.results`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from tierstore.hints import Hint
+from tierstore.keys import TOKEN_BYTES, Identity, PageKey
+from tierstore_connectors.vllm.copies import Blocks, LoadedBlocks, SavedBlocks, sound
+from tierstore_connectors.vllm.guard import Faults
+from tierstore_connectors.vllm.layout import PageLayout
+from tierstore_connectors.vllm.loads import Load, LoadPart, prompt_of
+from tierstore_connectors.vllm.saves import Save, Saves, blocks_of
+from tierstore_connectors.vllm.settings import Settings
+from tierstore_connectors.vllm.stats import Counts
+from tierstore_connectors.vllm.stores import Stores
+from tierstore_connectors.vllm.work import (
+    GroupBlocks,
+    GroupPages,
+    LoadOrder,
+    LoadReport,
+    SaveOrder,
+    Shard,
+    StepWork,
+    under_epoch,
+)
+
+_IDLE_WAIT_S = (
+    0.002  # an engine that has nothing to do but wait for loads spins: give the loads the processor
+)
+_PIN_WAIT_S = 5.0
+_CLOSE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class KeptGroup:
+    """One KV cache group of this worker: what its pages are, and where its blocks are."""
+
+    pages: GroupPages
+    layout: PageLayout
+    blocks: Blocks
+
+
+@dataclass(slots=True)
+class Results:
+    """What has become of loads since the last time. ``blocks`` are those that were not filled, where a model
+    has one group; with several it is the request that has ``failed``."""
+
+    finished: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    blocks: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _KnownPrompt:
+    keys: list[PageKey] = field(default_factory=list)
+    tokens: bytearray = field(default_factory=bytearray)
+
+
+class WorkerHalf:
+    """``groups`` by number. Raises :class:`~tierstore.errors.UsageError` for an address that is none."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        groups: Mapping[int, KeptGroup],
+        chunk_tokens: int,
+        block_tokens: Mapping[int, int],
+        faults: Faults,
+        counts: Counts,
+    ) -> None:
+        self._settings = settings
+        self._groups = dict(groups)
+        self._chunk_tokens = chunk_tokens
+        self._block_tokens = dict(block_tokens)
+        self._faults = faults
+        self._counts = counts
+        self._stores = Stores(settings, threads=settings.threads)
+        self._saver = ThreadPoolExecutor(1, thread_name_prefix="tierstore-save")
+        self._loader = ThreadPoolExecutor(2, thread_name_prefix="tierstore-load")
+        self._saves = Saves(self._saver, counts, faults)
+        self._prompts: dict[str, _KnownPrompt] = {}
+        self._loads: dict[str, Load] = {}
+        self._refused: dict[str, LoadOrder | None] = {}  # that vLLM waits for, and that are not under way
+        self._report = LoadReport()
+        self._moved = threading.Event()
+        self._step = -1
+        self._epoch = ""
+        for group in self._groups.values():
+            self._stores.open(group.pages.identity, group.pages.page_bytes, chunk_tokens)
+
+    @property
+    def shard(self) -> Shard:
+        """What the scheduler has to know of this worker."""
+        return Shard(self._chunk_tokens, tuple(group.pages for group in self._groups.values()))
+
+    def close(self) -> None:
+        """Give saves that are under way a moment, and everything else back."""
+        for load in self._loads.values():
+            load.cancel()
+        self._saves.close(_CLOSE_S)
+        self._saver.shutdown(wait=False, cancel_futures=True)
+        self._loader.shutdown(wait=False, cancel_futures=True)
+        self._stores.close()
+
+    # -- a step --------------------------------------------------------------------------------------
+
+    def fence(self, work: StepWork) -> None:
+        """Before the step: end the saves that read what it may write."""
+        self._begin(work)
+        self._saves.fence(None if work.all_fresh else work.fresh, self._settings.fence_s)
+
+    def load(self, work: StepWork) -> None:
+        """Begin the loads of a step."""
+        self._begin(work)
+        for request in work.refused:
+            self._refused.setdefault(request, None)
+        if work.loads:
+            self._note_computed()
+        for order in work.loads:
+            # Whatever happens from here on, vLLM is told about this request.
+            self._refused[order.request] = order
+            load = self._make_load(order)
+            if load is not None:
+                del self._refused[order.request]
+                self._loads[order.request] = load
+                load.start(self._loader, self._moved.set)
+
+    def save(self, work: StepWork) -> None:
+        """Begin the saves of a step. Nothing here waits for the daemon."""
+        self._begin(work)
+        if work.saves:
+            self._note_computed()
+        for order in work.saves:
+            for blocks in order.groups:
+                self._begin_save(order, blocks)
+        for request in work.pin:
+            self._pin(request)
+        for request in work.forget:
+            self._prompts.pop(request, None)
+
+    def results(self, work: StepWork | None) -> Results:
+        """What has ended since the last time; each load is reported once."""
+        if self._loads and work is not None and work.idle:
+            self._moved.wait(_IDLE_WAIT_S)
+        self._moved.clear()
+        results = Results()
+        for request, load in list(self._loads.items()):
+            chunks = load.poll()
+            if chunks is None:
+                continue
+            del self._loads[request]
+            results.finished.add(request)
+            if chunks < load.order.chunks:
+                self._failed(load.order, chunks, results)
+            else:
+                self._loaded(load)
+        for request, order in list(self._refused.items()):
+            del self._refused[request]
+            results.finished.add(request)
+            if order is None:
+                results.failed.add(request)
+                self._report.failed[request] = 0
+            else:
+                self._failed(order, min(each.first for each in order.groups) if order.groups else 0, results)
+        return results
+
+    def bail_out(self) -> Results:
+        """Report all loads as failed: when :meth:`results` cannot."""
+        results = Results()
+        for request, load in list(self._loads.items()):
+            load.cancel()
+            del self._loads[request]
+            results.finished.add(request)
+            results.failed.add(request)
+        results.finished.update(self._refused)
+        results.failed.update(self._refused)
+        self._refused.clear()
+        return results
+
+    def refuse(self, work: StepWork) -> None:
+        """When :meth:`load` has failed: vLLM is told so."""
+        for request in [*work.refused, *(order.request for order in work.loads)]:
+            if request not in self._loads:
+                self._refused.setdefault(request, None)
+
+    def report(self) -> LoadReport | None:
+        """What the scheduler's half has to know of failed loads since the last time."""
+        if not self._report.failed:
+            return None
+        report, self._report = self._report, LoadReport()
+        return report
+
+    @property
+    def busy(self) -> int:
+        """Loads and saves under way."""
+        return len(self._loads) + len(self._saves)
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _begin(self, work: StepWork) -> None:
+        """Take in what a step's orders build on, once."""
+        if work.number == self._step:
+            return
+        self._step = work.number
+        self._epoch = work.epoch
+        for grown in work.grown:
+            known = self._prompts.setdefault(grown.request, _KnownPrompt())
+            if grown.first > len(known.keys):
+                continue  # something was missed: what follows cannot be named
+            del known.keys[grown.first :]
+            del known.tokens[grown.first * self._chunk_tokens * TOKEN_BYTES :]
+            known.keys += grown.keys
+            known.tokens += grown.tokens
+
+    def _note_computed(self) -> None:
+        for group in self._groups.values():
+            group.blocks.computed()
+
+    def _under(self, identity: Identity) -> Identity:
+        return under_epoch(identity, self._epoch)
+
+    def _make_load(self, order: LoadOrder) -> Load | None:
+        known = self._prompts.get(order.request)
+        if known is None or len(known.keys) < order.chunks or not order.groups:
+            return None
+        parts = []
+        for blocks in order.groups:
+            group = self._groups[blocks.group]
+            if not self._sound(blocks):
+                return None
+            self._saves.fence(blocks.blocks, self._settings.fence_s)
+            keys = known.keys[: blocks.end]
+            prompt = prompt_of(
+                self._under(group.pages.identity), keys, bytes(known.tokens), self._chunk_tokens
+            )
+            store = self._stores.open(group.pages.identity, group.pages.page_bytes, self._chunk_tokens)
+            target = LoadedBlocks(group.blocks, blocks.chunks, blocks.first, self._faults.note)
+            parts.append(LoadPart(store, prompt, blocks, target))
+        return Load(order, parts, deadline_s=self._settings.load_s, faults=self._faults)
+
+    def _loaded(self, load: Load) -> None:
+        tokens = max(len(each.chunks) for each in load.order.groups) * self._chunk_tokens
+        self._counts.add("loads")
+        self._counts.add("loaded_tokens", tokens)
+        self._counts.add("loaded_bytes", load.nbytes)
+        self._counts.add("load_seconds", time.monotonic() - load.began)
+
+    def _failed(self, order: LoadOrder, chunks: int, results: Results) -> None:
+        """Only the first ``chunks`` chunks are there."""
+        self._report.failed[order.request] = chunks
+        missing = order.groups[0] if len(order.groups) == 1 == len(self._groups) else None
+        if missing is None:
+            results.failed.add(order.request)
+            return
+        for at, chunk in enumerate(missing.chunks, missing.first):
+            if at >= chunks:
+                results.blocks.update(block for block in chunk if block)
+
+    def _begin_save(self, order: SaveOrder, blocks: GroupBlocks) -> None:
+        known = self._prompts.get(order.request)
+        if known is None or len(known.keys) < blocks.end or not self._sound(blocks):
+            self._faults.say("orders", "a save named chunks that this worker does not know")
+            return
+        group = self._groups[blocks.group]
+        keys = known.keys[: blocks.end]
+        prompt = prompt_of(self._under(group.pages.identity), keys, bytes(known.tokens), self._chunk_tokens)
+        store = self._stores.open(group.pages.identity, group.pages.page_bytes, self._chunk_tokens)
+        source = SavedBlocks(group.blocks, blocks.chunks)
+        count = len(blocks.chunks)
+        self._saves.begin(
+            Save(
+                order.request,
+                store,
+                prompt,
+                source,
+                blocks.first,
+                count,
+                blocks_of(blocks.chunks),
+                Hint(ttl_s=order.ttl_s, priority=order.priority) if order.hinted else None,
+            )
+        )
+
+    def _pin(self, request: str) -> None:
+        known = self._prompts.get(request)
+        if known is None or not known.keys:
+            return
+        keys, tokens = list(known.keys), bytes(known.tokens)
+        for group in self._groups.values():
+            prompt = prompt_of(self._under(group.pages.identity), keys, tokens, self._chunk_tokens)
+            store = self._stores.open(group.pages.identity, group.pages.page_bytes, self._chunk_tokens)
+
+            def pin(store=store, prompt=prompt) -> None:  # type: ignore[no-untyped-def]
+                self._saves.wait(request, _PIN_WAIT_S)
+                store.pin(prompt)
+
+            self._saver.submit(pin)
+
+    def _sound(self, blocks: GroupBlocks) -> bool:
+        group = self._groups[blocks.group]
+        return sound(blocks.chunks, group.layout.num_blocks, group.layout.blocks)

@@ -1,0 +1,173 @@
+"""Both halves of the connector over a real daemon, with tensors and requests of our own instead of vLLM's."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.tierstore.daemon.client.conftest import shared_daemon  # noqa: F401  # a fixture
+from tierstore.keys import Identity
+from tierstore.spec import KVSpec
+from tierstore_connectors.vllm.copies import HostBlocks
+from tierstore_connectors.vllm.groups import Group, Groups
+from tierstore_connectors.vllm.guard import Faults
+from tierstore_connectors.vllm.layout import TensorShape, page_layout
+from tierstore_connectors.vllm.scheduler import SchedulerHalf
+from tierstore_connectors.vllm.settings import Settings
+from tierstore_connectors.vllm.stats import Counts
+from tierstore_connectors.vllm.work import GroupPages
+from tierstore_connectors.vllm.worker import KeptGroup, WorkerHalf
+
+BLOCK, CHUNK, NUM_BLOCKS = 8, 16, 64
+_models = itertools.count()
+
+
+@dataclass
+class Request:
+    """As much of vLLM's request as the connector looks at."""
+
+    request_id: str
+    all_token_ids: list[int]
+    kv_transfer_params: dict | None = None
+    lora_request: object = None
+    cache_salt: str | None = None
+    num_preemptions: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.hash_blocks()
+
+    @property
+    def num_tokens(self):
+        return len(self.all_token_ids)
+
+    def hash_blocks(self):
+        """Chained, and with the salt in the first one, as vLLM's are."""
+        for start in range(len(self.block_hashes) * BLOCK, self.num_tokens - BLOCK + 1, BLOCK):
+            parent = self.block_hashes[-1] if self.block_hashes else (self.cache_salt or "").encode()
+            tokens = str(self.all_token_ids[start : start + BLOCK]).encode()
+            self.block_hashes.append(parent[-8:] + bytes([hash(parent + tokens) & 0xFF for _ in range(24)]))
+
+
+def step(new=(), cached=(), scheduled=None, tables=None, preempted=(), tokens=None):
+    """A ``SchedulerOutput``: ``new`` and ``cached`` are (request id, computed tokens, new blocks by
+    group)."""
+    scheduled = scheduled or {}
+    return SimpleNamespace(
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=name, num_computed_tokens=done, block_ids=blocks)
+            for name, done, blocks in new
+        ],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[name for name, _, _ in cached],
+            num_computed_tokens=[done for _, done, _ in cached],
+            new_block_ids=[blocks for _, _, blocks in cached],
+        ),
+        num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=sum(scheduled.values()),
+        preempted_req_ids=set(preempted),
+        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: (tables or {}).get(name)),
+    )
+
+
+class Engine:
+    """One scheduler's half, one worker's, and the KV memory of ``windowed`` groups."""
+
+    def __init__(self, url, model, *, windowed=(False,), **settings):
+        self.settings = Settings(store=url, **{"lookup_s": 5.0, **settings})
+        self.faults, self.counts = Faults(), Counts()
+        groups = tuple(
+            Group(number, (f"layer {number}",), BLOCK, window) for number, window in enumerate(windowed)
+        )
+        self.groups = Groups(groups, len(groups), BLOCK, CHUNK)
+        self.memory, kept = [], {}
+        for group in groups:
+            array = np.zeros((NUM_BLOCKS, 2, BLOCK, 32), np.float32)
+            self.memory.append(array)
+            pointer = array.__array_interface__["data"][0]
+            shape = TensorShape(group.layers[0], pointer, array.shape, array.strides, 4, "float32")
+            layout = page_layout([shape], num_blocks=NUM_BLOCKS, blocks=CHUNK // BLOCK)
+            spec = KVSpec.opaque(layout.page_bytes, chunk_tokens=CHUNK)
+            identity = Identity.of(spec, model=model, shard=f"group{group.number}")
+            pages = GroupPages(group.number, identity, layout.page_bytes, group.windowed)
+            kept[group.number] = KeptGroup(pages, layout, HostBlocks(layout))
+        self.worker = WorkerHalf(self.settings, kept, CHUNK, {0: BLOCK}, self.faults, self.counts)
+        self.scheduler = SchedulerHalf(self.settings, self.groups, self.faults, self.counts)
+        self.scheduler.connect([self.worker.shard])
+
+    def connected(self):
+        """A daemon that has just been started takes a moment."""
+        return self.worker._stores.wait_connected(30) and self.scheduler.finder._stores.wait_connected(30)
+
+    def matched(self, request, local=0):
+        """What vLLM is told in the end."""
+        while (tokens := self.scheduler.matched(request, local)) is None:
+            self.scheduler.work(step())
+        return tokens
+
+    def fill(self, table, value):
+        """Write ``value + n`` to the n-th block of a table, in each group."""
+        for array, blocks in zip(self.memory, table, strict=True):
+            for at, block in enumerate(blocks):
+                if block:
+                    array[block] = value + at
+
+    def run(self, output, *, between=lambda: None):
+        """A step, as the worker goes through it; the results."""
+        work = self.scheduler.work(output)
+        self.worker.fence(work)
+        between()
+        self.worker.load(work)
+        self.worker.save(work)
+        return self.results(work)
+
+    def results(self, work=None):
+        results = self.worker.results(work)
+        self.scheduler.reported(sorted(results.finished), self.worker.report())
+        return results
+
+    def until_loaded(self):
+        """Steps without tokens until a load has ended."""
+        while True:
+            results = self.run(step())
+            if results.finished:
+                return results
+
+    def save(self, request, table, tokens, value=1.0):
+        """Compute a whole prompt and have it stored."""
+        self.matched(request)
+        self.scheduler.allocated(request, table, 0)
+        name = request.request_id
+        output = step(new=[(name, 0, table)], scheduled={name: tokens}, tables={name: table})
+        self.run(output, between=lambda: self.fill(table, value))
+        self.settle()
+
+    def settle(self):
+        """Until no save is under way."""
+        self.worker._saves.close(30.0)
+
+    def close(self):
+        self.scheduler.close()
+        self.worker.close()
+
+
+@pytest.fixture
+def engine(shared_daemon):  # noqa: F811
+    """``engine(model=…, windowed=…)``: engines of one model by default, which nobody else has."""
+    model = f"model {next(_models)}"
+    engines = []
+
+    def make(**options):
+        url = options.pop("url", None)
+        engines.append(Engine(url or shared_daemon.url, options.pop("model", model), **options))
+        assert url or engines[-1].connected()
+        return engines[-1]
+
+    yield make
+    for each in engines:
+        each.close()
+        assert not each.faults.counts, each.faults.counts

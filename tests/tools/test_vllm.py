@@ -1,0 +1,77 @@
+"""The parts of ``tierstore-bench vllm`` that need no vLLM; the benchmark itself runs in tests/vllm."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierstore.errors import UsageError
+from tierstore_tools.vllm import models
+from tierstore_tools.vllm.asks import Answer, greatest_difference, prompt
+from tierstore_tools.vllm.paired import ratio
+
+ANSWER = Answer([7, 3], [{7: -0.5, 1: -1.5, 2: -2.0}, {3: -0.25, 4: -2.5, 5: -3.0}], 0, 0.1, 0.2, "length")
+
+
+def bench(*arguments):
+    command = [sys.executable, "-m", "tierstore_tools.cli", "vllm", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_without_vllm_it_says_so_in_a_line():
+    done = bench("--json")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert "vLLM is not installed" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("--options", "[1]"), ("--dir", "/nowhere")])
+def test_bad_usage_is_exit_code_two(arguments):
+    done = bench(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_a_model_that_cannot_be_made_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="known: tiny"):
+        models.make("huge", tmp_path / "m")
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)), min_size=1, max_size=60))
+def test_the_median_lies_in_its_interval(pairs):
+    found = ratio([a for a, _ in pairs], [b for _, b in pairs])
+    assert found.low <= found.median <= found.high
+    assert found.pairs == len(pairs)
+
+
+def test_more_pairs_tell_more():
+    spread = [0.9, 1.1, 0.95, 1.05, 1.0]
+    few, many = ratio(spread, [1.0] * 5), ratio(spread * 20, [1.0] * 100)
+    assert few.median == many.median == 1.0
+    assert (few.low, few.high) == (0.9, 1.1)
+    assert many.high - many.low < few.high - few.low
+
+
+def test_prompts_of_one_seed_are_prefixes_and_those_of_others_begin_otherwise():
+    assert prompt(900)[:300] == prompt(300)
+    assert len({prompt(1, seed=seed)[0] for seed in range(250)}) == 250
+    assert prompt(100, seed=1) != prompt(100, seed=251)
+
+
+def test_answers_differ_by_their_logprobs_and_not_only_by_their_tokens():
+    assert greatest_difference(ANSWER, ANSWER) == 0
+    nearly = replace(ANSWER, logprobs=[{7: -0.5, 1: -1.5, 2: -2.0}, {3: -0.3, 4: -2.5, 5: -3.0}])
+    assert greatest_difference(ANSWER, nearly) == pytest.approx(0.05)
+    tie = replace(ANSWER, logprobs=[{7: -0.5, 1: -1.5, 9: -2.0}, ANSWER.logprobs[1]])
+    assert greatest_difference(ANSWER, tie) == 0
+    for other in (
+        replace(ANSWER, tokens=[7, 4]),
+        replace(ANSWER, logprobs=ANSWER.logprobs[:1]),
+        replace(ANSWER, logprobs=[{7: -0.5, 8: -1.5, 9: -2.0}, ANSWER.logprobs[1]]),
+    ):
+        assert greatest_difference(ANSWER, other) == float("inf")

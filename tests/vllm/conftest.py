@@ -1,0 +1,54 @@
+"""A real vLLM on a CPU, real models (small, random) and a real daemon. Without vLLM all of this is skipped;
+``make test-vllm`` has an environment with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.vllm import models
+from tierstore_tools.vllm import engine
+from tierstore_tools.vllm.daemon import DaemonProcess
+
+_HERE = Path(__file__).parent
+_TEST_S = 1200  # an engine starts in 10 s on an idle machine of two cores, and in a minute on a busy one
+
+
+def pytest_collection_modifyitems(items):
+    """Test modules must be importable without vLLM: they import it (if they must) in the test."""
+    missing = engine.missing()
+    for item in items:
+        if _HERE in item.path.parents:
+            item.add_marker(pytest.mark.filterwarnings("default"))  # vLLM's imports warn, and are not ours
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(_TEST_S))
+            if missing is not None:
+                item.add_marker(pytest.mark.skip(reason=f"{missing}; make test-vllm"))
+
+
+@pytest.fixture(scope="session")
+def model(request):
+    """``model(models.LLAMA)``: the directory of a model."""
+    cache = request.config.cache.mkdir("vllm-models")
+    return lambda kind: models.model(kind, cache)
+
+
+@pytest.fixture
+def make_daemon(tmp_path):
+    """``make_daemon(host_bytes=…, …)``: a running daemon with a disk, gone at the end of the test."""
+    daemons = []
+
+    def make(**options):
+        daemons.append(DaemonProcess(tmp_path, **options))
+        return daemons[-1].start()
+
+    yield make
+    for daemon in daemons:
+        daemon.close()
+
+
+@pytest.fixture
+def daemon(make_daemon):
+    """A running daemon: 64 MiB of host memory, 1 GiB of disk."""
+    return make_daemon()

@@ -1,0 +1,20 @@
+"""Small models for these tests, made once and kept beside pytest's own cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tierstore_tools.vllm import models
+from tierstore_tools.vllm.asks import prompt
+
+__all__ = ["GEMMA", "LLAMA", "LLAMA_6_LAYERS", "OPT", "model", "prompt"]
+
+LLAMA = "tiny"  # 4 layers, one KV cache group: the main oracle, bit-equal in float32
+LLAMA_6_LAYERS = "tiny-6-layers"
+GEMMA = "tiny-gemma"  # 3 layers with a window of 64 tokens, 1 of full attention: 4 KV cache groups
+OPT = "tiny-opt"
+
+
+def model(kind: str, cache: Path) -> Path:
+    """The directory of the model ``kind`` (one of the names above), made in ``cache`` if need be."""
+    return models.make(kind, cache / f"{kind}-2")  # count up when a recipe changes

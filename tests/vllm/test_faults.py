@@ -1,0 +1,181 @@
+"""Whatever happens to the daemon, or inside the connector: every request completes, with the output of an
+engine that has no cache, and the engine lives."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.vllm import breakable, models
+from tests.vllm.engines import Ask, Engine, connector_options
+from tests.vllm.harness import asks, same, wait_hit, wait_stored
+from tests.vllm.models import prompt
+from tierstore_tools.vllm.daemon import DaemonProcess
+
+pytestmark = pytest.mark.timeout(900)
+_ROOT = Path(__file__).parents[2]
+_PROMPTS = [prompt(901), prompt(500, seed=3), prompt(640) + prompt(200, seed=5)]
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    """The answers to ``_PROMPTS`` of an engine without a connector, one by one and all at once."""
+    with Engine(model(models.LLAMA)) as engine:
+        one_by_one = []
+        for ask in asks(_PROMPTS):
+            engine.reset_prefix_cache()
+            one_by_one.append(engine.ask(ask))
+        return one_by_one
+
+
+def all_same(engine, reference):
+    """Ask everything, with nothing in vLLM's own cache; the tokens that came from the store."""
+    external = 0
+    for ask, expected in zip(asks(_PROMPTS), reference, strict=True):
+        engine.reset_prefix_cache()
+        answers = engine.ask(ask)
+        assert same(answers, expected)
+        external += answers.external_hit_tokens
+    return external
+
+
+def test_a_daemon_that_is_absent_comes_dies_and_comes_back(model, reference, tmp_path):
+    daemon = DaemonProcess(tmp_path)
+    with (
+        contextlib.closing(daemon),
+        Engine(model(models.LLAMA), connector=connector_options(daemon.url)) as engine,
+    ):
+        assert all_same(engine, reference) == 0
+        assert not engine.metrics().get("vllm:tierstore_faults")
+        daemon.start()
+        wait_hit(engine, Ask(_PROMPTS[0]), 896)
+        assert all_same(engine, reference) >= 896
+        daemon.kill()
+        assert all_same(engine, reference) == 0
+        daemon.start()
+        wait_hit(engine, Ask(_PROMPTS[0]), 896)
+        assert all_same(engine, reference) > 896  # from disk, and what has been saved since
+
+
+def test_a_daemon_that_hangs_costs_a_moment_and_is_asked_again_when_it_goes_on(model, reference, daemon):
+    with Engine(model(models.LLAMA), connector=connector_options(daemon.url)) as engine:
+        all_same(engine, reference)
+        wait_hit(engine, Ask(_PROMPTS[0]), 896)
+        daemon.hang()
+        for _ in range(3):
+            assert all_same(engine, reference) == 0
+        daemon.go_on()
+        assert wait_hit(engine, Ask(_PROMPTS[0]), 896)
+        # In the middle of things, too: nothing that had begun may keep a request waiting.
+        for _ in range(3):
+            engine.reset_prefix_cache()
+            engine.begin(asks(_PROMPTS))
+            daemon.hang()
+            answers = engine.finish()
+            daemon.go_on()
+            assert [answer.finish for answer in answers.answers] == ["length"] * len(_PROMPTS)
+        assert all_same(engine, reference) >= 0
+
+
+@pytest.mark.parametrize("rounds", [12, pytest.param(600, marks=pytest.mark.soak)])
+def test_a_daemon_that_is_killed_at_random_moments(model, reference, daemon, rounds):
+    chance = random.Random(rounds)
+    with Engine(model(models.LLAMA), connector=connector_options(daemon.url)) as engine:
+        for _ in range(rounds):
+            at = chance.randrange(len(_PROMPTS))
+            engine.reset_prefix_cache()
+            engine.begin(asks([_PROMPTS[at]]))
+            if chance.random() < 0.7:
+                # A busy wait of a random length: the moment is to be anywhere in the request's life.
+                for _ in range(chance.randrange(200_000)):
+                    pass
+                daemon.kill()
+            assert same(engine.finish(), reference[at])
+            if daemon.process is None:
+                daemon.start()
+        assert not engine.metrics().get("vllm:tierstore_faults")
+
+
+def test_an_arena_that_is_full(model, reference, make_daemon):
+    daemon = make_daemon(host_bytes=2 << 20, disk=False)  # 16 pages, and one prompt has 14
+    with Engine(model(models.LLAMA), connector=connector_options(daemon.url)) as engine:
+        for _ in range(3):
+            all_same(engine, reference)
+            engine.reset_prefix_cache()
+            answers = engine.ask(*asks(_PROMPTS))
+            assert [answer.finish for answer in answers.answers] == ["length"] * len(_PROMPTS)
+        assert not engine.metrics().get("vllm:tierstore_faults")
+
+
+def test_pages_damaged_on_disk_are_computed_again(model, reference, daemon):
+    with Engine(model(models.LLAMA), connector=connector_options(daemon.url)) as engine:
+        assert all_same(engine, reference) >= 0
+        wait_hit(engine, Ask(_PROMPTS[0]), 896)
+        daemon.wait_written()
+        daemon.end()
+        damaged = _damage(daemon.disk)
+        daemon.start()
+        engine.reset_prefix_cache()
+        for _ in range(3):
+            external = all_same(engine, reference)
+        assert damaged
+        assert daemon.stats().store.counters["damaged_pages"] > 0
+        assert external > 0  # what was damaged has been computed, and saved again
+
+
+def _damage(directory):
+    """Change a byte in every 300 KB of the files that hold payloads."""
+    damaged = 0
+    for file in sorted(Path(directory).rglob("*")):
+        if file.is_file() and file.suffix != ".mdb" and file.stat().st_size > 1 << 20:
+            with file.open("r+b") as handle:
+                for offset in range(150_000, min(file.stat().st_size, 64 << 20), 300_000):
+                    handle.seek(offset)
+                    byte = handle.read(1)
+                    handle.seek(offset)
+                    handle.write(bytes([byte[0] ^ 0x5A]))
+                    damaged += 1
+    return damaged
+
+
+def test_errors_in_every_method_become_misses(model, reference, daemon, tmp_path):
+    switch = tmp_path / "break"
+    switch.write_text("")
+    connector = connector_options(daemon.url) | {"kv_connector_module_path": "tests.vllm.breakable"}
+    connector["kv_load_failure_policy"] = "fail"  # vLLM's default: no request may fail for it
+    environment = {"TIERSTORE_BREAK": str(switch), "PYTHONPATH": str(_ROOT)}
+    methods = [f"scheduler.{name}" for name in breakable.SCHEDULER]
+    methods += [f"worker.{name}" for name in breakable.WORKER]
+    with Engine(model(models.LLAMA), connector=connector, environment=environment) as engine:
+        all_same(engine, reference)
+        wait_stored(daemon, 20)
+        for method in methods:
+            for times in ("", ":1", ":2"):
+                switch.write_text(f"{method}{times}\n")
+                all_same(engine, reference)
+                switch.write_text("")
+                wait_hit(engine, Ask(_PROMPTS[0]), 896)
+        faults = engine.metrics()["vllm:tierstore_faults"]
+        assert faults >= len(methods) * 3
+        for method in methods:
+            assert f"tierstore: {_named(method)} failed" in engine.log, method
+
+
+def _named(method):
+    """The connector's method that calls one of its half's, as the log names it."""
+    return {
+        "scheduler.arrived": "on_new_request",
+        "scheduler.matched": "get_num_new_matched_tokens",
+        "scheduler.allocated": "update_state_after_alloc",
+        "scheduler.work": "build_connector_meta",
+        "scheduler.reported": "update_connector_output",
+        "scheduler.finished": "request_finished_all_groups",
+        "worker.fence": "handle_preemptions",
+        "worker.load": "start_load_kv",
+        "worker.save": "wait_for_save",
+        "worker.results": "_results",
+        "worker.report": "build_connector_worker_meta",
+    }[method]

