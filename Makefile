@@ -1,12 +1,17 @@
 # Two commands on a fresh machine with Python 3.10+ and nothing else:
 #   make bench    the 100K-token benchmark with its defaults
 #   make test     lint, types and the test suite
+# and one with Python 3.11+ on x86-64 or arm64:
+#   make test-vllm    the vLLM connector against a real vLLM on the CPU, in an environment of its own
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INSTALL := $(BIN)/python $(PIP_INSTALL)
+VLLM_VENV ?= .venv-vllm
+VLLM_BIN  := $(VLLM_VENV)/bin
 
-.PHONY: bench test lint types suite soak gpu-check clean
+.PHONY: bench test lint types suite soak test-vllm soak-vllm gpu-check clean
 
 bench: $(VENV)/bench.stamp
 	$(BIN)/tierstore-bench longctx
@@ -26,10 +31,17 @@ suite: $(VENV)/dev.stamp
 soak: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m soak
 
-# On a machine with a GPU: first what the tests without one assume of the hardware, then the same tests on it.
+test-vllm: $(VLLM_VENV)/vllm.stamp
+	$(VLLM_BIN)/python -m pytest tests/vllm
+
+soak-vllm: $(VLLM_VENV)/vllm.stamp
+	$(VLLM_BIN)/python -m pytest -m soak --timeout 3600 tests/vllm
+
+# On a machine with a GPU: tests, benchmarks and compute-sanitizer there, into one JSON document (see docs/cuda.md).
+# On one without it says "not measured". GPU_CHECK="--budget-s 560 --only golden,decode" chooses.
 gpu-check: $(VENV)/dev.stamp
-	TIERSTORE_KERNEL_DEVICE=cuda $(BIN)/python -m pytest tests/engine/kernels/test_golden.py
-	TIERSTORE_KERNEL_DEVICE=cuda $(BIN)/python -m pytest tests/engine/kernels tests/engine/test_cuda_attention.py
+	if [ -e /proc/driver/nvidia/version ]; then $(INSTALL) -e '.[dev,cuda13]'; fi
+	$(BIN)/python -m tierstore_tools.gpu.check $(GPU_CHECK)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -42,5 +54,15 @@ $(VENV)/dev.stamp: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(INSTALL) -e '.[dev]'
 	touch $@
 
+# vLLM for the CPU wants torch's build for the CPU, which not every index has. What is uninstalled is there in
+# builds for CUDA, which break vLLM's imports (torchvision) or do nothing on a CPU; this package needs none of it.
+$(VLLM_VENV)/vllm.stamp: pyproject.toml constraints.txt tests/vllm/requirements.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_BIN)/python $(PIP_INSTALL) torch==2.13.0+cpu \
+		|| $(VLLM_BIN)/python $(PIP_INSTALL) torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu
+	$(VLLM_BIN)/python $(PIP_INSTALL) -r tests/vllm/requirements.txt -e .
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	touch $@
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

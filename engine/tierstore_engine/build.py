@@ -11,20 +11,28 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from tierstore.errors import UsageError
 from tierstore.keys import Identity
 from tierstore.spec import DEFAULT_CHUNK_TOKENS, KVSpec
 from tierstore.store.base import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES
+from tierstore.tiers.cuda import CudaDevice
+from tierstore.tiers.device_pool import DevicePool, pages_that_fit
+from tierstore.tiers.hbm import PagePool
 from tierstore.units import format_size
 from tierstore_connectors.bundled import open_connector
 from tierstore_engine.attention.base import make_attention
+from tierstore_engine.attention.cuda import CudaAttention
 from tierstore_engine.checkpoint import read_config
 from tierstore_engine.config import DTYPES, ModelConfig
 from tierstore_engine.engine import Engine
 from tierstore_engine.errors import UnknownModelError
+from tierstore_engine.kernels.catalog import KERNEL_DTYPES
 from tierstore_engine.model import Model
 from tierstore_engine.presets import PRESETS, preset
 from tierstore_engine.settings import EngineSettings
+from tierstore_engine.step import Runner
 from tierstore_engine.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
 from tierstore_engine.weights import ModelWeights, digest_weights, load_weights, random_weights, weights_bytes
 
@@ -65,17 +73,19 @@ def open_model(model: str, *, device: str = "auto", dtype: str | None = None) ->
     Raises :class:`UnknownModelError` where there is neither, :class:`ModelError` for a folder that cannot be
     run, :class:`UsageError` for an impossible device or dtype.
     """
-    chosen = resolve_device(device)
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r} (known: {', '.join(DTYPES)})")
+    check_device(device)
     if model in PRESETS:
-        return OpenModel(preset(model, dtype=dtype), ByteTokenizer(), None, chosen)
+        config = preset(model, dtype=dtype)
+        return OpenModel(config, ByteTokenizer(), None, resolve_device(device, config.dtype))
     folder = Path(model)
     if not folder.is_dir():
         raise UnknownModelError(
             f"no model {model!r}: neither a folder nor a preset (presets: {', '.join(PRESETS)})"
         )
-    return OpenModel(read_config(folder, dtype=dtype), HFTokenizer(folder), folder, chosen)
+    config = read_config(folder, dtype=dtype)
+    return OpenModel(config, HFTokenizer(folder), folder, resolve_device(device, config.dtype))
 
 
 def load_model(
@@ -84,7 +94,7 @@ def load_model(
     """The model with its weights, or with random ones made from ``seed`` for a preset. Raises what
     :func:`open_model` raises, and :class:`ModelError` for weights that do not fit the configuration."""
     source = open_model(model, device=device, dtype=dtype) if isinstance(model, str) else model
-    _check_memory(source.config)
+    _check_memory(source.config, source.device)
     if source.folder is None:
         weights = random_weights(source.config, seed=seed, device=source.device)
     else:
@@ -96,14 +106,15 @@ def load_model(
 def build_engine(
     model: LoadedModel,
     *,
-    pool_pages: int,
+    pool_pages: int | None,
     store: str | None = None,
     host_bytes: int = DEFAULT_HOST_BYTES,
     disk_bytes: int = DEFAULT_DISK_BYTES,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     settings: EngineSettings | None = None,
 ) -> Engine:
-    """An engine over a pool of ``pool_pages`` pages, and over the store at ``store`` (None: without one).
+    """An engine over a pool of ``pool_pages`` pages (None, on a GPU only: what its free memory holds), and
+    over the store at ``store`` (None: without one).
 
     Raises :class:`UsageError` for sizes that cannot work and
     :class:`~tierstore.errors.StoreUnavailableError` for a store that cannot be opened.
@@ -111,19 +122,29 @@ def build_engine(
     spec = model.kv_spec(chunk_tokens=chunk_tokens)
     settings = settings or EngineSettings()
     settings.check_chunk(chunk_tokens)
-    check_pool(spec, pool_pages)
+    pages = _fitting_pages(spec, model.device) if pool_pages is None else pool_pages
+    check_pool(spec, pages, model.device)
     connector = open_connector(
         spec,
         model.identity(spec),
-        pool_pages=pool_pages,
+        pool_pages=pages,
         store=store,
         host_bytes=host_bytes,
         disk_bytes=disk_bytes,
         device=model.device,
     )
-    attention = make_attention(connector.pool, model.config)
+    return Engine(make_runner(model, connector.pool, settings), model.tokenizer, connector, settings)
+
+
+def make_runner(model: LoadedModel, pool: PagePool, settings: EngineSettings) -> Runner:
+    """The model over ``pool``, on the pool's device."""
+    attention = make_attention(pool, model.config)
     runnable = Model(model.config, model.weights, attention, device=model.device)
-    return Engine(runnable, model.tokenizer, connector, settings)
+    if isinstance(attention, CudaAttention) and isinstance(pool, DevicePool):
+        from tierstore_engine.device import CudaRunner
+
+        return CudaRunner(runnable, attention, pool, settings)
+    return runnable
 
 
 def pages_for_tokens(spec: KVSpec, tokens: int) -> int:
@@ -131,33 +152,50 @@ def pages_for_tokens(spec: KVSpec, tokens: int) -> int:
     return -(-tokens // spec.chunk_tokens)
 
 
-def check_pool(spec: KVSpec, pool_pages: int) -> None:
-    """Raises :class:`UsageError` for a pool without a page, or larger than this machine's memory."""
+def check_pool(spec: KVSpec, pool_pages: int, device: str) -> None:
+    """Raises :class:`UsageError` for a pool without a page, or larger than this machine's memory. (A GPU says
+    what it has room for when the pool is made.)"""
     if pool_pages < 1:
         raise UsageError(f"the page pool needs room for at least one page of {format_size(spec.page_bytes)}")
     wanted, memory = pool_pages * spec.page_bytes, _memory_bytes()
-    if wanted > memory:
+    if device == "cpu" and wanted > memory:
         raise UsageError(
             f"a page pool of {format_size(wanted)} ({pool_pages} pages of {format_size(spec.page_bytes)}) "
             f"does not fit this machine's memory of {format_size(memory)}"
         )
 
 
-def resolve_device(device: str) -> str:
-    """``auto`` and ``cpu`` are the CPU: it is the only device this version computes on."""
-    if device in ("auto", "cpu"):
-        return "cpu"
-    if device == "cuda":
-        raise UsageError("no CUDA backend in this version: use --device cpu")
-    raise UsageError(f"unknown device {device!r} (known: auto, cpu, cuda)")
+def check_device(device: str) -> None:
+    """Raises :class:`UsageError` for a device that there is not."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise UsageError(f"unknown device {device!r} (known: auto, cpu, cuda)")
+    if device == "cuda" and not torch.cuda.is_available():
+        built = "sees none" if torch.version.cuda else "was built without CUDA"
+        raise UsageError(f"no CUDA device: torch {torch.__version__} {built}; use --device cpu")
 
 
-def _check_memory(config: ModelConfig) -> None:
-    wanted, memory = weights_bytes(config), _memory_bytes()
+def resolve_device(device: str, dtype: str) -> str:
+    """What ``auto`` is for a model of ``dtype``: a GPU where there is one that computes such models."""
+    check_device(device)
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() and dtype in KERNEL_DTYPES else "cpu"
+
+
+def _fitting_pages(spec: KVSpec, device: str) -> int:
+    if device == "cpu":
+        raise UsageError("say how many pages the pool has: this machine's memory is not the pool's alone")
+    return pages_that_fit(spec, CudaDevice())
+
+
+def _check_memory(config: ModelConfig, device: str) -> None:
+    wanted = weights_bytes(config)
+    memory = _memory_bytes() if device == "cpu" else torch.cuda.mem_get_info()[0]
     if wanted > memory:
         raise UsageError(
-            f"the model's weights take {format_size(wanted)} as {config.dtype}, more than this machine's "
-            f"memory of {format_size(memory)}"
+            f"the model's weights take {format_size(wanted)} as {config.dtype}, more than the "
+            f"{'memory of this machine' if device == 'cpu' else 'free memory of its GPU'}, "
+            f"{format_size(memory)}"
         )
 
 

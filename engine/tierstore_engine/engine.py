@@ -14,16 +14,17 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from tierstore.errors import TierStoreError
+from tierstore.hints import checked_session
 from tierstore_connectors.base import Connector
 from tierstore_engine.batch import build_step, finishing
 from tierstore_engine.errors import RequestError
 from tierstore_engine.keeper import PageKeeper
-from tierstore_engine.model import Model
 from tierstore_engine.outputs import Completion, FinishReason, RequestId, StepOutput
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.scheduler import Scheduler, Work
 from tierstore_engine.sequence import Sequence
 from tierstore_engine.settings import EngineSettings
+from tierstore_engine.step import Runner
 from tierstore_engine.stepping import StepThread
 from tierstore_engine.tokenizer import Tokenizer
 
@@ -59,7 +60,11 @@ class Engine:
     """
 
     def __init__(
-        self, model: Model, tokenizer: Tokenizer, connector: Connector, settings: EngineSettings | None = None
+        self,
+        model: Runner,
+        tokenizer: Tokenizer,
+        connector: Connector,
+        settings: EngineSettings | None = None,
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
@@ -78,8 +83,11 @@ class Engine:
 
     # -- requests ------------------------------------------------------------------------------------
 
-    def add(self, prompt: PromptInput, params: SamplingParams | None = None) -> RequestId:
-        """Queue a request. Raises :class:`RequestError` when it can never be served."""
+    def add(
+        self, prompt: PromptInput, params: SamplingParams | None = None, *, session: str | None = None
+    ) -> RequestId:
+        """Queue a request. ``session`` is any name of the conversation that it is part of, see
+        :meth:`finish`. Raises :class:`RequestError` when it can never be served."""
         started = time.monotonic()
         params = params or SamplingParams()
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
@@ -97,10 +105,15 @@ class Engine:
             stop_ids=frozenset((*params.stop_token_ids, *eos)),
             added=started,
         )
+        sequence.session = checked_session(session)
         self._sequences[request_id] = sequence
         self._scheduler.add(sequence)
         self._last_progress = time.monotonic()
         return request_id
+
+    def finish(self, session: str) -> None:
+        """This conversation is over: its pages that no other one uses need not be kept."""
+        self.connector.finish(session)
 
     def cancel(self, request_id: RequestId) -> bool:
         """End a request now; the next step returns its completion. False when it had already ended."""
@@ -202,8 +215,7 @@ class Engine:
     # -- inside --------------------------------------------------------------------------------------
 
     def _run(self, work: list[Work]) -> list[StepOutput]:
-        step = build_step(work, chunk_tokens=self._keeper.chunk_tokens, device=self.model.device)
-        logits = self.model.forward(step)
+        logits = self.model.compute(build_step(work, self.connector.pool))
         self._steps += 1
         self._computed_tokens += sum(item.tokens for item in work)
         self._last_progress = time.monotonic()
@@ -211,8 +223,10 @@ class Engine:
         for item in work:
             item.sequence.advance(item.stop)
             self._keeper.save(item.sequence)
+        if not ending:
+            return []  # and no need to wait
         outputs = []
-        for item, row in zip(ending, logits, strict=True):
+        for item, row in zip(ending, self.model.result(logits), strict=True):
             sequence = item.sequence
             text = sequence.append(row)
             newest = (sequence.tokens[-1],)

@@ -153,10 +153,10 @@ def _pool_pages(request: GenerateRequest, model: OpenModel, spec: KVSpec, tokens
     check_tokens(tokens, vocab_size=config.vocab_size, limit=config.max_positions)
     needed = pages_for_tokens(spec, min(len(tokens) + request.params.max_new_tokens, config.max_positions))
     if request.hbm_bytes is None:
-        check_pool(spec, needed)
+        check_pool(spec, needed, model.device)
         return needed
     pages = request.hbm_bytes // spec.page_bytes
-    check_pool(spec, pages)
+    check_pool(spec, pages, model.device)
     if pages < needed:
         raise RequestError(
             f"the prompt's {len(tokens)} tokens and up to {request.params.max_new_tokens} new ones need "

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TypeVar
 
+from tierstore.hints import Hint, inferred
 from tierstore.store import Loaded
 from tierstore.transfer import Transfer
 from tierstore_connectors.base import Connector, Hit
@@ -113,7 +114,7 @@ class PageKeeper:
         # page's end, or within a page that was loaded and is in the store already.
         whole = sequence.computed == len(sequence.prompt)
         stop = self.pages_for(sequence.computed) if whole else sequence.computed // self._chunk
-        saving = self._publish(sequence, stop)
+        saving = self._publish(sequence, stop, hint=_hint(sequence))
         if saving is not None and not saving.done:
             self._parking.append(saving)
         self._connector.release(sequence.pages)
@@ -137,12 +138,15 @@ class PageKeeper:
             return None
         return self._connector.allocate(total - self.pages_for(hit.tokens))
 
-    def _publish(self, sequence: Sequence, stop: int) -> Transfer[int] | None:
+    def _publish(self, sequence: Sequence, stop: int, *, hint: Hint | None = None) -> Transfer[int] | None:
         first = sequence.saved_pages
-        if stop <= first:
+        if stop <= first and (hint is None or not first):
             return None
-        saving = self._connector.save(sequence.prompt, sequence.pages[first:stop], first=first)
-        sequence.saved_pages = stop
+        pages = sequence.pages[first:stop]
+        saving = self._connector.save(
+            sequence.prompt, pages, first=first, hint=hint, session=sequence.session
+        )
+        sequence.saved_pages = first + len(pages)
         return saving
 
     def _abandon(self, loading: Loading) -> None:
@@ -156,6 +160,12 @@ class PageKeeper:
         tally.load_s += time.monotonic() - loading.started
         if not sequence.started:
             tally.reused_by_tier = clip_tiers(loading.by_tier, loaded.tokens)
+
+
+def _hint(sequence: Sequence) -> Hint | None:
+    """What is known of the future of a sequence's pages when it leaves."""
+    reason = sequence.finish_reason
+    return inferred(reason.value if reason is not None else "parked")
 
 
 def clip_tiers(by_tier: Mapping[str, int], tokens: int) -> dict[str, int]:

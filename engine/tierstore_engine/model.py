@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch.nn.functional import linear, silu
 
 from tierstore_engine.attention.base import Attention, BatchLayout
 from tierstore_engine.config import ModelConfig
-from tierstore_engine.rope import Rope, rotate
+from tierstore_engine.rope import Rope
+from tierstore_engine.step import Step, StepInput
 from tierstore_engine.weights import LayerWeights, ModelWeights
-
-
-@dataclass(frozen=True, slots=True)
-class StepInput:
-    """One step's flattened batch. ``tokens`` and ``positions`` are int64 ``[tokens]``, in the order of
-    ``layout.spans``; ``logit_rows`` (int64) names the rows whose logits are wanted."""
-
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    layout: BatchLayout
-    logit_rows: torch.Tensor
 
 
 class Model:
@@ -36,12 +24,20 @@ class Model:
         self._attention = attention
         self._rope = Rope(config.rope, config.head_dim, device=device)
 
+    def compute(self, step: Step) -> torch.Tensor:
+        return self.forward(step.on(self.device))
+
+    def result(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
     @torch.inference_mode()
     def forward(self, step: StepInput) -> torch.Tensor:
-        """Logits, float32 ``[len(logit_rows), vocab_size]``; the KV of all rows is in its pages then."""
+        """Logits, float32 ``[len(logit_rows), vocab_size]``; on the CPU the KV of all rows is in its pages
+        then."""
         hidden = self._weights.embed[step.tokens]
         rotations = self._rope.rotations(step.positions, hidden.dtype)
         for index, layer in enumerate(self._weights.layers):
+            step.arrivals.wait(index)
             attended = self._attend(
                 index, layer, self._norm(hidden, layer.input_norm), rotations, step.layout
             )
@@ -65,8 +61,7 @@ class Model:
         queries, keys, values = torch.split(projected, list(heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             queries, keys = self._norm(queries, layer.q_norm), self._norm(keys, layer.k_norm)
-        queries, keys = rotate(queries, *rotations), rotate(keys, *rotations)
-        self._attention.write(index, keys, values, layout)
+        queries = self._attention.rotate_and_write(index, (queries, keys, values), rotations, layout)
         return self._attention.attend(index, queries, layout).view(len(hidden), -1)
 
     def _mlp(self, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:

@@ -38,8 +38,9 @@ class RequestMetrics:
     """What one request cost and what the store saved it. Seconds are wall-clock.
 
     ``reused_by_tier`` counts prompt tokens by the tier that held them, fastest first, and only those that
-    arrived. ``loaded_bytes`` and ``load_s`` cover all loads, those after a preemption too; ``ttft_s`` runs
-    from ``add`` to the first token (0 when there was none), ``itl_s`` has one entry per further token.
+    arrived. ``loaded_bytes`` and ``load_s`` cover all loads, those after a preemption too (on a GPU only
+    until computing could begin, which may be before the last bytes are there); ``ttft_s`` runs from ``add``
+    to the first token (0 when there was none), ``itl_s`` has one entry per further token.
     ``recomputed_tokens`` were computed once more because a preemption had lost them.
     """
 

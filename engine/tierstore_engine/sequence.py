@@ -79,6 +79,7 @@ class Sequence:
         added: float,
     ) -> None:
         self.request_id = request_id
+        self.session: str | None = None  # what the request is part of, if that is known
         self.prompt = prompt  # of all tokens whose KV is computed, and at least of the request's own
         self.tokens = list(tokens)
         self.prompt_tokens = len(self.tokens)

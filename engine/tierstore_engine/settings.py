@@ -6,22 +6,31 @@ from dataclasses import dataclass
 
 from tierstore.errors import UsageError
 
+PREFILL_BACKENDS = ("auto", "kernels", "library")
+
 
 @dataclass(frozen=True)
 class EngineSettings:
     """``prefill_chunk`` prompt tokens of one sequence are computed per step; chunks end at its multiples, so
     equal prompts are cut equally wherever a cached prefix ends. ``max_sequences`` share the pages at a time;
     ``max_batch_tokens`` (0: one prefill chunk beside decoding) bounds a step. A load from the store that
-    takes longer than ``load_deadline_s`` is cut off and the rest computed. Raises :class:`UsageError`."""
+    takes longer than ``load_deadline_s`` is cut off and the rest computed. On a GPU ``prefill_backend`` is
+    ``kernels`` (this package's), ``library`` (torch's) or ``auto``: what measures faster, by length of the
+    past. Raises :class:`UsageError`."""
 
     prefill_chunk: int = 1024
     max_sequences: int = 32
     max_batch_tokens: int = 0
     load_deadline_s: float = 30.0
+    prefill_backend: str = "auto"
 
     def __post_init__(self) -> None:
         if self.prefill_chunk < 1 or self.max_sequences < 1 or self.load_deadline_s <= 0:
             raise UsageError("prefill_chunk, max_sequences and load_deadline_s must be positive")
+        if self.prefill_backend not in PREFILL_BACKENDS:
+            raise UsageError(
+                f"prefill_backend must be one of {', '.join(PREFILL_BACKENDS)}, not {self.prefill_backend!r}"
+            )
         if self.max_batch_tokens and self.max_batch_tokens < self._least_batch:
             raise UsageError(
                 f"max_batch_tokens must hold a prefill chunk and a token of every other sequence: "

@@ -79,7 +79,7 @@ def test_a_checkpoint_folder(run: Run, checkpoints: Callable[..., Path]) -> None
         (("--model", "tiny", "--prompt", "x", "--hbm-bytes", "lots"), 2, "not a size: 'lots'"),
         (("--model", "tiny", "--prompt", "x" * 500, "--hbm-bytes", "64KiB"), 2, "need 10 pages (320 KiB)"),
         (("--model", "tiny", "--prompt", "x", "--prefill-chunk", "100"), 2, "multiple of the page's 64"),
-        (("--model", "tiny", "--prompt", "x", "--device", "cuda"), 2, "no CUDA backend"),
+        (("--model", "tiny", "--prompt", "x", "--device", "cuda"), 2, "no CUDA device"),
         (("--model", "tiny", "--prompt", "x", "--dtype", "int4"), 2, "unknown dtype 'int4'"),
         (
             ("--model", "tiny", "--prompt", "x", "--hbm-bytes", "99TiB"),

@@ -1,31 +1,82 @@
 """The hbm tier: a pool of pages on the device that computes, read in place by the attention kernels.
 
 On a machine without a GPU the device is ``cpu``: the pool is ordinary memory and "HBM" is only its place in
-the hierarchy. One page is ``KVSpec.page_bytes`` contiguous bytes, so a page moves in one copy.
+the hierarchy. One page is ``KVSpec.page_bytes`` contiguous bytes, so a page moves in one copy. The pool of a
+GPU is :class:`tierstore.tiers.device_pool.DevicePool`; :func:`open_pool` makes the one that a device needs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from tierstore import memory
 from tierstore.errors import UsageError
 from tierstore.memory import Memory
 from tierstore.spec import KVSpec
+from tierstore.tiers.device import Event
+from tierstore.units import format_size
+
+
+class Filling(Protocol):
+    """Pages that are on their way into the pool. Whoever computes may have them at once: the pool sees to the
+    order (:meth:`PagePool.arrivals`). What they are copied *from* must stay until :meth:`wait` returns."""
+
+    @property
+    def done(self) -> bool:
+        """Whether all bytes have arrived."""
+
+    def wait(self) -> None:
+        """Block until they have."""
+
+
+class Arrivals(Protocol):
+    """The pages of one batch that are on their way."""
+
+    def wait(self, layer: int) -> None:
+        """What computes from now on happens after layer ``layer`` (the model's own index) of them is there.
+        Does not block."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether there were any to wait for when this was made."""
+
+
+class _Here:
+    """Both of the above for a pool whose copies are done when the call returns."""
+
+    done = True
+    pending = False
+
+    def wait(self, layer: int = 0) -> None:
+        """Nothing is on its way."""
+
+
+HERE = _Here()
 
 
 class PagePool:
     """``num_pages`` pages of ``spec`` in one allocation, and a free list. Not thread-safe: its owner locks.
+    (The methods that copy bytes are, and release the GIL.)
 
     ``array`` is the memory as uint8 ``[num_pages, page_bytes]``; an engine views it in its own dtype.
+    ``overlaps`` says whether copies go on beside what computes.
     """
 
-    def __init__(self, spec: KVSpec, num_pages: int, *, device: str = "cpu") -> None:
-        if device != "cpu":
-            raise UsageError(f"no page pool for device {device!r} yet: use cpu")
+    overlaps = False
+
+    def __init__(self, spec: KVSpec, num_pages: int) -> None:
+        self._number(spec, num_pages, device="cpu")
+        self._memory = Memory(num_pages * spec.page_bytes, shared=False)
+        self._memory.populate()
+        view = self._memory.view(0, num_pages * spec.page_bytes)
+        # A numpy array here; elsewhere whatever the libraries of the device take.
+        self.array: Any = np.frombuffer(view, np.uint8).reshape(num_pages, spec.page_bytes)
+        self._start = self._memory.address
+
+    def _number(self, spec: KVSpec, num_pages: int, *, device: str) -> None:
         if num_pages < 1:
             raise UsageError(
                 f"a page pool needs at least one page of {spec.page_bytes} bytes, not {num_pages}"
@@ -33,11 +84,16 @@ class PagePool:
         self.spec = spec
         self.num_pages = num_pages
         self.device = device
-        self._memory = Memory(num_pages * spec.page_bytes, shared=False)
-        self._memory.populate()
-        view = self._memory.view(0, num_pages * spec.page_bytes)
-        self.array: npt.NDArray[np.uint8] = np.frombuffer(view, np.uint8).reshape(num_pages, spec.page_bytes)
         self._free = list(range(num_pages - 1, -1, -1))  # popped from the end: page 0 first
+
+    def __repr__(self) -> str:
+        size = format_size(self.num_pages * self.spec.page_bytes)
+        return f"{type(self).__name__}({self.device}, {self.free_pages}/{self.num_pages} pages free, {size})"
+
+    @property
+    def address(self) -> int:
+        """Where page 0 begins, in the device's memory."""
+        return self._start
 
     @property
     def free_pages(self) -> int:
@@ -52,10 +108,14 @@ class PagePool:
         return taken[::-1]
 
     def free(self, pages: Sequence[int]) -> None:
+        """Give pages back. What has been put to work on them already may still be under way."""
         self._free.extend(reversed(pages))
 
-    def read_pages(self, copies: Iterable[tuple[int, int]]) -> None:
-        """Copy pages to host memory: (page, address) pairs. Releases the GIL, like the two below."""
+    # -- copies, done when the call returns ------------------------------------------------------------
+
+    def read_pages(self, copies: Iterable[tuple[int, int]], *, after: Event | None = None) -> None:
+        """Copy pages to host memory: (page, address) pairs, as what was put to work before ``after`` (of
+        :meth:`computed`; None: before now) left them."""
         memory.copy_all(((address, self._address(page)) for page, address in copies), self.spec.page_bytes)
 
     def write_pages(self, copies: Iterable[tuple[int, int]]) -> None:
@@ -67,5 +127,48 @@ class PagePool:
         addresses = ((self._address(to), self._address(of)) for to, of in copies)
         memory.copy_all(addresses, self.spec.page_bytes)
 
+    # -- beside what computes --------------------------------------------------------------------------
+
+    def start_writing(self, copies: Sequence[tuple[int, int]]) -> Filling:
+        """:meth:`write_pages`, which may go on beside what computes."""
+        self.write_pages(copies)
+        return HERE
+
+    def start_copying(self, copies: Sequence[tuple[int, int]]) -> Filling:
+        """:meth:`copy_pages`, which may go on beside what computes."""
+        self.copy_pages(copies)
+        return HERE
+
+    def computed(self) -> Event | None:
+        """The point after all that has been put to work on pages so far; None where that is done."""
+        return None
+
+    def arrivals(self, pages: Iterable[int]) -> Arrivals:
+        """What has to be waited for before computing with these pages."""
+        return HERE
+
+    # -- memory ----------------------------------------------------------------------------------------
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Prepare host memory that pages will be copied from and to: it must stay until it is given back."""
+
+    def unregister(self, address: int) -> None:
+        """Host memory that begins at ``address`` is about to go."""
+
     def _address(self, page: int) -> int:
-        return self._memory.address + page * self.spec.page_bytes
+        return self._start + page * self.spec.page_bytes
+
+
+def open_pool(spec: KVSpec, num_pages: int, *, device: str = "cpu") -> PagePool:
+    """A pool on ``device``: ``cpu``, ``cuda`` or ``cuda:N``. Raises :class:`UsageError` for a device that
+    there is not or that has no room, and :class:`~tierstore.tiers.device.DeviceError` when its driver
+    fails."""
+    kind, _, index = device.partition(":")
+    if kind == "cpu":
+        return PagePool(spec, num_pages)
+    if kind == "cuda" and (index.isdigit() or not index):
+        from tierstore.tiers.cuda import CudaDevice
+        from tierstore.tiers.device_pool import DevicePool
+
+        return DevicePool(spec, num_pages, CudaDevice(int(index or 0)))
+    raise UsageError(f"no page pool for device {device!r}: use cpu or cuda")

@@ -19,6 +19,7 @@ import torch
 from tierstore.tiers.hbm import PagePool
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.errors import ModelError
+from tierstore_engine.rope import rotate
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +59,27 @@ class BatchLayout:
 
 
 class Attention(ABC):
-    """Paged attention on one device. Both verbs are called once per layer and step, ``write`` first."""
+    """Paged attention on one device. A layer is first written and then attended to, once per step."""
 
     @abstractmethod
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: BatchLayout) -> None:
         """Put the new tokens' ``keys`` and ``values`` (``[tokens, kv_heads, head_dim]``) into their pages."""
+
+    def rotate_and_write(
+        self,
+        layer: int,
+        projections: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        rotations: tuple[torch.Tensor, torch.Tensor],
+        batch: BatchLayout,
+    ) -> torch.Tensor:
+        """Rotate queries and keys, :meth:`write` keys and values, and return the queries.
+
+        ``projections`` are queries, keys and values ``[tokens, (kv_)heads, head_dim]``, ``rotations`` what
+        :class:`~tierstore_engine.rope.Rope` gives.
+        """
+        queries, keys, values = projections
+        self.write(layer, rotate(keys, *rotations), values, batch)
+        return rotate(queries, *rotations)
 
     @abstractmethod
     def attend(self, layer: int, queries: torch.Tensor, batch: BatchLayout) -> torch.Tensor:
@@ -84,6 +101,7 @@ def make_attention(pool: PagePool, config: ModelConfig) -> Attention:
         launcher = CupyLauncher(pool.device)
         # Not a copy: a pool on a GPU shows its memory through __cuda_array_interface__.
         pages = torch.as_tensor(pool.array, device=pool.device)
+        assert pages.data_ptr() == pool.array.__cuda_array_interface__["data"][0], "torch copied the pool"
         return CudaAttention(pages, config, launcher, chunk_tokens=pool.spec.chunk_tokens)
     raise ModelError(f"no attention backend for device {pool.device!r} in this version: use cpu")
 

@@ -1,8 +1,9 @@
 """Paged attention on a GPU, by the kernels of :mod:`tierstore_engine.kernels`, which read the pages in place.
 
 A step's sequences with one new token go to the decode kernels, all others to the prefill kernel: two launches
-(decode: three), however the batch is mixed. Everything is launched on torch's current stream, so that the
-model's matrix products before and after are ordered with it, and nothing waits for the device.
+(decode: three), however the batch is mixed. (Where torch's own attention measured faster, chunks go there,
+one by one: ``gathered.py``.) Everything is launched on torch's current stream, so that the model's matrix
+products before and after are ordered with it, and nothing waits for the device.
 
 What a sequence's tokens come out as depends on that sequence alone: not on who else is in the batch, nor on
 which pages it has.
@@ -10,6 +11,7 @@ which pages it has.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -18,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from tierstore_engine.attention.base import Attention, BatchLayout, Span
+from tierstore_engine.attention.gathered import NOWHERE, GatheredPrefill, pages_of
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.kernels.launcher import Launcher
 from tierstore_engine.kernels.operations import AttentionKernels, LayerPages, Sequences, Slots
@@ -31,6 +34,7 @@ class _Step:
     slots: Slots
     decoding: Sequences | None
     prefilling: Sequences | None
+    gathered: Sequence[tuple[int, Span, torch.Tensor]] = ()  # first row, span and pages of each
 
 
 class CudaAttention(Attention):
@@ -44,7 +48,7 @@ class CudaAttention(Attention):
         self, pages: torch.Tensor, config: ModelConfig, launcher: Launcher, *, chunk_tokens: int
     ) -> None:
         self._config = config
-        self._chunk = chunk_tokens
+        self.chunk_tokens = chunk_tokens
         self._kernels = AttentionKernels(
             launcher,
             dtype=config.dtype,
@@ -55,6 +59,10 @@ class CudaAttention(Attention):
         )
         dtype: torch.dtype = getattr(torch, config.dtype)
         pool = pages.view(dtype)
+        shape = (len(pool), config.layers, 2, config.kv_heads, chunk_tokens, config.head_dim)
+        self.library = GatheredPrefill(pool.view(shape))
+        self.library_at = NOWHERE
+        """Set by whoever has measured."""
         layer_numbers = 2 * config.kv_heads * chunk_tokens * config.head_dim
         assert pool.shape[1] == config.layers * layer_numbers, "the pool has another layout than the model"
         self._layers = [
@@ -62,6 +70,14 @@ class CudaAttention(Attention):
             for layer in range(config.layers)
         ]
         self._step: _Step | None = None
+        self._fixed: dict[int, _Step] = {}
+
+    def fix(self, slots: Slots, decoding: Sequences) -> BatchLayout:
+        """A batch of decoding sequences that is these tensors: what they hold when it is computed counts. Its
+        spans are empty. For batches that are captured once and replayed for good."""
+        layout = BatchLayout((), (), slots.pages, slots.offsets)
+        self._fixed[id(layout)] = _Step(layout, slots, decoding, None)
+        return layout
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: BatchLayout) -> None:
         self._kernels.write(self._layers[layer], keys, values, self._prepared(batch).slots)
@@ -73,11 +89,7 @@ class CudaAttention(Attention):
         rotations: tuple[torch.Tensor, torch.Tensor],
         batch: BatchLayout,
     ) -> torch.Tensor:
-        """``rope.rotate`` of queries and keys and :meth:`write`, in one launch and with the same bits.
-
-        ``projections`` are queries, keys and values ``[tokens, (kv_)heads, head_dim]``, ``rotations`` what
-        :class:`~tierstore_engine.rope.Rope` gives. Returns the rotated queries.
-        """
+        """In one launch, with the same bits."""
         queries, keys, values = projections
         rotated = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         cosines, sines = (part.reshape(len(queries), -1) for part in rotations)
@@ -112,24 +124,42 @@ class CudaAttention(Attention):
         out = torch.empty_like(queries)
         if step.prefilling is not None:
             self._kernels.prefill(self._layers[layer], queries, step.prefilling, out, lse, window=window)
+        for row, span, table in step.gathered:
+            assert lse is None, "torch's attention does not give the LSE"
+            rows = slice(row, row + span.tokens)
+            out[rows] = self.library.attend(layer, queries[rows], table, span.stop)
         if step.decoding is not None:
             self._kernels.decode(self._layers[layer], queries, step.decoding, out, lse, window=window)
         return out
 
     def _prepared(self, batch: BatchLayout) -> _Step:
+        fixed = self._fixed.get(id(batch))
+        if fixed is not None:
+            return fixed
         if self._step is None or self._step.batch is not batch:
-            self._step = _prepare(batch, self._chunk)
+            self._step = _prepare(batch, self.chunk_tokens, self._at_library)
         return self._step
 
+    def _at_library(self, span: Span) -> bool:
+        """A matter of the span alone, so that the same tokens are always computed in the same way."""
+        windowed = any(self._config.window(layer) is not None for layer in range(self._config.layers))
+        return span.tokens > 1 and not windowed and span.start in self.library_at
 
-def _prepare(batch: BatchLayout, chunk_tokens: int) -> _Step:
+
+def _prepare(batch: BatchLayout, chunk_tokens: int, at_library: Callable[[Span], bool]) -> _Step:
     """Sort the sequences by kernel and put their numbers on the device, in one copy."""
     first_rows = accumulate((span.tokens for span in batch.spans), initial=0)
-    members = list(zip(batch.spans, first_rows, strict=False))
+    everyone = list(zip(batch.spans, first_rows, strict=False))
+    device = batch.pages.device
+    gathered = [
+        (row, span, pages_of(span.block_table, span.stop, chunk_tokens, device))
+        for span, row in everyone
+        if at_library(span)
+    ]
+    members = [member for member in everyone if not at_library(member[0])]
     kinds = [[member for member in members if (member[0].tokens == 1) == single] for single in (True, False)]
     parts = [_numbers(kind, chunk_tokens) for kind in kinds]
     host = torch.from_numpy(np.concatenate(parts))
-    device = batch.pages.device
     if device.type == "cuda":
         host = host.pin_memory()  # otherwise the copy waits for the device
     on_device = torch.split(host.to(device, non_blocking=True), [len(part) for part in parts])
@@ -138,7 +168,7 @@ def _prepare(batch: BatchLayout, chunk_tokens: int) -> _Step:
         for numbers, kind in zip(on_device, kinds, strict=True)
     )
     slots = Slots(batch.pages.to(torch.int32), batch.offsets.to(torch.int32))
-    return _Step(batch, slots, decoding, prefilling)
+    return _Step(batch, slots, decoding, prefilling, gathered)
 
 
 def _numbers(kind: list[tuple[Span, int]], chunk_tokens: int) -> npt.NDArray[np.int32]:

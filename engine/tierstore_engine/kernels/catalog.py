@@ -20,6 +20,7 @@ the mma kernel still needs fewer instructions than products on CUDA cores do fro
 (counted, not measured)."""
 
 _C_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
+KERNEL_DTYPES = tuple(_C_TYPES)
 _MMA_ROWS = 16
 _DECODE_TILE = 16  # tokens that a warp of a decode kernel takes at a time
 

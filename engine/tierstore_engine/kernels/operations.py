@@ -69,7 +69,8 @@ class Sequences:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Where new tokens go: ``pages [tokens]`` and ``offsets [tokens]`` within them."""
+    """Where new tokens go: ``pages [tokens]`` and ``offsets [tokens]`` within them. A page of -1 is none: the
+    token is left out."""
 
     pages: torch.Tensor
     offsets: torch.Tensor

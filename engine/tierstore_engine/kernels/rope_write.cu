@@ -3,7 +3,8 @@
 // The rounding is that of the plain formula in T, x * cos + rotated(x) * sin with every step rounded, so the
 // pages are bit for bit those of an unfused implementation, on whatever device.
 //
-// grid (tokens), any block of whole warps. Each thread takes 8 dimensions and the 8 that they pair with.
+// grid (tokens), any block of whole warps. Each thread takes 8 dimensions and the 8 that they pair with. A token
+// without a page (-1) is none: nothing is written for it.
 #include <ptx.cuh>
 
 #include "numbers.cuh"
@@ -37,6 +38,7 @@ __global__ void __launch_bounds__(256)
     return *reinterpret_cast<const uint4*>(row + head * HEAD_DIM + index * 8);
   };
   const int page = token_pages[token];
+  if (page < 0) return;
   T* const k_row = pool + page * page_stride + layer_offset + token_offsets[token] * HEAD_DIM;
   T* const v_row = k_row + static_cast<long long>(kv_heads) * (PAGE * HEAD_DIM);
 

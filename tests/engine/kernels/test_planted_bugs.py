@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 
@@ -11,12 +15,17 @@ from tests.engine.kernels import bugs
 from tests.engine.kernels.attention import Executed, one_token_each
 from tests.engine.kernels.bugs import Bug
 from tests.engine.kernels.executor import SCHEDULES, ExecutionError
+from tests.engine.kernels.executor.build import build_library
 from tests.engine.kernels.executor.launcher import ExecutorLauncher
 from tests.engine.kernels.problem import Problem, Shape
 from tierstore_engine.kernels import KERNEL_DIR
+from tierstore_engine.kernels.catalog import Instance, kernel_set
 
 pytestmark = pytest.mark.usefixtures("executor")
 
+Builds: TypeAlias = "dict[Bug, Future[None]]"
+
+PREFILL_GROUP, MMA_GROUP, SIMT_GROUP = 3, 5, 2
 PREFILLS = [([(0, 70), (129, 3)], None), ([(100, 40)], 40), ([(64, 90)], 70)]
 # Long enough for every warp's ring to be filled more than once.
 DECODES = [([900, 65, 1], None), ([300, 130], 70)]
@@ -34,8 +43,40 @@ def planted(bug: Bug, folder: Path) -> Path:
     return kernels
 
 
+@pytest.fixture(scope="module")
+def builds(
+    request: pytest.FixtureRequest, executor: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Builds]:
+    """The kernels of all bugs that are going to be tested, being built on all cores while the first are
+    tested: one g++ at a time is most of what these tests take. They are kept by content, so the tests find
+    them."""
+    chosen = [
+        item.callspec.params["bug"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and item.module is request.module and "bug" in item.fixturenames
+    ]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {bug: pool.submit(build_planted, bug, tmp_path_factory.mktemp("bug")) for bug in chosen}
+        pool.shutdown(cancel_futures=True)
+
+
+def build_planted(bug: Bug, folder: Path) -> None:
+    """The kernels that the test of ``bug`` is going to launch."""
+    kernels = planted(bug, folder)
+    for instance in launched_by(bug):
+        build_library(kernels / instance.file, [instance.name], races=False)
+
+
+def launched_by(bug: Bug) -> list[Instance]:
+    prefilling = bug in bugs.PREFILL + bugs.TILES + bugs.PAGES
+    group = PREFILL_GROUP if prefilling else SIMT_GROUP if bug in bugs.DECODE_SIMT else MMA_GROUP
+    shape = Shape()
+    found = kernel_set(dtype=shape.dtype, head_dim=shape.head_dim, group=group, page_tokens=shape.page_tokens)
+    return [found.prefill] if prefilling else [found.decode, found.combine]
+
+
 def assert_prefill_caught(kernels: Path) -> None:
-    executed = Executed(Shape(heads=3, kv_heads=1), launcher=ExecutorLauncher(folder=kernels))
+    executed = Executed(Shape(heads=PREFILL_GROUP, kv_heads=1), launcher=ExecutorLauncher(folder=kernels))
     for spans, window in PREFILLS:
         for seed in SCHEDULES:
             try:
@@ -62,23 +103,26 @@ def named(found: list[Bug]) -> pytest.MarkDecorator:
 
 
 @named(bugs.PREFILL + bugs.TILES + bugs.PAGES)
-def test_prefill(bug: Bug, tmp_path: Path) -> None:
+def test_prefill(bug: Bug, tmp_path: Path, builds: Builds) -> None:
+    builds[bug].result()
     assert_prefill_caught(planted(bug, tmp_path))
 
 
 @named(bugs.DECODE_MMA + bugs.SPLITS)
-def test_decode_on_tensor_cores(bug: Bug, tmp_path: Path) -> None:
-    assert_decode_caught(planted(bug, tmp_path), group=5)
+def test_decode_on_tensor_cores(bug: Bug, tmp_path: Path, builds: Builds) -> None:
+    builds[bug].result()
+    assert_decode_caught(planted(bug, tmp_path), group=MMA_GROUP)
 
 
 @named(bugs.DECODE_SIMT)
-def test_decode_on_cuda_cores(bug: Bug, tmp_path: Path) -> None:
-    assert_decode_caught(planted(bug, tmp_path), group=2)
+def test_decode_on_cuda_cores(bug: Bug, tmp_path: Path, builds: Builds) -> None:
+    builds[bug].result()
+    assert_decode_caught(planted(bug, tmp_path), group=SIMT_GROUP)
 
 
 def test_without_a_bug_nothing_is_caught() -> None:
     with pytest.raises(pytest.fail.Exception):
         assert_prefill_caught(KERNEL_DIR)
-    for group in (2, 5):
+    for group in (SIMT_GROUP, MMA_GROUP):
         with pytest.raises(pytest.fail.Exception):
             assert_decode_caught(KERNEL_DIR, group)

@@ -86,6 +86,17 @@ def test_write(shape: Shape, seed: int) -> None:
     assert same_bits(new.problem.pool, new.expected_pool(new.keys))
 
 
+def test_tokens_without_a_page_are_left_out() -> None:
+    shape = SHAPES["gqa"]
+    new = NewTokens(shape)
+    kept = torch.arange(37) % 3 != 0
+    slots = Slots(int32(torch.where(kept, new.pages, -1).numpy()), int32(new.offsets.numpy()))
+    executed(shape).kernels.write(new.problem.layer, new.keys, new.values, slots)
+    new.keys, new.values = new.keys[kept], new.values[kept]
+    new.pages, new.offsets = new.pages[kept], new.offsets[kept]
+    assert same_bits(new.problem.pool, new.expected_pool(new.keys))
+
+
 def test_numbers_that_are_hard_to_round() -> None:
     """Large, tiny, infinite: whatever torch makes of them, the pages get."""
     shape = SHAPES["gqa"]

@@ -66,6 +66,11 @@ def build_library(file: Path, names: Sequence[str], *, races: bool) -> Path:
     )
 
 
+def build_plain(file: Path) -> Path:
+    """A library of ``file``, which is no kernel but includes NVIDIA's headers."""
+    return _compile("library.so", [file], [*FLAGS, "-shared"])
+
+
 def _check_conventions(file: Path) -> None:
     code = re.sub(r"//.*", "", file.read_text())
     if re.search(r"\basm\b", code):

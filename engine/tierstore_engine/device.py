@@ -1,0 +1,197 @@
+"""The model on a CUDA device: torch computes on the pool's compute stream, beside which the pool copies.
+
+Thin on purpose, since it cannot be run without a GPU: what decides is in ``graphs.py``, ``gathered.py``,
+``gather.py`` and the pool, which the tests run without one.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from tierstore.memory import Memory
+from tierstore.tiers.device import SourceOrder, Stream
+from tierstore.tiers.device_pool import DevicePool
+from tierstore_engine.attention.base import BatchLayout, Span
+from tierstore_engine.attention.cuda import CudaAttention
+from tierstore_engine.attention.gathered import EVERYWHERE, NOWHERE, LibraryRanges, choose
+from tierstore_engine.choices import kept_choice
+from tierstore_engine.config import ModelConfig
+from tierstore_engine.gather import LARGEST_BYTES, KernelGather, crossover
+from tierstore_engine.graphs import DecodeGraphs
+from tierstore_engine.kernels.cubins import source_digest
+from tierstore_engine.kernels.cupy_launcher import CupyLauncher
+from tierstore_engine.model import Model
+from tierstore_engine.settings import EngineSettings
+from tierstore_engine.step import Runner, Step
+
+log = logging.getLogger(__name__)
+
+_REPETITIONS = 3
+_FRAGMENTS = 1024
+
+
+class CudaRunner(Runner):
+    """``model`` on the device of ``pool``. Measures what there is to choose, and captures decoding, when it
+    is made: before anything else computes or copies."""
+
+    def __init__(
+        self, model: Model, attention: CudaAttention, pool: DevicePool, settings: EngineSettings
+    ) -> None:
+        self._model = model
+        self._stream = external(pool.compute, pool.device)
+        positions = min(model.config.max_positions, pool.num_pages * pool.spec.chunk_tokens)
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            attention.library_at = _prefill_ranges(attention, model.config, pool, settings, positions)
+            pool.gather = _gather(pool)
+            self.graphs = DecodeGraphs(
+                model,
+                attention,
+                CudaRecorder(pool.device),
+                max_sequences=settings.max_sequences,
+                width=-(-positions // pool.spec.chunk_tokens),
+            )
+        self._stream.synchronize()
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._model.config
+
+    def compute(self, step: Step) -> torch.Tensor:
+        with torch.cuda.stream(self._stream):
+            logits = self.graphs.compute(step)
+            return self._model.compute(step) if logits is None else logits
+
+    def result(self, logits: torch.Tensor) -> torch.Tensor:
+        self._stream.synchronize()
+        return logits
+
+
+class CudaRecorder:
+    """CUDA graphs. A step is run once before it is captured, so that libraries have set themselves up; the
+    capture is made on a stream of torch's, where the pool's threads cannot come between."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+
+    def buffers(self, numbers: int) -> tuple[torch.Tensor, torch.Tensor]:
+        host = torch.zeros(numbers, dtype=torch.int32, pin_memory=True)
+        return host, torch.zeros(numbers, dtype=torch.int32, device=self._device)
+
+    def record(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        step()
+        torch.cuda.current_stream().synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            captured = step()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return captured
+
+        return replay
+
+
+def external(stream: Stream, device: str) -> torch.cuda.ExternalStream:
+    """A stream of the pool's as torch takes it."""
+    return torch.cuda.ExternalStream(stream, torch.device(device))  # type: ignore[no-untyped-call]
+
+
+def device_facts(device: str) -> dict[str, str]:
+    """What a measurement on a device depends on, besides what was measured."""
+    return {
+        "device": torch.cuda.get_device_name(torch.device(device)),
+        "torch": torch.__version__,
+        "cuda": str(torch.version.cuda),
+        "kernels": source_digest(),
+    }
+
+
+def timed(work: Callable[[], object], repetitions: int = _REPETITIONS) -> float:
+    """Seconds that ``work`` takes on torch's current stream: the median, after one run that does not
+    count."""
+    work()
+    took = []
+    for _ in range(repetitions):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        took.append(float(begin.elapsed_time(end)) / 1e3)
+    return statistics.median(took)
+
+
+def _prefill_ranges(
+    attention: CudaAttention, config: ModelConfig, pool: DevicePool, settings: EngineSettings, limit: int
+) -> LibraryRanges:
+    """Where a chunk's attention is left to torch. The pool is empty yet: its pages are borrowed."""
+    if settings.prefill_backend != "auto":
+        return EVERYWHERE if settings.prefill_backend == "library" else NOWHERE
+    chunk = min(settings.prefill_chunk, limit)
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    queries = torch.randn((chunk, config.heads, config.head_dim), dtype=dtype, device=pool.device)
+    torch.as_tensor(pool.array, device=pool.device).zero_()
+
+    def seconds(past: int, ranges: LibraryRanges) -> float:
+        attention.library_at = ranges
+        pages = list(range(-(-(past + chunk) // attention.chunk_tokens)))
+        spans = [Span(pages, past, past + chunk)]
+        batch = BatchLayout.of(spans, chunk_tokens=attention.chunk_tokens, device=pool.device)
+        return timed(lambda: attention.attend(0, queries, batch))
+
+    def library_seconds(past: int) -> float:
+        try:
+            return seconds(past, EVERYWHERE)
+        except (RuntimeError, TypeError) as error:  # no memory left, no such kernel, an older torch
+            log.warning("torch's attention cannot be used behind %d tokens: %s", past, error)
+            return float("inf")
+
+    def measure() -> list[tuple[int, int]]:
+        ranges = choose(
+            lambda past: seconds(past, NOWHERE),
+            library_seconds,
+            chunk=chunk,
+            limit=limit,
+        )
+        return list(ranges.ranges)
+
+    shape = {name: getattr(config, name) for name in ("heads", "kv_heads", "head_dim", "dtype")}
+    facts = {**device_facts(pool.device), **shape, "chunk": chunk, "limit": limit}
+    return LibraryRanges(tuple((first, stop) for first, stop in kept_choice("prefill", facts, measure)))
+
+
+def _gather(pool: DevicePool) -> KernelGather | None:
+    """The kernel for the layers of pages, where it beats the copy engines; None where nobody needs one."""
+    nbytes = max(pool.spec.layer(layer).nbytes for layer in range(pool.spec.num_layers))
+    fragments = min(_FRAGMENTS, pool.num_pages)
+    if nbytes > LARGEST_BYTES or not pool.runtime.host_pointers:
+        return None
+
+    def on_stream(stream: Stream, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(external(stream, pool.device)):
+            work()
+
+    gather = KernelGather(CupyLauncher(pool.device), on_stream, device=pool.device)
+
+    def measure() -> int:
+        host = Memory(fragments * nbytes, shared=False)
+        host.populate()
+        pool.register(host.address, host.nbytes)
+        to = pool.array.__cuda_array_interface__["data"][0] + np.arange(fragments) * pool.spec.page_bytes
+        targets = to.astype(np.uint64)
+        sources = (host.address + np.arange(fragments) * nbytes).astype(np.uint64)
+        sizes = np.full(fragments, nbytes, np.uint64)
+        stream = pool.compute
+        engines_s = timed(lambda: pool.runtime.copy_many(stream, targets, sources, sizes, SourceOrder.ANY))
+        kernel_s = timed(lambda: gather.copy(stream, targets, sources, nbytes))
+        pool.unregister(host.address)
+        return crossover(engines_s, kernel_s, nbytes)
+
+    facts = {**device_facts(pool.device), "fragment_bytes": nbytes, "fragments": fragments}
+    gather.below_bytes = int(kept_choice("gather", facts, measure))
+    return gather

@@ -1,0 +1,49 @@
+"""Copies of small fragments by a kernel, for loads whose layers are too small for the copy engines.
+
+A copy engine takes about as long for a piece of 4 KiB as for one of 20, so thousands of them are slow. The
+kernel reads pinned host memory directly, with few blocks, and shares the device with what computes. Where it
+pays is measured at start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from tierstore.tiers.device import Addresses, Stream
+from tierstore_engine.kernels.launcher import Launcher
+from tierstore_engine.kernels.operations import PageCopy
+
+LARGEST_BYTES = 64 << 10
+"""Fragments that the copy engines are best for on any device: not even measured."""
+
+OnStream = Callable[[Stream, Callable[[], None]], None]
+"""Call something so that what it launches goes on a stream."""
+
+
+class KernelGather:
+    """Implements :class:`tierstore.tiers.device_pool.Gather`. ``below_bytes`` is 0 until it is set."""
+
+    def __init__(self, launcher: Launcher, on_stream: OnStream, *, device: str) -> None:
+        self.below_bytes = 0
+        self._kernel = PageCopy(launcher)
+        self._on_stream = on_stream
+        self._device = torch.device(device)
+
+    def copy(self, stream: Stream, to: Addresses, sources: Addresses, nbytes: int) -> None:
+        host = torch.from_numpy(np.stack([to, sources]).view(np.int64))
+        if self._device.type == "cuda":
+            host = host.pin_memory()
+
+        def launch() -> None:
+            targets, origins = host.to(self._device, non_blocking=True)
+            self._kernel.copy(targets, origins, nbytes)
+
+        self._on_stream(stream, launch)
+
+
+def crossover(engines_s: float, kernel_s: float, nbytes: int) -> int:
+    """``below_bytes`` for a pool whose layers are ``nbytes``, from the time of the same copies by either."""
+    return nbytes + 1 if kernel_s < engines_s else 0

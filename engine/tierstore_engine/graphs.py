@@ -1,0 +1,155 @@
+"""Decoding by replaying captured steps: launching a model's hundreds of kernels one by one takes longer than
+many of them run.
+
+A step is captured once for each *bucket*, a number of sequences, over buffers that stay where they are. To
+decode, the step's numbers (tokens, positions, lengths, block tables) are put into the buffers of the smallest
+bucket that holds it, in one copy, and the capture is replayed. Entries that are not used have length 0 and no
+page, which the kernels leave out. The grid is for sequences of any length; how a sequence is split depends on
+its length on the device alone, so attention has the bits that it has when launched kernel by kernel. (A
+matrix product of more rows may not: a step in a larger bucket may round differently, as it may beside other
+sequences.)
+
+Whatever is not plain decoding is computed without a capture, and counted with the reason.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from tierstore_engine.attention.cuda import CudaAttention
+from tierstore_engine.kernels.operations import Sequences, Slots
+from tierstore_engine.model import Model
+from tierstore_engine.step import Step, StepInput
+
+_ROWS = ("tokens", "positions", "pages", "offsets", "lengths", "counts", "rows")
+_NOTHING = {"tokens": 0, "positions": 0, "pages": -1, "offsets": 0, "lengths": 0, "counts": 1}
+"""Of an entry that is not used."""
+
+
+class Recorder(Protocol):
+    """How a step is captured on a device. Also the place for its memory and copies."""
+
+    def buffers(self, numbers: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``numbers`` int32 in host memory, and as many on the device."""
+
+    def record(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Run ``step`` and capture it. The result replays it and returns the same tensor, filled anew."""
+
+
+class DecodeGraphs:
+    """Captured decode steps of up to ``max_sequences`` sequences with block tables of up to ``width`` pages.
+
+    Capturing happens here, for all buckets, before anything else computes or copies. ``replayed`` counts the
+    steps that were, ``eager`` those that were not, by reason. Not thread-safe.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self, model: Model, attention: CudaAttention, recorder: Recorder, *, max_sequences: int, width: int
+    ) -> None:
+        self.replayed = 0
+        self.eager: Counter[str] = Counter()
+        self._buckets = [
+            _Bucket(model, attention, recorder, size, width) for size in bucket_sizes(max_sequences)
+        ]
+        self._width = width
+
+    @torch.inference_mode()
+    def compute(self, step: Step) -> torch.Tensor | None:
+        """The logits of a decode step, new for each call; None for any other step."""
+        reason = self._reason(step)
+        if reason is not None:
+            self.eager[reason] += 1
+            return None
+        self.replayed += 1
+        return next(bucket for bucket in self._buckets if bucket.size >= len(step.spans)).replay(step)
+
+    def _reason(self, step: Step) -> str | None:
+        """Why a step cannot be replayed."""
+        spans = step.spans
+        if any(span.tokens != 1 for span in spans) or len(step.logit_rows) != len(spans):
+            return "prefill"
+        if step.arrivals.pending:
+            return "pages on their way"
+        if len(spans) > self._buckets[-1].size:
+            return "too many sequences"
+        if max(len(span.block_table) for span in spans) > self._width:
+            return "too many pages"
+        return None
+
+
+class _Bucket:
+    """One captured step for up to ``size`` sequences, and its buffers."""
+
+    def __init__(
+        self, model: Model, attention: CudaAttention, recorder: Recorder, size: int, width: int
+    ) -> None:
+        self.size = size
+        host, self._numbers = recorder.buffers(size * (len(_ROWS) + width))
+        self._host = host
+        split = len(_ROWS) * size
+        rows = host.numpy()[:split].reshape(len(_ROWS), size)
+        self._rows = dict(zip(_ROWS, rows, strict=True))
+        self._tables = host.numpy()[split:].reshape(size, width)
+        self._known: list[tuple[Sequence[int], int]] = [((), 0)] * size  # what each row of the tables holds
+        for name, values in _NOTHING.items():
+            self._rows[name][:] = values
+        self._rows["rows"][:] = np.arange(size)
+        self._numbers.copy_(host)
+        on_device = dict(zip(_ROWS, self._numbers[:split].view(len(_ROWS), size), strict=True))
+        slots = Slots(on_device["pages"], on_device["offsets"])
+        sequences = Sequences(
+            on_device["rows"],
+            on_device["counts"],
+            on_device["lengths"],
+            tables=self._numbers[split:].view(size, width),
+            max_count=1,
+            max_length=width * attention.chunk_tokens,
+        )
+        self._layout = attention.fix(slots, sequences)
+        everything = torch.arange(size, device=self._numbers.device)
+
+        def step() -> torch.Tensor:
+            tokens, positions = on_device["tokens"].long(), on_device["positions"].long()
+            return model.forward(StepInput(tokens, positions, self._layout, everything))
+
+        self._replay = recorder.record(step)
+
+    def replay(self, step: Step) -> torch.Tensor:
+        self._put(step)
+        self._numbers.copy_(self._host, non_blocking=True)
+        return self._replay()[: len(step.spans)].clone()
+
+    def _put(self, step: Step) -> None:
+        """Write the step's numbers into host memory. (The step before has been waited for.)"""
+        rows, used = self._rows, len(step.spans)
+        starts = np.array([span.start for span in step.spans], np.int32)
+        rows["tokens"][:used] = step.tokens
+        rows["positions"][:used] = starts
+        rows["lengths"][:used] = starts + 1
+        rows["pages"][:used] = [span.block_table[span.start // step.chunk_tokens] for span in step.spans]
+        rows["offsets"][:used] = starts % step.chunk_tokens
+        for name, values in _NOTHING.items():
+            rows[name][used:] = values
+        for row, span in enumerate(step.spans):
+            self._put_table(row, span.block_table)
+
+    def _put_table(self, row: int, table: Sequence[int]) -> None:
+        """A sequence's table only grows, and mostly it is the one that is there already."""
+        known, count = self._known[row]
+        first = count if known is table else 0
+        self._tables[row, first : len(table)] = table[first:]
+        self._known[row] = (table, len(table))
+
+
+def bucket_sizes(max_sequences: int) -> list[int]:
+    """Powers of two up to the first that holds ``max_sequences``."""
+    sizes = [1]
+    while sizes[-1] < max_sequences:
+        sizes.append(2 * sizes[-1])
+    return sizes

@@ -1,0 +1,62 @@
+"""One step: what is to be computed, and who computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tierstore.tiers.hbm import HERE, Arrivals
+from tierstore_engine.attention.base import BatchLayout, Span, positions_of
+from tierstore_engine.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """One step's flattened batch. ``tokens`` and ``positions`` are int64 ``[tokens]``, in the order of
+    ``layout.spans``; ``logit_rows`` (int64) names the rows whose logits are wanted. ``arrivals`` are those of
+    its pages that are still on their way."""
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    layout: BatchLayout
+    logit_rows: torch.Tensor
+    arrivals: Arrivals = HERE
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The same before it is on any device. ``tokens`` are those of all spans in a row."""
+
+    spans: tuple[Span, ...]
+    tokens: Sequence[int]
+    logit_rows: Sequence[int]
+    arrivals: Arrivals
+    chunk_tokens: int
+
+    def on(self, device: str) -> StepInput:
+        """As tensors."""
+        return StepInput(
+            tokens=torch.tensor(self.tokens, dtype=torch.int64, device=device),
+            positions=positions_of(self.spans, device=device),
+            layout=BatchLayout.of(self.spans, chunk_tokens=self.chunk_tokens, device=device),
+            logit_rows=torch.tensor(self.logit_rows, dtype=torch.int64, device=device),
+            arrivals=self.arrivals,
+        )
+
+
+class Runner(Protocol):
+    """What computes steps, on one device. Used by one thread."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def compute(self, step: Step) -> torch.Tensor:
+        """Logits, float32 ``[len(logit_rows), vocab_size]``, and the KV of all its tokens in its pages: all
+        that may still be under way when this returns."""
+
+    def result(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits of the last ``compute``, to be looked at. The one place where a step waits for its
+        device."""

@@ -1,0 +1,34 @@
+"""The engine on the device of the tests: what it computes happens when the schedule says so."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.engine.device.driver import FakeDevice
+from tierstore.tiers.device_pool import DevicePool
+from tierstore_engine.config import ModelConfig
+from tierstore_engine.model import Model
+from tierstore_engine.step import Runner, Step
+
+
+class DeferredRunner(Runner):
+    """``model``, whose steps are put on the pool's compute stream. Its pages are those of ``pool``."""
+
+    def __init__(self, model: Model, pool: DevicePool) -> None:
+        assert isinstance(pool.runtime, FakeDevice)
+        self._runtime = pool.runtime
+        self._model = model
+        self._pool = pool
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._model.config
+
+    def compute(self, step: Step) -> torch.Tensor:
+        logits = torch.full((len(step.logit_rows), self.config.vocab_size), torch.nan)
+        self._runtime.launch(self._pool.compute, lambda: logits.copy_(self._model.compute(step)))
+        return logits
+
+    def result(self, logits: torch.Tensor) -> torch.Tensor:
+        self._runtime.finish(self._pool.compute)
+        return logits

@@ -1,0 +1,394 @@
+// The part of NVIDIA's driver that tierstore calls, on host memory: a libcuda.so.1 for machines without a GPU.
+//
+// It is there to find mistakes in the order of asynchronous work. Work that is queued on a stream runs when
+// somebody demands it, and in the order that is worst for the caller within what CUDA promises: items of one
+// stream in order, a wait after the record that it captured, and nothing else. The seed chooses how:
+//
+//   0             lazy: only what an event that is waited for depends on, as late as possible
+//   1             eager: everything that may run, at once, streams in random order
+//   2, 4, 6, …    random: some of it, at any call
+//   3, 5, 7, …    some streams lazy and the others eager
+//
+// A copy takes several steps: its destination is spoiled first, then its halves arrive in random order, beside
+// those of the batch's other copies, and other streams may run in between. Copies with SRC_ACCESS_ORDER_ANY may
+// read their source when they are called. So a missing wait, an event that is recorded too early and a page that
+// is used again too early show as wrong bytes under one seed or another.
+//
+// What computes is a function of the caller's, queued by fake_launch. What it queues on its own stream takes
+// effect where it stands: it is what the stream is doing. cuda.h is included so that every signature here is the
+// header's; only the old cuMemcpyBatchAsync is not, which the header hides behind _v2.
+#include <cuda.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <thread>
+#include <vector>
+
+namespace {
+
+constexpr unsigned char SPOILED = 0xA5;
+using Callback = void (*)(long long);
+
+struct FakeStream;
+
+struct FakeEvent {
+  long long recorded = 0, reached = 0;  // how often it was recorded, and the last of those that was reached
+  FakeStream* stream = nullptr;
+  bool destroyed = false;
+};
+
+struct Piece {
+  unsigned char* to;
+  const unsigned char* from;
+  size_t bytes;
+};
+
+struct Item {
+  enum Kind { COPY, RECORD, WAIT, CALL } kind;
+  FakeEvent* event = nullptr;
+  long long ticket = 0;  // of the event, or the caller's number of what to call
+  Callback callback = nullptr;
+  std::vector<Piece> copies, pieces;  // to spoil; left to do
+  bool begun = false;
+  std::vector<std::vector<unsigned char>> early;  // sources that were read ahead of time
+};
+
+struct FakeStream {
+  std::deque<std::unique_ptr<Item>> items;
+  bool busy = false, eager = false;
+  std::thread::id owner;
+};
+
+struct Driver {
+  std::recursive_mutex mutex;
+  std::mt19937_64 random{0};
+  unsigned long long seed = 0;
+  std::vector<std::unique_ptr<FakeStream>> streams;
+  std::vector<std::unique_ptr<FakeEvent>> events;
+  std::map<CUdeviceptr, size_t> allocated;
+  std::map<void*, size_t> registered;
+  size_t total = size_t(1) << 30, used = 0;
+  size_t old_streams = 0;
+  long long batches = 0, copies = 0;
+  bool batch_supported = true;
+  int device_context = 0;
+
+  size_t below(size_t bound) { return random() % bound; }
+
+  static bool reached(const Item& wait) { return wait.event->reached >= wait.ticket; }
+
+  bool runnable(const FakeStream& stream) {
+    if (stream.busy || stream.items.empty()) return false;
+    const Item& next = *stream.items.front();
+    return next.kind != Item::WAIT || reached(next);
+  }
+
+  // One step of a stream's next item, which may take several.
+  void advance(FakeStream& stream) {
+    Item& item = *stream.items.front();
+    stream.busy = true;
+    stream.owner = std::this_thread::get_id();
+    const bool done = step(item);
+    stream.busy = false;
+    if (done) stream.items.pop_front();
+  }
+
+  bool step(Item& item) {
+    switch (item.kind) {
+      case Item::RECORD:
+        if (item.event->reached < item.ticket) item.event->reached = item.ticket;
+        return true;
+      case Item::WAIT:
+        return true;
+      case Item::CALL:
+        item.callback(item.ticket);
+        return true;
+      case Item::COPY:
+        if (!item.begun) {
+          item.begun = true;
+          for (const Piece& copy : item.copies) memset(copy.to, SPOILED, copy.bytes);
+          return item.pieces.empty();
+        }
+        const size_t which = below(item.pieces.size());
+        const Piece piece = item.pieces[which];
+        item.pieces[which] = item.pieces.back();
+        item.pieces.pop_back();
+        memcpy(piece.to, piece.from, piece.bytes);
+        return item.pieces.empty();
+    }
+    return true;
+  }
+
+  bool any_step(bool eager_only) {
+    std::vector<FakeStream*> ready;
+    for (auto& stream : streams)
+      if (runnable(*stream) && (stream->eager || !eager_only)) ready.push_back(stream.get());
+    if (ready.empty()) return false;
+    advance(*ready[below(ready.size())]);
+    return true;
+  }
+
+  // The least that brings `stream` forward by a step. False where that cannot be.
+  bool needed_step(FakeStream* stream, int depth = 0) {
+    if (stream == nullptr || stream->busy || stream->items.empty() || depth > 64) return false;
+    if (runnable(*stream)) {
+      advance(*stream);
+      return true;
+    }
+    return needed_step(stream->items.front()->event->stream, depth + 1);
+  }
+
+  bool is_random() const { return seed > 1 && seed % 2 == 0; }
+
+  // Whether a new stream, the `index`th, is eager.
+  bool eager(size_t index) const {
+    constexpr unsigned PATTERNS[] = {0b1110, 0b0001, 0b0010, 0b1100, 0b1010, 0b0101};
+    return seed == 1 || (seed > 1 && seed % 2 == 1 && PATTERNS[seed / 2 % 6] >> index % 4 & 1);
+  }
+
+  bool progress(FakeStream* wanted) {
+    if (!(is_random() ? any_step(false) : needed_step(wanted))) return false;
+    drift();
+    return true;
+  }
+
+  // After every call: what the schedule lets happen by itself.
+  void drift() {
+    if (is_random())
+      for (size_t steps = below(4); steps > 0 && any_step(false); steps--) {
+      }
+    else
+      while (any_step(true)) {
+      }
+  }
+
+  CUresult until(FakeEvent* event, long long ticket) {
+    while (event->reached < ticket)
+      if (!progress(event->stream)) return CUDA_ERROR_LAUNCH_TIMEOUT;  // it can never be reached
+    return CUDA_SUCCESS;
+  }
+
+  CUresult queue(FakeStream* stream, std::unique_ptr<Item> item) {
+    if (stream->busy && stream->owner == std::this_thread::get_id()) {  // called by what it computes
+      if (item->kind == Item::WAIT) return until(item->event, item->ticket);
+      while (!step(*item)) {
+      }
+      return CUDA_SUCCESS;
+    }
+    stream->items.push_back(std::move(item));
+    drift();
+    return CUDA_SUCCESS;
+  }
+
+  std::unique_ptr<Item> copy(const std::vector<Piece>& wanted, bool any_order) {
+    auto item = std::make_unique<Item>();
+    item->kind = Item::COPY;
+    for (Piece piece : wanted) {
+      item->copies.push_back(piece);
+      if (any_order && below(2)) {
+        item->early.emplace_back(piece.from, piece.from + piece.bytes);
+        piece.from = item->early.back().data();
+      }
+      const size_t half = piece.bytes / 2;
+      item->pieces.push_back({piece.to, piece.from, half});
+      item->pieces.push_back({piece.to + half, piece.from + half, piece.bytes - half});
+    }
+    return item;
+  }
+};
+
+Driver driver;
+
+FakeStream* stream_of(CUstream stream) { return reinterpret_cast<FakeStream*>(stream); }
+FakeEvent* event_of(CUevent event) { return reinterpret_cast<FakeEvent*>(event); }
+using Guard = std::lock_guard<std::recursive_mutex>;
+
+}  // namespace
+
+extern "C" {
+
+CUresult cuInit(unsigned int) { return CUDA_SUCCESS; }
+CUresult cuDeviceGet(CUdevice* device, int ordinal) {
+  *device = ordinal;
+  return ordinal == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
+}
+CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute, CUdevice) {
+  *value = 1;
+  return CUDA_SUCCESS;
+}
+CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {
+  *context = reinterpret_cast<CUcontext>(&driver.device_context);
+  return CUDA_SUCCESS;
+}
+// A thread that has not set the context is refused, as it would be.
+thread_local bool has_context = false;
+CUresult cuCtxSetCurrent(CUcontext context) {
+  has_context = context != nullptr;
+  return CUDA_SUCCESS;
+}
+#define NEEDS_CONTEXT \
+  Guard guard(driver.mutex); \
+  if (!has_context) return CUDA_ERROR_INVALID_CONTEXT
+
+CUresult cuGetErrorName(CUresult error, const char** name) {
+  *name = error == CUDA_ERROR_OUT_OF_MEMORY    ? "CUDA_ERROR_OUT_OF_MEMORY"
+          : error == CUDA_ERROR_LAUNCH_TIMEOUT ? "CUDA_ERROR_LAUNCH_TIMEOUT"
+                                               : "CUDA_ERROR_UNKNOWN";
+  return CUDA_SUCCESS;
+}
+
+CUresult cuMemGetInfo(size_t* free_bytes, size_t* total) {
+  NEEDS_CONTEXT;
+  *free_bytes = driver.total - driver.used;
+  *total = driver.total;
+  return CUDA_SUCCESS;
+}
+CUresult cuMemAlloc(CUdeviceptr* address, size_t bytes) {
+  NEEDS_CONTEXT;
+  if (bytes > driver.total - driver.used) return CUDA_ERROR_OUT_OF_MEMORY;
+  void* memory = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+  memset(memory, SPOILED, bytes);
+  *address = reinterpret_cast<CUdeviceptr>(memory);
+  driver.allocated[*address] = bytes;
+  driver.used += bytes;
+  return CUDA_SUCCESS;
+}
+CUresult cuMemFree(CUdeviceptr address) {
+  NEEDS_CONTEXT;
+  const auto found = driver.allocated.find(address);
+  if (found == driver.allocated.end()) return CUDA_ERROR_INVALID_VALUE;
+  while (driver.any_step(false)) {  // it waits for the device
+  }
+  driver.used -= found->second;
+  driver.allocated.erase(found);
+  std::free(reinterpret_cast<void*>(address));
+  return CUDA_SUCCESS;
+}
+CUresult cuMemHostRegister(void* memory, size_t bytes, unsigned int) {
+  NEEDS_CONTEXT;
+  if (driver.registered.count(memory)) return CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
+  driver.registered[memory] = bytes;
+  return CUDA_SUCCESS;
+}
+CUresult cuMemHostUnregister(void* memory) {
+  NEEDS_CONTEXT;
+  return driver.registered.erase(memory) ? CUDA_SUCCESS : CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
+}
+CUresult cuIpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr address) {
+  NEEDS_CONTEXT;
+  if (!driver.allocated.count(address)) return CUDA_ERROR_INVALID_VALUE;
+  memset(handle, 0, sizeof *handle);
+  memcpy(handle, &address, sizeof address);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned int, int) {
+  NEEDS_CONTEXT;
+  driver.streams.push_back(std::make_unique<FakeStream>());
+  driver.streams.back()->eager = driver.eager(driver.streams.size() - 1 - driver.old_streams);
+  *stream = reinterpret_cast<CUstream>(driver.streams.back().get());
+  return CUDA_SUCCESS;
+}
+CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int) {
+  NEEDS_CONTEXT;
+  auto item = std::make_unique<Item>();
+  item->kind = Item::WAIT;
+  item->event = event_of(event);
+  item->ticket = item->event->recorded;
+  return driver.queue(stream_of(stream), std::move(item));
+}
+
+CUresult cuEventCreate(CUevent* event, unsigned int) {
+  NEEDS_CONTEXT;
+  driver.events.push_back(std::make_unique<FakeEvent>());
+  *event = reinterpret_cast<CUevent>(driver.events.back().get());
+  return CUDA_SUCCESS;
+}
+CUresult cuEventDestroy(CUevent event) {  // waits that captured it go on
+  event_of(event)->destroyed = true;
+  return CUDA_SUCCESS;
+}
+CUresult cuEventRecord(CUevent event, CUstream stream) {
+  NEEDS_CONTEXT;
+  auto item = std::make_unique<Item>();
+  item->kind = Item::RECORD;
+  item->event = event_of(event);
+  if (item->event->destroyed) return CUDA_ERROR_INVALID_HANDLE;
+  item->ticket = ++item->event->recorded;
+  item->event->stream = stream_of(stream);
+  return driver.queue(stream_of(stream), std::move(item));
+}
+CUresult cuEventQuery(CUevent event) {
+  NEEDS_CONTEXT;
+  if (event_of(event)->destroyed) return CUDA_ERROR_INVALID_HANDLE;
+  driver.drift();
+  return event_of(event)->reached >= event_of(event)->recorded ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+}
+CUresult cuEventSynchronize(CUevent event) {
+  NEEDS_CONTEXT;
+  if (event_of(event)->destroyed) return CUDA_ERROR_INVALID_HANDLE;
+  return driver.until(event_of(event), event_of(event)->recorded);
+}
+
+CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
+  NEEDS_CONTEXT;
+  driver.copies++;
+  const Piece piece{reinterpret_cast<unsigned char*>(to), reinterpret_cast<const unsigned char*>(from), bytes};
+  return driver.queue(stream_of(stream), driver.copy({piece}, false));
+}
+static CUresult copy_batch(CUdeviceptr* to, CUdeviceptr* from, size_t* bytes, size_t count,
+                           CUmemcpyAttributes* attributes, size_t* attribute_indexes, size_t attribute_count,
+                           CUstream stream) {
+  NEEDS_CONTEXT;
+  if (!driver.batch_supported) return CUDA_ERROR_NOT_SUPPORTED;
+  if (stream == nullptr || attribute_count != 1 || attribute_indexes[0] != 0 || count == 0) return CUDA_ERROR_INVALID_VALUE;
+  const auto order = attributes[0].srcAccessOrder;
+  if (order != CU_MEMCPY_SRC_ACCESS_ORDER_STREAM && order != CU_MEMCPY_SRC_ACCESS_ORDER_ANY) return CUDA_ERROR_INVALID_VALUE;
+  driver.batches++;
+  std::vector<Piece> pieces;
+  for (size_t i = 0; i < count; i++)
+    pieces.push_back({reinterpret_cast<unsigned char*>(to[i]), reinterpret_cast<const unsigned char*>(from[i]), bytes[i]});
+  return driver.queue(stream_of(stream), driver.copy(pieces, order == CU_MEMCPY_SRC_ACCESS_ORDER_ANY));
+}
+CUresult cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size_t* bytes, size_t count, CUmemcpyAttributes* attributes,
+                            size_t* attribute_indexes, size_t attribute_count, CUstream stream) {  // in fact _v2
+  return copy_batch(to, from, bytes, count, attributes, attribute_indexes, attribute_count, stream);
+}
+#undef cuMemcpyBatchAsync
+// Nine arguments: the symbol without a suffix is that of CUDA 12.8 in every later driver too.
+CUresult cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size_t* bytes, size_t count, CUmemcpyAttributes* attributes,
+                            size_t* attribute_indexes, size_t attribute_count, size_t* fail_index, CUstream stream) {
+  *fail_index = 0;
+  return copy_batch(to, from, bytes, count, attributes, attribute_indexes, attribute_count, stream);
+}
+
+// -- what no driver has -------------------------------------------------------------------------------------
+
+void fake_reset(unsigned long long seed, size_t total_bytes, int batch_supported) {
+  Guard guard(driver.mutex);
+  for (auto& stream : driver.streams) stream->items.clear();
+  driver.old_streams = driver.streams.size();
+  driver.seed = seed;
+  driver.random.seed(seed);
+  driver.total = driver.used + total_bytes;
+  driver.batch_supported = batch_supported != 0;
+  driver.batches = driver.copies = 0;
+  driver.registered.clear();
+}
+CUresult fake_launch(CUstream stream, Callback callback, long long number) {
+  NEEDS_CONTEXT;
+  auto item = std::make_unique<Item>();
+  item->kind = Item::CALL;
+  item->callback = callback;
+  item->ticket = number;
+  return driver.queue(stream_of(stream), std::move(item));
+}
+long long fake_batches() { return driver.batches; }
+long long fake_copies() { return driver.copies; }
+size_t fake_registered() { return driver.registered.size(); }
+}

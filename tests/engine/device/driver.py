@@ -1,0 +1,88 @@
+"""The device of the tests: :class:`CudaDevice` over the driver in ``driver.cc``, whose memory is the
+host's."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from tests.engine.kernels.executor.build import build_plain
+from tests.engine.kernels.executor.toolchain import missing_tools
+from tierstore.tiers.cuda import CudaDevice, open_driver
+from tierstore.tiers.device import Stream
+
+HERE = Path(__file__).parent
+SCHEDULES = tuple(range(int(os.environ.get("TIERSTORE_DEVICE_SCHEDULES", "14"))))
+"""Seeds: lazy, eager, and six each of random and mixed (see ``driver.cc``)."""
+
+_Callback = ctypes.CFUNCTYPE(None, ctypes.c_longlong)
+
+
+class FakeDevice(CudaDevice):
+    """A device whose asynchronous work happens when the schedule ``seed`` says so. One at a time."""
+
+    def __init__(self, seed: int = 0, *, total_bytes: int = 1 << 30, batches: bool = True) -> None:
+        library = _library()
+        library.fake_reset(ctypes.c_ulonglong(seed), ctypes.c_size_t(total_bytes), int(batches))
+        self.failure: BaseException | None = None
+        self._numbers = itertools.count()
+        self._calls: dict[int, Callable[[], None]] = {}
+        self._entry = _Callback(self._run)
+        super().__init__(0, driver=library)
+
+    def view(self, address: int, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+        memory = (ctypes.c_ubyte * int(np.prod(shape))).from_address(address)
+        return np.frombuffer(memory, np.uint8).reshape(shape)
+
+    def launch(self, stream: Stream, work: Callable[[], None]) -> None:
+        """Compute ``work`` as the next thing on ``stream``. What it raises comes out of :meth:`finish`."""
+        number = next(self._numbers)
+        self._calls[number] = work
+        self._call("fake_launch", ctypes.c_void_p(stream), self._entry, ctypes.c_longlong(number))
+
+    def finish(self, stream: Stream) -> None:
+        """Block until all that is on ``stream`` has happened."""
+        self.synchronize(self.record(stream))
+        if self.failure is not None:
+            raise self.failure
+
+    @property
+    def batches(self) -> int:
+        """Calls that made many copies."""
+        return int(_library().fake_batches())
+
+    @property
+    def copies(self) -> int:
+        """Calls that made one."""
+        return int(_library().fake_copies())
+
+    @property
+    def registered(self) -> int:
+        """Ranges of host memory that are pinned."""
+        return int(_library().fake_registered())
+
+    def _run(self, number: int) -> None:
+        try:
+            self._calls.pop(number)()
+        except BaseException as error:  # noqa: BLE001  # nothing may pass through the driver
+            self.failure = error
+
+
+def missing() -> str | None:
+    """Why there is no driver to be had here, or None."""
+    return missing_tools()
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = open_driver(str(build_plain(HERE / "driver.cc")))
+    library.fake_batches.restype = library.fake_copies.restype = ctypes.c_longlong
+    library.fake_registered.restype = ctypes.c_size_t
+    return library

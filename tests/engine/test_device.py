@@ -1,0 +1,296 @@
+"""The engine over a pool on a device: the bits of every tier, however copies and computing interleave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.device import SCHEDULES, FakeDevice, missing
+from tests.engine.device.deferred import DeferredRunner
+from tests.engine.kernels.executor.launcher import ExecutorLauncher
+from tierstore.store import Store
+from tierstore.store.destinations import HbmLoad
+from tierstore.store.save import HbmPages
+from tierstore.tiers.device_pool import DevicePool
+from tierstore.tiers.hbm import HERE, PagePool
+from tierstore_connectors.bundled import StoreConnector
+from tierstore_engine.attention.cpu import CpuAttention
+from tierstore_engine.attention.cuda import CudaAttention
+from tierstore_engine.build import LoadedModel
+from tierstore_engine.engine import Engine
+from tierstore_engine.model import Model
+from tierstore_engine.sampling import SamplingParams
+from tierstore_engine.settings import EngineSettings
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no device to test with: {missing()}")
+
+CHUNK = 16
+PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True, keep_logits=True)
+PROMPTS = [[(7 * i + n) % 250 for i in range(n)] for n in (150, 70, 33)]
+POOL_PAGES = 40
+
+
+@dataclass
+class Run:
+    """An engine over a store, and what tells it from another: the logits of all that it answered."""
+
+    engine: Engine
+    store: Store
+
+    def ask(
+        self, prompts: list[list[int]], *, together: bool = False
+    ) -> tuple[list[np.ndarray], list[dict[str, int]]]:
+        """One after the other: who is in a batch with whom depends on when loads end, and with it the
+        bits."""
+        batches = [prompts] if together else [[prompt] for prompt in prompts]
+        done = [each for batch in batches for each in self.engine.generate(batch, PARAMS)]
+        assert all(each.logits is not None for each in done)
+        return [each.logits for each in done], [dict(each.metrics.reused_by_tier) for each in done]
+
+    def conversation(self) -> list[np.ndarray]:
+        """All prompts cold, then from host memory with a cold one between, then from HBM with more behind
+        what is known."""
+        told, _ = self.ask(PROMPTS)
+        self.forget_in_hbm()
+        again, reused = self.ask([PROMPTS[0], [9] * 40, PROMPTS[1]])
+        assert [set(each) for each in reused] == [{"host"}, set(), {"host"}]
+        longer, reused = self.ask([[*PROMPTS[0], *range(40)], PROMPTS[1][:50]])
+        assert all("hbm" in each for each in reused)
+        return told + again + longer
+
+    def forget_in_hbm(self) -> None:
+        assert self.store.flush(30)
+        self.engine.connector.evict(POOL_PAGES)
+
+    def close(self) -> None:
+        assert self.store.flush(30)
+        self.store.check()
+        assert self.store.stats().failed_tasks == 0
+        assert self.engine.connector.available() == POOL_PAGES
+        self.engine.close()
+
+
+def open_run(model: LoadedModel, pool: PagePool, path: Path | None = None) -> Run:
+    store = Store.open(
+        path,
+        pool.spec,
+        identity=model.identity(pool.spec),
+        pool=pool,
+        host_bytes=4 << 20,
+        disk_bytes=16 << 20,
+    )
+    attention = CpuAttention(pool, model.config)
+    runnable = Model(model.config, model.weights, attention, device="cpu")
+    runner = DeferredRunner(runnable, pool) if isinstance(pool, DevicePool) else runnable
+    settings = EngineSettings(prefill_chunk=32, max_sequences=4)
+    return Run(Engine(runner, model.tokenizer, StoreConnector(store), settings), store)
+
+
+def device_pool(model: LoadedModel, seed: int, pages: int = POOL_PAGES) -> DevicePool:
+    return DevicePool(model.kv_spec(chunk_tokens=CHUNK), pages, FakeDevice(seed), layered_bytes=0)
+
+
+@pytest.fixture(scope="module")
+def without_overlap(loaded: Callable[..., LoadedModel]) -> list[np.ndarray]:
+    """What the conversation says where every copy is done before anything is computed."""
+    model = loaded("tiny")
+    run = open_run(model, PagePool(model.kv_spec(chunk_tokens=CHUNK), POOL_PAGES))
+    try:
+        return run.conversation()
+    finally:
+        run.close()
+
+
+def assert_equal(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
+    for number, (mine, reference) in enumerate(zip(ours, theirs, strict=True)):
+        assert np.array_equal(mine, reference), f"answer {number} differs"
+
+
+def assert_close(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
+    """Equal but for how steps were cut; wrong bytes are far from that."""
+    for mine, reference in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(mine, reference, atol=1e-3)
+
+
+@pytest.mark.parametrize("seed", SCHEDULES[:6])
+def test_bits_are_those_without_overlap(
+    seed: int, tiny: LoadedModel, without_overlap: list[np.ndarray]
+) -> None:
+    run = open_run(tiny, device_pool(tiny, seed))
+    try:
+        assert_equal(run.conversation(), without_overlap)
+    finally:
+        run.close()
+
+
+@pytest.mark.parametrize("seed", SCHEDULES[1:5])
+def test_loads_beside_what_others_compute(
+    seed: int, tiny: LoadedModel, without_overlap: list[np.ndarray]
+) -> None:
+    """In batches of any kind: the same numbers, as far as those depend on the shape of a batch."""
+    run = open_run(tiny, device_pool(tiny, seed))
+    for _ in range(2):
+        told, _ = run.ask(PROMPTS, together=True)
+        assert_close(told, without_overlap[: len(told)])
+        run.forget_in_hbm()
+    run.close()
+
+
+@pytest.mark.parametrize("seed", [1, 3, 4])
+def test_from_disk(seed: int, tiny: LoadedModel, tmp_path: Path, without_overlap: list[np.ndarray]) -> None:
+    run = open_run(tiny, device_pool(tiny, seed), tmp_path / "store")
+    told, _ = run.ask(PROMPTS)
+    run.close()
+    run = open_run(tiny, device_pool(tiny, seed + 1), tmp_path / "store")
+    again, reused = run.ask([PROMPTS[0], [9] * 40, PROMPTS[1]])
+    run.close()
+    assert reused[0].get("disk", 0) > 0
+    assert_equal(told + again, without_overlap[: len(told + again)])
+
+
+def test_parked_sequences_continue_with_their_bits(tiny: LoadedModel) -> None:
+    """In a pool that is too small for both, pages are saved, given back and loaded all the time."""
+    answers = []
+    for pool in (PagePool(tiny.kv_spec(chunk_tokens=CHUNK), 8), device_pool(tiny, 5, 8)):
+        run = open_run(tiny, pool)
+        done = run.engine.generate(
+            [[3] * 60, [4] * 60], SamplingParams(max_new_tokens=24, ignore_eos=True, keep_logits=True)
+        )
+        assert sum(each.metrics.preemptions for each in done) > 0
+        answers.append([each.logits for each in done])
+        run.engine.close()
+    assert_equal(answers[1], answers[0])
+
+
+def test_the_kernels_on_a_device_that_defers(loaded: Callable[..., LoadedModel]) -> None:
+    """The CUDA backend end to end, its kernels on the executor: a hit from host memory, layer by layer."""
+    model = loaded("tiny", dtype="float16")
+    pool = device_pool(model, 3)
+    run = open_run(model, pool)
+    attention = CudaAttention(
+        torch.from_numpy(pool.array), model.config, ExecutorLauncher(), chunk_tokens=CHUNK
+    )
+    run.engine.model = DeferredRunner(Model(model.config, model.weights, attention, device="cpu"), pool)
+    told, _ = run.ask([PROMPTS[1]])
+    run.forget_in_hbm()
+    again, reused = run.ask([PROMPTS[1]])
+    run.close()
+    assert set(reused[0]) == {"host"}
+    np.testing.assert_allclose(again[0], told[0], atol=0.02)  # float16, and steps are cut otherwise
+
+
+# -- mistakes in who waits for whom, above the pool ------------------------------------------------------
+
+
+@contextmanager
+def no_waiting_for_layers(patch: pytest.MonkeyPatch, pool: DevicePool) -> Iterator[None]:
+    patch.setattr(pool, "arrivals", lambda pages: HERE)
+    yield
+
+
+@contextmanager
+def marker_before_the_step(patch: pytest.MonkeyPatch, pool: DevicePool) -> Iterator[None]:
+    """A save that waits for an event from before its pages were computed."""
+    early = pool.computed()
+    original = HbmPages.__init__
+
+    def init(self: HbmPages, *arguments: object) -> None:
+        original(self, *arguments)  # type: ignore[arg-type]
+        self._computed = early
+
+    patch.setattr(HbmPages, "__init__", init)
+    yield
+
+
+@contextmanager
+def leases_end_when_copies_begin(patch: pytest.MonkeyPatch, pool: DevicePool) -> Iterator[None]:
+    """Host slots are given to others while pages are still copied from them."""
+
+    def let_go(self: HbmLoad, fillings: object, moves: list) -> None:  # type: ignore[type-arg]
+        with self.state.lock:
+            for move in moves:
+                self.state.unlease(move.page, move.tier)
+
+    patch.setattr(HbmLoad, "_let_go", let_go)
+    yield
+
+
+def reuse_of_host_slots(run: Run) -> None:
+    """While a hit is loaded the host tier is filled with something else."""
+    store, pool = run.store, run.engine.connector.pool
+    spec = pool.spec
+    first = list(range(3 * CHUNK))
+    content = [bytes([page + 1]) * spec.page_bytes for page in range(3)]
+    assert store.save(store.prompt(first), content).wait() == len(first)
+    loaded = store.load(store.lookup(first)).wait()
+    store.evict("host")
+    for number in range(4):
+        other = [number + 100] * (8 * CHUNK)
+        store.save(store.prompt(other), [b"\xee" * spec.page_bytes] * 8).wait()
+        store.evict("host")
+    run.engine.model.result(torch.empty(0))
+    for page, expected in zip(loaded.pages, content, strict=True):
+        assert isinstance(pool, DevicePool)
+        for filling in pool._under_way([page]):
+            filling.wait()
+        assert pool.array[page].tobytes() == expected
+    store.release_hbm(loaded.pages)
+
+
+def reuse_of_pages(run: Run) -> None:
+    """A request is given up in the middle of its prefill, and what comes next is loaded into its pages."""
+    told, _ = run.ask([PROMPTS[0]])
+    run.forget_in_hbm()
+    given_up = run.engine.add([5] * 500, PARAMS)
+    run.engine.step()
+    run.engine.cancel(given_up)
+    again, _ = run.ask([PROMPTS[0]])
+    assert_close(again, told)
+
+
+def talk(run: Run) -> None:
+    told, _ = run.ask(PROMPTS[:2])
+    run.forget_in_hbm()
+    again, _ = run.ask(PROMPTS[:2])
+    assert_close(again, told)
+
+
+MISTAKES = [
+    (no_waiting_for_layers, talk),
+    (marker_before_the_step, talk),
+    (leases_end_when_copies_begin, reuse_of_host_slots),
+]
+
+
+@pytest.mark.parametrize(("mistake", "scene"), MISTAKES, ids=[mistake.__name__ for mistake, _ in MISTAKES])
+def test_planted_bugs_are_caught(
+    mistake: Callable[..., object],
+    scene: Callable[[Run], None],
+    tiny: LoadedModel,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for seed in SCHEDULES[:8]:
+        run = open_run(tiny, device_pool(tiny, seed))
+        pool = run.engine.connector.pool
+        with monkeypatch.context() as patch, mistake(patch, pool):  # type: ignore[attr-defined]
+            try:
+                scene(run)
+            except AssertionError:
+                run.engine.close()
+                return
+        run.engine.close()
+    pytest.fail("not caught")
+
+
+@pytest.mark.parametrize("scene", [talk, reuse_of_host_slots, reuse_of_pages])
+def test_without_a_mistake_nothing_is_caught(scene: Callable[[Run], None], tiny: LoadedModel) -> None:
+    for seed in (0, 3, 4):
+        run = open_run(tiny, device_pool(tiny, seed))
+        scene(run)
+        run.engine.close()

@@ -1,0 +1,147 @@
+"""Captured decode steps, captured by remembering the step and replayed by running it again over its buffers.
+
+What a CUDA graph would do wrong shows here as well: a step that looks at anything but its buffers gives the
+answer of the moment when it was captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.kernels.executor import missing_tools
+from tests.engine.kernels.executor.launcher import ExecutorLauncher
+from tierstore.tiers.hbm import HERE, PagePool
+from tierstore_connectors.bundled import NoStore
+from tierstore_engine.attention.base import Span
+from tierstore_engine.attention.cuda import CudaAttention
+from tierstore_engine.build import LoadedModel
+from tierstore_engine.engine import Engine
+from tierstore_engine.graphs import DecodeGraphs, Recorder, bucket_sizes
+from tierstore_engine.model import Model
+from tierstore_engine.sampling import SamplingParams
+from tierstore_engine.settings import EngineSettings
+from tierstore_engine.step import Step
+
+CHUNK = 16
+GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True, keep_logits=True)
+
+pytestmark = pytest.mark.skipif(
+    missing_tools() is not None, reason=f"kernels cannot be executed: {missing_tools()}"
+)
+
+
+class Rerun(Recorder):
+    """The step itself, run again. Its result is kept in one place, as a graph's is."""
+
+    def buffers(self, numbers: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(numbers, dtype=torch.int32), torch.zeros(numbers, dtype=torch.int32)
+
+    def record(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        result = step().clone()
+        return lambda: result.copy_(step())
+
+
+class GraphRunner(Model):
+    """A model that decodes by replaying."""
+
+    graphs: DecodeGraphs
+
+    def compute(self, step: Step) -> torch.Tensor:
+        logits = self.graphs.compute(step)
+        return super().compute(step) if logits is None else logits
+
+
+def runner_over(model: LoadedModel, pool: PagePool, *, max_sequences: int, graphs: bool = True) -> Model:
+    pages = torch.from_numpy(pool.array)
+    attention = CudaAttention(pages, model.config, ExecutorLauncher(2), chunk_tokens=CHUNK)
+    if not graphs:
+        return Model(model.config, model.weights, attention, device="cpu")
+    runner = GraphRunner(model.config, model.weights, attention, device="cpu")
+    runner.graphs = DecodeGraphs(runner, attention, Rerun(), max_sequences=max_sequences, width=20)
+    return runner
+
+
+@pytest.fixture(scope="module")
+def model(loaded: Callable[..., LoadedModel]) -> LoadedModel:
+    return loaded("tiny", dtype="float16")
+
+
+def test_replayed_steps_have_the_bits_of_launched_ones(model: LoadedModel) -> None:
+    """Sequences of different lengths that begin and end at different times, in buckets of 1, 2 and 4."""
+    prompts = [[(7 * i + n) % 250 for i in range(n)] for n in (100, 1, 33)]
+    answers = []
+    for graphs in (True, False):
+        spec = model.kv_spec(chunk_tokens=CHUNK)
+        pool = PagePool(spec, 40)
+        pool.array[:] = 0xFF  # NaN
+        runner = runner_over(model, pool, max_sequences=3, graphs=graphs)
+        engine = Engine(
+            runner, model.tokenizer, NoStore(pool, model.identity(spec)), EngineSettings(prefill_chunk=48)
+        )
+        done = engine.generate(prompts, GREEDY)
+        done += engine.generate(prompts[:1], GREEDY)
+        answers.append([each.logits for each in done])
+        if isinstance(runner, GraphRunner):
+            assert runner.graphs.replayed > 20
+            assert set(runner.graphs.eager) == {"prefill"}
+            assert runner.graphs.replayed + runner.graphs.eager["prefill"] == engine.stats().steps
+    for ours, theirs in zip(*answers, strict=True):
+        # Products of more rows may be summed in another order; attention itself is the same to the bit.
+        np.testing.assert_allclose(ours, theirs, atol=0.02)
+        assert np.array_equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+def test_what_is_not_replayed_is_counted(model: LoadedModel) -> None:
+    pool = PagePool(model.kv_spec(chunk_tokens=CHUNK), 8)
+    runner = runner_over(model, pool, max_sequences=2)
+    assert isinstance(runner, GraphRunner)
+    one = Span([0], 3, 4)
+
+    class OnTheirWay:
+        pending = True
+
+        def wait(self, layer: int) -> None: ...
+
+    def step(*spans: Span, rows: int = 1, arrivals: object = HERE) -> Step:
+        return Step(spans, [1] * len(spans), list(range(rows)), arrivals, CHUNK)  # type: ignore[arg-type]
+
+    for refused in (
+        step(Span([0], 0, 4)),
+        step(one, rows=0),
+        step(one, arrivals=OnTheirWay()),
+        step(one, one, one, rows=3),
+        step(Span(list(range(21)), 3, 4)),
+    ):
+        assert runner.graphs.compute(refused) is None
+    assert runner.graphs.eager == {
+        "prefill": 2,
+        "pages on their way": 1,
+        "too many sequences": 1,
+        "too many pages": 1,
+    }
+    assert runner.graphs.replayed == 0
+
+
+def test_a_table_is_written_again_when_it_is_another(model: LoadedModel) -> None:
+    """Rows are told apart by the very list, and by its length."""
+    pool = PagePool(model.kv_spec(chunk_tokens=CHUNK), 12)
+    generator = np.random.default_rng(5)
+    pool.array.view(np.float16)[:] = generator.standard_normal(pool.array.view(np.float16).shape)
+    replaying = runner_over(model, pool, max_sequences=1)
+    plain = runner_over(model, pool, max_sequences=1, graphs=False)
+    table = [3]
+    for pages, start in ((table, 5), (table, 15), ([7, 3], 20), ([7, 4], 20), (table, 6)):
+        if start == 15:
+            table += [8]
+        step = Step((Span(pages, start, start + 1),), [9], [0], HERE, CHUNK)
+        assert torch.equal(replaying.compute(step), plain.compute(step))
+
+
+def test_buckets() -> None:
+    assert bucket_sizes(1) == [1]
+    assert bucket_sizes(5) == [1, 2, 4, 8]
+    assert bucket_sizes(32)[-1] == 32

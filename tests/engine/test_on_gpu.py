@@ -1,0 +1,129 @@
+"""The engine on a GPU, where there is one: each tier, captured decoding, and the numbers of a pool
+that does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tierstore.errors import UsageError
+from tierstore.tiers.device_pool import DevicePool
+from tierstore.tiers.hbm import open_pool
+from tierstore_engine.build import LoadedModel, build_engine, load_model
+from tierstore_engine.engine import Engine
+from tierstore_engine.sampling import SamplingParams
+from tierstore_engine.settings import EngineSettings
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True, keep_logits=True)
+# A hit on all but the last token is then as long as what was computed in whole chunks.
+PROMPTS = [[(7 * i + n) % 250 for i in range(n)] for n in (1537, 769, 33)]
+SETTINGS = EngineSettings(prefill_chunk=256, max_sequences=4, prefill_backend="kernels")
+POOL_PAGES = 64
+
+
+@pytest.fixture(scope="module")
+def models() -> Callable[[str], LoadedModel]:
+    return lambda device: load_model("tiny", dtype="float16", device=device)
+
+
+@pytest.fixture
+def engine(models: Callable[[str], LoadedModel]) -> Iterator[Engine]:
+    opened = open_engine(models("cuda"), None)
+    yield opened
+    opened.close()
+
+
+def open_engine(model: LoadedModel, store: str | None, settings: EngineSettings = SETTINGS) -> Engine:
+    return build_engine(
+        model, pool_pages=POOL_PAGES, store=store, host_bytes=64 << 20, disk_bytes=64 << 20, settings=settings
+    )
+
+
+def logits_of(engine: Engine, prompts: list[list[int]]) -> list[np.ndarray]:
+    found = [engine.generate([prompt], PARAMS)[0].logits for prompt in prompts]
+    assert all(logits is not None for logits in found)
+    return found  # type: ignore[return-value]
+
+
+def test_beside_the_cpu(engine: Engine, models: Callable[[str], LoadedModel]) -> None:
+    reference = open_engine(models("cpu"), None)
+    for ours, theirs in zip(logits_of(engine, PROMPTS), logits_of(reference, PROMPTS), strict=True):
+        same = int(np.argmin(np.append(ours.argmax(-1) == theirs.argmax(-1), False)))
+        assert same >= 5
+        assert np.abs(ours[: same + 1] - theirs[: same + 1]).max() < 0.1 * theirs.std()
+
+
+def test_decoding_is_replayed(engine: Engine) -> None:
+    engine.generate(PROMPTS, PARAMS)
+    graphs = engine.model.graphs  # type: ignore[attr-defined]
+    assert graphs.replayed > 20
+    assert set(graphs.eager) <= {"prefill"}
+
+
+def test_every_tier_continues_as_the_cold_run(models: Callable[[str], LoadedModel], tmp_path: Path) -> None:
+    model, store = models("cuda"), str(tmp_path / "store")
+    engine = open_engine(model, store)
+    pool = engine.connector.pool
+    assert isinstance(pool, DevicePool)
+    pool._layered_bytes = 0
+    cold = logits_of(engine, PROMPTS)
+    for tier in ("hbm", "host"):
+        if tier == "host":
+            assert engine.connector.store.flush(30)  # type: ignore[attr-defined]
+            engine.connector.evict(POOL_PAGES)
+        assert_same_tokens(logits_of(engine, PROMPTS), cold)
+    engine.close()
+    again = open_engine(model, store)
+    assert_same_tokens(logits_of(again, PROMPTS), cold)
+    again.close()
+
+
+def assert_same_tokens(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
+    for mine, reference in zip(ours, theirs, strict=True):
+        assert np.array_equal(mine.argmax(-1), reference.argmax(-1))
+        assert np.abs(mine - reference).max() < 0.05 * reference.std()
+
+
+@pytest.mark.parametrize("backend", ["auto", "library"])
+def test_prefill_backends(backend: str, engine: Engine, models: Callable[[str], LoadedModel]) -> None:
+    other = open_engine(models("cuda"), None, EngineSettings(prefill_chunk=256, prefill_backend=backend))
+    assert_same_tokens(logits_of(other, PROMPTS[1:]), logits_of(engine, PROMPTS[1:]))
+    other.close()
+
+
+def test_a_pool_as_large_as_what_is_free(models: Callable[[str], LoadedModel]) -> None:
+    opened = build_engine(models("cuda"), pool_pages=None, settings=SETTINGS)
+    free, total = torch.cuda.mem_get_info()
+    assert free < 0.2 * total
+    opened.close()
+
+
+def test_a_pool_that_does_not_fit(models: Callable[[str], LoadedModel]) -> None:
+    spec = models("cuda").kv_spec()
+    with pytest.raises(UsageError, match=r"does not fit cuda:0: .* are free, room for \d+ pages"):
+        open_pool(spec, (1 << 44) // spec.page_bytes, device="cuda")
+
+
+def test_loaded_bytes_are_those_that_were_saved(models: Callable[[str], LoadedModel]) -> None:
+    """Through the pool alone, layered and whole, both ways."""
+    pool = open_pool(models("cuda").kv_spec(), 16, device="cuda")
+    assert isinstance(pool, DevicePool)
+    content = torch.randint(255, (2, 16, pool.spec.page_bytes), dtype=torch.uint8)
+    out, back = content[0], torch.zeros_like(content[1])
+    for tensor in (out, back):
+        pool.register(tensor.data_ptr(), tensor.nbytes)
+    for layered in (0, 1 << 40):
+        pool._layered_bytes = layered
+        back.zero_()
+        pool.write_pages([(page, out[15 - page].data_ptr()) for page in range(16)])
+        pool.read_pages([(page, back[page].data_ptr()) for page in range(16)])
+        assert torch.equal(back, out.flip(0))
+    assert pool.runtime.refused_batches == 0  # type: ignore[attr-defined]
+    for tensor in (out, back):
+        pool.unregister(tensor.data_ptr())

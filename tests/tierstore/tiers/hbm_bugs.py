@@ -1,0 +1,87 @@
+"""Mistakes in the order of copies, each planted alone into the pool's text."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import cache
+
+from tierstore.tiers import device_pool
+from tierstore.tiers.device_pool import DevicePool
+
+
+@dataclass(frozen=True)
+class Bug:
+    """``old`` is in the text once, and is replaced by ``new``."""
+
+    name: str
+    old: str
+    new: str
+
+    def plant(self) -> type[DevicePool]:
+        return _planted(self)
+
+
+@cache
+def _planted(bug: Bug) -> type[DevicePool]:
+    text = inspect.getsource(device_pool)
+    assert text.count(bug.old) == 1, f"{bug.name}: its text is there {text.count(bug.old)} times"
+    namespace = {"__name__": "tierstore.tiers.device_pool_with_a_bug"}
+    exec(compile(text.replace(bug.old, bug.new), device_pool.__file__, "exec"), namespace)
+    return namespace["DevicePool"]  # type: ignore[return-value]
+
+
+_AFTER = "        device.wait(stream, after if after is not None else self.computed())  # rule 1\n"
+_DOWN_AFTER_LOAD = "            device.wait(stream, filling.last)  # rule 4"
+_READ_DONE = "        device.synchronize(device.record(stream))  # rule 2"
+_COPY_DOWN = """        self._copy(stream, [address for _, address in pairs], self._addresses(pages),
+SourceOrder.STREAM)
+"""
+_LAYER_EVENT = """            self._copy(self._up, to + start, of + start, SourceOrder.ANY, layer.stop -
+layer.start)
+            yield self.runtime.record(self._up)"""
+_LAYER_EARLY = """            event = self.runtime.record(self._up)
+            self._copy(self._up, to + start, of + start, SourceOrder.ANY, layer.stop - layer.start)
+            yield event"""
+
+BUGS = (
+    Bug("save does not wait for what computes", _AFTER, ""),
+    Bug("save is called done when its copy is queued", _READ_DONE, "        device.record(stream)"),
+    Bug(
+        "save's end is recorded before its copy",
+        _COPY_DOWN + _READ_DONE,
+        "        event = device.record(stream)\n" + _COPY_DOWN + "        device.synchronize(event)",
+    ),
+    Bug("save may read ahead of its stream", "self._addresses(pages), SourceOrder.STREAM)",
+        "self._addresses(pages), SourceOrder.ANY)"),
+    Bug("save does not wait for a load of the page", _DOWN_AFTER_LOAD, "            pass"),
+    Bug("copy within the pool does not wait for what computes",
+        "            self.runtime.wait(self._across, computed)  # rule 1\n", ""),
+    Bug("copy within the pool does not wait for a load of its source",
+        "                self.runtime.wait(self._across, filling.last)  # rule 4", "                pass"),
+    Bug("copy within the pool may read ahead of its stream",
+        "self._addresses(sources), SourceOrder.STREAM)", "self._addresses(sources), SourceOrder.ANY)"),
+    Bug("layers are not waited for",
+        "            self._device.wait(self._compute, filling.event(layer))", "            pass"),
+    Bug("a layer's event is the one before it",
+        "return self._events[min(layer, len(self._events) - 1)]", "return self._events[max(layer - 1, 0)]"),
+    Bug("a layer's event is recorded before its copy", _LAYER_EVENT, _LAYER_EARLY),
+    Bug("layers go up in another order than their events say", "for layer in self._layers:",
+        "for layer in self._layers[1:] + self._layers[:1]:"),
+    Bug("a load waits for its first layer only", "        self._device.synchronize(self.last)",
+        "        self._device.synchronize(self._events[0])"),
+    Bug("a page that is given back is not marked",
+        "                self._freed.update((page, computed) for page in pages)  # rule 5",
+        "                pass"),
+    Bug("a load does not wait for the page's former owner",
+        "            self.runtime.wait(stream, event)  # rule 5", "            pass"),
+    Bug("a copy into a page does not wait for another one",
+        "        for filling in {self._filling[page] for page in pages if page in self._filling}:\n"
+        "            self.runtime.wait(stream, filling.last)\n", ""),
+    Bug("a page is given out while a copy into it is under way",
+        "            self.runtime.wait(self.compute, filling.last)  # rule 6", "            pass"),
+    Bug("loads are forgotten when they begin",
+        "        self._filling.update((page, filling) for page in pages)\n", ""),
+    Bug("a load waits for nobody",
+        "self._await_freed(self._up, pages)", "pass"),
+)  # fmt: skip

@@ -1,0 +1,180 @@
+"""The benchmarks for a GPU: their arithmetic, and all of their code with tiny shapes on the executor."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.device import FakeDevice
+from tests.engine.kernels.executor import missing_tools
+from tests.engine.kernels.executor.launcher import ExecutorLauncher
+from tierstore.spec import KVSpec, LayerGroup, LayerKind
+from tierstore.tiers.device_pool import DevicePool
+from tierstore_tools.gpu import arithmetic, check, decode, prefill
+from tierstore_tools.gpu.arithmetic import LLAMA_3_8B, Heads
+from tierstore_tools.gpu.transfers import TransferBench
+
+TINY = Heads(4, 2, 16)
+executed = pytest.mark.skipif(
+    missing_tools() is not None, reason=f"kernels cannot be executed: {missing_tools()}"
+)
+
+
+def on_the_cpu(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def test_bytes_and_flops() -> None:
+    assert LLAMA_3_8B.token_bytes == 4096
+    assert arithmetic.decode_bytes(LLAMA_3_8B, batch=64, context=128 << 10) == 32 << 30
+    assert arithmetic.copy_bytes(10) == 20
+    assert arithmetic.pages_for(100_000, 64) == 1563
+
+
+@pytest.mark.parametrize(("tokens", "past"), [(1, 0), (5, 0), (3, 7), (1, 9)])
+def test_flops_by_counting(tokens: int, past: int) -> None:
+    pairs = sum(1 for query in range(tokens) for key in range(past + tokens) if key <= past + query)
+    assert arithmetic.attention_flops(Heads(3, 1, 8), tokens, past) == pairs * 3 * (2 * 8 + 2 * 8)
+
+
+def test_a_100k_hit_is_12_8_gb() -> None:
+    pages = arithmetic.pages_for(100_000, 64)
+    assert pages * 64 * 32 * LLAMA_3_8B.token_bytes == pytest.approx(13.1e9, rel=0.01)
+
+
+@executed
+def test_decode_rows() -> None:
+    rows = list(
+        decode.run(
+            ExecutorLauncher(),
+            "cpu",
+            on_the_cpu,
+            cases=((2, 64), (1, 150)),
+            shape=TINY,
+            page_tokens=16,
+            copy_nbytes=1 << 16,
+        )
+    )
+    for row, (batch, context) in zip(rows, ((2, 64), (1, 150)), strict=True):
+        assert row.kv_bytes == batch * context * 2 * 2 * 16 * 2
+        assert row.largest_difference < 0.03  # beside torch, in bfloat16
+        assert row.best_torch_s is not None
+        assert row.fraction == pytest.approx(row.kv_gb_per_s / row.copy_gb_per_s)
+        assert row.kv_gb_per_s == pytest.approx(row.kv_bytes / row.kernel_s / 1e9)
+
+
+@executed
+def test_prefill_rows() -> None:
+    cases = ((40, 0), (20, 50))
+    rows = list(prefill.run(ExecutorLauncher(), "cpu", on_the_cpu, cases=cases, shape=TINY, page_tokens=16))
+    for row, (tokens, past) in zip(rows, cases, strict=True):
+        assert (row.tokens, row.past) == (tokens, past)
+        assert row.largest_difference < 0.05
+        assert row.fraction == pytest.approx(row.flash_s / row.kernel_s)
+        assert row.kernel_tflop_per_s == pytest.approx(row.flops / row.kernel_s / 1e12)
+
+
+@executed
+def test_transfer_rows() -> None:
+    spec = KVSpec((LayerGroup(LayerKind.FULL_ATTENTION, (0, 1), 2, 16),), "float16", 16)
+    device = FakeDevice(2)
+    pool = DevicePool(spec, 4, device, layered_bytes=0)
+    bench = TransferBench(pool, 3)
+    bench._host.view(0, 3 * spec.page_bytes)[:] = bytes([1, 2, 3]) * spec.page_bytes
+    rows = list(bench.rows(repetitions=1))
+    assert [row.case for row in rows] == ["load", "save", "both"]
+    assert [row.nbytes for row in rows] == [3 * spec.page_bytes, 3 * spec.page_bytes, 6 * spec.page_bytes]
+    assert all(row.fraction == pytest.approx(row.plain_s / row.seconds) for row in rows)
+    # A load and a save turn the pages around twice.
+    assert bench._back.view(0, bench.nbytes) == bench._host.view(0, bench.nbytes)
+    done: list[int] = []
+    slowdown = bench.slowdown(
+        lambda: device.launch(pool.compute, lambda: done.append(1)), lambda: device.finish(pool.compute)
+    )
+    assert len(done) == 600
+    assert math.isclose(slowdown.slowdown, slowdown.while_loading_s / slowdown.alone_s - 1)
+    bench.close()
+    assert device.registered == 0
+
+
+# -- the run of everything ----------------------------------------------------------------------------------
+
+PYTHON = sys.executable
+
+
+def script(name: str, code: str, **settings: Any) -> check.Step:
+    return check.Step(name, (PYTHON, "-c", code), settings.pop("limit_s", 30), **settings)
+
+
+def run(steps: list[check.Step], **settings: Any) -> tuple[bool, dict[str, dict[str, Any]], int]:
+    """Whether all went well, the outcomes by step, and how often the document was written."""
+    document: dict[str, Any] = {}
+    written: list[int] = []
+    settings.setdefault("budget_s", 60)
+    well = check.run(steps, document, write=lambda told: written.append(len(told["steps"])), **settings)
+    assert written == list(range(1, len(steps) + 1))
+    return well, {outcome["step"]: outcome for outcome in document["steps"]}, len(written)
+
+
+def test_a_step_that_fails_costs_itself_only() -> None:
+    well, outcomes, _ = run(
+        [
+            script("bad", "print('why'); raise SystemExit(3)"),
+            script("slow", "import time; time.sleep(60)", limit_s=0.5),
+            script("rows", "import sys; open(sys.argv[1], 'w').write('[1, 2]')", result=True),
+            script("torn", "import sys; open(sys.argv[1], 'w').write('[1,')", result=True),
+            script("tool", "", needs="a-program-that-is-not-there"),
+            script("where", "import os; print(os.environ['TIERSTORE_KERNEL_DEVICE'])"),
+        ]
+    )
+    assert not well
+    assert outcomes["bad"]["state"] == "failed: exit code 3"
+    assert outcomes["bad"]["output"] == "why\n"
+    assert outcomes["slow"]["state"] == "failed: not done after 0 s"
+    assert (outcomes["rows"]["state"], outcomes["rows"]["result"]) == ("ok", [1, 2])
+    assert outcomes["torn"]["result"] is None
+    assert outcomes["tool"]["state"] == "not run: a-program-that-is-not-there is not installed"
+    assert outcomes["where"]["output"] == "cuda\n"
+
+
+def test_what_does_not_fit_is_not_run() -> None:
+    times = iter([0.0, 1.0, 11.0])
+    well, outcomes, _ = run(
+        [script("first", ""), script("second", "")], budget_s=10, clock=lambda: next(times)
+    )
+    assert well
+    assert outcomes["second"]["state"] == "not run: the time was over"
+
+
+def test_steps_exist() -> None:
+    root = Path(__file__).parents[3]
+    for step in check.steps(PYTHON):
+        for argument in step.command:
+            assert not argument.startswith("tests/") or (root / argument).exists(), argument
+    assert check.steps(PYTHON)[0].name == "golden"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "check.json"
+    assert check.main(["--json", str(target)]) == 0
+    assert capsys.readouterr().out == "not measured: no CUDA device\n"
+    document = json.loads(target.read_text())
+    assert document["state"] == check.NOT_MEASURED
+    assert document["machine"] is None
+
+
+def test_unknown_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        check.main(["--only", "golden,nothing"])
+    assert "no step nothing (there are: golden, engine" in capsys.readouterr().err

@@ -1,0 +1,265 @@
+"""A CUDA device, by its driver's own interface (``libcuda.so.1``) through ctypes.
+
+No CuPy and no torch: the store stays importable and small, and every call here releases the GIL. The device's
+*primary* context is used, which is the one that torch and CuPy compute in, so addresses and streams are
+theirs too. Signatures are those of ``cuda.h``; names with ``_v2`` are what the header makes of the plain
+ones.
+
+Choices: memory by ``cuMemAlloc``, the only kind that ``cuIpcGetMemHandle`` exports; streams that do not wait
+for the legacy default stream; events that let a waiting thread sleep and take no time stamps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from typing import Any
+
+import numpy as np
+
+from tierstore.tiers.device import (
+    Addresses,
+    DeviceError,
+    DeviceMemory,
+    DeviceMemoryError,
+    Event,
+    SourceOrder,
+    Stream,
+)
+
+_OUT_OF_MEMORY = 2
+_NOT_READY = 600
+_STREAM_NON_BLOCKING = 1
+_EVENT_SLEEPS_WITHOUT_TIME = 1 | 2  # CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING
+_REGISTER_PORTABLE_MAPPED = 1 | 2
+_IPC_HANDLE_BYTES = 64
+_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91
+_OVERLAP_WITH_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuInit": (c_uint,),
+    "cuDeviceGet": (POINTER(c_int), c_int),
+    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
+    "cuCtxSetCurrent": (c_void_p,),
+    "cuGetErrorName": (c_int, POINTER(c_char_p)),
+    "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
+    "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
+    "cuMemFree_v2": (c_uint64,),
+    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
+    "cuMemHostUnregister": (c_void_p,),
+    "cuIpcGetMemHandle": (c_void_p, c_uint64),
+    "cuStreamCreateWithPriority": (POINTER(c_void_p), c_uint, c_int),
+    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
+    "cuEventCreate": (POINTER(c_void_p), c_uint),
+    "cuEventDestroy_v2": (c_void_p,),
+    "cuEventRecord": (c_void_p, c_void_p),
+    "cuEventQuery": (c_void_p,),
+    "cuEventSynchronize": (c_void_p,),
+    "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
+}
+# Many copies in one call: eight arguments since CUDA 13, with the index of a failure as a ninth in CUDA 12.8.
+# A driver that has the first has the second too, under the name that it had.
+_BATCH = (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t)
+_BATCHES = {"cuMemcpyBatchAsync_v2": (*_BATCH, c_void_p), "cuMemcpyBatchAsync": (*_BATCH, c_void_p, c_void_p)}
+_MOST_COPIES = 4096
+"""In one call: drivers have been seen to crash on 50,000 (vllm-project/vllm issue 49276)."""
+
+
+class _Location(ctypes.Structure):
+    _fields_ = (("type", c_int), ("id", c_int))
+
+
+class _CopyAttributes(ctypes.Structure):
+    """``CUmemcpyAttributes``; the two hints are for managed memory."""
+
+    _fields_ = (("order", c_int), ("source", _Location), ("to", _Location), ("flags", c_uint))
+
+
+class _Current(threading.local):
+    """Whether this thread has the device's context."""
+
+    set = False
+
+
+def open_driver(name: str = "libcuda.so.1") -> ctypes.CDLL:
+    """NVIDIA's driver. Raises :class:`DeviceError` where there is none."""
+    try:
+        driver = ctypes.CDLL(name)
+        for function, signature in _SIGNATURES.items():
+            getattr(driver, function).argtypes = signature  # indexing would make a new one each time
+    except (OSError, AttributeError) as error:
+        raise DeviceError(f"no CUDA device: NVIDIA's driver cannot be used ({error})") from error
+    return driver
+
+
+def _batch_function(driver: ctypes.CDLL) -> str | None:
+    """The name of the driver's newest function for many copies, ready to be called, or None."""
+    for name, signature in _BATCHES.items():
+        try:
+            getattr(driver, name).argtypes = signature
+        except AttributeError:
+            continue
+        return name
+    return None
+
+
+class CudaDevice:
+    """The CUDA device number ``index``. Implements :class:`tierstore.tiers.device.Device`.
+
+    ``host_pointers``: kernels may use the addresses of registered host memory as they are.
+    ``refused_batches`` counts the times that the driver did not take many copies in one call although it has
+    one for that, and they were made one by one.
+    """
+
+    def __init__(self, index: int = 0, *, driver: ctypes.CDLL | None = None) -> None:
+        self.name = f"cuda:{index}"
+        self.refused_batches = 0
+        self._driver = driver if driver is not None else open_driver()
+        self._current = _Current()
+        self._context = c_void_p()
+        device = c_int()
+        self._call_bare("cuInit", 0)
+        self._call_bare("cuDeviceGet", byref(device), index)
+        self._call_bare("cuDevicePrimaryCtxRetain", byref(self._context), device)
+        same = c_int()
+        self._call_bare(
+            *("cuDeviceGetAttribute", byref(same), _CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM, device)
+        )
+        self.host_pointers = bool(same.value)
+        self._batch = _batch_function(self._driver)
+
+    def __repr__(self) -> str:
+        return f"CudaDevice({self.name})"
+
+    # -- memory --------------------------------------------------------------------------------------
+
+    def memory(self) -> DeviceMemory:
+        free, total = c_size_t(), c_size_t()
+        self._call("cuMemGetInfo_v2", byref(free), byref(total))
+        return DeviceMemory(free.value, total.value)
+
+    def allocate(self, nbytes: int) -> int:
+        address = c_uint64()
+        error = self._try("cuMemAlloc_v2", byref(address), nbytes)
+        if error == _OUT_OF_MEMORY:
+            raise DeviceMemoryError(f"{self.name} has no {nbytes} bytes left")
+        self._require("cuMemAlloc_v2", error)
+        return address.value
+
+    def free(self, address: int) -> None:
+        self._call("cuMemFree_v2", address)
+
+    def view(self, address: int, shape: tuple[int, ...]) -> Any:
+        return DeviceArray(address, shape)
+
+    def share(self, address: int) -> bytes:
+        handle = ctypes.create_string_buffer(_IPC_HANDLE_BYTES)
+        self._call("cuIpcGetMemHandle", handle, address)
+        return handle.raw
+
+    def register(self, address: int, nbytes: int) -> None:
+        self._call("cuMemHostRegister_v2", address, nbytes, _REGISTER_PORTABLE_MAPPED)
+
+    def unregister(self, address: int) -> None:
+        self._call("cuMemHostUnregister", address)
+
+    # -- order ---------------------------------------------------------------------------------------
+
+    def stream(self) -> Stream:
+        stream = c_void_p()
+        self._call("cuStreamCreateWithPriority", byref(stream), _STREAM_NON_BLOCKING, 0)
+        return Stream(_handle(stream))
+
+    def record(self, stream: Stream) -> Event:
+        created = c_void_p()
+        self._call("cuEventCreate", byref(created), _EVENT_SLEEPS_WITHOUT_TIME)
+        event = Event(_handle(created), self._destroy_event)
+        self._call("cuEventRecord", event.handle, stream)
+        return event
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        self._call("cuStreamWaitEvent", stream, event.handle, 0)
+
+    def reached(self, event: Event) -> bool:
+        error = self._try("cuEventQuery", event.handle)
+        if error != _NOT_READY:
+            self._require("cuEventQuery", error)
+        return error != _NOT_READY
+
+    def synchronize(self, event: Event) -> None:
+        self._call("cuEventSynchronize", event.handle)
+
+    def _destroy_event(self, handle: int) -> None:
+        self._driver.cuEventDestroy_v2(handle)
+
+    # -- copies --------------------------------------------------------------------------------------
+
+    def copy(self, stream: Stream, to: int, source: int, nbytes: int) -> None:
+        self._call("cuMemcpyAsync", to, source, nbytes, stream)
+
+    def copy_many(
+        self, stream: Stream, to: Addresses, sources: Addresses, sizes: Addresses, order: SourceOrder
+    ) -> None:
+        for start in range(0, len(to), _MOST_COPIES):
+            part = slice(start, start + _MOST_COPIES)
+            if not self._copy_batch(stream, to[part], sources[part], sizes[part], order):
+                for copy in zip(to[part].tolist(), sources[part].tolist(), sizes[part].tolist(), strict=True):
+                    self.copy(stream, *copy)
+
+    def _copy_batch(
+        self, stream: Stream, to: Addresses, sources: Addresses, sizes: Addresses, order: SourceOrder
+    ) -> bool:
+        """False when the driver cannot or refuses; nothing has been queued then."""
+        if self._batch is None:
+            return False
+        arrays = [np.ascontiguousarray(array, np.uint64) for array in (to, sources, sizes)]
+        attributes = _CopyAttributes(order, _Location(), _Location(), _OVERLAP_WITH_COMPUTE)
+        first, failed = c_size_t(0), c_size_t()
+        arguments: list[Any] = [array.ctypes.data for array in arrays]
+        arguments += [len(to), byref(attributes), byref(first), 1]
+        if len(_BATCHES[self._batch]) > len(_BATCH) + 1:
+            arguments.append(byref(failed))
+        refused = self._try(self._batch, *arguments, stream) != 0
+        self.refused_batches += refused
+        return not refused
+
+    # -- the driver ----------------------------------------------------------------------------------
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        self._require(function, self._try(function, *arguments))
+
+    def _try(self, function: str, *arguments: Any) -> int:
+        if not self._current.set:
+            self._call_bare("cuCtxSetCurrent", self._context)
+            self._current.set = True
+        return int(getattr(self._driver, function)(*arguments))
+
+    def _call_bare(self, function: str, *arguments: Any) -> None:
+        self._require(function, int(getattr(self._driver, function)(*arguments)))
+
+    def _require(self, function: str, error: int) -> None:
+        if error:
+            name = c_char_p()
+            self._driver.cuGetErrorName(error, byref(name))
+            told = name.value.decode() if name.value else str(error)
+            raise DeviceError(f"{self.name}: {function} failed with {told}")
+
+
+class DeviceArray:
+    """Device memory as CuPy, torch and numba take it: ``torch.as_tensor(array, device=…)`` copies nothing."""
+
+    def __init__(self, address: int, shape: tuple[int, ...]) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": shape,
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+def _handle(pointer: c_void_p) -> int:
+    assert pointer.value is not None, "the driver returned no handle"
+    return pointer.value

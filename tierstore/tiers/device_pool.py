@@ -1,0 +1,317 @@
+"""The hbm tier on a device with memory of its own, and the order of everything that happens to its pages.
+
+Work is put on a *compute* stream (the engine's) and on three of the pool's own, which copy beside it: up from
+host memory, down to it, and across within the pool. Streams know nothing of each other. What keeps a page's
+bytes right are these six rules, each an event that a stream or a thread waits for:
+
+==  =====================================================================  =================================
+1   a copy down begins after what computed the page                        ``after`` in :meth:`read_pages`
+2   a copy down ends before anybody is told that it has                    it waits for its own event
+3   what computes with a page waits for a copy into it, layer by layer     :meth:`arrivals`
+4   a copy down or across waits for a copy into its source                 ``_filling``
+5   a copy into a page begins after what computed with it before           ``_freed``, set by :meth:`free`
+6   what computes with a page that was given back during a copy into it    :meth:`allocate`
+    waits for that copy
+==  =====================================================================  =================================
+
+The owner of the *source* of a copy up keeps it until ``Filling.wait`` returns.
+
+Large loads go up layer by layer, layer 0 of all pages first, with an event after each layer: the model begins
+with layer 0 while the others are on their way. Small ones and single layers go whole.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from tierstore.errors import UsageError
+from tierstore.spec import KVSpec
+from tierstore.tiers.device import (
+    Addresses,
+    Device,
+    DeviceMemoryError,
+    Event,
+    SourceOrder,
+    Stream,
+)
+from tierstore.tiers.hbm import HERE, Arrivals, Filling, PagePool
+from tierstore.units import format_size
+
+LAYERED_BYTES = 16 << 20
+"""From this size on a load is worth cutting into layers: below it arrives within a millisecond."""
+
+FRACTION = 0.9  # of the free memory, for pools that take what there is
+
+
+class Gather(Protocol):
+    """A kernel that copies small fragments faster than the copy engines do."""
+
+    @property
+    def below_bytes(self) -> int:
+        """Fragments smaller than this are for the kernel; 0: none. Measured at start."""
+
+    def copy(self, stream: Stream, to: Addresses, sources: Addresses, nbytes: int) -> None:
+        """Copy ``nbytes`` for each pair of addresses, as the next thing on ``stream``. Host memory must be
+        registered."""
+
+
+class _DeviceFilling:
+    """A copy into pages: one event per layer, or one for all."""
+
+    def __init__(self, device: Device, events: Sequence[Event]) -> None:
+        self._device = device
+        self._events = events
+
+    def event(self, layer: int) -> Event:
+        return self._events[min(layer, len(self._events) - 1)]
+
+    @property
+    def last(self) -> Event:
+        return self._events[-1]
+
+    @property
+    def done(self) -> bool:
+        return self._device.reached(self.last)
+
+    def wait(self) -> None:
+        self._device.synchronize(self.last)
+
+
+class _DeviceArrivals:
+    """Fillings that a batch computes with."""
+
+    pending = True
+
+    def __init__(self, device: Device, compute: Stream, fillings: Sequence[_DeviceFilling]) -> None:
+        self._device = device
+        self._compute = compute
+        self._fillings = fillings
+
+    def wait(self, layer: int) -> None:
+        for filling in self._fillings:
+            self._device.wait(self._compute, filling.event(layer))
+
+
+class DevicePool(PagePool):
+    """A pool in the memory of ``device``. ``compute`` is the stream to compute on with its pages.
+
+    Raises :class:`UsageError` with the sizes when there is no room for it.
+    """
+
+    overlaps = True
+
+    def __init__(
+        self, spec: KVSpec, num_pages: int, device: Device, *, layered_bytes: int = LAYERED_BYTES
+    ) -> None:
+        self._number(spec, num_pages, device=device.name)
+        self.runtime = device
+        self.gather: Gather | None = None
+        """Set by whoever has one."""
+        self._start = _allocate(spec, num_pages, device)
+        self.array = device.view(self._start, (num_pages, spec.page_bytes))
+        # With the last view of it. At the interpreter's end the driver may be gone first: no need to ask it.
+        weakref.finalize(self.array, device.free, self._start).atexit = False
+        self._layered_bytes = layered_bytes
+        self._layers = [spec.layer(layer) for layer in range(spec.num_layers)]
+        self.compute = device.stream()
+        self._up, self._down, self._across = (device.stream() for _ in range(3))
+        self._lock = threading.Lock()
+        # Guarded by the lock: everything below.
+        self._filling: dict[int, _DeviceFilling] = {}  # page -> the last copy into it, until it is done
+        self._freed: dict[int, Event] = {}  # page -> what was under way when it was given back
+        self._registered: dict[int, int] = {}  # address -> bytes
+
+    def share(self) -> bytes:
+        """The handle by which another process on this machine opens the pool's memory."""
+        return self.runtime.share(self._start)
+
+    # -- pages -----------------------------------------------------------------------------------------
+
+    def allocate(self, count: int) -> list[int] | None:
+        pages = super().allocate(count)
+        for filling in self._under_way(pages or ()):
+            self.runtime.wait(self.compute, filling.last)  # rule 6
+        return pages
+
+    def free(self, pages: Sequence[int]) -> None:
+        if pages:
+            computed = self.computed()
+            with self._lock:
+                self._freed.update((page, computed) for page in pages)  # rule 5
+        super().free(pages)
+
+    # -- copies ----------------------------------------------------------------------------------------
+
+    def read_pages(self, copies: Iterable[tuple[int, int]], *, after: Event | None = None) -> None:
+        pairs = list(copies)
+        if not pairs:
+            return
+        device, stream = self.runtime, self._down
+        pages = [page for page, _ in pairs]
+        device.wait(stream, after if after is not None else self.computed())  # rule 1
+        for filling in self._under_way(pages):
+            device.wait(stream, filling.last)  # rule 4
+        self._copy(stream, [address for _, address in pairs], self._addresses(pages), SourceOrder.STREAM)
+        device.synchronize(device.record(stream))  # rule 2
+
+    def write_pages(self, copies: Iterable[tuple[int, int]]) -> None:
+        self.start_writing(list(copies)).wait()
+
+    def copy_pages(self, copies: Iterable[tuple[int, int]]) -> None:
+        self.start_copying(list(copies)).wait()
+
+    def start_writing(self, copies: Sequence[tuple[int, int]]) -> Filling:
+        if not copies:
+            return HERE
+        pages = [page for page, _ in copies]
+        sources = [address for _, address in copies]
+        with self._lock:  # the events of one filling, with nothing of another between them
+            self._await_freed(self._up, pages)
+            events = list(self._write(pages, sources))
+            return self._fill(pages, events)
+
+    def start_copying(self, copies: Sequence[tuple[int, int]]) -> Filling:
+        if not copies:
+            return HERE
+        to, sources = [page for page, _ in copies], [page for _, page in copies]
+        computed, under_way = self.computed(), self._under_way(sources)
+        with self._lock:
+            self.runtime.wait(self._across, computed)  # rule 1
+            for filling in under_way:
+                self.runtime.wait(self._across, filling.last)  # rule 4
+            self._await_freed(self._across, to)
+            self._copy(self._across, self._addresses(to), self._addresses(sources), SourceOrder.STREAM)
+            return self._fill(to, [self.runtime.record(self._across)])
+
+    def computed(self) -> Event:
+        return self.runtime.record(self.compute)
+
+    def arrivals(self, pages: Iterable[int]) -> Arrivals:
+        fillings = self._under_way(pages)  # rule 3
+        return _DeviceArrivals(self.runtime, self.compute, fillings) if fillings else HERE
+
+    # -- memory ----------------------------------------------------------------------------------------
+
+    def register(self, address: int, nbytes: int) -> None:
+        self.runtime.register(address, nbytes)
+        with self._lock:
+            self._registered[address] = nbytes
+
+    def unregister(self, address: int) -> None:
+        with self._lock:
+            known = self._registered.pop(address, None) is not None
+        if known:
+            self.runtime.unregister(address)
+
+    # -- inside ----------------------------------------------------------------------------------------
+
+    def _under_way(self, pages: Iterable[int]) -> list[_DeviceFilling]:
+        """The copies into ``pages`` that are not done, each once."""
+        with self._lock:
+            if not self._filling:
+                return []
+            found = {filling: None for page in pages if (filling := self._filling.get(page)) is not None}
+            done = {filling for filling in found if filling.done}
+            if done:
+                self._filling = {page: each for page, each in self._filling.items() if each not in done}
+        return [filling for filling in found if filling not in done]
+
+    def _fill(self, pages: Sequence[int], events: Sequence[Event]) -> _DeviceFilling:
+        """Remember that ``pages`` are being filled. Under the lock."""
+        filling = _DeviceFilling(self.runtime, events)
+        self._filling.update((page, filling) for page in pages)
+        return filling
+
+    def _await_freed(self, stream: Stream, pages: Sequence[int]) -> None:
+        """What is put on ``stream`` happens after what computed with ``pages`` for somebody else, and after
+        copies into them from elsewhere. Under the lock."""
+        for event in {self._freed.pop(page) for page in pages if page in self._freed}:
+            self.runtime.wait(stream, event)  # rule 5
+        for filling in {self._filling[page] for page in pages if page in self._filling}:
+            self.runtime.wait(stream, filling.last)
+
+    def _write(self, pages: Sequence[int], sources: Sequence[int]) -> Iterator[Event]:
+        """Put the copies up on their stream; the event after each layer, or after all."""
+        to, of = self._addresses(pages), np.array(sources, np.uint64)
+        if len(self._layers) < 2 or len(pages) * self.spec.page_bytes < self._layered_bytes:
+            self._copy(self._up, to, of, SourceOrder.ANY)
+            yield self.runtime.record(self._up)
+            return
+        for layer in self._layers:
+            start = np.uint64(layer.start)
+            self._copy(self._up, to + start, of + start, SourceOrder.ANY, layer.stop - layer.start)
+            yield self.runtime.record(self._up)
+
+    def _copy(
+        self,
+        stream: Stream,
+        to: Addresses | Sequence[int],
+        sources: Addresses | Sequence[int],
+        order: SourceOrder,
+        nbytes: int | None = None,
+    ) -> None:
+        """Put copies of ``nbytes`` (None: a page) each on ``stream``, by the way that is best for them."""
+        nbytes = nbytes or self.spec.page_bytes
+        targets, origins = np.asarray(to, np.uint64), np.asarray(sources, np.uint64)
+        if not (self._pinned(targets) and self._pinned(origins)):
+            # Only a plain copy may have pageable memory at its other end.
+            for target, origin in zip(targets.tolist(), origins.tolist(), strict=True):
+                self.runtime.copy(stream, target, origin, nbytes)
+            return
+        gather = self.gather
+        if gather is not None and nbytes < gather.below_bytes:
+            gather.copy(stream, targets, origins, nbytes)
+            return
+        targets, origins, sizes = merge_neighbours(targets, origins, nbytes)
+        self.runtime.copy_many(stream, targets, origins, sizes, order)
+
+    def _pinned(self, addresses: Addresses) -> bool:
+        """Whether the copy engines reach all of these: the pool itself, and registered memory."""
+        low, high = int(addresses.min()), int(addresses.max())
+        spans = [(self._start, self.num_pages * self.spec.page_bytes), *self._registered.items()]
+        return any(start <= low and high < start + nbytes for start, nbytes in spans)
+
+    def _addresses(self, pages: Sequence[int]) -> Addresses:
+        start, nbytes = np.uint64(self._start), np.uint64(self.spec.page_bytes)
+        addresses: Addresses = np.array(pages, np.uint64) * nbytes + start
+        return addresses
+
+
+def merge_neighbours(
+    to: Addresses, sources: Addresses, nbytes: int
+) -> tuple[Addresses, Addresses, Addresses]:
+    """Copies of ``nbytes`` each as fewer, larger ones where they continue one another on both sides:
+    destinations, sources and sizes."""
+    step = np.uint64(nbytes)
+    first = np.ones(len(to), bool)
+    first[1:] = (to[1:] != to[:-1] + step) | (sources[1:] != sources[:-1] + step)
+    starts = np.flatnonzero(first)
+    counts = np.diff(np.append(starts, len(to))).astype(np.uint64)
+    return to[starts], sources[starts], counts * step
+
+
+def pages_that_fit(spec: KVSpec, device: Device, fraction: float = FRACTION) -> int:
+    """How many pages ``fraction`` of the device's free memory holds."""
+    return int(device.memory().free * fraction) // spec.page_bytes
+
+
+def _allocate(spec: KVSpec, num_pages: int, device: Device) -> int:
+    wanted = num_pages * spec.page_bytes
+    memory = device.memory()
+    try:
+        if wanted > memory.free:
+            raise DeviceMemoryError(f"{device.name} has {memory.free} bytes left, not {wanted}")
+        return device.allocate(wanted)
+    except DeviceMemoryError as error:
+        fit = pages_that_fit(spec, device)
+        raise UsageError(
+            f"a page pool of {format_size(wanted)} ({num_pages} pages of {format_size(spec.page_bytes)}, "
+            f"{num_pages * spec.chunk_tokens} tokens) does not fit {device.name}: "
+            f"{format_size(memory.free)} of its {format_size(memory.total)} are free, room for {fit} pages "
+            f"({fit * spec.chunk_tokens} tokens)"
+        ) from error

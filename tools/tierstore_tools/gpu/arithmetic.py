@@ -1,0 +1,44 @@
+"""The work in one attention call, from its shape alone: what a time is divided into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The heads of one layer, and the bytes of a number."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    number_bytes: int = 2
+
+    @property
+    def token_bytes(self) -> int:
+        """K and V of one token."""
+        return 2 * self.kv_heads * self.head_dim * self.number_bytes
+
+
+LLAMA_3_8B = Heads(32, 8, 128)
+
+
+def decode_bytes(shape: Heads, batch: int, context: int) -> int:
+    """Bytes of K and V that one new token of each of ``batch`` sequences has to read."""
+    return batch * context * shape.token_bytes
+
+
+def attention_flops(shape: Heads, tokens: int, past: int) -> int:
+    """Multiplications and additions of causal attention: each of ``tokens`` queries over what is before it, a
+    product with K and one with V. Masked pairs are not counted."""
+    pairs = tokens * past + tokens * (tokens + 1) // 2
+    return 4 * shape.heads * shape.head_dim * pairs
+
+
+def copy_bytes(nbytes: int) -> int:
+    """A copy within a device reads and writes: twice its size goes through the memory."""
+    return 2 * nbytes
+
+
+def pages_for(tokens: int, page_tokens: int) -> int:
+    return -(-tokens // page_tokens)

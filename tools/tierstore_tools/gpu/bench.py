@@ -1,0 +1,81 @@
+"""One benchmark on the GPU, as a process of its own: ``python -m tierstore_tools.gpu.bench NAME RESULT``.
+
+RESULT, a JSON file, is written anew after every row, so that what was measured is there whatever comes after.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tierstore.tiers.cuda import CudaDevice
+from tierstore.tiers.device_pool import DevicePool
+from tierstore_engine.device import external, timed
+from tierstore_engine.kernels.cupy_launcher import CupyLauncher
+from tierstore_engine.presets import preset
+from tierstore_tools.gpu import decode, prefill
+from tierstore_tools.gpu.arithmetic import LLAMA_3_8B, pages_for
+from tierstore_tools.gpu.transfers import TransferBench
+
+DEVICE = "cuda:0"
+HIT_TOKENS = 100_000
+_SLOWDOWN_BATCH, _SLOWDOWN_CONTEXT = 16, 16384
+
+
+def decode_rows() -> Iterator[Any]:
+    yield from map(asdict, decode.run(CupyLauncher(DEVICE), DEVICE, timed))
+
+
+def prefill_rows() -> Iterator[Any]:
+    yield from map(asdict, prefill.run(CupyLauncher(DEVICE), DEVICE, timed))
+
+
+def transfer_rows() -> Iterator[Any]:
+    device = CudaDevice(0)
+    spec = preset("llama-3-8b", dtype=None).kv_spec()
+    pool = DevicePool(spec, pages_for(HIT_TOKENS, spec.chunk_tokens) + 8, device)
+    bench = TransferBench(pool, pages_for(HIT_TOKENS, pool.spec.chunk_tokens))
+    yield from map(asdict, bench.rows())
+    problem = decode.DecodeProblem(
+        CupyLauncher(DEVICE),
+        DEVICE,
+        _SLOWDOWN_BATCH,
+        _SLOWDOWN_CONTEXT,
+        shape=LLAMA_3_8B,
+        page_tokens=decode.PAGE_TOKENS,
+    )
+    stream = external(pool.compute, DEVICE)
+
+    def one() -> None:
+        with torch.cuda.stream(stream):
+            problem.ours()
+
+    yield asdict(bench.slowdown(one, stream.synchronize))
+    bench.close()
+    yield {"refused_batches": device.refused_batches}
+
+
+BENCHMARKS: dict[str, Callable[[], Iterator[Any]]] = {
+    "decode": decode_rows,
+    "prefill": prefill_rows,
+    "transfers": transfer_rows,
+}
+
+
+def write_rows(rows: Iterator[Any], result: Path) -> None:
+    """All rows so far, after each."""
+    done: list[Any] = []
+    for row in rows:
+        done.append(row)
+        result.write_text(json.dumps(done))
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        write_rows(BENCHMARKS[sys.argv[1]](), Path(sys.argv[2]))

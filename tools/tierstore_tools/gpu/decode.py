@@ -1,0 +1,151 @@
+"""Decode attention: K and V bytes per second, beside the device's own copy and torch's attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from tierstore_engine.kernels.launcher import Launcher
+from tierstore_engine.kernels.operations import AttentionKernels, LayerPages, Sequences
+from tierstore_tools.gpu.arithmetic import LLAMA_3_8B, Heads, copy_bytes, decode_bytes, pages_for
+
+Timer = Callable[[Callable[[], object]], float]
+"""Seconds that something takes on the device."""
+
+CASES = tuple((batch, context << 10) for context in (4, 16, 32, 64, 128) for batch in (1, 4, 16, 64))
+PAGE_TOKENS = 64
+COPY_BYTES = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """``fraction`` is K+V bytes per second over the copy's (read and written) bytes per second.
+    ``best_torch_s`` is the faster of torch's attentions over contiguous K and V, None where none runs."""
+
+    batch: int
+    context: int
+    kv_bytes: int
+    kernel_s: float
+    kv_gb_per_s: float
+    copy_gb_per_s: float
+    fraction: float
+    best_torch_s: float | None
+    largest_difference: float
+
+
+def copy_rate(device: str, timer: Timer, nbytes: int = COPY_BYTES) -> float:
+    """Bytes per second through the memory of one large copy within the device."""
+    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return copy_bytes(nbytes) / timer(lambda: target.copy_(source))
+
+
+class DecodeProblem:
+    """``batch`` sequences of ``context`` tokens in pages, and the same K and V contiguous."""
+
+    def __init__(
+        self, launcher: Launcher, device: str, batch: int, context: int, *, shape: Heads, page_tokens: int
+    ) -> None:
+        self._device = device
+        self._batch, self._context, self._shape = batch, context, shape
+        pages = pages_for(context, page_tokens)
+        generator = torch.Generator(device).manual_seed(batch * context)
+        dtype = torch.bfloat16
+        plane = (batch * pages, 2, shape.kv_heads, page_tokens, shape.head_dim)
+        self._pool = torch.empty(plane, dtype=dtype, device=device).normal_(generator=generator)
+        self._tables = torch.randperm(batch * pages, generator=generator, device=device).int().view(batch, -1)
+        query = (batch, shape.heads, shape.head_dim)
+        self._queries = torch.empty(query, dtype=dtype, device=device).normal_(generator=generator)
+        self.out = torch.empty_like(self._queries)
+        self._kernels = AttentionKernels(
+            launcher,
+            dtype="bfloat16",
+            heads=shape.heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            page_tokens=page_tokens,
+        )
+
+    def ours(self) -> None:
+        everyone = torch.arange(self._batch, dtype=torch.int32, device=self._device)
+        sequences = Sequences(
+            everyone,
+            torch.ones_like(everyone),
+            torch.full_like(everyone, self._context),
+            tables=self._tables,
+            max_count=1,
+            max_length=self._context,
+        )
+        layer = LayerPages(self._pool, page_stride=self._pool.stride(0), offset=0)
+        self._kernels.decode(layer, self._queries, sequences, self.out)
+
+    def contiguous(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, K and V as torch's attention takes them: gathered, which is not timed."""
+        gathered = self._pool[self._tables.long()]  # [batch, pages, 2, kv_heads, page_tokens, head_dim]
+        planes = gathered.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, : self._context]
+        keys, values = planes.contiguous()
+        return self._queries.unsqueeze(2), keys, values
+
+
+def torch_attentions(device: str) -> list[SDPBackend]:
+    if device == "cpu":
+        return [SDPBackend.MATH]
+    return [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+
+
+def run(
+    launcher: Launcher,
+    device: str,
+    timer: Timer,
+    *,
+    cases: tuple[tuple[int, int], ...] = CASES,
+    shape: Heads = LLAMA_3_8B,
+    page_tokens: int = PAGE_TOKENS,
+    copy_nbytes: int = COPY_BYTES,
+) -> Iterator[DecodeRow]:
+    """One row for each (batch, context)."""
+    for batch, context in cases:
+        copied = copy_rate(device, timer, copy_nbytes)  # beside each case: clocks change
+        problem = DecodeProblem(launcher, device, batch, context, shape=shape, page_tokens=page_tokens)
+        seconds = timer(problem.ours)
+        queries, keys, values = problem.contiguous()
+        times, reference = _torch_times(queries, keys, values, timer, device)
+        nbytes = decode_bytes(shape, batch, context)
+        difference = torch.nan
+        if reference is not None:
+            difference = float((reference.squeeze(2) - problem.out).abs().max())
+        yield DecodeRow(
+            batch,
+            context,
+            nbytes,
+            seconds,
+            nbytes / seconds / 1e9,
+            copied / 1e9,
+            nbytes / seconds / copied,
+            min(times, default=None),
+            difference,
+        )
+
+
+def _torch_times(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, timer: Timer, device: str
+) -> tuple[list[float], torch.Tensor | None]:
+    """The time of each of torch's attentions that takes these, and what they say."""
+    times: list[float] = []
+    out: torch.Tensor | None = None
+    for backend in torch_attentions(device):
+
+        def attend() -> torch.Tensor:
+            return scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
+
+        with sdpa_kernel(backend):
+            try:
+                out = attend()
+                times.append(timer(attend))
+            except RuntimeError:  # torch has no such kernel for these
+                continue
+    return times, out

@@ -1,0 +1,125 @@
+"""Prefill attention: FLOP/s of the kernels and of the library backend, beside torch's flash attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from tierstore_engine.attention.gathered import GatheredPrefill
+from tierstore_engine.kernels.launcher import Launcher
+from tierstore_engine.kernels.operations import AttentionKernels, LayerPages, Sequences
+from tierstore_tools.gpu.arithmetic import LLAMA_3_8B, Heads, attention_flops, pages_for
+from tierstore_tools.gpu.decode import PAGE_TOKENS, Timer
+
+CASES = ((16384, 0), (32768, 0), (65536, 0), (131072, 0), (2048, 14336), (2048, 63488), (2048, 129024))
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRow:
+    """``tokens`` new ones behind ``past``. ``fraction`` is the kernels' speed over that of torch's flash
+    attention on contiguous tensors, ``library_overhead`` what gathering adds to calling it."""
+
+    tokens: int
+    past: int
+    flops: int
+    kernel_s: float
+    library_s: float
+    flash_s: float
+    kernel_tflop_per_s: float
+    flash_tflop_per_s: float
+    fraction: float
+    library_overhead: float
+    largest_difference: float
+
+
+def run(
+    launcher: Launcher,
+    device: str,
+    timer: Timer,
+    *,
+    cases: tuple[tuple[int, int], ...] = CASES,
+    shape: Heads = LLAMA_3_8B,
+    page_tokens: int = PAGE_TOKENS,
+) -> Iterator[PrefillRow]:
+    """One row for each (tokens, past)."""
+    kernels = AttentionKernels(
+        launcher,
+        dtype="bfloat16",
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        page_tokens=page_tokens,
+    )
+    for tokens, past in cases:
+        yield _one(kernels, device, timer, tokens, past, shape, page_tokens)
+
+
+def _one(
+    kernels: AttentionKernels,
+    device: str,
+    timer: Timer,
+    tokens: int,
+    past: int,
+    shape: Heads,
+    page_tokens: int,
+) -> PrefillRow:
+    stop = past + tokens
+    pages = pages_for(stop, page_tokens)
+    generator = torch.Generator(device).manual_seed(stop)
+    plane = (pages, 1, 2, shape.kv_heads, page_tokens, shape.head_dim)
+    pool = torch.empty(plane, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+    table = torch.randperm(pages, generator=generator, device=device)
+    query = (tokens, shape.heads, shape.head_dim)
+    queries = torch.empty(query, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+    out = torch.empty_like(queries)
+
+    def number(value: int) -> torch.Tensor:
+        return torch.tensor([value], dtype=torch.int32, device=device)
+
+    sequences = Sequences(
+        number(0),
+        number(tokens),
+        number(stop),
+        tables=table.int().view(1, -1),
+        max_count=tokens,
+        max_length=stop,
+    )
+    layer = LayerPages(pool, page_stride=pool.stride(0), offset=0)
+    library = GatheredPrefill(pool)
+    keys, values = (part.contiguous() for part in library.gather(0, table, stop))
+    ours = queries.transpose(0, 1).unsqueeze(0)
+    mask = causal_lower_right(tokens, stop) if past else None
+
+    def flash() -> torch.Tensor:
+        called: torch.Tensor = scaled_dot_product_attention(
+            ours, keys, values, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
+        return called
+
+    backends = (
+        [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH] if device == "cpu" else [SDPBackend.FLASH_ATTENTION]
+    )
+    kernel_s = timer(lambda: kernels.prefill(layer, queries, sequences, out))
+    with sdpa_kernel(backends):
+        library_s = timer(lambda: library.attend(0, queries, table, stop))
+        flash_s = timer(flash)
+        difference = float((flash().squeeze(0).transpose(0, 1) - out).abs().max())
+    flops = attention_flops(shape, tokens, past)
+    return PrefillRow(
+        tokens,
+        past,
+        flops,
+        kernel_s,
+        library_s,
+        flash_s,
+        flops / kernel_s / 1e12,
+        flops / flash_s / 1e12,
+        flash_s / kernel_s,
+        library_s / flash_s - 1,
+        difference,
+    )
