@@ -22,6 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from tierstore.hints import Hint
 from tierstore.keys import Prompt, TokenIds
 from tierstore.store.load import Loaded
 from tierstore.tiers.hbm import PagePool
@@ -65,11 +66,24 @@ class Connector(ABC):
         ``cancel()`` with none. The caller owns the pages of the result and releases each once."""
 
     @abstractmethod
-    def save(self, prompt: Prompt, pages: Sequence[int], *, first: int) -> Transfer[int]:
+    def save(
+        self,
+        prompt: Prompt,
+        pages: Sequence[int],
+        *,
+        first: int,
+        hint: Hint | None = None,
+        session: str | None = None,
+    ) -> Transfer[int]:
         """Publish ``pages`` as chunks ``first, first + 1, …`` of ``prompt`` and copy them to the colder tiers
         behind the engine's back. Chunks before ``first`` must have been saved or loaded before; the last
         page may hold the prompt's incomplete last chunk. The engine must not write to a saved page again;
-        the result is the number of tokens stored below HBM."""
+        the result is the number of tokens stored below HBM. ``hint`` and ``session`` are advice to the
+        store's policy (see :mod:`tierstore.hints`) and change nothing else; no pages may carry them, too."""
+
+    @abstractmethod
+    def finish(self, session: str) -> None:
+        """This session is over: the pages that only it has used may leave first."""
 
     @abstractmethod
     def allocate(self, count: int) -> list[int] | None:

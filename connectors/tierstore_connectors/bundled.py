@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tierstore.errors import UsageError
+from tierstore.hints import Hint
 from tierstore.keys import Identity, Prompt, TokenIds
 from tierstore.spec import KVSpec
 from tierstore.store.base import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES, Store
 from tierstore.store.base import Hit as StoreHit
 from tierstore.store.load import Loaded
-from tierstore.tiers.hbm import PagePool
+from tierstore.tiers.hbm import PagePool, open_pool
 from tierstore.transfer import Transfer
 from tierstore_connectors.base import Connector, Hit
 
@@ -48,8 +49,19 @@ class NoStore(Connector):
     def load(self, hit: Hit, *, deadline_s: float | None = None) -> Transfer[Loaded]:
         return Transfer.completed(Loaded(0))
 
-    def save(self, prompt: Prompt, pages: Sequence[int], *, first: int) -> Transfer[int]:
+    def save(
+        self,
+        prompt: Prompt,
+        pages: Sequence[int],
+        *,
+        first: int,
+        hint: Hint | None = None,
+        session: str | None = None,
+    ) -> Transfer[int]:
         return Transfer.completed(0)
+
+    def finish(self, session: str) -> None:
+        """Nothing is kept anyhow."""
 
     def allocate(self, count: int) -> list[int] | None:
         return self.pool.allocate(count)
@@ -86,8 +98,19 @@ class StoreConnector(Connector):
         assert isinstance(hit, StoreHit), "the hit is of another connector"
         return self.store.load(hit, deadline_s=deadline_s)
 
-    def save(self, prompt: Prompt, pages: Sequence[int], *, first: int) -> Transfer[int]:
-        return self.store.save_hbm(prompt, pages, first=first)
+    def save(
+        self,
+        prompt: Prompt,
+        pages: Sequence[int],
+        *,
+        first: int,
+        hint: Hint | None = None,
+        session: str | None = None,
+    ) -> Transfer[int]:
+        return self.store.save_hbm(prompt, pages, first=first, hint=hint, session=session)
+
+    def finish(self, session: str) -> None:
+        self.store.finish(session)
 
     def allocate(self, count: int) -> list[int] | None:
         return self.store.allocate_hbm(count)
@@ -119,8 +142,8 @@ def open_connector(
     daemon (``ipc://PATH``, ``tcp://HOST:PORT``), a directory for an embedded store, or None to compute
     without one. Raises what :meth:`Store.open` and :meth:`Store.connect` raise."""
     if store is None:
-        return NoStore(PagePool(spec, pool_pages, device=device), identity)
-    pool = PagePool(spec, pool_pages, device=device)
+        return NoStore(open_pool(spec, pool_pages, device=device), identity)
+    pool = open_pool(spec, pool_pages, device=device)
     if "://" in store:
         connected = Store.connect(store, spec, identity=identity, pool=pool)
         connected.wait_connected(_CONNECT_S)  # or not: then the engine starts with misses

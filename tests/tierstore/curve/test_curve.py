@@ -1,0 +1,204 @@
+"""The estimate against brute force."""
+
+from __future__ import annotations
+
+import threading
+import tracemalloc
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tests.tierstore.curve.exact import (
+    distances,
+    hit_rates,
+    keys_of,
+    long_documents,
+    mooncake,
+    shared_beginnings,
+)
+from tierstore.curve import ReuseCurve
+from tierstore.curve.curve import MOST_PAGES
+from tierstore.curve.groups import groups
+from tierstore.testing.clock import ManualClock
+
+PAGE = 1 << 20
+PAGE_TOKENS = 64
+SHARES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
+
+
+def replay(curve, prompts, page_bytes=PAGE):
+    """Ask for each prompt, and save what is missing of it."""
+    for keys in prompts:
+        asked = groups(keys, len(keys))
+        tokens = len(keys) * PAGE_TOKENS
+        curve.looked_up(asked, len(keys), tokens, held=0, page_tokens=PAGE_TOKENS, page_bytes=page_bytes)
+        curve.saved(asked, len(keys), page_tokens=PAGE_TOKENS, page_bytes=page_bytes)
+
+
+def errors(trace) -> np.ndarray:
+    """Estimated less exact hit rates of a trace, for four samples (other keys) and eight capacities."""
+    unique = len({page for prompt in trace for page in prompt})
+    capacities = [max(int(share * unique), 1) for share in SHARES]
+    found = []
+    for salt in range(4):
+        curve = ReuseCurve()
+        replay(curve, keys_of(trace, salt))
+        curve.check()
+        found.append(curve.hit_rates([capacity * PAGE for capacity in capacities]))
+    return np.array(found) - hit_rates(trace, capacities)
+
+
+def test_within_two_points_of_an_exact_replay_of_real_conversations():
+    assert np.abs(errors(mooncake())).max() < 0.02
+
+
+@pytest.mark.parametrize("make", [shared_beginnings, long_documents])
+def test_hard_cases_are_within_two_points_as_a_rule(make):
+    """Few prompts, of which a few pages decide most."""
+    assert np.sqrt((errors(make()) ** 2).mean(axis=0)).max() < 0.02
+
+
+def test_it_takes_less_than_a_megabyte():
+    prompts = keys_of([*shared_beginnings(400), *mooncake()])
+    tracemalloc.start()
+    try:
+        curve = ReuseCurve()
+        replay(curve, prompts)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    curve.check()
+    assert peak < 1 << 20
+    assert curve.stats({}, 0.0).sampled > MOST_PAGES // 2
+
+
+# -- what the estimate rests on --------------------------------------------------------------------------
+
+# Prompts in a forest: a page's number is that of its prefix.
+steps = st.tuples(st.integers(0, 9), st.lists(st.integers(0, 2), max_size=6)).map(lambda t: [t[0], *t[1]])
+
+
+@given(st.lists(steps, min_size=1, max_size=30))
+def test_distances_never_fall_along_a_prompt(prompts):
+    """So what is counted page by page is what a lookup finds: a page is a hit only if all before it are."""
+    trace = [[hash(tuple(prompt[: end + 1])) for end in range(len(prompt))] for prompt in prompts]
+    found = iter(distances(trace))
+    for prompt in trace:
+        along = [smallest or 1 << 60 for _, smallest in (next(found) for _ in prompt)]
+        assert along == sorted(along)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(steps, min_size=1, max_size=30), st.integers(1, 20), st.integers(1, 8))
+def test_without_sampling_it_is_exact(prompts, capacity, batches):
+    """Up to the width of a bin, pages of two sizes, and worked off after any number of prompts."""
+    assume(max(Counter(prompt[0] for prompt in prompts).values()) < 8)  # no beginning is a common one
+    trace = [[hash(tuple(prompt[: end + 1])) for end in range(len(prompt))] for prompt in prompts]
+    curve = ReuseCurve()
+    sizes = {True: 3 << 20, False: 1 << 20}
+    keys = keys_of(trace)
+    for at, (prompt, prompt_keys) in enumerate(zip(trace, keys, strict=True)):
+        replay(curve, [prompt_keys], sizes[_first_is_large(prompt)])
+        if at % batches == 0:
+            curve.check()
+            curve.hit_rates([1.0])
+    large = {page for prompt in trace if _first_is_large(prompt) for page in prompt}
+    below, at_most = hit_rates(
+        trace, [capacity * 0.92 * PAGE, capacity * 1.08 * PAGE], lambda page: sizes[page in large]
+    )
+    (found,) = curve.hit_rates([capacity * PAGE])
+    assert below - 1e-9 <= found <= at_most + 1e-9
+
+
+def _first_is_large(prompt):
+    return prompt[0] % 2 == 0  # pages of one identity have one size, and no prefix is of two
+
+
+def test_what_is_asked_for_and_never_saved_is_no_hit():
+    curve = ReuseCurve()
+    (keys,) = keys_of([list(range(50))])
+    for _ in range(100):
+        curve.looked_up(groups(keys, 50), 50, 50 * 64, held=0, page_tokens=64, page_bytes=PAGE)
+    assert curve.hit_rates([1e15]) == [0.0]
+
+
+def test_what_the_store_found_is_known_though_nobody_has_saved_it_in_this_life():
+    curve = ReuseCurve()
+    (keys,) = keys_of([list(range(37))])
+    for _ in range(100):  # more often than it takes to become a common beginning
+        curve.looked_up(groups(keys, 37), 37, 37 * 64, held=24, page_tokens=64, page_bytes=PAGE)
+    # Twice something is seen for the first time: as single pages, and as a common beginning.
+    assert curve.hit_rates([1e15]) == [pytest.approx(24 / 37 * 98 / 100, abs=0.001)]
+
+
+def test_a_partial_tail_is_asked_for_and_never_found():
+    curve = ReuseCurve()
+    (keys,) = keys_of([[1, 2, 3]])
+    for _ in range(2):
+        curve.looked_up(groups(keys, 3), 3, 3 * 64 + 64, held=0, page_tokens=64, page_bytes=PAGE)
+        curve.saved(groups(keys, 3), 3, page_tokens=64, page_bytes=PAGE)
+    assert curve.hit_rates([1e15]) == [3 / 8]
+
+
+def test_what_lies_behind_the_horizon_is_forgotten():
+    trace = [[page] for page in range(200)] * 2
+    near, far = ReuseCurve(horizon_bytes=100 * PAGE), ReuseCurve(horizon_bytes=1000 * PAGE)
+    for curve in (near, far):
+        # One prompt at a time, as in a quiet store.
+        for keys in keys_of(trace):
+            replay(curve, [keys])
+            curve.hit_rates([1.0])
+        curve.check()
+    assert near.stats({}, 0.0).ceiling == 0.0
+    assert near.stats({}, 0.0).sampled == 100
+    assert far.stats({}, 0.0).ceiling == 0.5
+
+
+def test_what_is_long_past_counts_less():
+    clock = ManualClock()
+    curve = ReuseCurve(clock=clock)
+    first, second = keys_of([[1, 2], [3, 4]])
+    for _ in range(100):
+        replay(curve, [first])
+    assert curve.hit_rates([1e15])[0] > 0.98
+    clock.advance(30 * 86_400)
+    for number in range(100):
+        replay(curve, keys_of([[number, -number]], salt=7))
+    assert curve.hit_rates([1e15])[0] < 0.02
+    replay(curve, [second])
+
+
+def test_threads_may_feed_it_together():
+    curve = ReuseCurve()
+    prompts = keys_of(shared_beginnings(400))
+    threads = [threading.Thread(target=replay, args=(curve, prompts[at::4])) for at in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    curve.check()
+    assert curve.stats({}, 0.0).asked_tokens == sum(map(len, prompts)) * PAGE_TOKENS
+
+
+def test_the_table_marks_the_tiers_and_adds_to_the_coldest_that_holds_the_rest():
+    curve = ReuseCurve()
+    replay(curve, keys_of([[page] for page in range(100)] * 3))  # nothing below 100 pages, everything there
+    stats = curve.stats({"hbm": 10 * PAGE, "host": 60 * PAGE, "disk": 40 * PAGE}, 0.25)
+    assert stats.measured_hit_rate == 0.25
+    assert stats.ceiling == pytest.approx(2 / 3)
+    assert {tier: each.hit_rate for tier, each in stats.tiers.items()} == {"hbm": 0, "host": 0, "disk": 0}
+    # A disk that is smaller than the host tier adds nothing until it is larger than that.
+    assert stats.tiers["disk"].capacity_bytes == 60 * PAGE
+    more = {
+        tier: {each.share: each.added_hit_rate for each in worth.more} for tier, worth in stats.tiers.items()
+    }
+    assert more["host"][1] == pytest.approx(2 / 3)
+    assert more["host"][0.5] == 0
+    assert more["disk"][0.5] == 0
+    assert more["disk"][2] == pytest.approx(2 / 3)
+    assert {60 * PAGE, 10 * PAGE, 40 * PAGE} <= {point.capacity_bytes for point in stats.points}
+    rates = [point.hit_rate for point in stats.points]
+    assert rates == sorted(rates)

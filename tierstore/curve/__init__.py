@@ -1,0 +1,38 @@
+"""What more memory would be worth: an estimate that a live store makes of its own traffic.
+
+For a cache that lets the least recently used page go first, the *reuse distance* of a page says everything:
+the bytes of all other pages that were used since its last use. A use is a hit in every cache that has room
+for that distance, and in no smaller one. So one pass over the traffic gives the hit rate of all capacities at
+once (Mattson et al., 1970), and a sample of the pages gives nearly the same curve for a small part of the
+work: SHARDS (Waldspurger et al., FAST '15). A page is in the sample if its key, which is a hash, lies below a
+border; distances in the sample are scaled up. When the sample grows too large, the border is lowered.
+
+**Prefixes.** A hit needs the whole prefix, not only its last page. That comes out by itself if uses are put
+in the right order: whoever uses a page uses all pages before it too, so a page is never older than those
+behind it; and of one request the pages count as used from the last to the first, as they leave a tier. Then
+the distances along a prompt never fall, and where one page is a hit, all before it are.
+
+**Lookups ask, saves store.** A lookup is measured and marks what is known as used. What brings a page in is a
+save, of it or of one behind it, or a lookup that finds it in the store (it may be on disk since an earlier
+life): what was asked for and never saved is no hit the next time. A save that finds no room counts: with more
+room it would have been stored.
+
+**Common beginnings** are counted in full (``beginnings.py``): a system prompt that is a tenth of all uses
+must not depend on which of its pages happen to be in the sample. The rest is scaled to what is known exactly:
+how many pages were asked for.
+
+**Cost.** Feeding is a look at the keys' first bytes and an entry in a list. Every few hundred sampled uses
+are worked off in one stroke of array operations (``recency.py``).
+
+Rejected: a tree or a list per page in Python (3 µs a use instead of 0.3); whole prompts as the unit of
+sampling (they share their beginnings, so that a few of them decide everything); a curve of each policy (what
+a policy other than LRU gains is measured by replaying a trace, not here).
+
+The estimate is forgotten when the store is closed, and what is half a day old counts a quarter.
+"""
+
+from tierstore.curve.curve import ReuseCurve
+from tierstore.curve.stats import AddedRoom, CurvePoint, CurveStats, TierWorth
+from tierstore.curve.table import HORIZON
+
+__all__ = ["HORIZON", "AddedRoom", "CurvePoint", "CurveStats", "ReuseCurve", "TierWorth"]

@@ -1,0 +1,195 @@
+"""The curve of a live store: fed by its lookups and saves, read by its stats."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.curve.batch import ALL, Batch, Event, joined
+from tierstore.curve.beginnings import Beginnings
+from tierstore.curve.groups import Groups
+from tierstore.curve.histogram import Histogram
+from tierstore.curve.recency import Recency
+from tierstore.curve.stats import CurveStats
+from tierstore.curve.table import points, worth
+from tierstore.keys import KEY_BYTES
+
+MOST_PAGES: Final = 8192  # in the sample
+_LOWEST = 1 << 44  # no border is below it: that is a sample of one page in a million
+_MEAN_IN_A_PROMPT = 12.0  # sampled groups of a prompt: more cost time and say little …
+_CLOSE_LOOKS = 1 << 15  # … except of the first ones that there are, after which the sample may grow thinner …
+_FEW = 1 / 4  # … and twice as many while the sample is not as full as this
+_MOST_WAITING = 12_288  # groups that are kept to be worked off together
+_MOST_EVENTS = 192
+_MOST_USES = 512  # sampled ones that are worked off together
+_HALF_LIFE_S = 6 * 3600.0
+
+
+class ReuseCurve:
+    """Thread-safe. ``horizon_bytes`` is how far back it looks: what has not been used while so many bytes of
+    other pages were is as good as new."""
+
+    def __init__(
+        self,
+        *,
+        horizon_bytes: float = math.inf,
+        most_pages: int = MOST_PAGES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.horizon_bytes = horizon_bytes
+        self._most_pages = most_pages
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._border = ALL  # hashes below it are in the sample
+        self._recency = Recency()
+        self._beginnings = Beginnings()
+        self._asked = _Asked()
+        self._weighed_s = clock()
+        self._events: list[Event] = []
+        self._waiting = 0  # groups in them
+        self._looks = 0  # groups and stretches worked off so far
+
+    # -- feeding (from any thread) -------------------------------------------------------------------
+
+    def looked_up(
+        self, groups: Groups, pages: int, tokens: int, *, held: int, page_tokens: int, page_bytes: int
+    ) -> None:
+        """``tokens`` tokens of a prompt were asked for: ``pages`` whole pages, in these groups, and a tail.
+        The first ``held`` pages were found."""
+        with self._lock:
+            self._asked.tokens += tokens
+            self._add(Event(joined(groups), pages, held, page_bytes, page_tokens, False))
+
+    def saved(self, groups: Groups, pages: int, *, page_tokens: int, page_bytes: int) -> None:
+        """The first ``pages`` pages of a prompt, in these groups, are being saved, or are there already."""
+        with self._lock:
+            self._add(Event(joined(groups), pages, pages, page_bytes, page_tokens, True))
+
+    def _add(self, event: Event) -> None:
+        self._events.append(event)
+        self._waiting += len(event.groups) // KEY_BYTES
+        if self._waiting >= _MOST_WAITING or len(self._events) >= _MOST_EVENTS:
+            self._work()
+
+    # -- working it off (under the lock) --------------------------------------------------------------
+
+    def _work(self) -> None:
+        events, self._events = self._events, []
+        # Few at a time while most are in the sample, or comparing all with each other takes too much memory.
+        parts = int(self._waiting * self._rate / _MOST_USES) + 1
+        self._waiting = 0
+        step = -(-len(events) // parts)
+        for start in range(0, len(events), step or 1):
+            self._work_off(events[start : start + step])
+        self._weigh()
+
+    def _work_off(self, events: Sequence[Event]) -> None:
+        batch = Batch(events, self._beginnings, self._border)
+        self._asked.sampled_from += batch.sampled_from
+        if not len(batch):
+            return
+        rate = self._rate
+        self._looks += len(batch)
+        asked, above = self._recency.use(batch.uses(rate))
+        self._asked.note(batch, asked, above / rate + batch.nbytes[asked], 1 / rate)
+        self._recency.forget_behind(self.horizon_bytes * rate)
+        border = self._recency.limit(self._most_pages)
+        if border is not None:
+            self._border = max(border, _LOWEST)
+        elif self._looks > _CLOSE_LOOKS and self._too_many(batch, events):
+            self._border //= 2
+            self._recency.forget(self._border)
+
+    def _too_many(self, batch: Batch, events: Sequence[Event]) -> bool:
+        mean = int(np.count_nonzero(~batch.common)) / len(events)
+        few = len(self._recency) < _FEW * self._most_pages
+        return mean > _MEAN_IN_A_PROMPT * (1 + few) and self._border // 2 >= _LOWEST
+
+    @property
+    def _rate(self) -> float:
+        """The share of all groups that is in the sample."""
+        return self._border / ALL
+
+    def _weigh(self) -> None:
+        """What is long past counts less."""
+        now = self._clock()
+        if now - self._weighed_s >= _HALF_LIFE_S / 64:
+            self._asked.scale(0.5 ** ((now - self._weighed_s) / _HALF_LIFE_S))
+            self._weighed_s = now
+
+    # -- reading (from any thread) -------------------------------------------------------------------
+
+    def hit_rates(self, capacities: Sequence[float]) -> list[float]:
+        """The hit rates of caches of these many bytes."""
+        with self._lock:
+            self._work()
+            return [self._asked.hit_rate(capacity) for capacity in capacities]
+
+    def stats(self, tiers: Mapping[str, int], measured_hit_rate: float) -> CurveStats:
+        """A snapshot, for a store whose ``tiers`` have these capacities in bytes, fastest first."""
+        with self._lock:
+            self._work()
+            return CurveStats(
+                asked_tokens=round(self._asked.tokens),
+                sampled=len(self._recency),
+                rate=self._rate,
+                measured_hit_rate=measured_hit_rate,
+                ceiling=self._asked.hit_rate(math.inf),
+                horizon_bytes=0 if math.isinf(self.horizon_bytes) else int(self.horizon_bytes),
+                points=points(self._asked.hit_rate, tiers),
+                tiers=worth(self._asked.hit_rate, tiers),
+            )
+
+    def check(self) -> None:
+        """Assert that what is counted twice agrees."""
+        with self._lock:
+            self._recency.check()
+            assert len(self._recency) <= self._most_pages, "the sample is too large"
+
+
+class _Asked:
+    """What was asked for, and at which distance it was asked for again. In tokens."""
+
+    def __init__(self) -> None:
+        self.tokens = 0.0  # in all
+        self.sampled_from = 0.0  # in whole pages that are in no common beginning
+        self._sampled = 0.0  # the same by the sample
+        self._common = Histogram()
+        self._groups = Histogram()
+
+    def note(
+        self,
+        batch: Batch,
+        again: npt.NDArray[np.int64],
+        distances: npt.NDArray[np.float64],
+        stands_for: float,
+    ) -> None:
+        """The uses ``again`` of a batch found their page at these distances. Each sampled group stands for so
+        many of them."""
+        common, tokens = batch.common[again], batch.tokens[again]
+        self._common.add(distances[common], tokens[common])
+        self._groups.add(distances[~common], tokens[~common] * stands_for)
+        self._sampled += float(batch.tokens[~batch.common & batch.asks].sum()) * stands_for
+
+    def hit_rate(self, capacity_bytes: float) -> float:
+        if not self.tokens:
+            return 0.0
+        groups = self._groups.within(capacity_bytes)
+        if self._sampled:
+            # The sample has a little more or less than its share. How much is known.
+            groups *= self.sampled_from / self._sampled
+        return min((self._common.within(capacity_bytes) + groups) / self.tokens, 1.0)
+
+    def scale(self, factor: float) -> None:
+        """Weigh all of it with ``factor``."""
+        self.tokens *= factor
+        self.sampled_from *= factor
+        self._sampled *= factor
+        self._common.scale(factor)
+        self._groups.scale(factor)

@@ -1,0 +1,196 @@
+"""A sample of the pages in order of their last use, and how far back in that order a page is found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+_KEPT = 7 / 8  # of the most pages, when there are more: the others are not cut off one by one
+
+Hashes = npt.NDArray[np.uint64]
+Number = TypeVar("Number", bound=np.generic)
+
+
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """A batch of uses in the order in which they happened; columns of one length.
+
+    ``request`` ascends; uses of one request are found as it began, and ordered so that the last ones count as
+    the most recent. ``asks`` says which of them are to be measured, ``brings`` which bring their page in if
+    it is not known."""
+
+    hashes: Hashes
+    request: npt.NDArray[np.int64]
+    nbytes: npt.NDArray[np.float64]
+    asks: npt.NDArray[np.bool_]
+    brings: npt.NDArray[np.bool_]
+
+
+class Recency:
+    """Pages by hash, in order of hashes and in order of time. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._hashes: Hashes = np.zeros(0, np.uint64)  # ascending …
+        self._last = np.zeros(0, np.int64)  # … and the time of each one's last use
+        self._times = np.zeros(0, np.int64)  # the same times ascending …
+        self._nbytes = np.zeros(0, np.float32)  # … and the size of the page that each belongs to
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+    @property
+    def nbytes(self) -> float:
+        """Of all pages in the sample."""
+        return float(self._nbytes.sum())
+
+    def use(self, uses: Uses) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """Take note of a batch. Returns which of its uses asked for a page that is known, and how many bytes
+        of other pages had been used since that page was."""
+        order = np.argsort(uses.hashes, kind="stable")
+        at, found = self._find(uses.hashes[order])
+        known = found | _brought_before(uses.hashes[order], uses.brings[order])
+        order, at, found = order[known], at[known], found[known]
+        hashes = uses.hashes[order]
+        again = np.zeros(len(order), np.bool_)
+        again[1:] = hashes[1:] == hashes[:-1]
+        before = np.full(len(uses.hashes), -1, np.int64)  # the time of the use before this one
+        before[order[found]] = self._last[at[found]]
+        before[order[again]] = self._now + order[np.flatnonzero(again) - 1]
+        touched = np.zeros(len(uses.hashes), np.bool_)
+        touched[order] = True
+        asked = np.flatnonzero(touched & uses.asks & (before >= 0))
+        distances = self._above(before[asked]) + self._above_in_batch(uses, touched, before, asked)
+        last = np.ones(len(order), np.bool_)
+        last[:-1] = ~again[1:]
+        first = ~again
+        self._move(uses, order[last], at[first], found[first])
+        return asked, distances
+
+    def limit(self, most: int) -> int | None:
+        """Keep no more than ``most`` pages: those of the smallest hashes. Returns the smallest hash that has
+        been given up; None when there was room for all."""
+        if len(self) <= most:
+            return None
+        kept = int(most * _KEPT)
+        border = int(self._hashes[kept])
+        self.forget(border)
+        return border
+
+    def forget(self, border: int) -> None:
+        """Give up the pages whose hashes are ``border`` or more."""
+        kept = int(self._hashes.searchsorted(np.uint64(border)))
+        self._drop_times(self._last[kept:])
+        self._hashes, self._last = self._hashes[:kept].copy(), self._last[:kept].copy()
+
+    def forget_behind(self, nbytes: float) -> None:
+        """Give up the pages that lie more than ``nbytes`` back."""
+        newer = np.cumsum(self._nbytes[::-1], dtype=np.float64)
+        kept = int(newer.searchsorted(nbytes, side="right"))
+        if kept == len(self):
+            return
+        self._times, self._nbytes = self._times[-kept or len(self) :], self._nbytes[-kept or len(self) :]
+        still = self._last >= (self._times[0] if kept else self._now)
+        self._hashes, self._last = self._hashes[still], self._last[still]
+
+    # -- inside --------------------------------------------------------------------------------------
+
+    def _find(self, hashes: Hashes) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+        """Where each hash is or would be, and whether it is there."""
+        at = self._hashes.searchsorted(hashes)
+        found = np.zeros(len(hashes), np.bool_)
+        if len(self):
+            found = self._hashes[np.minimum(at, len(self) - 1)] == hashes
+        return at, found
+
+    def _above(self, before: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        """Bytes of pages used after these times, as it was when the batch began."""
+        newer = np.zeros(len(self) + 1)
+        np.cumsum(self._nbytes[::-1], out=newer[1:])
+        return newer[len(self) - self._times.searchsorted(before, side="right")]
+
+    def _above_in_batch(
+        self,
+        uses: Uses,
+        touched: npt.NDArray[np.bool_],
+        before: npt.NDArray[np.int64],
+        asked: npt.NDArray[np.int64],
+    ) -> npt.NDArray[np.float64]:
+        """Bytes of pages that earlier requests of the batch have brought above each of the uses ``asked``:
+        used since its page was, and before that not since then."""
+        columns = np.flatnonzero(touched)
+        nbytes = np.where(touched, uses.nbytes, 0.0)
+        since = np.sort(before[columns])
+        # By request, and by time of the use before: bytes of earlier requests, used before not since then.
+        risen = np.zeros((int(uses.request[-1]) + 2, len(columns) + 1), np.float32)
+        np.add.at(
+            risen, (uses.request[columns] + 1, since.searchsorted(before[columns]) + 1), nbytes[columns]
+        )
+        np.cumsum(risen, axis=0, out=risen)
+        np.cumsum(risen, axis=1, out=risen)
+        mine = before[asked]
+        above = risen[uses.request[asked], since.searchsorted(mine)].astype(np.float64)
+        # Where the page itself was used in this batch, all that came before that use is not above it.
+        inside = np.maximum(mine - self._now + 1, 0)
+        up_to = np.zeros(len(uses.hashes) + 1)
+        np.cumsum(nbytes, out=up_to[1:])
+        return above - up_to[inside]
+
+    def _move(
+        self,
+        uses: Uses,
+        latest: npt.NDArray[np.int64],
+        at: npt.NDArray[np.int64],
+        found: npt.NDArray[np.bool_],
+    ) -> None:
+        """The pages of the uses ``latest``, in order of hashes, have been used last in these. They are or
+        belong at ``at``."""
+        self._drop_times(self._last[at[found]])
+        used = self._now + latest
+        self._last[at[found]] = used[found]
+        if not found.all():
+            new = at[~found] + np.arange(len(found) - np.count_nonzero(found))
+            old = np.ones(len(self) + len(new), np.bool_)
+            old[new] = False
+            self._hashes = _merged(self._hashes, old, uses.hashes[latest[~found]])
+            self._last = _merged(self._last, old, used[~found])
+        by_time = np.sort(latest)
+        self._times = np.concatenate([self._times, self._now + by_time])
+        self._nbytes = np.concatenate([self._nbytes, uses.nbytes[by_time].astype(np.float32)])
+        self._now += len(uses.hashes)
+
+    def _drop_times(self, times: npt.NDArray[np.int64]) -> None:
+        kept = np.ones(len(self._times), np.bool_)
+        kept[self._times.searchsorted(times)] = False
+        self._times, self._nbytes = self._times[kept], self._nbytes[kept]
+
+    # -- checking ------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert that both orders hold the same pages."""
+        assert len(self._hashes) == len(self._last) == len(self._times) == len(self._nbytes), "columns differ"
+        assert (self._hashes[1:] > self._hashes[:-1]).all(), "hashes do not ascend"
+        assert (np.sort(self._last) == self._times).all(), "times are not those of the pages"
+
+
+def _brought_before(hashes: Hashes, brings: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Of uses in order of hashes: whether this one, or one of the same page before it, brings it in."""
+    at = np.arange(len(hashes))
+    starts = np.ones(len(hashes), np.bool_)
+    starts[1:] = hashes[1:] != hashes[:-1]
+    start = np.maximum.accumulate(np.where(starts, at, 0))
+    brought: npt.NDArray[np.bool_] = np.maximum.accumulate(np.where(brings, at, -1)) >= start
+    return brought
+
+
+def _merged(
+    column: npt.NDArray[Number], old: npt.NDArray[np.bool_], values: npt.NDArray[Number]
+) -> npt.NDArray[Number]:
+    """``column`` where ``old``, and ``values`` in between."""
+    merged = np.empty(len(old), column.dtype)
+    merged[old] = column
+    merged[~old] = values
+    return merged

@@ -1,0 +1,116 @@
+"""Which pages only one session has used, and what is known of their future.
+
+A session is whatever its caller calls one: a conversation, an agent's run. A page belongs to the session that
+saved it first, until anybody else saves it or a page behind it; then it belongs to nobody, and no session's
+end makes it leave. So a system prompt stays, however many of the conversations below it are over.
+
+Remembered are, of each session, the last pages that it has come to: the pages before them are their parents.
+What is not remembered is not told: pages that have fallen asleep (they are old, and on disk), the sessions
+that were not heard of for an hour when there are too many, and all of it after a restart. Nothing here holds
+a page.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from tierstore.index import Page
+
+NOBODY = 0
+MOST_SESSIONS = 1 << 14
+_MOST_ENDS = 8  # of one session: it may go several ways at once
+_FORGOTTEN_S = 3600.0
+
+
+class _Session:
+    __slots__ = ("ends", "last_s", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.ends: list[Page] = []  # the last one saved last
+        self.last_s = 0.0
+
+
+class Sessions:
+    """Guarded by the state's lock."""
+
+    def __init__(self) -> None:
+        self._sessions: OrderedDict[tuple[str, str], _Session] = OrderedDict()
+        self._numbers = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def any(self) -> bool:
+        """Whether there ever was one."""
+        return self._numbers > 0
+
+    def number(self, tenant: str, name: str | None, now_s: float) -> int:
+        """The number of a session that saves something; 0 for none."""
+        if name is None:
+            return NOBODY
+        session = self._sessions.get((tenant, name))
+        if session is None:
+            self._forget(now_s)
+            self._numbers += 1
+            session = self._sessions[tenant, name] = _Session(self._numbers)
+        session.last_s = now_s
+        self._sessions.move_to_end((tenant, name))
+        return session.number
+
+    def share(self, page: Page | None, number: int) -> None:
+        """Somebody goes on behind ``page``: it, and what is before it, is not another session's alone."""
+        # A page of one's own has no page before it that is another's.
+        while page is not None and page.session != number:
+            page.session = NOBODY
+            page = page.parent
+
+    def saved(self, tenant: str, name: str | None, page: Page | None) -> None:
+        """A save of a session has come to its last page."""
+        session = self._sessions.get((tenant, name)) if name is not None else None
+        if session is None or page is None or page.parent is None:
+            return
+        ends = [end for end in map(_held, session.ends) if end is not page and not _is_before(end, page)]
+        session.ends = [*ends[-_MOST_ENDS + 1 :], page]
+
+    def finish(self, tenant: str, name: str) -> list[Page]:
+        """The session is over and forgotten. Returns the pages that nobody else has used."""
+        session = self._sessions.pop((tenant, name), None)
+        if session is None:
+            return []
+        own: dict[Page, None] = {}
+        for end in map(_held, session.ends):
+            own.update(dict.fromkeys(own_pages(end, session.number)))
+        return list(own)
+
+    def _forget(self, now_s: float) -> None:
+        while self._sessions:
+            oldest = next(iter(self._sessions.values()))
+            if len(self._sessions) < MOST_SESSIONS and oldest.last_s + _FORGOTTEN_S > now_s:
+                return
+            self._sessions.popitem(last=False)
+
+
+def own_pages(page: Page | None, number: int) -> list[Page]:
+    """``page`` and those before it, as far as they are session ``number``'s alone."""
+    own = []
+    while page is not None and page.session == number and page.parent is not None:
+        own.append(page)
+        page = page.parent
+    return own
+
+
+def _held(page: Page) -> Page:
+    """The page, or the last one before it that the tree still holds."""
+    while page.parent is not None and not any(page.copies):
+        page = page.parent
+    return page
+
+
+def _is_before(page: Page, other: Page) -> bool:
+    """Whether ``page`` is one of the pages before ``other``."""
+    above: Page | None = other
+    while above is not None and above.depth > page.depth:
+        above = above.parent
+    return above is page
