@@ -19,6 +19,7 @@ ByteRange(start=81920, stop=98304)
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,6 +35,7 @@ DTYPE_BYTES: Mapping[str, int] = {
     "bfloat16": 2,
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
+    "uint8": 1,  # of opaque pages
 }
 
 
@@ -44,6 +46,10 @@ class LayerKind(str, enum.Enum):
     SLIDING_WINDOW = "sliding_window"  # K and V, of which only the last `window` tokens are read
     MLA_LATENT = "mla_latent"  # one latent vector per token instead of K and V
     RECURRENT_STATE = "recurrent_state"  # a state of fixed size, valid at a chunk's end
+    OPAQUE = "opaque"  # whatever another engine keeps: bytes in that engine's own order
+
+
+_STATES = (LayerKind.RECURRENT_STATE, LayerKind.OPAQUE)  # so many bytes, and no tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +70,8 @@ class LayerGroup:
 
     ``layers`` are indices into the model's layers, ascending. ``head_dim`` is the width of one vector:
     of a head's K or V, or of the latent (with its RoPE part) for MLA. ``window`` is in tokens and only for
-    sliding windows; ``state_bytes`` is per layer and only for recurrent state, which has no tokens.
+    sliding windows; ``state_bytes`` is per layer and only for recurrent state, which has no tokens, and for
+    opaque pages.
     """
 
     kind: LayerKind
@@ -114,6 +121,14 @@ class KVSpec:
         """A model whose layers are all full attention with the same heads (Llama, Qwen, Mistral)."""
         group = LayerGroup(LayerKind.FULL_ATTENTION, tuple(range(layers)), kv_heads, head_dim)
         return cls((group,), dtype, chunk_tokens)
+
+    @classmethod
+    def opaque(cls, page_bytes: int, *, chunk_tokens: int) -> KVSpec:
+        """Pages of another engine, of which nothing is known but their size. Such a page is found by the key
+        that the engine gave its chunk, and whole: what part of it belongs to which token is not known. What
+        the bytes mean has to be told apart by the identity (``Identity.codec``)."""
+        group = LayerGroup(LayerKind.OPAQUE, (0,), state_bytes=page_bytes)
+        return cls((group,), "uint8", chunk_tokens)
 
     @classmethod
     def from_hf_config(
@@ -175,6 +190,8 @@ class KVSpec:
     def tile(self, layer: int, plane: int, head: int) -> ByteRange:
         """Where one head's ``chunk_tokens × head_dim`` matrix lies; ``plane`` is 0 for K, 1 for V."""
         group, start = self._layer_starts[layer]
+        if group.kind in _STATES:
+            raise SpecError(f"layer {layer} is kept as {group.kind.value}, which has no tiles")
         if not (0 <= plane < group.planes and 0 <= head < group.kv_heads):
             raise SpecError(f"layer {layer} has no tile (plane {plane}, head {head})")
         tile_bytes = self.chunk_tokens * group.head_dim * self.dtype_bytes
@@ -192,6 +209,22 @@ class KVSpec:
             )
         return ";".join(parts)
 
+    @classmethod
+    def parse(cls, layout: str) -> KVSpec:
+        """The spec that :meth:`describe` gives this line for. Raises :class:`SpecError` for any other."""
+        match = _LAYOUT.fullmatch(layout)
+        groups = [_GROUP.fullmatch(part) for part in layout.split(";")[2:]]
+        if match is None or not all(groups):
+            raise SpecError(f"not a page layout: {layout!r}")
+        spec = cls(
+            tuple(_parsed_group(group) for group in groups if group is not None),
+            match["dtype"],
+            int(match["chunk"]),
+        )
+        if spec.describe() != layout:
+            raise SpecError(f"not a page layout: {layout!r}")
+        return spec
+
     @cached_property
     def _layer_starts(self) -> dict[int, tuple[LayerGroup, int]]:
         starts = {}
@@ -203,15 +236,36 @@ class KVSpec:
         return starts
 
     def _layer_bytes(self, group: LayerGroup) -> int:
-        if group.kind is LayerKind.RECURRENT_STATE:
+        if group.kind in _STATES:
             return group.state_bytes
         return group.planes * group.kv_heads * self.chunk_tokens * group.head_dim * self.dtype_bytes
 
 
+_LAYOUT = re.compile(r"chunk=(?P<chunk>\d+);dtype=(?P<dtype>\w+)(;[^;]+)+")
+_GROUP = re.compile(
+    r"(?P<kind>\w+)\[(?P<layers>[\d,]*)\]x(?P<heads>\d+)x(?P<dim>\d+)/w(?P<window>\d+)/s(?P<state>\d+)"
+)
+
+
+def _parsed_group(group: re.Match[str]) -> LayerGroup:
+    try:
+        kind = LayerKind(group["kind"])
+        layers = tuple(int(layer) for layer in group["layers"].split(","))
+    except ValueError as error:
+        raise SpecError(f"not a layer group: {group[0]!r}") from error
+    window, state_bytes = int(group["window"]), int(group["state"])
+    return LayerGroup(kind, layers, int(group["heads"]), int(group["dim"]), window or None, state_bytes)
+
+
+def is_opaque(layout: str) -> bool:
+    """Whether ``KVSpec.describe()`` gave this line for opaque pages."""
+    return f";{LayerKind.OPAQUE.value}[" in layout
+
+
 def _check_group(group: LayerGroup) -> None:
-    if group.kind is LayerKind.RECURRENT_STATE:
+    if group.kind in _STATES:
         if group.state_bytes < 1:
-            raise SpecError("a recurrent layer group needs state_bytes")
+            raise SpecError(f"a layer group of kind {group.kind.value} needs state_bytes")
     elif group.kv_heads < 1 or group.head_dim < 1:
         raise SpecError(
             f"kv_heads and head_dim must be at least 1, not {group.kv_heads} and {group.head_dim}"

@@ -87,3 +87,43 @@ def test_descriptions_differ_where_bytes_differ():
         for chunk in (16, 64)
     ]
     assert len({spec.describe() for spec in specs}) == len(specs)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        KVSpec.uniform(layers=3, kv_heads=2, head_dim=8, dtype="float16", chunk_tokens=16),
+        KVSpec.from_hf_config(LLAMA_8B),
+        KVSpec.opaque(4096, chunk_tokens=32),
+        KVSpec(
+            (
+                LayerGroup(LayerKind.SLIDING_WINDOW, (0, 2), 2, 8, window=100),
+                LayerGroup(LayerKind.MLA_LATENT, (1,), 1, 576),
+                LayerGroup(LayerKind.RECURRENT_STATE, (3,), state_bytes=77),
+            ),
+            "bfloat16",
+        ),
+    ],
+)
+def test_a_description_leads_back_to_the_spec(spec):
+    assert KVSpec.parse(spec.describe()) == spec
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "chunk=64",
+        "chunk=64;dtype=float16",
+        "chunk=64;dtype=float16;",
+        "chunk=64;dtype=float99;full[0]x1x8/w0/s0",
+        "chunk=0;dtype=float16;full[0]x1x8/w0/s0",
+        "chunk=064;dtype=float16;full_attention[0]x1x8/w0/s0",
+        "chunk=64;dtype=float16;full_attention[0,]x1x8/w0/s0",
+        "chunk=64;dtype=float16;other[0]x1x8/w0/s0",
+        "chunk=64;dtype=float16;full_attention[0]x1x8/w0/s0;x",
+    ],
+)
+def test_a_line_that_describes_nothing_is_refused(line):
+    with pytest.raises(SpecError):
+        KVSpec.parse(line)

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from tierstore.cli import doctor, evict, fsck, ls, serve, stats, top
+from tierstore.cli import doctor, evict, fsck, ls, pin, prefetch, serve, stats, top
 from tierstore.command_line import one_line_errors
 
 app = typer.Typer(
@@ -51,3 +51,6 @@ app.command("keygen")(serve.keygen)
 app.command("stats")(stats.command)
 app.command("top")(top.command)
 app.command("evict")(evict.command)
+app.command("pin")(pin.pin)
+app.command("unpin")(pin.unpin)
+app.command("prefetch")(prefetch.command)

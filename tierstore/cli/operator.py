@@ -1,4 +1,4 @@
-"""A person's connection to a daemon: what ``stats``, ``top`` and ``evict`` ask through."""
+"""A person's connection to a daemon: what ``stats``, ``top``, ``evict`` and ``pin`` ask through."""
 
 from __future__ import annotations
 

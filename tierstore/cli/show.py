@@ -105,6 +105,17 @@ def meter(text: str) -> Iterator[Meter]:
         yield Meter(progress, progress.add_task(text, total=None, pages="0", all_pages="?"))
 
 
+@contextmanager
+def waiting(text: str) -> Iterator[None]:
+    """A spinner on stderr for as long as the block runs; off a terminal nothing."""
+    console = _console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(text):
+        yield
+
+
 def _console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 

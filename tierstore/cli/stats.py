@@ -11,6 +11,7 @@ import msgspec
 import typer
 
 from tierstore.cli import show
+from tierstore.cli.curve import write as write_curve
 from tierstore.cli.operator import Connect, Keys, Operator, ServerKey
 from tierstore.units import format_size
 
@@ -23,6 +24,9 @@ def command(
     keys: Keys = None,
     server_key: ServerKey = None,
     json: Annotated[bool, typer.Option("--json", help="Write one JSON document")] = False,
+    curve: Annotated[
+        bool, typer.Option("--curve", help="Instead: the hit rates that other capacities would have")
+    ] = False,
 ) -> None:
     """Show what a daemon holds and has done since it started.
 
@@ -30,10 +34,19 @@ def command(
     """
     with Operator(connect, keys, server_key) as operator:
         document = operator.stats_json()
-        if json:
+        if curve:
+            _write_curve(operator.parse(document), json=json)
+        elif json:
             show.write_json(msgspec.json.decode(document, type=dict[str, object]))
         else:
             _print(operator, operator.parse(document))
+
+
+def _write_curve(stats: DaemonStats, *, json: bool) -> None:
+    if json:
+        show.write_json(msgspec.to_builtins(stats.store.curve))
+    else:
+        write_curve(stats.store.curve)
 
 
 # -- for people ----------------------------------------------------------------------------------------

@@ -9,12 +9,9 @@ import os
 import pty
 import re
 import select
-import shutil
 import signal
 import socket
 import subprocess
-import sys
-import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,54 +19,18 @@ from pathlib import Path
 import pytest
 import zmq
 
-from tests.tierstore.daemon.client.conftest import SPEC, DaemonProcess, pages_of
+from tests.tierstore.cli.conftest import PAGES, TOKENS, command, run
+from tests.tierstore.daemon.client.conftest import DaemonProcess
 from tierstore.cli.operator import Operator
 from tierstore.cli.stats import quantile
 from tierstore.cli.top import view
 from tierstore.daemon import keys, protocol
-from tierstore.daemon.connected import ConnectedStore
 from tierstore.daemon.metrics import StatsCollector
 from tierstore.daemon.settings import HELP, Settings
 from tierstore.daemon.stats import BOUNDS_S, LatencyStats
 from tierstore.errors import StoreUnavailableError
-from tierstore.keys import Identity
 
 DOCS = Path(__file__).parents[3] / "docs"
-PAGES = 20
-TOKENS = list(range(PAGES * SPEC.chunk_tokens))
-
-
-def command(*arguments):
-    return [sys.executable, "-m", "tierstore.cli", *map(str, arguments)]
-
-
-def run(*arguments):
-    """(exit code, stdout, stderr)."""
-    done = subprocess.run(command(*arguments), capture_output=True, text=True, check=False, timeout=60)
-    return done.returncode, done.stdout, done.stderr
-
-
-@pytest.fixture
-def directory():
-    """A path short enough for a unix socket."""
-    path = tempfile.mkdtemp(prefix="ts")
-    yield Path(path)
-    shutil.rmtree(path, ignore_errors=True)
-
-
-@pytest.fixture
-def daemon(directory):
-    """A daemon, and one client that has saved ``TOKENS``."""
-    process = DaemonProcess(directory).start()
-    with ConnectedStore.connect(
-        process.url, SPEC, identity=Identity.of(SPEC, model="m"), lookup_s=5.0
-    ) as store:
-        assert store.wait_connected(30)
-        assert store.save(TOKENS, pages_of(TOKENS)).wait(30) == len(TOKENS)
-        assert store.flush(30)
-        process.store = store
-        yield process
-    process.kill()
 
 
 def test_stats_as_json_are_what_the_daemon_says(daemon):
@@ -94,6 +55,30 @@ def test_stats_as_a_table_leave_out_what_is_zero(daemon):
     assert f"pid {os.getpid()}" in out
     assert re.search(rf"^saved pages +{PAGES}$", out, re.M)
     assert "damaged" not in out
+
+
+def test_the_curve_says_what_more_memory_would_be_worth(daemon):
+    assert run("stats", "--connect", daemon.url, "--curve") == (
+        0,
+        "nothing has been asked for yet: there is no curve\n",
+        "",
+    )
+    for _ in range(3):
+        daemon.store.lookup(TOKENS).release()
+    daemon.store.flush(10)
+    code, out, err = run("stats", "--connect", daemon.url, "--curve")
+    assert (code, err) == (0, "")
+    assert "hit rate 100.0 % since the start; at best 100.0 %, with 8 GiB" in out
+    assert re.search(r"^4 MiB +100.0 % +host$", out, re.M)
+    assert re.search(r"^256 MiB +100.0 % +disk$", out, re.M)
+    assert re.search(r"^host +4 MiB +100.0 % +\+4 MiB +\+0.0$", out, re.M)
+    code, out, err = run("stats", "--connect", daemon.url, "--curve", "--json")
+    assert (code, err) == (0, "")
+    document = json.loads(out)
+    assert document["ceiling"] == 1.0
+    assert document["asked_tokens"] == 3 * len(TOKENS)
+    assert document["tiers"]["host"]["more"][0].keys() == {"share", "added_bytes", "added_hit_rate"}
+    assert {"capacity_bytes": 4 << 20, "hit_rate": 1.0} in document["points"]
 
 
 def test_an_operators_session_ends_with_it(daemon):
