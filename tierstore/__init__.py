@@ -11,6 +11,7 @@ See ``docs/architecture.md`` for how it is built.
 """
 
 from tierstore.errors import SpecError, StoreClosedError, StoreUnavailableError, TierStoreError, UsageError
+from tierstore.hints import Hint
 from tierstore.keys import Identity, PageKey, Prompt
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
 from tierstore.store import Hit, Loaded, Store
@@ -18,6 +19,7 @@ from tierstore.tiers.hbm import PagePool
 from tierstore.transfer import Progress, Transfer, TransferState
 
 __all__ = [
+    "Hint",
     "Hit",
     "Identity",
     "KVSpec",

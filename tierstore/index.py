@@ -27,17 +27,20 @@ from __future__ import annotations
 import enum
 import heapq
 import itertools
-import operator
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from tierstore.keys import TOKEN_BYTES, PageKey, Prompt
-from tierstore.policy import PageFacts, Policy
+from tierstore.policy import NO_HINT, PageFacts, PageHint, Policy, Reuse
+from tierstore.policy.departed import MOST_WATCHED, Departed, fingerprint
+from tierstore.policy.queue import Accesses, Queue, Standing
 
 if TYPE_CHECKING:
     from tierstore.tiers.disk.records import PageRecord
 
+_SPARE_HINTS = 1024
 _SIBLINGS_TRIED = 64  # newest siblings looked at for a match inside a chunk
 
 
@@ -56,18 +59,19 @@ class Tier(enum.IntEnum):
 _TIERS = tuple(Tier)  # iterating over the enum itself is slow
 
 
-class Copy:
+class Copy(Standing):
     """One page in one tier. ``place`` means something to that tier only. Only ``ready`` copies are served."""
 
-    __slots__ = ("children", "damaged", "leases", "place", "queued", "ready")
+    __slots__ = ("children", "damaged", "leases", "page", "place", "ready")
 
-    def __init__(self, place: int, *, ready: bool, leases: int) -> None:
+    def __init__(self, page: Page, place: int, *, ready: bool, leases: int) -> None:
+        super().__init__()
+        self.page = page
         self.place = place
         self.ready = ready  # False while it is being filled, and again once it is found damaged
         self.damaged = False  # to be dropped with its last lease
         self.leases = leases
         self.children = 0  # copies of child pages in the same tier
-        self.queued = False  # whether the eviction queue has an entry for it
 
 
 class Page:
@@ -78,6 +82,9 @@ class Page:
         "children",
         "copies",
         "depth",
+        "fingerprint",
+        "hint",
+        "hinted",
         "hits",
         "hole",
         "identity",
@@ -87,7 +94,9 @@ class Page:
         "parent",
         "pins",
         "record",
+        "sampled",
         "serial",
+        "session",
         "tokens",
         "twin",
     )
@@ -107,6 +116,11 @@ class Page:
         self.pins = 0
         self.last_use = 0
         self.hits = 0
+        self.fingerprint = fingerprint(int.from_bytes(key[:8], "big"))
+        self.sampled = self.fingerprint < MOST_WATCHED
+        self.hint = NO_HINT  # about its next use: void once it was used after tick ``hinted``
+        self.hinted = 0
+        self.session = 0  # that alone has saved it or a page behind it; 0: nobody alone
         self.serial = 0  # what the disk tier knows it by; 0: nothing of it is on disk
         self.record: PageRecord | None = None  # of its disk copy
         self.checksum: int | None = None  # XXH3-64 of its host copy, where that came with it
@@ -141,10 +155,6 @@ class Page:
                 twin = twin.twin
 
 
-_COPIES = operator.attrgetter("copies")
-_READY = operator.attrgetter("ready")
-
-
 @dataclass(frozen=True, slots=True)
 class Match:
     """The longest held prefix. ``pages`` in prefix order; of the last one ``tail_tokens`` tokens match, which
@@ -161,10 +171,15 @@ class Index:
     """The tree and, for each tier, the queue of pages that may leave. Not thread-safe: the store locks."""
 
     def __init__(self, policies: Sequence[Policy], *, tick: int = 0) -> None:
-        """``policies`` by tier; the one for the disk is not used here. ``tick`` is the logical clock."""
-        self._policies = policies
+        """``policies`` by tier; the one for the disk only hears of uses. ``tick`` is the logical clock."""
         self._roots: dict[bytes, Page] = {}
-        self._queues: list[list[tuple[float, int, int, Page]]] = [[] for _ in Tier]
+        self._queues = [self._queue(policies[tier], tier) for tier in (Tier.HBM, Tier.HOST)]
+        self.disk_accesses = Accesses(policies[Tier.DISK])
+        accesses = [*(queue.accesses for queue in self._queues), self.disk_accesses]
+        self._watching = [each for each in accesses if each.policy.watched]
+        self._added: list[int] = []  # sampled pages that a save has made, and touch() tells of
+        self._departed = Departed()
+        self._hints: list[tuple[float, int, Page, PageHint]] = []  # by the time at which they end
         self._order = itertools.count()
         self.tick = tick
         self.by_serial: dict[int, Page] = {}  # pages with a disk copy, ready or not, and holes
@@ -186,18 +201,34 @@ class Index:
 
     def match(self, root: Page, prompt: Prompt, max_tokens: int) -> Match:
         """The longest prefix of ``prompt`` of which every page is in the tree and has a complete copy."""
-        return self.match_below(root, prompt.keys, prompt.token_bytes, prompt.chunk_tokens, max_tokens)
+        return self.match_below(
+            root,
+            prompt.keys,
+            prompt.token_bytes,
+            prompt.chunk_tokens,
+            max_tokens,
+            whole=prompt.identity.whole_pages,
+        )
 
     def match_below(
-        self, parent: Page, keys: Sequence[PageKey], tokens: bytes, chunk_tokens: int, max_tokens: int
+        self,
+        parent: Page,
+        keys: Sequence[PageKey],
+        tokens: bytes,
+        chunk_tokens: int,
+        max_tokens: int,
+        *,
+        whole: bool,
     ) -> Match:
         """The same for the rest of a prompt, ``parent`` being the page before it. ``keys`` are those of the
-        whole chunks of ``tokens``."""
+        whole chunks of ``tokens``. ``whole``: there are no matches inside a page."""
         width = chunk_tokens * TOKEN_BYTES
         pages = self.descend(parent, keys[: max_tokens // chunk_tokens], tokens, width)
         runs = tier_runs(pages)
         del pages[runs[-1][1] if runs else 0 :]
         matched = len(pages) * chunk_tokens
+        if whole:
+            return Match(tuple(pages), matched, chunk_tokens if pages else 0, runs)
         rest = tokens[len(pages) * width : (len(pages) + 1) * width]
         tail, tail_tokens = self._match_inside(pages[-1] if pages else parent, rest, max_tokens - matched)
         if tail is None:
@@ -209,14 +240,15 @@ class Index:
         """The pages below ``parent`` that hold ``tokens`` (chunks of ``width`` bytes), whether or not they
         have copies, as far as they are in the tree."""
         pages: list[Page] = []
+        found: list[bytes] = []
         page: Page | None = parent
         for key in keys:
             page = page.children.get(key)  # type: ignore[union-attr]  # checked at the loop's end
             if page is None:
                 break
             pages.append(page)
+            found.append(page.tokens)
         # The keys have found pages, their tokens decide. All at once: chunk by chunk takes thrice as long.
-        found = [page.tokens for page in pages]
         if b"".join(found) == tokens[: len(pages) * width] and set(map(len, found)) <= {width}:
             return pages
         return self._descend_slowly(parent, keys, tokens, width)
@@ -264,17 +296,29 @@ class Index:
         """The child of ``parent`` with ``tokens``, made if it is not there (then without copies)."""
         page = self.child(parent, key, tokens)
         if page is None:
-            page = Page(parent, parent.identity, key, tokens, parent.nbytes)
-            page.twin = parent.children.get(key)
-            parent.children[key] = page
-            page.last_use = self.tick
-            self.pages += 1
+            page = self._make(parent, key, tokens)
+            hits = self._departed.recall(page.fingerprint)
+            if hits is not None:
+                page.hits = hits + 1  # it would have been one
+            if page.sampled and self._watching:
+                self._added.append(page.fingerprint)
+            self._departed.make_room(self.pages)
+        return page
+
+    def _make(self, parent: Page, key: PageKey, tokens: bytes) -> Page:
+        page = Page(parent, parent.identity, key, tokens, parent.nbytes)
+        page.twin = parent.children.get(key)
+        parent.children[key] = page
+        page.last_use = self.tick
+        self.pages += 1
         return page
 
     def add_copy(self, page: Page, tier: Tier, place: int, *, ready: bool, leases: int = 0) -> Copy:
         """Record a copy of ``page`` in a tier that has none of it."""
         assert page.copies[tier] is None, f"{page} already has a copy in {tier.label}"
-        copy = page.copies[tier] = Copy(place, ready=ready, leases=leases)
+        copy = page.copies[tier] = Copy(page, place, ready=ready, leases=leases)
+        if tier is not Tier.DISK:
+            self._queues[tier].arrive(copy, self.tick, page.hits)
         self.copies[tier] += 1
         self.leases[tier] += leases > 0
         self.changes += 1
@@ -319,6 +363,8 @@ class Index:
         copy = self.copy(page, tier)
         assert copy.leases == 0, f"{page} leaves {tier.label} under a lease"
         page.copies[tier] = None
+        if tier is not Tier.DISK:
+            self._queues[tier].leave(copy)
         self.copies[tier] -= 1
         self.changes += 1
         above = page.parent.copies[tier] if page.parent else None
@@ -346,6 +392,7 @@ class Index:
         while page.parent is not None and not (page.children or any(page.copies) or page.pins or page.hole):
             parent = page.parent
             self._unlink(page)
+            self._departed.remember(page.fingerprint, page.hits)
             self._offer_all(parent)
             page = parent
 
@@ -364,7 +411,8 @@ class Index:
 
     def wake(self, parent: Page, record: PageRecord, hits: int) -> Page:
         """Bring the page of ``record``, which is on disk, into the tree. One that is there stays as it is."""
-        page = self.add(parent, PageKey(record.key), record.tokens)
+        key = PageKey(record.key)
+        page = self.child(parent, key, record.tokens) or self._make(parent, key, record.tokens)
         if page.copies[Tier.DISK] is None and not page.hole:
             page.hits = max(page.hits, hits)
             self.put_on_disk(page, record, ready=True)
@@ -397,11 +445,54 @@ class Index:
     # -- use, leases, pins ---------------------------------------------------------------------------
 
     def touch(self, pages: Sequence[Page], *, hit: bool) -> None:
-        """These pages are in use now (one tick of the logical clock for all of them)."""
+        """A lookup found these pages, or (no ``hit``) a save was about them: they are in use now (one tick of
+        the logical clock for all of them)."""
         self.tick += 1
+        tick = self.tick
+        seen = self._added
+        if hit:
+            seen = []
+            for page in pages:  # of every lookup: what is done here takes a tenth of its time
+                page.last_use = tick
+                page.hits += 1
+                if page.sampled:
+                    seen.append(page.fingerprint)
+        else:
+            for page in pages:
+                page.last_use = tick
+            self._added = []
+        if seen:
+            for accesses in self._watching:
+                accesses.add(seen)
+
+    def hint(self, pages: Sequence[Page], hint: PageHint) -> None:
+        """``hint`` is about the next use of these pages."""
         for page in pages:
-            page.last_use = self.tick
-            page.hits += hit
+            page.hint = hint
+            page.hinted = self.tick
+            if hint.expires_s < math.inf:
+                heapq.heappush(self._hints, (hint.expires_s, next(self._order), page, hint))
+            self._worth_less(page)
+        if len(self._hints) > 2 * self.pages + _SPARE_HINTS:
+            self._hints = [each for each in self._hints if each[2].hint is each[3] and any(each[2].copies)]
+            heapq.heapify(self._hints)
+
+    def expire_hints(self, now_s: float) -> None:
+        """The pages whose time to live is over are as good as done."""
+        while self._hints and self._hints[0][0] <= now_s:
+            _, _, page, hint = heapq.heappop(self._hints)
+            if page.hint is hint and page.last_use <= page.hinted:
+                page.hint = PageHint(Reuse.DONE, hint.priority)
+                self._worth_less(page)
+
+    def _worth_less(self, page: Page) -> None:
+        """A page may be worth less than it was when it was last offered."""
+        for tier in (Tier.HBM, Tier.HOST):
+            copy = page.copies[tier]
+            if copy is not None:
+                copy.queued = False  # where it stands is not where it belongs any more
+                if self.may_leave(page, tier):
+                    self._queues[tier].offer(copy)
 
     def lease(self, page: Page, tier: Tier) -> None:
         copy = self.copy(page, tier)
@@ -467,26 +558,27 @@ class Index:
     def victim(self, tier: Tier) -> Page | None:
         """The page whose copy in ``tier`` (not the disk, which keeps its own order) should leave next, by the
         tier's policy; None if none may."""
-        queue = self._queues[tier]
-        while queue:
-            score, _, _, page = queue[0]
-            copy = page.copies[tier]
-            if copy is None or not copy.queued:
-                heapq.heappop(queue)  # of an earlier copy
-            elif not self.may_leave(page, tier):
-                heapq.heappop(queue)
-                copy.queued = False  # it is offered again when what holds it is gone
-            elif (now := self._score(page, tier)) > score:
-                heapq.heapreplace(queue, (now, -page.depth, next(self._order), page))
-            else:
-                return page
-        return None
+        copy = self._queues[tier].victim(self.tick)
+        return copy.page if copy is not None else None
 
-    def facts(self, page: Page) -> PageFacts:
-        return PageFacts(page.nbytes, page.depth, page.last_use, page.hits)
+    def _queue(self, policy: Policy, tier: Tier) -> Queue[Copy]:
+        return Queue(policy, self._facts, lambda copy: self.may_leave(copy.page, tier))
 
-    def _score(self, page: Page, tier: Tier) -> float:
-        return float(cast(float, self._policies[tier].score(self.facts(page))))
+    @staticmethod
+    def _facts(copy: Copy) -> PageFacts:
+        page = copy.page
+        hint = page.hint if page.last_use <= page.hinted else NO_HINT
+        return PageFacts(
+            page.nbytes,
+            page.depth,
+            page.last_use,
+            page.hits,
+            copy.arrived,
+            hint.reuse,
+            hint.priority,
+            copy.segment,
+            copy.spent,
+        )
 
     def _offer(self, page: Page, tier: Tier) -> None:
         copy = page.copies[tier]
@@ -494,9 +586,7 @@ class Index:
             if self.may_sleep(page):
                 self.idle.setdefault(page)
         elif copy is not None and not copy.queued and self.may_leave(page, tier):
-            copy.queued = True
-            entry = (self._score(page, tier), -page.depth, next(self._order), page)
-            heapq.heappush(self._queues[tier], entry)
+            self._queues[tier].offer(copy)
 
     def _offer_all(self, page: Page) -> None:
         for tier, copy in zip(_TIERS, page.copies, strict=True):
@@ -523,8 +613,10 @@ class Index:
                 f"{len(held)} copies in {tier.label}, {self.copies[tier]} counted"
             )
             assert sum(copy.leases > 0 for _, copy in held) == self.leases[tier], f"leases in {tier.label}"
-            queued = {id(entry[3].copies[tier]) for entry in self._queues[tier]}
-            queued |= {id(page.copies[tier]) for page in self.idle if tier is Tier.DISK}
+            if tier is Tier.DISK:
+                queued = {id(page.copies[tier]) for page in self.idle}
+            else:
+                queued = self._queues[tier].queued()
             for page, copy in held:
                 below = sum(child.copies[tier] is not None for child in page.all_children())
                 assert copy.children == below, (
@@ -543,9 +635,11 @@ def tier_runs(pages: Sequence[Page]) -> list[tuple[Tier, int]]:
     copy."""
     if not pages:
         return []
-    # Mostly, all of a prompt is in the host tier. Seen without a loop of Python's, that takes half the time.
-    in_hbm, in_host, _ = zip(*map(_COPIES, pages), strict=True)
-    if all(in_host) and not any(in_hbm) and all(map(_READY, in_host)):
+    for page in pages:  # mostly, all of a prompt is in the host tier: that takes a quarter of the time
+        hbm, host, _ = page.copies
+        if hbm is not None or host is None or not host.ready:
+            break
+    else:
         return [(Tier.HOST, len(pages))]
     runs: list[tuple[Tier, int]] = []
     last: Tier | None = None

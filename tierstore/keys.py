@@ -22,7 +22,7 @@ import numpy.typing as npt
 import xxhash
 
 from tierstore.errors import UsageError
-from tierstore.spec import KVSpec
+from tierstore.spec import KVSpec, is_opaque
 
 PageKey = NewType("PageKey", bytes)
 """16 bytes that find a page."""
@@ -56,6 +56,13 @@ class Identity:
     def of(cls, spec: KVSpec, *, model: str, **fields: str) -> Identity:
         """The identity of pages laid out by ``spec``."""
         return cls(model=model, layout=spec.describe(), **fields)
+
+    @cached_property
+    def whole_pages(self) -> bool:
+        """Whether pages are found whole, by their keys, or not at all: those of an opaque layout. An engine
+        that keeps such pages makes the keys, too, and they may stand for more than tokens (an image, an
+        adapter): equal tokens under another key are another page."""
+        return is_opaque(self.layout)
 
     @cached_property
     def digest(self) -> bytes:
@@ -142,16 +149,23 @@ class Prompt:
         return self.keys[-1] if self.keys else self._digest(self.identity.digest)
 
     def _extend_keys(self) -> None:
-        # 0.3 µs a chunk: everything that can be is kept out of the loop.
         width = self.chunk_tokens * TOKEN_BYTES
         data = bytes(memoryview(self._data)[len(self.keys) * width :])
-        digest = self._digest
-        key: bytes = self._parent_key()
-        keys: list[bytes] = []
-        for start in range(0, len(data) - width + 1, width):
-            key = digest(key + data[start : start + width])
-            keys.append(key)
-        self.keys.extend(cast(list[PageKey], keys))
+        self.keys.extend(chunk_keys(self._parent_key(), data, width, self._digest))
+
+
+def root_key(identity: Identity) -> bytes:
+    """The key before a prompt's first chunk."""
+    return xxhash.xxh3_128_digest(identity.digest)
+
+
+def chunk_keys(
+    parent: bytes, data: bytes, width: int, digest: Digest = xxhash.xxh3_128_digest
+) -> list[PageKey]:
+    """The keys of the full chunks (of ``width`` bytes) of ``data``, ``parent`` being the key before them."""
+    # 0.2 µs a chunk: cutting is left to numpy, and everything that can be is kept out of the loop.
+    chunks = np.frombuffer(data, f"V{width}", len(data) // width).tolist()
+    return cast(list[PageKey], [parent := digest(parent + chunk) for chunk in chunks])
 
 
 def encode_tokens(tokens: TokenIds) -> bytes:

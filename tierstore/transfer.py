@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -177,6 +177,7 @@ class Transfer(Generic[T]):
                 return False
             self._ending = True
         result = self._settle(state)
+        self._settle = _settled  # the job refers to its transfer: this way neither waits for the collector
         with self._changed:
             self._result = result
             self._state = state
@@ -210,3 +211,7 @@ class Transfer(Generic[T]):
             except (asyncio.TimeoutError, TimeoutError):
                 self._end_if_due()
         return self._value()
+
+
+def _settled(_: TransferState) -> NoReturn:
+    raise AssertionError("a transfer ends once")

@@ -27,6 +27,10 @@ those that were promised, after it they are not used. Nothing has to be asked or
 already under way could otherwise end in somebody else's page. What a client may hold in reservations is
 bounded instead, and a dead client's come back with its connection.
 
+**Requests cost few hand-overs.** In the client any thread sends, under a lock, and the thread that waits for
+an answer receives it: its connection's own thread is there for answers that nobody waits for, for deadlines,
+and to hear of the daemon's end (``serving.py``). Leases are given back some at a time.
+
 **Who waits for what.** The daemon's event loop matches prompts in memory and never touches a disk: where the
 tree ends, a thread looks on disk (``store/find.py``); pages come from disk on the mover's threads. Every
 request carries the seconds its sender will wait, and is answered by then with what there is.

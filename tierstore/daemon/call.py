@@ -26,7 +26,8 @@ class Call(Transfer["A | None"], Generic[A]):
     time, or refused. Wait for it, ``await`` it, or be called by ``on_end`` (on the connection's thread).
 
     ``otherwise`` makes the message to send instead, once, if the daemon has forgotten the path that the
-    request refers to. ``frames`` are the payload that came with the answer.
+    request refers to. ``frames`` are the payload that came with the answer. ``lead`` receives on the thread
+    that waits, if it can (see ``serving.py``).
     """
 
     def __init__(
@@ -38,12 +39,24 @@ class Call(Transfer["A | None"], Generic[A]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(self._take, pages=0, nbytes=0, deadline_s=patience_s, clock=clock)
+        self.number = 0  # the request's id
+        self.lead: Callable[[Call[A]], None] | None = None
         self.asked = clock()
         self.ends = self.asked + patience_s
         self.otherwise = otherwise
         self.frames: Sequence[memoryview] = ()
         self._expected = expected
         self._answer: A | None = None
+
+    @property
+    def late(self) -> bool:
+        """Whether it ended without an answer, because its time was over."""
+        return self.state is TransferState.EXPIRED
+
+    def wait(self, timeout: float | None = None) -> A | None:
+        if timeout is None and self.lead is not None and not self.done:
+            self.lead(self)
+        return super().wait(timeout)
 
     def answer(self, answer: Answer, frames: Sequence[memoryview] = ()) -> bool:
         """What the daemon said; anything but the expected answer counts as none. False when it came too

@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 import msgspec
 
+from tierstore.curve import CurveStats
 from tierstore.daemon.connection import Connection
 from tierstore.daemon.protocol import StatsAnswer
 from tierstore.index import Tier
@@ -17,7 +18,7 @@ from tierstore.store.stats import StoreStats
 class _DaemonStats(msgspec.Struct):
     """As much of what a daemon says of itself as is of interest here."""
 
-    store: StoreStats
+    store: StoreStats | None = None  # not told to a client with a tenant
 
 
 def client_stats(
@@ -25,6 +26,7 @@ def client_stats(
 ) -> StoreStats:
     """HBM and the counters are this client's, everything below HBM is the daemon's."""
     below = msgspec.json.decode(answer.json, type=_DaemonStats).store if answer is not None else None
+    away = "the daemon is away" if answer is None else ""
     with state.lock:
         tiers = dict(below.tiers) if below is not None else {}
         tiers.pop(Tier.HBM.label, None)
@@ -37,7 +39,8 @@ def client_stats(
             pending_writes=0 if below is None else below.pending_writes,
             disk_writable=below is not None and below.disk_writable,
             health={} if below is None else below.health,
-            health_line="the daemon is away" if below is None else below.health_line,
+            health_line=away if below is None else below.health_line,
             failed_tasks=mover.failed_tasks,
             counters={**asdict(state.counters), "connection": asdict(connection.counters)},
+            curve=CurveStats() if below is None else below.curve,
         )

@@ -18,24 +18,27 @@ from tierstore.daemon.client_stats import client_stats
 from tierstore.daemon.connected_hit import ConnectedHit
 from tierstore.daemon.connected_save import SaveJob
 from tierstore.daemon.connection import Connection
-from tierstore.daemon.destinations import BufferLoad, HbmLoad
+from tierstore.daemon.destinations import BufferLoad, HbmLoad, TargetLoad
 from tierstore.daemon.finding import Finder
 from tierstore.daemon.greeting import Address, CurveKeys, Registration
 from tierstore.daemon.local import LocalPages
 from tierstore.daemon.remembered import Question, Remembered
 from tierstore.daemon.remote import Remote
 from tierstore.daemon.sources import BufferSource, HbmSource, Source
+from tierstore.daemon.told import hint_part
 from tierstore.errors import StoreClosedError, UsageError
+from tierstore.hints import Hint
 from tierstore.index import Page, Tier
 from tierstore.keys import Identity, Prompt, TokenIds, encode_tokens
 from tierstore.mover import Mover
-from tierstore.policy import POLICIES
+from tierstore.policy import DEFAULT_POLICY, POLICIES
 from tierstore.spec import KVSpec
 from tierstore.store.base import Hit, Store, checked_prompt
-from tierstore.store.endpoints import Buffers
+from tierstore.store.endpoints import Buffers, PageTarget
 from tierstore.store.load import Loaded
 from tierstore.store.state import StoreState
 from tierstore.store.stats import StoreStats
+from tierstore.store.telling import Told, finish
 from tierstore.tiers.hbm import PagePool
 from tierstore.transfer import Transfer
 
@@ -65,7 +68,7 @@ class ConnectedStore(Store):
         self.pool = pool
         self.lookup_s = lookup_s
         self._layout = spec.describe()
-        policies = [POLICIES["lru"]() for _ in Tier]
+        policies = [POLICIES[DEFAULT_POLICY]() for _ in Tier]
         self._state = StoreState(policies, host=None, pool=pool, disk=None, clock=clock)
         self._local = LocalPages(self._state, spec.page_bytes)
         self._mover = Mover(mover_threads)
@@ -110,6 +113,14 @@ class ConnectedStore(Store):
         where = f"session {session.number}" if session is not None else "away"
         return f"ConnectedStore({self.connection.address.url}, {where})"
 
+    def introduce(self, identity: Identity) -> None:
+        """Have the daemon know an identity before its first prompt is saved or looked up, which waits for
+        that (``lookup_s`` at most) otherwise. Costs nothing once it does."""
+        prompt = Prompt(identity, chunk_tokens=self.spec.chunk_tokens)
+        registering = self._remote.registering(self._remembered.question(prompt))
+        if registering is not None:
+            registering.wait()
+
     # -- finding and loading -------------------------------------------------------------------------
 
     def prompt(self, tokens: TokenIds) -> Prompt:
@@ -142,9 +153,25 @@ class ConnectedStore(Store):
         buffers = Buffers(into, self.spec.page_bytes, writable=True)
         return BufferLoad(self._state, self._remote, self._mover, hit, deadline_s, buffers).start()
 
+    def load_to(
+        self, hit: Hit, target: PageTarget, *, first: int = 0, deadline_s: float | None = None
+    ) -> Transfer[Loaded]:
+        """Load pages ``first …`` of a hit into a target of the caller's (for a store without a pool). When
+        the transfer has ended nothing is written to the target any more; the tokens of the result count from
+        the prompt's start."""
+        self._require_open()
+        if not isinstance(hit, ConnectedHit):
+            raise UsageError("the hit is of another store")
+        if self.pool is not None or not 0 <= first <= hit.num_pages:
+            raise UsageError(f"a hit of {hit.num_pages} pages cannot be loaded into a target from {first} on")
+        return TargetLoad(self._state, self._remote, self._mover, hit, deadline_s, target, first).start()
+
     def _question(self, prompt: Prompt | TokenIds, max_tokens: int | None) -> Question:
         self._require_open()
-        question = self._remembered.question(checked_prompt(self, self._layout, prompt))
+        if isinstance(prompt, Prompt):
+            question = self._remembered.question(checked_prompt(self, self._layout, prompt))
+        else:
+            question = self._remembered.question_of(self.identity, encode_tokens(prompt))
         return question if max_tokens is None else question.cut(max(max_tokens, 0))
 
     # -- saving --------------------------------------------------------------------------------------
@@ -155,17 +182,43 @@ class ConnectedStore(Store):
         pages: Sequence[bytes | bytearray | memoryview],
         *,
         first: int = 0,
+        hint: Hint | None = None,
+        session: str | None = None,
     ) -> Transfer[int]:
         source = BufferSource(Buffers(pages, self.spec.page_bytes, writable=False))
-        return self._save(self._checked(prompt, first, len(pages)), source, {}, first, len(pages))
+        question = self._checked(prompt, first, len(pages))
+        return self._save(question, source, {}, first, len(pages), Told(hint, session))
 
-    def save_hbm(self, prompt: Prompt, hbm_pages: Sequence[int], *, first: int = 0) -> Transfer[int]:
+    def save_from(
+        self,
+        prompt: Prompt,
+        source: Source,
+        count: int,
+        *,
+        first: int = 0,
+        hint: Hint | None = None,
+        session: str | None = None,
+    ) -> Transfer[int]:
+        """:meth:`save` of ``count`` pages that are not buffers of ``page_bytes``. After ``cancel()`` the
+        source is not read any more; what it had given by then is stored."""
+        return self._save(self._checked(prompt, first, count), source, {}, first, count, Told(hint, session))
+
+    def save_hbm(
+        self,
+        prompt: Prompt,
+        hbm_pages: Sequence[int],
+        *,
+        first: int = 0,
+        hint: Hint | None = None,
+        session: str | None = None,
+    ) -> Transfer[int]:
         assert self.pool is not None, "save_hbm needs a pool"
         question = self._checked(prompt, first, len(hbm_pages))
         source = HbmSource(self.pool, hbm_pages)
         tail_key = prompt.tail_key() if question.num_chunks > len(question.keys) else None
-        held = self._local.publish(question, tail_key, source, first) if hbm_pages else {}
-        return self._save(question, source, held, first, len(held))
+        told = Told(hint, session)
+        held = self._local.publish(question, tail_key, source, first, told) if hbm_pages else {}
+        return self._save(question, source, held, first, len(held), told)
 
     def _checked(self, prompt: Prompt | TokenIds, first: int, count: int) -> Question:
         question = self._question(prompt, None)
@@ -176,15 +229,32 @@ class ConnectedStore(Store):
         return question
 
     def _save(
-        self, question: Question, source: Source, held: dict[int, Page], first: int, count: int
+        self, question: Question, source: Source, held: dict[int, Page], first: int, count: int, told: Told
     ) -> Transfer[int]:
         registering = self._remote.registering(question)
         if registering is not None:
             registering.wait()
+        if told and not count:
+            self._tell(question, first, told)
         job = SaveJob(
-            self._budget, self._remote, self._mover, self._state, question, source, held, first, count
+            self._budget, self._remote, self._mover, self._state, question, source, held, first, count, told
         )
         return job.start()
+
+    def _tell(self, question: Question, first: int, told: Told) -> None:
+        """What was told with no pages; nobody waits for it."""
+        session = self._remote.session_for(question)
+        if session is not None:
+            part = question.cut(first * question.chunk_tokens).part(session, refer_to=0)
+            message = protocol.Reserve(0, part, first, 0, hint_part(told), told.session or "")
+            self.connection.call(session, message, protocol.Reserved)
+
+    def finish(self, session: str) -> int:
+        self._require_open()
+        with self._state.lock:
+            in_hbm = finish(self._state, "", session)
+        answer = self._ask(protocol.Finish(0, session), protocol.Finished)
+        return answer.pages if answer is not None else in_hbm
 
     def flush(self, timeout: float | None = None) -> bool:
         self._require_open()

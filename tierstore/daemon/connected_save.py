@@ -20,9 +20,11 @@ from tierstore.daemon.greeting import Session
 from tierstore.daemon.remembered import Question
 from tierstore.daemon.remote import Remote
 from tierstore.daemon.sources import Source
+from tierstore.daemon.told import hint_part
 from tierstore.index import Page, Tier
 from tierstore.mover import Mover, Priority
 from tierstore.store.state import StoreState
+from tierstore.store.telling import Told
 from tierstore.transfer import Transfer, TransferState
 
 _WINDOW_BYTES = 32 << 20
@@ -46,7 +48,9 @@ class SaveJob:
         held: dict[int, Page],
         first: int,
         count: int,
+        told: Told,
     ) -> None:
+        self._told = told
         self._budget = budget
         self._state = state
         self._remote = remote
@@ -102,7 +106,9 @@ class SaveJob:
 
         def message() -> protocol.Reserve:
             # What is to be saved is spelled out, even where it begins like something the daemon knows.
-            return protocol.Reserve(0, prompt.part(session, refer_to=first), first, window.count)
+            part = prompt.part(session, refer_to=first)
+            name = self._told.session or ""
+            return protocol.Reserve(0, part, first, window.count, hint_part(self._told), name)
 
         def whole() -> protocol.Reserve:
             prompt.forgotten()
@@ -191,12 +197,14 @@ class SaveJob:
         start, stop = group
         frames: list[memoryview] = []
         done: dict[int, int] = {}
+        if mapped is None:  # one piece of memory for a message: the allocator has it again for the next
+            sent = np.empty((stop - start) * self._page_bytes, np.uint8).data
         for at in range(start, stop):
             position = window.positions[at]
             if mapped is not None:
                 target = mapped.view(window.offsets[at], self._page_bytes)
             else:
-                target = memoryview(bytearray(self._page_bytes))
+                target = sent[(at - start) * self._page_bytes :][: self._page_bytes]
                 frames.append(target)
             done[position] = self._source.copy(window.first + position, target)
         with self._state.lock:
@@ -230,7 +238,7 @@ class SaveJob:
     def _commit(self, window: Window, session: Session) -> None:
         if not window.reservation or not window.done:
             if window.reservation:
-                self._connection.send(session, protocol.Abort(window.reservation))
+                self._connection.abort(session, window.reservation)
             self._committed(window, 0)
             return
         positions = np.array(list(window.done), "<u4").tobytes()

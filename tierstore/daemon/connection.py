@@ -1,8 +1,8 @@
-"""The client's connection: one ZMQ socket, one thread that owns it, and requests from any thread.
+"""The client's connection: one ZMQ socket, a thread that looks after it, and requests from any thread.
 
-The thread sleeps until there is something to send, to receive, or a deadline: an idle connection costs
-nothing (over TCP: one ping a second). It is always in one of two states. *Away*: it tries to open a session,
-with pauses that grow from 50 ms to 0.8 s, and every request ends at once without an answer. *In a
+The thread sleeps until there is something to receive, or a deadline: an idle connection costs nothing (over
+TCP: one ping a second). It is always in one of two states. *Away*: it tries to open a session,
+with pauses that grow from 50 ms to 0.4 s, and every request ends at once without an answer. *In a
 session*: requests are sent as they come, and end with their answer, with their deadline, or all together in
 the moment the daemon goes. Nothing is ever sent a second time in another session: what a request refers to
 (leases, reservations, paths) belongs to one.
@@ -28,9 +28,9 @@ from tierstore.daemon import protocol
 from tierstore.daemon.call import Call
 from tierstore.daemon.greeting import Address, Greeting, Registration, Session
 from tierstore.daemon.protocol import Message
-from tierstore.daemon.serving import ConnectionCounters, Outbox, Outgoing, Serving
+from tierstore.daemon.serving import ConnectionCounters, Serving
 
-_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)  # a daemon that is back has its clients within a second
+_PAUSES_S = (0.05, 0.1, 0.2, 0.4)  # a daemon that is back has its clients within a second
 
 A = TypeVar("A", bound=Message)
 
@@ -46,7 +46,8 @@ class Connection:
         self._registrations = {each.identity.digest: each for each in registrations}
         self._pid = os.getpid()
         self._ids = itertools.count(1)
-        self._outbox = Outbox()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._serving: Serving | None = None
         self._changed = threading.Condition()
         self._session: Session | None = None  # guarded by _changed, as is _closing
         self._closing = False
@@ -79,21 +80,36 @@ class Connection:
         wait_s: float = 0.0,
         frames: Sequence[memoryview] = (),
         otherwise: Callable[[], Message] | None = None,
+        led: bool = False,
     ) -> Call[A]:
         """Send a request (its ``id`` is set here) within ``session``; it fails at once if that is over.
-        ``wait_s`` is what the daemon was told to take at most."""
+        ``wait_s`` is what the daemon was told to take at most. ``led``: this thread waits for it at once."""
         call = Call(expected, wait_s + self.patience_s, otherwise=otherwise)
-        message.id = next(self._ids)
+        call.number = message.id = next(self._ids)
         self.counters.requests += 1
-        outgoing = Outgoing(message, message.id, call, frames)
-        if session.silent or not self._outbox.put(session, outgoing):
+        serving = None if session.silent else self._serving_of(session)
+        if serving is None or not serving.send(message, call, frames, led=led):
             self.counters.failed_requests += 1
             call.fail()
+        else:
+            call.lead = serving.lead
         return call
 
-    def send(self, session: Session, message: Message) -> None:
-        """A one-way message; dropped if ``session`` is over (what it gives back is back then)."""
-        self._outbox.put(session, Outgoing(message))
+    def abort(self, session: Session, reservation: int) -> None:
+        """Give a reservation up. Nothing to do if ``session`` is over: it is back then."""
+        serving = self._serving_of(session)
+        if serving is not None:
+            serving.send(protocol.Abort(reservation))
+
+    def release(self, session: Session, lease: int) -> None:
+        """Give a lease back, likewise."""
+        serving = self._serving_of(session)
+        if serving is not None:
+            serving.release(lease)
+
+    def _serving_of(self, session: Session) -> Serving | None:
+        serving = self._serving
+        return serving if serving is not None and serving.session is session else None
 
     def register(self, session: Session, registration: Registration) -> Call[protocol.Registered]:
         """Make an identity known to this session and to all that follow."""
@@ -116,17 +132,17 @@ class Connection:
                 return
             self._closing = True
             self._changed.notify_all()
-        self._outbox.wake()
+        os.eventfd_write(self._wake_fd, 1)
         self._thread.join()
         self._context.term()
-        os.close(self._outbox.fd)
+        os.close(self._wake_fd)
 
     # -- the thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
         failures = 0
         while not self._closing:
-            greeting = Greeting(self._context, self.address, self._outbox.fd, lambda: self._closing)
+            greeting = Greeting(self._context, self.address, self._wake_fd, lambda: self._closing)
             session = greeting.open(tuple(self._registrations.values()))
             if session is None:
                 self.counters.failed_greetings += 1
@@ -142,8 +158,8 @@ class Connection:
             self._changed.wait_for(lambda: self._closing, seconds)
 
     def _serve(self, session: Session) -> None:
-        serving = Serving(session, self._outbox, self._ids, self.counters, lambda: self._closing)
-        self._outbox.open(session)
+        serving = Serving(session, self._wake_fd, self._ids, self.counters, lambda: self._closing)
+        self._serving = serving
         self._become(session)
         try:
             serving.run()

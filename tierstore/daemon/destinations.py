@@ -1,4 +1,5 @@
-"""Where a connected store's loads end: in a caller's buffers, or in pages of the engine's pool."""
+"""Where a connected store's loads end: in a caller's buffers or another target of his, or in pages of the
+engine's pool."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from tierstore.daemon.connected_load import ConnectedLoad, LocalPage
 from tierstore.daemon.remote import Remote
 from tierstore.index import Page, Tier
 from tierstore.mover import Mover
-from tierstore.store.endpoints import Buffers
+from tierstore.store.endpoints import Buffers, PageTarget
 from tierstore.store.load import Loaded
 from tierstore.store.state import StoreState
 from tierstore.transfer import TransferState
@@ -55,6 +56,44 @@ class BufferLoad(ConnectedLoad):
 
     def _result(self, state: TransferState, pages: int, tokens: int) -> Loaded:
         return Loaded(tokens, (), pages * self.page_bytes)
+
+
+class TargetLoad(ConnectedLoad):
+    """Pages ``first …`` of a hit, into whatever takes them."""
+
+    def __init__(
+        self,
+        state: StoreState,
+        remote: Remote,
+        mover: Mover,
+        hit: ConnectedHit,
+        deadline_s: float | None,
+        target: PageTarget,
+        first: int,
+    ) -> None:
+        super().__init__(state, remote, mover, hit, deadline_s)
+        self._target = target
+        self._first = first
+        self._arrived[:first] = [True] * first  # not wanted
+
+    def _take_local(self) -> list[LocalPage]:
+        assert self.state.pool is None, "pages of a pool are loaded into the pool"
+        return []
+
+    def _targets(self, first: int, count: int) -> Sequence[int]:
+        return range(first, first + count)
+
+    def _land(self, first: int, targets: Sequence[int], *, good: int) -> None:
+        self._arrived[first : first + good] = [True] * good
+
+    def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> None:
+        self._target.write(list(zip(targets, addresses, strict=True)))
+
+    def _fill_from_hbm(self, targets: Sequence[int], places: Sequence[int]) -> None:
+        raise AssertionError("there is no pool")
+
+    def _result(self, state: TransferState, pages: int, tokens: int) -> Loaded:
+        return Loaded(tokens, (), max(pages - self._first, 0) * self.page_bytes)
 
 
 class HbmLoad(ConnectedLoad):

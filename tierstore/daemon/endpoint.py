@@ -28,6 +28,13 @@ _RECEIVE_HWM = 64  # messages of one peer, before its sender has to wait
 _SEND_HWM = 1000
 _HEARTBEAT_MS = 2000
 
+# As bare numbers: with ZMQ's enums, combining two flags takes longer than sending a frame.
+_NOBLOCK = int(zmq.NOBLOCK)
+_MORE = int(zmq.SNDMORE) | _NOBLOCK
+_EVENTS = int(zmq.EVENTS)
+_POLLIN = int(zmq.POLLIN)
+_RCVMORE = int(zmq.RCVMORE)
+
 
 @dataclass(frozen=True, slots=True)
 class Url:
@@ -65,7 +72,7 @@ class Received:
 
     peer: bytes
     version: bytes
-    body: bytes
+    body: bytes | memoryview
     frames: Sequence[memoryview]
     tenant: str
 
@@ -142,9 +149,9 @@ class Endpoint:
         """Send one answer. False when the peer has gone, or has too many unread ones."""
         socket = self._socket
         try:
-            socket.send(peer, zmq.SNDMORE | zmq.NOBLOCK)
-            socket.send(VERSION, zmq.SNDMORE | zmq.NOBLOCK)
-            socket.send(body, zmq.NOBLOCK)
+            socket.send(peer, _MORE)
+            socket.send(VERSION, _MORE)
+            socket.send(body, _NOBLOCK)
         except zmq.ZMQError:  # of the first frame: the rest of a message never fails
             return False
         self.sent += 1
@@ -158,12 +165,12 @@ class Endpoint:
         does not need that memory any more: at once, when the message cannot be sent."""
         socket = self._socket
         try:
-            socket.send(peer, zmq.SNDMORE | zmq.NOBLOCK)
+            socket.send(peer, _MORE)
         except zmq.ZMQError:
             sent()
             return False
-        socket.send(VERSION, zmq.SNDMORE | zmq.NOBLOCK)
-        socket.send(body, zmq.SNDMORE | zmq.NOBLOCK)
+        socket.send(VERSION, _MORE)
+        socket.send(body, _MORE)
         left = len(pages)
 
         def one_sent() -> None:
@@ -173,12 +180,12 @@ class Endpoint:
                 sent()
 
         for position, page in enumerate(pages):
-            more = zmq.SNDMORE if position + 1 < len(pages) else 0
+            flags = _MORE if position + 1 < len(pages) else _NOBLOCK
             # The array lives for as long as the frame refers to it, which is until ZMQ's own thread has
             # sent it.
             array = np.frombuffer(page, np.uint8)
             weakref.finalize(array, _call_soon, self._loop, one_sent).atexit = False
-            socket.send(zmq.Frame(array, copy=False, copy_threshold=0), zmq.NOBLOCK | more, copy=False)
+            socket.send(zmq.Frame(array, copy=False, copy_threshold=0), flags, copy=False)
             del array
         self.sent += 1
         self._look_again()
@@ -196,45 +203,50 @@ class Endpoint:
         self._drain()
 
     def _drain(self) -> None:
-        if self._socket.closed:
-            return
+        self._scheduled = more = True  # what is sent meanwhile need not see to it
+        try:
+            more = self._take_batch()
+        finally:
+            self._scheduled = False
+            if more:
+                self._look_again()
+
+    def _take_batch(self) -> bool:
+        """Whether there may be more messages."""
         for _ in range(_BATCH):
-            try:
-                peer = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            message = self._receive(peer)
+            # Asked for beforehand: an exception for "nothing there" costs as much as a short message.
+            if self._socket.closed or not int(self._socket.get(_EVENTS)) & _POLLIN:
+                return False
+            message = self._receive()
             self.received += 1
             if message is None:
                 self._malformed()
             else:
                 self._take(self, message)
-        self._look_again()
+        return True
 
-    def _receive(self, peer: bytes) -> Received | None:
-        """The rest of a message; None when it cannot be one."""
+    def _receive(self) -> Received | None:
+        """A message; None when it cannot be one."""
         socket = self._socket
-        if not socket.getsockopt(zmq.RCVMORE):
+        peer = socket.recv(_NOBLOCK)
+        if not socket.get(_RCVMORE):
             return None
         version = socket.recv()
-        if not socket.getsockopt(zmq.RCVMORE):
+        if not socket.get(_RCVMORE):
             return None if version == VERSION else Received(peer, version[:1], b"", (), "")
-        tenant = ""
-        if self._curve:
-            frame = socket.recv(copy=False)
-            body, tenant = frame.bytes, str(frame.get("User-Id"))
-        else:
-            body = socket.recv()
-        self.received_bytes += len(body)
+        body = socket.recv(copy=False)
+        tenant = str(body.get("User-Id")) if self._curve else ""
+        self.received_bytes += len(body.buffer)
         frames: list[memoryview] = []
-        while socket.getsockopt(zmq.RCVMORE):
-            view = socket.recv(copy=False).buffer
-            self.received_bytes += view.nbytes
+        frame = body
+        while frame.more:
+            frame = socket.recv(copy=False)
+            self.received_bytes += frame.buffer.nbytes
             if len(frames) <= _MOST_FRAMES:
-                frames.append(view)
+                frames.append(frame.buffer)
         if len(frames) > _MOST_FRAMES:
             return None
-        return Received(peer, version, body, frames, tenant)
+        return Received(peer, version, body.buffer, frames, tenant)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:

@@ -22,7 +22,7 @@ class Finder:
             registering = self._remote.registering(question)
             if registering is not None:
                 registering.wait()
-            asked = self._remote.ask(question)
+            asked = self._remote.ask(question, led=True)
             if asked is not None:
                 asked.call.wait()
         return self._hit(question, asked)

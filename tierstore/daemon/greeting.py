@@ -225,4 +225,4 @@ def _close(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes] | None) -> None
     if monitor is not None:
         socket.disable_monitor()
         monitor.close(0)
-    socket.close(0)
+    socket.close()  # its own linger: 0, or what the last word needs

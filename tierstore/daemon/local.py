@@ -7,6 +7,7 @@ from tierstore.daemon.sources import HbmSource
 from tierstore.index import Match, Page, Tier
 from tierstore.keys import PageKey
 from tierstore.store.state import StoreState
+from tierstore.store.telling import NOTHING_TOLD, Teller, Told
 
 
 class LocalPages:
@@ -24,29 +25,44 @@ class LocalPages:
         with self.state.lock:
             root = self.state.root(question.identity, self._page_bytes)
             return self.state.index.match_below(
-                root, question.keys, tokens, question.chunk_tokens, question.num_tokens
+                root,
+                question.keys,
+                tokens,
+                question.chunk_tokens,
+                question.num_tokens,
+                whole=question.identity.whole_pages,
             )
 
     def publish(
-        self, question: Question, tail_key: PageKey | None, source: HbmSource, first: int
+        self,
+        question: Question,
+        tail_key: PageKey | None,
+        source: HbmSource,
+        first: int,
+        told: Told = NOTHING_TOLD,
     ) -> dict[int, Page]:
         """Make the pages of ``source`` the HBM copies of chunks ``first …``, or have it read those there are.
         Returns the pages by position, each under a lease for whoever copies it; fewer, when one cannot be
         held, and then nothing behind it either. ``tail_key`` is that of the partial tail."""
         state = self.state
         held: dict[int, Page] = {}
+        teller = Teller(state, told)
         with state.lock:
             page = state.root(question.identity, self._page_bytes)
             for chunk in range(first + len(source.hbm_pages)):
                 key = question.keys[chunk] if chunk < len(question.keys) else tail_key
                 assert key is not None, "a prompt with a partial tail has a key for it"
+                if chunk == first:
+                    teller.begin(page)
                 page = state.index.add(page, key, question.chunk(chunk))
                 if chunk >= first:
+                    teller.comes_to(page)
                     if not self._publish_page(page, source, chunk - first):
                         state.index.prune(page)
                         break
                     held[chunk - first] = page
             state.touch(list(held.values()), hit=False)
+            teller.saved(list(held.values()))
         return held
 
     def _publish_page(self, page: Page, source: HbmSource, position: int) -> bool:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, Future
 
+from tierstore.curve import ReuseCurve
 from tierstore.daemon import protocol as p
 from tierstore.daemon.prompts import AskedPrompt, Found
 from tierstore.daemon.session import MOST_LEASES, Held, Path, Refusal, Session, checked_wait, waiting
@@ -31,6 +32,7 @@ class Lookups:
     def __init__(
         self,
         state: StoreState,
+        curve: ReuseCurve,
         *,
         lease_s: float,
         threads: Executor,
@@ -38,6 +40,7 @@ class Lookups:
     ) -> None:
         """``threads`` look on disk; ``later`` runs what an answer need not wait for."""
         self._state = state
+        self._curve = curve
         self._lease_s = lease_s
         self._threads = threads
         self._later = later
@@ -111,6 +114,7 @@ class Lookups:
         state.counters.lookup_tokens += limit
         self.lookup_tokens[session.tenant] += limit
         match = found.match
+        self._later(lambda: self._note(prompt, limit, match.tokens))
         if not match.pages or session.ended:
             return p.Found(number, 0, 0, 0, [], 0, 0)
         self._require_room(session)
@@ -150,6 +154,18 @@ class Lookups:
             self._state.counters.hit_tokens[LABELS[tier]] += tokens
             self.hit_tokens[tenant, LABELS[tier]] += tokens
             start = end
+
+    def _note(self, prompt: AskedPrompt, limit: int, found: int) -> None:
+        """Take note of a lookup, which has found so many tokens, for the curve."""
+        pages = limit // prompt.chunk_tokens
+        self._curve.looked_up(
+            prompt.groups(pages),
+            pages,
+            limit,
+            held=found // prompt.chunk_tokens,
+            page_tokens=prompt.chunk_tokens,
+            page_bytes=prompt.registration.page_bytes,
+        )
 
     def _touch(self, pages: Sequence[Page]) -> None:
         with self._state.lock:

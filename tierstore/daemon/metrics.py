@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from tierstore.curve import CurveStats
 from tierstore.daemon.stats import BOUNDS_S, DaemonStats, LatencyStats
 from tierstore.errors import UsageError
 
@@ -39,6 +40,7 @@ class StatsCollector(Collector):
         yield _gauge("ready", "Whether clients are served", stats.ready)
         yield from _tiers(stats)
         yield from _counters(stats)
+        yield from _curve(stats.store.curve)
         yield from _service(stats)
         yield from _tenants(stats)
         for name, latency in stats.service.latency.items():
@@ -92,6 +94,20 @@ def _counters(stats: DaemonStats) -> Iterator[Metric]:
         yield _counter("kv_event_lost_changes", "Changes not told in time", stats.events.lost_changes)
         yield _counter("kv_event_replays", "Times that a follower asked again", stats.events.replays)
     yield _counter("failed_tasks", "Tasks of the mover that ended in a bug", store.failed_tasks)
+
+
+def _curve(curve: CurveStats) -> Iterator[Metric]:
+    yield _gauge("curve_ceiling", "Hit rate that no more memory could improve", curve.ceiling)
+    yield _gauge("curve_sampled", "Pages in the sample that the curve is made of", curve.sampled)
+    now = {name: tier.hit_rate for name, tier in curve.tiers.items()}
+    yield _by("curve_hit_rate", "Estimated hit rate down to a tier, as it is", "tier", now, counts=False)
+    doubled = {
+        name: tier.hit_rate + more.added_hit_rate
+        for name, tier in curve.tiers.items()
+        for more in tier.more
+        if more.share == 1
+    }
+    yield _by("curve_hit_rate_doubled", "The same with twice this tier", "tier", doubled, counts=False)
 
 
 def _service(stats: DaemonStats) -> Iterator[Metric]:

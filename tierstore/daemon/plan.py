@@ -12,6 +12,7 @@ from tierstore.daemon.quotas import Quotas
 from tierstore.daemon.session import Reservation, Session
 from tierstore.index import Page, Tier
 from tierstore.store.state import StoreState
+from tierstore.store.telling import Teller, Told
 
 
 class Plan:
@@ -27,6 +28,7 @@ class Plan:
         chunks: range,
         *,
         reserve_bytes: int,
+        told: Told,
     ) -> None:
         self._state = state
         self._quotas = quotas
@@ -35,6 +37,8 @@ class Plan:
         self._chunks = chunks
         self._reserve_bytes = reserve_bytes
         self._parent = prompt.page_before(state, chunks.start)
+        self._teller = Teller(state, told)
+        self._teller.begin(self._parent)
         self._next = 0  # position
         self._offsets: list[int] = []
         self._stored_tokens = 0
@@ -56,6 +60,7 @@ class Plan:
             self._stored_tokens += page.num_tokens
             self._next += 1
         self._state.touch(touched, hit=False)
+        self._teller.saved(touched)
         self._state.let_sleep()
         self.unfinished = self._next < len(self._chunks)
 
@@ -78,6 +83,7 @@ class Plan:
         if parent.parent is not None and not any(parent.copies):
             return None  # the page before it is gone: this one could never be found
         page = state.index.add(parent, *self._prompt.chunk(chunk))
+        self._teller.comes_to(page)
         copy = page.copies[Tier.HOST]
         if copy is not None:
             state.counters.already_stored_pages += not copy.damaged

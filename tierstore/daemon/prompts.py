@@ -9,6 +9,7 @@ from typing import cast
 
 import xxhash
 
+from tierstore.curve.groups import Groups, groups
 from tierstore.daemon.protocol import MAX_CHUNKS, PromptPart
 from tierstore.daemon.session import Path, Refusal, Registration, Session
 from tierstore.index import Match, Page, Tier, tier_runs
@@ -88,6 +89,16 @@ class AskedPrompt:
         before = self.keys[-1] if self.keys else self._key_before_the_rest()
         return PageKey(xxhash.xxh3_128_digest(before + tokens)), tokens
 
+    @property
+    def whole_chunks(self) -> int:
+        return len(self.head) + len(self.keys)
+
+    def groups(self, pages: int) -> Groups:
+        """One key for each group of the first ``pages`` whole pages, for the curve."""
+        known = len(self.head)
+        head = [page.key for page in groups(self.head, min(pages, known))]
+        return head + groups(self.keys, pages, known) if pages > known else head
+
     def _key_before_the_rest(self) -> bytes:
         if self.head:
             return self.head[-1].key
@@ -98,6 +109,8 @@ class AskedPrompt:
     def find(self, state: StoreState, max_tokens: int) -> Found:
         """The longest prefix in the tree. Raises :class:`Refusal` when the remembered pages are not all there
         any more."""
+        if self.registration.identity.whole_pages:
+            max_tokens -= max_tokens % self.chunk_tokens
         root = state.root(self.registration.identity, self.registration.page_bytes)
         head_runs = self._head_runs(state)
         head_tokens = len(self.head) * self.chunk_tokens
@@ -105,7 +118,12 @@ class AskedPrompt:
             return self._within_head(max_tokens)
         parent = self.head[-1] if self.head else root
         below = state.index.match_below(
-            parent, self.keys, self.tokens, self.chunk_tokens, max_tokens - head_tokens
+            parent,
+            self.keys,
+            self.tokens,
+            self.chunk_tokens,
+            max_tokens - head_tokens,
+            whole=self.registration.identity.whole_pages,
         )
         match = Match(
             (*self.head, *below.pages),

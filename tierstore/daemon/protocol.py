@@ -74,6 +74,10 @@ class Registered(Message):
     identity: int  # how later messages refer to it
 
 
+class Bye(Message):
+    """One-way: a client without an arena socket ends its session. (Others hang up.)"""
+
+
 class Ping(Message):
     """A sign of life of a client that has no arena socket; others need not send it."""
 
@@ -86,8 +90,8 @@ class Pong(Message):
 
 class Refused(Message):
     """The request could not be done as asked. ``kind`` is for programs: ``version``, ``session`` (say Hello
-    again), ``identity`` (register again), ``path`` (send the whole prompt), ``usage``, ``busy``,
-    ``internal``."""
+    again), ``identity`` (register again), ``path`` (send the whole prompt), ``denied``, ``usage``,
+    ``busy``, ``internal``."""
 
     id: int
     kind: str
@@ -193,13 +197,24 @@ class Release(Message):
 # -- writing -------------------------------------------------------------------------------------------
 
 
+class HintPart(Message):
+    """What the client knows of the future of pages; see :class:`tierstore.hints.Hint`."""
+
+    ttl_s: float | None = None
+    reuse: str | None = None
+    priority: int = 0
+
+
 class Reserve(Message):
-    """Room for pages ``first … first + count`` of a prompt (its partial tail included)."""
+    """Room for pages ``first … first + count`` of a prompt (its partial tail included). ``count`` may be 0,
+    for the sake of ``hint`` and ``session``, a name within the client's tenant (empty: none)."""
 
     id: int
     prompt: PromptPart
     first: int
     count: int
+    hint: HintPart | None = None
+    session: str = ""
 
 
 class Reserved(Message):
@@ -240,6 +255,19 @@ class Commit(Message):
 class Committed(Message):
     id: int
     pages: int
+
+
+class Finish(Message):
+    """A session, which named itself in :class:`Reserve`, is over: its pages that nobody else uses leave
+    first."""
+
+    id: int
+    session: str
+
+
+class Finished(Message):
+    id: int
+    pages: int  # that it was about
 
 
 class Abort(Message):
@@ -289,6 +317,18 @@ class Flushed(Message):
     done: bool
 
 
+class Identities(Message):
+    """What there may be pages of: all that was registered in this life, or is on disk; to a client with a
+    tenant, its own."""
+
+    id: int
+
+
+class IdentitiesAnswer(Message):
+    id: int
+    identities: list[dict[str, str]]  # their fields, the tenant as the client would name it
+
+
 class Stats(Message):
     id: int
 
@@ -300,6 +340,7 @@ class StatsAnswer(Message):
 
 Request: TypeAlias = (
     Hello
+    | Bye
     | Register
     | Ping
     | Lookup
@@ -311,9 +352,11 @@ Request: TypeAlias = (
     | Write
     | Commit
     | Abort
+    | Finish
     | Pin
     | Evict
     | Flush
+    | Identities
     | Stats
 )
 Answer: TypeAlias = (
@@ -328,11 +371,16 @@ Answer: TypeAlias = (
     | Reserved
     | Written
     | Committed
+    | Finished
     | Pinned
     | Evicted
     | Flushed
+    | IdentitiesAnswer
     | StatsAnswer
 )
+
+OneWay: TypeAlias = Release | Abort | Bye
+"""Requests that have no id and no answer."""
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

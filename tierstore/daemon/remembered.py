@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from tierstore.daemon.greeting import Session
 from tierstore.daemon.protocol import PromptPart
-from tierstore.keys import TOKEN_BYTES, TOKEN_DTYPE, Identity, PageKey, Prompt
+from tierstore.keys import TOKEN_BYTES, TOKEN_DTYPE, Identity, PageKey, Prompt, chunk_keys, root_key
 
 _MOST_BYTES = 64 << 20  # of tokens
 _MOST_PROMPTS = 256
@@ -127,17 +128,33 @@ class Remembered:
     def prompt(self, identity: Identity, data: bytes) -> Prompt:
         """A prompt of these token bytes, hashing only what no remembered one begins with."""
         known, common = self._recall(self._bucket(identity, data), data)
-        if known is None:
+        if known is None or identity.whole_pages:  # whose remembered keys stand for more than tokens
             return Prompt(identity, np.frombuffer(data, TOKEN_DTYPE), chunk_tokens=self.chunk_tokens)
         prompt = Prompt.with_keys(identity, data, known.keys[:common], chunk_tokens=self.chunk_tokens)
         prompt.extend(())  # the keys of the chunks behind those
         return prompt
+
+    def question_of(self, identity: Identity, data: bytes) -> Question:
+        """What :meth:`question` is for :meth:`prompt`, without a prompt in between."""
+        known, common = self._recall(self._bucket(identity, data), data)
+        width = self.chunk_tokens * TOKEN_BYTES
+        keys: list[PageKey] = []
+        if known is not None and not identity.whole_pages:
+            keys = known.keys[:common]
+        parent = keys[-1] if keys else root_key(identity)
+        keys += chunk_keys(parent, data[len(keys) * width :], width)
+        if known is not None and identity.whole_pages:
+            common = common_keys(known.keys, keys[:common])
+        return Question(identity, self.chunk_tokens, data, len(data), keys, known, common)
 
     def question(self, prompt: Prompt) -> Question:
         """``prompt`` as it is now."""
         data = prompt.token_bytes
         known, common = self._recall(self._bucket(prompt.identity, data), data)
         keys = list(prompt.keys)
+        if known is not None and prompt.identity.whole_pages:
+            # Equal tokens are not enough where keys stand for more than tokens.
+            common = common_keys(known.keys, keys[:common])
         return Question(prompt.identity, prompt.chunk_tokens, data, len(data), keys, known, common)
 
     def remember(self, question: Question, name: Name | None) -> None:
@@ -205,6 +222,12 @@ def _rename(known: _Known, name: Name | None, common: int) -> None:
     chunks = min(name.chunks, common)
     if chunks and (old is None or old.session is not name.session or chunks >= old.chunks):
         known.name = Name(name.session, name.path, chunks)
+
+
+def common_keys(a: Sequence[PageKey], b: Sequence[PageKey]) -> int:
+    """How many leading keys two prompts share."""
+    shorter = min(len(a), len(b))
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), shorter)
 
 
 def common_bytes(a: bytes, b: bytes) -> int:

@@ -77,8 +77,8 @@ class Remote:
             return None
         return session
 
-    def ask(self, question: Question) -> Asked | None:
-        """Send a lookup; None when the daemon is away."""
+    def ask(self, question: Question, *, led: bool = False) -> Asked | None:
+        """Send a lookup; None when the daemon is away. ``led``: this thread waits for the answer at once."""
         session = self.session_for(question)
         if session is None:
             return None
@@ -93,7 +93,7 @@ class Remote:
             return message()
 
         # The daemon's waiting is within our patience, not on top of it.
-        call = self.connection.call(session, message(), protocol.Found, otherwise=whole)
+        call = self.connection.call(session, message(), protocol.Found, otherwise=whole, led=led)
         return Asked(question, session, call, at)
 
     def answer(self, asked: Asked) -> RemoteLease | None:
@@ -124,4 +124,4 @@ class Remote:
             asked.call.on_end(lambda: then(self.answer(asked)))
 
     def release(self, lease: RemoteLease) -> None:
-        self.connection.send(lease.session, protocol.Release([lease.number]))
+        self.connection.release(lease.session, lease.number)

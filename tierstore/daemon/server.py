@@ -26,6 +26,7 @@ _log = logging.getLogger(__name__)
 
 _IO_THREADS = 1
 _MOST_SMALL_BYTES = 64 << 10  # of messages without a prompt
+_HEAD_BYTES = 64  # with the name and the id
 _BULKY = {cls.__name__.encode() for cls in (p.Lookup, p.Reserve, p.Pin, p.Commit)}
 _SWEEP_S = 1.0  # how often clients without an arena are looked after
 
@@ -105,8 +106,11 @@ class Server:
         if isinstance(message, p.Hello):
             self._hello(endpoint, received, message, session)
         elif session is None:
-            if not isinstance(message, p.Release | p.Abort):
+            if not isinstance(message, p.OneWay):
                 self._refuse(endpoint, received.peer, message.id, "session", "say Hello first")
+        elif isinstance(message, p.Bye):
+            if not session.local:  # who has mapped the arena may be writing there until it hangs up
+                self._end(session)
         else:
             if not session.local:
                 self._seen[session.number] = self._loop.time()
@@ -115,12 +119,12 @@ class Server:
     def _decode(self, endpoint: Endpoint, received: Received) -> p.Request | None:
         body = received.body
         try:
-            if len(body) > _MOST_SMALL_BYTES and _tag(body) not in _BULKY:
+            if len(body) > _MOST_SMALL_BYTES and _tag(bytes(body[:_HEAD_BYTES])) not in _BULKY:
                 raise msgspec.ValidationError("too large for what it is")
             return p.decode_request(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._malformed += 1
-            number = _id(body)
+            number = _id(bytes(body[:_HEAD_BYTES]))
             if number is not None:
                 self._refuse(endpoint, received.peer, number, "usage", f"not a request: {error}")
             return None

@@ -14,6 +14,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
 
+import msgspec
+
 from tierstore.daemon import protocol as p
 from tierstore.daemon.loads import Loads, PageFrames
 from tierstore.daemon.lookups import LABELS, Lookups
@@ -58,11 +60,14 @@ class Service:
         self._wait_threads = ThreadPoolExecutor(_WAIT_THREADS, thread_name_prefix="tierstore-wait")
         state = assembly.state
         self.quotas = Quotas(state, settings.quotas)
-        self._lookups = Lookups(state, lease_s=settings.lease_s, threads=self._disk_threads, later=later)
+        self._lookups = Lookups(
+            state, assembly.curve, lease_s=settings.lease_s, threads=self._disk_threads, later=later
+        )
         self._loads = Loads(state, assembly.loader)
         self._writing = Writing(
             state,
             self._lookups,
+            assembly.curve,
             assembly.write_behind,
             self.quotas,
             reserve_bytes=settings.reserve_bytes,
@@ -150,8 +155,8 @@ class Service:
         else:
             self._failed_requests += 1
             _log.error("a %s failed", type(m).__name__, exc_info=error)
-        refused = self.refuse(0 if isinstance(m, p.Release | p.Abort) else m.id, kind, message)
-        return None if isinstance(m, p.Release | p.Abort) else refused
+        refused = self.refuse(0 if isinstance(m, p.OneWay) else m.id, kind, message)
+        return None if isinstance(m, p.OneWay) else refused
 
     def _dispatch(
         self, session: Session, m: p.Request, frames: Sequence[memoryview]
@@ -185,14 +190,26 @@ class Service:
                 return self._upkeep.register(session, m)
             case p.Pin():
                 return self._upkeep.pin(session, m)
+            case p.Identities():
+                return self._upkeep.identities(session, m)
+            case p.Finish():
+                return self._upkeep.finish(session, m)
             case p.Evict():
-                return self._upkeep.evict(m)
+                return self._upkeep.evict(session, m)
             case p.Flush():
                 return self._upkeep.flush(session, m)
             case p.Stats():
-                return self._stats(m)
-            case p.Hello():
-                raise Refusal("usage", "this connection has a session already")
+                return self._tenant_view(session, m) if session.tenant else self._stats(m)
+            case p.Hello() | p.Bye():
+                raise Refusal("usage", "the server begins and ends sessions")
+
+    def _tenant_view(self, session: Session, m: p.Stats) -> p.StatsAnswer:
+        """What a client with a tenant may know: what is its own."""
+        with self._state.lock:
+            tenants = {session.tenant: self._tenant_stats(session.tenant)}
+        clients = [_client_stats(each) for each in self.sessions.values() if each.tenant == session.tenant]
+        view = {"version": version(), "service": {"tenants": tenants, "clients": clients}}
+        return p.StatsAnswer(m.id, msgspec.json.encode(view))
 
     async def _stats(self, m: p.Stats) -> p.StatsAnswer:
         json = await asyncio.get_running_loop().run_in_executor(self._wait_threads, self._stats_json)

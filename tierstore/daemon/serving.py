@@ -1,10 +1,22 @@
-"""One session's time, on the connection's thread: what is sent, what comes back, and what does not."""
+"""One session's time: what is sent, what comes back, and what does not.
+
+Any thread sends: the socket is guarded by a lock, and a request costs no hand-over to another thread. What
+comes back is received by the connection's thread, or by the thread that waits for it: that one *leads*, and
+takes its own answer from the socket. (Two hand-overs cost as much as the daemon needs for a short prompt.)
+Answers to others that a leader comes across are left to the connection's thread, which also looks at the
+clock: when the next request could be late, and soon after something was given back, but never without a
+reason.
+
+Leases are given back in one message for several of them, with the next request or 0.1 s later.
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
+import select
 import threading
 import time
 from collections import deque
@@ -21,6 +33,16 @@ from tierstore.daemon.greeting import Session
 from tierstore.daemon.protocol import Message
 
 _log = logging.getLogger(__name__)
+
+_RELEASE_S = 0.1  # a lease is given back this late at most …
+_BYE_MS = 200  # to send the last word
+_MOST_RELEASED = 64  # … and earlier when there are so many
+
+# As bare numbers: with ZMQ's enums, combining two flags takes longer than sending a frame.
+_NOBLOCK = int(zmq.NOBLOCK)
+_MORE = int(zmq.SNDMORE) | _NOBLOCK
+_EVENTS = int(zmq.EVENTS)
+_POLLIN = int(zmq.POLLIN)
 
 
 @dataclass(slots=True)
@@ -39,147 +61,238 @@ class ConnectionCounters:
 
 
 @dataclass(frozen=True, slots=True)
-class Outgoing:
-    """A message to send, and the call it belongs to (None for one-way messages)."""
+class _Arrived:
+    """An answer, and the payload behind it."""
 
-    message: Message
-    id: int = 0
-    call: Call[Any] | None = None
-    frames: Sequence[memoryview] = ()
-
-
-class Outbox:
-    """Messages on their way to the thread that sends them. ``fd`` is readable when there are any."""
-
-    def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._lock = threading.Lock()
-        self._session: Session | None = None
-        self._messages: deque[Outgoing] = deque()
-
-    def open(self, session: Session) -> None:
-        """Take messages for ``session`` from now on."""
-        with self._lock:
-            self._session = session
-
-    def shut(self) -> list[Outgoing]:
-        """Take no more. Returns those that nobody has sent."""
-        with self._lock:
-            self._session = None
-            unsent = list(self._messages)
-            self._messages.clear()
-        return unsent
-
-    def put(self, session: Session, outgoing: Outgoing) -> bool:
-        """False when ``session`` is over."""
-        with self._lock:
-            if session is not self._session:
-                return False
-            if not self._messages:
-                os.eventfd_write(self.fd, 1)
-            self._messages.append(outgoing)
-        return True
-
-    def take(self) -> list[Outgoing]:
-        with self._lock:
-            taken = list(self._messages)
-            self._messages.clear()
-        return taken
-
-    def wake(self) -> None:
-        os.eventfd_write(self.fd, 1)
-
-    def quiet(self) -> None:
-        """Take note of having been woken."""
-        try:
-            os.eventfd_read(self.fd)
-        except BlockingIOError:
-            return
+    answer: protocol.Answer
+    frames: Sequence[memoryview]
 
 
 class Serving:
-    """Ends when the daemon goes or refuses the session, or the connection is closed."""
+    """Ends when the daemon goes or refuses the session, or the connection is closed. ``wake_fd`` is an
+    eventfd that makes :meth:`run` look at once."""
 
     def __init__(
         self,
         session: Session,
-        outbox: Outbox,
+        wake_fd: int,
         ids: itertools.count[int],
         counters: ConnectionCounters,
         closing: Callable[[], bool],
     ) -> None:
-        self._session = session
-        self._outbox = outbox
+        self.session = session
+        self._wake_fd = wake_fd
         self._ids = ids
         self._counters = counters
         self._closing = closing
+        self._socket = session.socket
+        self._heard = self._pinged = time.monotonic()
+        self._arrived: deque[_Arrived] = deque()  # received by a leader, for others
+        self._leading = threading.Lock()
+        self._led_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # wakes the leader
+        self._lock = threading.Lock()
+        # Guarded by _lock: the socket, and everything below.
         self._pending: dict[int, Call[Any]] = {}
-        self._heard = time.monotonic()
-        self._pinged = self._heard
+        self._released: list[int] = []
+        self._release_by = math.inf
+        self._releasing = False  # since the last look: the next one is soon, and nobody has to ask for it
+        self._next_look = -math.inf  # when the connection's thread will look by itself
         self._over = False
+        # ZMQ's descriptor tells of changes only: whoever uses the socket looks for messages afterwards.
+        self._socket_fd = int(self._socket.fd)
+        sign = session.sign_of_life
+        self._sign_fd = int(sign.fd) if isinstance(sign, zmq.Socket) else sign.fileno()
+        self._epoll = select.epoll()
+        for fd in (self._socket_fd, wake_fd, self._sign_fd):
+            self._epoll.register(fd, select.EPOLLIN)
+        self._leader_poll = select.poll()
+        for fd in (self._socket_fd, self._led_fd):
+            self._leader_poll.register(fd, select.POLLIN)
+
+    # -- the connection's thread -----------------------------------------------------------------------
 
     def run(self) -> None:
-        session = self._session
-        poller = zmq.Poller()
-        poller.register(session.socket, zmq.POLLIN)
-        poller.register(self._outbox.fd, zmq.POLLIN)
-        poller.register(session.sign_of_life, zmq.POLLIN)
-        gone = {session.sign_of_life, session.sign_of_life.fileno()}
-        while not self._closing() and not self._over:
-            ready = dict(poller.poll(self._timeout_ms()))
-            if session.socket in ready:
-                self._receive()
-            if gone & ready.keys():
-                return
-            if self._outbox.fd in ready:
-                self._outbox.quiet()
-                self._send_queued()
-            self._look_at_the_clock()
+        """Receive until the end. Nothing is sent afterwards, and :meth:`fail_all` is to be called."""
+        try:
+            while not self._closing() and not self._over:
+                self._take_in()
+                self._look_at_the_clock()
+                ready = [fd for fd, _ in self._epoll.poll(self._sleep_s())]
+                if self._wake_fd in ready:
+                    _quiet(self._wake_fd)
+                if self._has_gone(ready):
+                    self._take_in()
+                    return
+            self._say_bye()
+        finally:
+            self._end()
+
+    def _take_in(self) -> None:
+        arrived = self._receive()
+        while self._arrived:
+            self._dispatch(self._arrived.popleft())
+        for each in arrived:
+            self._dispatch(each)
+        if self._leading.locked():
+            os.eventfd_write(self._led_fd, 1)  # its answer may have been among them
+
+    def _has_gone(self, ready: Sequence[int]) -> bool:
+        sign = self.session.sign_of_life
+        if isinstance(sign, zmq.Socket):
+            return bool(int(sign.get(_EVENTS)) & _POLLIN)
+        return self._sign_fd in ready
+
+    def _say_bye(self) -> None:
+        """Without an arena's socket to hang up, our end would only be noticed after a silence."""
+        if self._closing() and self.session.arena is None:
+            with self._lock:
+                self._socket.linger = _BYE_MS
+                self._give_back_released()
+                self._put(protocol.encode(protocol.Bye()))
+
+    def _end(self) -> None:
+        with self._lock:
+            self._over = True
+        os.eventfd_write(self._led_fd, 1)
+        with self._leading:  # the leader has left the socket
+            self._epoll.close()
+            os.close(self._led_fd)
 
     def fail_all(self) -> None:
         """Nothing that is waited for will come."""
-        waiting = [*self._pending.values(), *(each.call for each in self._outbox.shut())]
-        self._pending.clear()
+        waiting, self._pending = list(self._pending.values()), {}
         for call in waiting:
+            self._counters.failed_requests += 1
+            self._end_call(call.fail)
+
+    # -- sending, from any thread ----------------------------------------------------------------------
+
+    def send(
+        self,
+        message: Message,
+        call: Call[Any] | None = None,
+        frames: Sequence[memoryview] = (),
+        *,
+        led: bool = False,
+    ) -> bool:
+        """Send a message, the request that ``call`` stands for if there is one. ``led``: the caller waits for
+        it at once. False when the session is over."""
+        body = protocol.encode(message)
+        first = isinstance(message, protocol.Lookup)  # which needs nothing that is given back
+        with self._lock:
+            if self._over:
+                return False
             if call is not None:
-                self._counters.failed_requests += 1
-                self._end_call(call.fail)
+                self._pending[call.number] = call
+            if not first:
+                self._give_back_released()
+            self._put(body, frames)
+            if first:
+                self._give_back_released()
+            if call is not None and not led:
+                self._look_by(call.ends)
+        return True
 
-    # -- sending -------------------------------------------------------------------------------------
+    def release(self, lease: int) -> None:
+        """Give a lease back, soon."""
+        with self._lock:
+            if not self._over:
+                self._releasing = True
+                if not self._released:
+                    self._release_by = time.monotonic() + _RELEASE_S
+                    self._look_by(self._release_by)
+                self._released.append(lease)
+                if len(self._released) >= _MOST_RELEASED:
+                    self._give_back_released()
 
-    def _send_queued(self) -> None:
-        for each in self._outbox.take():
-            if each.call is not None:
-                self._pending[each.id] = each.call
-            self._put(each.message, each.frames)
+    def _look_by(self, time_: float) -> None:
+        """Have the connection's thread look at the clock by then."""
+        if time_ < self._next_look:
+            self._next_look = time_
+            os.eventfd_write(self._wake_fd, 1)
 
-    def _put(self, message: Message, frames: Sequence[memoryview] = ()) -> None:
-        parts: list[bytes | memoryview] = [protocol.VERSION, protocol.encode(message), *frames]
+    def _give_back_released(self) -> None:
+        if self._released:
+            leases, self._released, self._release_by = self._released, [], math.inf
+            self._put(protocol.encode(protocol.Release(leases)))
+
+    def _put(self, body: bytes, frames: Sequence[memoryview] = ()) -> None:
+        socket = self._socket
         try:
-            self._session.socket.send_multipart(parts, zmq.NOBLOCK, copy=not frames)
+            socket.send(protocol.VERSION, _MORE)
+            socket.send(body, _MORE if frames else _NOBLOCK)
+            for left, frame in zip(range(len(frames), 0, -1), frames, strict=True):
+                socket.send(frame, _MORE if left > 1 else _NOBLOCK, copy=False)
         except zmq.Again:
             self._counters.unsent_messages += 1  # the call it belongs to ends by its deadline
+        if int(socket.get(_EVENTS)) & _POLLIN:
+            os.eventfd_write(self._wake_fd, 1)  # sending may have taken the sign that there is something
 
-    # -- receiving -----------------------------------------------------------------------------------
+    # -- receiving -------------------------------------------------------------------------------------
 
-    def _receive(self) -> None:
-        while not self._over:
-            try:
-                frames = self._session.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
+    def lead(self, call: Call[Any]) -> None:
+        """Receive until ``call`` has ended, on the thread that waits for it. While another thread leads, the
+        connection's thread looks after it."""
+        if not self._leading.acquire(blocking=False):
+            with self._lock:
+                if not self._over:
+                    self._look_by(call.ends)
+            return
+        try:
+            if not self._over:
+                self._epoll.modify(self._socket_fd, 0)
+                try:
+                    self._lead(call)
+                finally:
+                    self._epoll.modify(self._socket_fd, select.EPOLLIN)
+        finally:
+            self._leading.release()
+
+    def _lead(self, call: Call[Any]) -> None:
+        while True:
+            for each in self._receive():
+                if each.answer.id == call.number:
+                    self._dispatch(each)
+                else:
+                    self._arrived.append(each)
+            if self._arrived or self._over:
+                os.eventfd_write(self._wake_fd, 1)
+            if call.done or self._over:
+                break
+            left = max(call.ends - time.monotonic(), 0.0)
+            for fd, _ in self._leader_poll.poll(math.ceil(left * 1e3)):
+                if fd == self._led_fd:
+                    _quiet(fd)
+        if call.late:
+            self._note_late([call.number])
+
+    def _receive(self) -> list[_Arrived]:
+        raw: list[list[zmq.Frame]] = []
+        socket = self._socket
+        with self._lock:
+            while not self._over and int(socket.get(_EVENTS)) & _POLLIN:
+                frames = [socket.recv(_NOBLOCK, copy=False)]
+                while frames[-1].more:
+                    frames.append(socket.recv(_NOBLOCK, copy=False))
+                raw.append(frames)
+        if raw:
             self._heard = time.monotonic()
-            self._session.silent = False
+            self.session.silent = False
+        arrived = []
+        for frames in raw:
             try:
                 answer = protocol.decode_answer(frames[1].buffer)
             except (IndexError, msgspec.MsgspecError):
                 self._counters.malformed_answers += 1
                 self._over = True  # whatever this is, it is no daemon of ours
-                return
-            self._dispatch(answer, [frame.buffer for frame in frames[2:]])
+                break
+            arrived.append(_Arrived(answer, [frame.buffer for frame in frames[2:]]))
+        return arrived
 
-    def _dispatch(self, answer: protocol.Answer, frames: Sequence[memoryview]) -> None:
-        call = self._pending.pop(answer.id, None)
+    def _dispatch(self, arrived: _Arrived) -> None:
+        answer = arrived.answer
+        with self._lock:
+            call = self._pending.pop(answer.id, None)
         if isinstance(answer, protocol.Refused):
             self._counters.refused_requests += 1
             if call is not None and answer.kind == "path" and call.otherwise is not None:
@@ -188,7 +301,7 @@ class Serving:
             if answer.kind in ("session", "identity", "version"):
                 self._over = True  # greet again, which registers again
             _log.debug("the daemon refused a request (%s): %s", answer.kind, answer.message)
-        if call is None or not self._end_call(lambda: call.answer(answer, frames)):
+        if call is None or not self._end_call(lambda: call.answer(answer, arrived.frames)):
             self._give_back(answer)
 
     def _end_call(self, end: Callable[[], bool]) -> bool:
@@ -204,39 +317,67 @@ class Serving:
         assert call.otherwise is not None
         message: Any = call.otherwise()
         call.otherwise = None
-        message.id = next(self._ids)
-        self._pending[message.id] = call
-        self._put(message)
+        call.number = message.id = next(self._ids)
+        if not self.send(message, call):
+            self._end_call(call.fail)
 
     def _give_back(self, answer: protocol.Answer) -> None:
         """An answer that came too late for whoever asked: what it grants is not wanted."""
         if isinstance(answer, protocol.Found) and answer.lease:
-            self._put(protocol.Release([answer.lease]))
+            self.release(answer.lease)
         elif isinstance(answer, protocol.Reserved) and answer.reservation:
-            self._put(protocol.Abort(answer.reservation))
+            self.send(protocol.Abort(answer.reservation))
 
     # -- time ----------------------------------------------------------------------------------------
 
     @property
     def _pings(self) -> bool:
-        return self._session.silent or self._session.arena is None
+        return self.session.silent or self.session.arena is None
 
-    def _timeout_ms(self) -> int | None:
-        ends = [call.ends for call in self._pending.values()]
-        if self._pings:
-            ends.append(self._pinged + protocol.PING_S)
-        return max(int((min(ends) - time.monotonic()) * 1000) + 1, 0) if ends else None
+    def _sleep_s(self) -> float | None:
+        with self._lock:
+            times = [self._release_by, *(call.ends for call in self._pending.values())]
+            if self._pings:
+                times.append(self._pinged + protocol.PING_S)
+            now = time.monotonic()
+            if self._releasing:
+                self._releasing = False
+                times.append(now + _RELEASE_S)
+            self._next_look = min(times)
+            return None if math.isinf(self._next_look) else max(self._next_look - now, 0.0)
 
     def _look_at_the_clock(self) -> None:
         now = time.monotonic()
-        for id in [id for id, call in self._pending.items() if call.ends <= now]:
-            self._counters.late_requests += 1
-            if not self._session.silent:
-                self._session.silent = True
-                self._pinged = now - protocol.PING_S  # at once
-            self._end_call(self._pending.pop(id).fail)
-        if self._pings and now - self._pinged >= protocol.PING_S:
-            self._pinged = now
-            self._put(protocol.Ping(next(self._ids)))
-        if self._session.arena is None and now - self._heard > protocol.SILENCE_S:
-            self._over = True
+        with self._lock:
+            if self._release_by <= now:
+                self._give_back_released()
+            late = {number: call for number, call in self._pending.items() if call.ends <= now}
+        if late:
+            self._note_late(list(late))
+            for call in late.values():
+                self._end_call(call.fail)
+        with self._lock:
+            if self._pings and now - self._pinged >= protocol.PING_S:
+                self._pinged = now
+                self._put(protocol.encode(protocol.Ping(next(self._ids))))
+            if self.session.arena is None and now - self._heard > protocol.SILENCE_S:
+                self._over = True
+
+    def _note_late(self, numbers: Sequence[int]) -> None:
+        """These were not answered in time: until anything comes, the daemon is taken to hang."""
+        with self._lock:
+            for number in numbers:
+                if self._pending.pop(number, None) is not None:
+                    self._counters.late_requests += 1
+            if not self.session.silent:
+                self.session.silent = True
+                self._pinged = -math.inf  # ask at once
+                self._look_by(time.monotonic())
+
+
+def _quiet(fd: int) -> None:
+    """Take note of having been woken."""
+    try:
+        os.eventfd_read(fd)
+    except BlockingIOError:
+        return

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.errors import UsageError
-from tierstore.policy import POLICIES
+from tierstore.policy import DEFAULT_POLICY, POLICIES
 from tierstore.units import GIB, MIB, format_size, parse_size
 
 if sys.version_info >= (3, 11):
@@ -71,7 +71,7 @@ class Settings:
     disk: Path | None = None
     disk_bytes: int = 100 * GIB
     page_bytes: int = 1 * MIB
-    policy: str = "lru"
+    policy: str = DEFAULT_POLICY
     lease_s: float = 60.0
     reserve_bytes: int = 0
     server_key: Path | None = None

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import xxhash
+
+from tierstore import memory
 from tierstore.daemon.checksum import copy_and_hash
 from tierstore.store.endpoints import Buffers
 from tierstore.tiers.hbm import PagePool
@@ -29,13 +32,18 @@ class BufferSource:
 
 
 class HbmSource:
-    """The engine's pool: position ``i`` is whatever pool page the index has for it. (A pool that the
-    processor cannot read would be copied with ``read_pages``, and hashed in the arena.)"""
+    """The engine's pool: position ``i`` is whatever pool page the index has for it. What the processor cannot
+    read is copied by the pool, and hashed in the arena."""
 
     def __init__(self, pool: PagePool, hbm_pages: Sequence[int]) -> None:
         self.hbm_pages = list(hbm_pages)
-        self._start = int(pool.array.__array_interface__["data"][0])
-        self._page_bytes = pool.spec.page_bytes
+        self._pool = pool
+        self._computed = pool.computed()  # now: what is computed from here on need not be waited for
 
     def copy(self, position: int, target: memoryview) -> int:
-        return copy_and_hash(target, self._start + self.hbm_pages[position] * self._page_bytes)
+        page = self.hbm_pages[position]
+        if not self._pool.overlaps:
+            return copy_and_hash(target, self._pool.address + page * self._pool.spec.page_bytes)
+        to = memory.address_of(target, writable=True)
+        self._pool.read_pages([(page, to)], after=self._computed)
+        return int(xxhash.xxh3_64_intdigest(target))

@@ -6,7 +6,7 @@ import asyncio
 import sys
 from collections.abc import Awaitable
 from concurrent.futures import Executor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import msgspec
 
@@ -15,9 +15,11 @@ from tierstore.daemon.lookups import LABELS, Lookups
 from tierstore.daemon.prompts import AskedPrompt
 from tierstore.daemon.quotas import Quotas
 from tierstore.daemon.session import Refusal, Registration, Session, checked_wait, waiting
+from tierstore.errors import UsageError
 from tierstore.index import Match, Tier
 from tierstore.keys import Identity
 from tierstore.store.assembly import Assembly
+from tierstore.store.telling import finish
 
 _EVICTED_AT_ONCE = 256  # pages; then other requests get their turn
 _PIN_LOOK_S = 10.0
@@ -35,6 +37,7 @@ class Upkeep:
         self._lookups = lookups
         self._quotas = quotas
         self._threads = threads
+        self._registered: dict[bytes, Identity] = {}  # by digest
 
     def register(self, session: Session, m: p.Register) -> p.Registered:
         if sum(len(name) + len(value) for name, value in m.identity.items()) > p.MAX_IDENTITY_BYTES:
@@ -47,8 +50,7 @@ class Upkeep:
             raise Refusal("usage", f"not an identity: {error}") from error
         if session.tenant:
             # A client may tell its own tenants apart, but never leave the one it was given.
-            tenant = msgspec.json.encode([session.tenant, identity.tenant]).decode()
-            identity = Identity(**(asdict(identity) | {"tenant": tenant}))
+            identity = replace(identity, tenant=_nested(session.tenant, identity.tenant))
         elif identity.tenant.startswith("["):
             raise Refusal("usage", "a tenant that begins with '[' is one that only the daemon may give")
         with self._state.lock:
@@ -58,8 +60,18 @@ class Upkeep:
             self._quotas.register(session.tenant, identity.digest)
             if self._state.feed is not None:
                 self._state.feed.register(identity, m.chunk_tokens)
+        self._registered[identity.digest] = identity
         registration = Registration(identity, m.page_bytes, m.chunk_tokens)
         return p.Registered(m.id, session.register(registration))
+
+    async def identities(self, session: Session, m: p.Identities) -> p.IdentitiesAnswer:
+        known = dict(self._registered)
+        disk = self._assembly.disk
+        if disk is not None:
+            on_disk = await asyncio.get_running_loop().run_in_executor(self._threads, disk.identities)
+            known |= {identity.digest: identity for identity in on_disk}
+        seen = [identity for each in known.values() if (identity := _seen_by(session, each)) is not None]
+        return p.IdentitiesAnswer(m.id, [asdict(identity) for identity in seen])
 
     def pin(self, session: Session, m: p.Pin) -> p.Pinned | Awaitable[p.Pinned]:
         prompt = AskedPrompt(session, m.prompt)
@@ -92,7 +104,9 @@ class Upkeep:
                 index.pin(page)
         return p.Pinned(m.id, len(whole) * chunk_tokens)
 
-    async def evict(self, m: p.Evict) -> p.Evicted:
+    async def evict(self, session: Session, m: p.Evict) -> p.Evicted:
+        if session.tenant:
+            raise Refusal("denied", "not all pages are this tenant's: it cannot say which of them leave")
         if m.tier not in LABELS:
             raise Refusal("usage", f"unknown tier {m.tier!r}")
         tier = Tier(LABELS.index(m.tier))
@@ -111,6 +125,13 @@ class Upkeep:
             await asyncio.sleep(0)
         return p.Evicted(m.id, evicted)
 
+    def finish(self, session: Session, m: p.Finish) -> p.Finished:
+        with self._state.lock:
+            try:
+                return p.Finished(m.id, finish(self._state, session.tenant, m.session))
+            except UsageError as error:
+                raise Refusal("usage", str(error)) from error
+
     async def flush(self, session: Session, m: p.Flush) -> p.Flushed:
         wait_s = checked_wait(m.wait_s)
         with waiting(session):
@@ -118,3 +139,18 @@ class Upkeep:
                 self._threads, self._assembly.flush, wait_s
             )
         return p.Flushed(m.id, done)
+
+
+def _nested(outer: str, inner: str) -> str:
+    """The tenant of a tenant."""
+    return msgspec.json.encode([outer, inner]).decode()
+
+
+def _seen_by(session: Session, identity: Identity) -> Identity | None:
+    """An identity as a client would register it; None where it cannot."""
+    if not session.tenant:
+        return None if identity.tenant.startswith("[") else identity
+    if not identity.tenant.startswith(_nested(session.tenant, "")[:-2]):
+        return None
+    _, inner = msgspec.json.decode(identity.tenant, type=tuple[str, str])
+    return replace(identity, tenant=inner)

@@ -13,12 +13,14 @@ from collections.abc import Awaitable, Sequence
 from concurrent.futures import Executor
 
 from tierstore import memory
+from tierstore.curve import ReuseCurve
 from tierstore.daemon import protocol as p
 from tierstore.daemon.lookups import Lookups
 from tierstore.daemon.plan import Plan
 from tierstore.daemon.prompts import AskedPrompt
 from tierstore.daemon.quotas import Quotas
 from tierstore.daemon.session import Refusal, Reservation, Session
+from tierstore.daemon.told import told_with
 from tierstore.index import Page, Tier
 from tierstore.store.state import Lease, StoreState
 from tierstore.store.write_behind import WriteBehind
@@ -37,6 +39,7 @@ class Writing:
         self,
         state: StoreState,
         lookups: Lookups,
+        curve: ReuseCurve,
         write_behind: WriteBehind | None,
         quotas: Quotas,
         *,
@@ -47,6 +50,7 @@ class Writing:
         TCP."""
         self._state = state
         self._lookups = lookups
+        self._curve = curve
         self._write_behind = write_behind
         self._quotas = quotas
         self._reserve_bytes = reserve_bytes
@@ -100,6 +104,14 @@ class Writing:
             prompt,
             range(m.first, m.first + m.count),
             reserve_bytes=self._reserve_bytes,
+            told=told_with(session, m),
+        )
+        pages = min(m.first + m.count, prompt.whole_chunks)
+        self._curve.saved(
+            prompt.groups(pages),
+            pages,
+            page_tokens=prompt.chunk_tokens,
+            page_bytes=prompt.registration.page_bytes,
         )
         plan.step(_AT_ONCE)
         return plan

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
+from tierstore.curve import HORIZON, CurveStats, ReuseCurve
 from tierstore.errors import UsageError
 from tierstore.index import Tier
 from tierstore.mover import Mover
@@ -54,6 +55,9 @@ class Assembly:
             clock=clock,
             stall_s=stall_s,
         )
+        self.curve = ReuseCurve(
+            horizon_bytes=HORIZON * max(self._capacities().values(), default=0), clock=clock
+        )
         self.mover = Mover(mover_threads, disk_threads=mover_threads if disk is not None else 0)
         self.loader = Loader(self.state, self.mover)
         self.write_behind: WriteBehind | None = None
@@ -61,6 +65,26 @@ class Assembly:
             queue_bytes = int(host.capacity_bytes * _QUEUE_FRACTION)
             self.write_behind = WriteBehind(self.state, disk, queue_bytes=queue_bytes)
         self._given_back = False
+        if pool is not None and host is not None:
+            pool.register(host.address(0), host.capacity_bytes)
+
+    def _capacities(self) -> dict[str, int]:
+        """Bytes by tier, fastest first."""
+        pool = self.state.pool
+        tiers: dict[Tier, int] = {}
+        if pool is not None:
+            tiers[Tier.HBM] = pool.num_pages * pool.spec.page_bytes
+        if self.host is not None:
+            tiers[Tier.HOST] = self.host.capacity_bytes
+        if self.disk is not None:
+            tiers[Tier.DISK] = self.disk.stats().capacity_bytes
+        return {tier.label: nbytes for tier, nbytes in tiers.items()}
+
+    def _curve_stats(self) -> CurveStats:
+        with self.state.lock:
+            counters = self.state.counters
+            hits, asked = sum(counters.hit_tokens.values()), counters.lookup_tokens
+        return self.curve.stats(self._capacities(), hits / asked if asked else 0.0)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until everything saved so far is on disk, or was given up; False when ``timeout`` seconds pass
@@ -77,6 +101,7 @@ class Assembly:
         """A snapshot. From any thread."""
         state = self.state
         state.lookout.look()
+        curve = self._curve_stats()
         with state.lock:
             health = state.health
             state.counters.disk_stalls = health.stalls
@@ -94,6 +119,7 @@ class Assembly:
                 health_line=health.line if state.disk is not None else "",
                 failed_tasks=self.mover.failed_tasks,
                 counters=asdict(state.counters),
+                curve=curve,
             )
 
     def check(self) -> None:
@@ -129,6 +155,8 @@ class Assembly:
             _log.warning("disk tier: could not be closed in order: %s", error)
         finally:
             if self.host is not None:
+                if self.state.pool is not None:
+                    self.state.pool.unregister(self.host.address(0))
                 self.host.close()
             with self.state.lock:
                 self._given_back = True

@@ -14,7 +14,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from tierstore.errors import UsageError
+from tierstore.hints import Hint
 from tierstore.keys import Identity, Prompt, TokenIds
+from tierstore.policy import DEFAULT_POLICY
 from tierstore.spec import KVSpec
 from tierstore.store.health import STALL_S
 from tierstore.store.stats import StoreStats
@@ -100,7 +102,7 @@ class Store(ABC):
         host_bytes: int = DEFAULT_HOST_BYTES,
         disk_bytes: int = DEFAULT_DISK_BYTES,
         inline_bytes: int = 16 * KIB,
-        policy: str = "lru",
+        policy: str = DEFAULT_POLICY,
         lease_s: float = DEFAULT_LEASE_S,
         mover_threads: int = 4,
         stall_s: float = STALL_S,
@@ -113,6 +115,7 @@ class Store(ABC):
         ``pool`` is the engine's HBM page pool, if pages are to be found and kept there too. ``identity``
         stands for tokens given without a prompt; without one only the layout tells pages apart, so give one
         wherever weights, adapters or tenants can differ. ``lease_s`` is how long a hit holds its pages.
+        ``policy`` is one of ``tierstore.policy.POLICIES`` and says who leaves a full tier first.
         A disk that has not answered a call for ``stall_s`` seconds is not waited for any more, until it does.
         ``io`` and ``clock`` are for tests that make the disk fail.
 
@@ -206,18 +209,37 @@ class Store(ABC):
         pages: Sequence[bytes | bytearray | memoryview],
         *,
         first: int = 0,
+        hint: Hint | None = None,
+        session: str | None = None,
     ) -> Transfer[int]:
         """Store ``pages`` as chunks ``first, first + 1, …`` of ``prompt``; the last may be its partial tail.
 
         Each page is a buffer of ``page_bytes`` that must stay as it is until the transfer ends: its bytes
         are then in the host tier, and go to disk behind the caller's back (see :meth:`flush`). The result is
         the number of tokens that are stored; pages that are there already count and are not copied.
+
+        ``hint`` is what the caller knows of the pages' future, ``session`` any name of the conversation that
+        they are part of (see :mod:`tierstore.hints`, and :meth:`finish`). Neither changes what is found or
+        loaded, only what leaves first when a tier is full. A save of no pages can carry them, too.
         """
 
     @abstractmethod
-    def save_hbm(self, prompt: Prompt, hbm_pages: Sequence[int], *, first: int = 0) -> Transfer[int]:
+    def save_hbm(
+        self,
+        prompt: Prompt,
+        hbm_pages: Sequence[int],
+        *,
+        first: int = 0,
+        hint: Hint | None = None,
+        session: str | None = None,
+    ) -> Transfer[int]:
         """Like :meth:`save`, for pages of the pool that the caller owns: they are published where they are,
         become read-only, and are cached after ``release_hbm``."""
+
+    @abstractmethod
+    def finish(self, session: str) -> int:
+        """A session is over: those of its pages that no other session, and nobody without one, has saved or
+        gone on from leave first from now on. Returns how many pages that is. An unknown session has none."""
 
     @abstractmethod
     def flush(self, timeout: float | None = None) -> bool:

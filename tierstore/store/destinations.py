@@ -9,6 +9,7 @@ from tierstore.store.endpoints import Buffers
 from tierstore.store.hit import EmbeddedHit
 from tierstore.store.load_job import LoadJob, Move
 from tierstore.store.state import StoreState
+from tierstore.tiers.hbm import Filling
 from tierstore.transfer import TransferState
 
 
@@ -84,6 +85,7 @@ class HbmLoad(LoadJob[Loaded]):
         self._hbm_pages: list[int] = [-1] * len(self.pages)
         self._reserved: dict[int, int] = {}  # position -> page of the pool
         self._moved = 0
+        self._at_once = 0  # pages before this position were in memory when the load began
 
     def _private(self, position: int) -> bool:
         tail_tokens = self.hit.match.tail_tokens
@@ -108,19 +110,42 @@ class HbmLoad(LoadJob[Loaded]):
                 return
             self._reserved[position] = pages[0]
 
+    def _cut_into_pieces(self, first: int) -> list[tuple[int, int]]:
+        """On a device what is in memory is one piece, however large: it goes up layer by layer, and the
+        engine begins with the first layer of all of it."""
+        assert self.state.pool is not None
+        self._at_once = first
+        if self.state.pool.overlaps:
+            while self._at_once < self._cut and self.pages[self._at_once].ready_tier() is not Tier.DISK:
+                self._at_once += 1
+        whole = [(first, self._at_once)] if self._at_once > first else []
+        return whole + super()._cut_into_pieces(self._at_once)
+
     def _deliver(self, moves: list[Move]) -> int:
         state = self.state
         with state.lock:
             # Once settled, what was reserved is no longer ours.
             wanted = [] if self.closed else [(move, self._reserved.pop(move.position)) for move in moves]
             copies = [(move.tier, self._place(move), page) for move, page in wanted]
-        state.copy_to_hbm(copies)
+        fillings = state.copy_to_hbm(copies)
+        # Others wait for the host slots that pages from disk pass through.
+        if not moves or moves[-1].position >= self._at_once:
+            self._let_go(fillings, moves)
+            moves = []
         with state.lock:
             for move, hbm_page in wanted:
                 self._arrive(move, hbm_page)
-            for move in moves:
-                state.unlease(move.page, move.tier)
+        if moves:
+            self._later(lambda: self._let_go(fillings, moves))
         return len(wanted)
+
+    def _let_go(self, fillings: list[Filling], moves: list[Move]) -> None:
+        """End the moves' leases as soon as nothing is copied from their pages any more."""
+        for filling in fillings:
+            filling.wait()
+        with self.state.lock:
+            for move in moves:
+                self.state.unlease(move.page, move.tier)
 
     def _arrive(self, move: Move, hbm_page: int) -> None:
         state = self.state

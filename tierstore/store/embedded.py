@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from tierstore.curve.groups import groups
 from tierstore.errors import UsageError
+from tierstore.hints import Hint
 from tierstore.index import Page, Tier
 from tierstore.keys import Identity, Prompt, TokenIds
 from tierstore.policy import POLICIES
@@ -21,6 +23,7 @@ from tierstore.store.hit import EmbeddedHit
 from tierstore.store.load import Loaded
 from tierstore.store.save import HbmPages, SaveJob
 from tierstore.store.stats import StoreStats
+from tierstore.store.telling import Told, finish
 from tierstore.tiers.disk import DiskTier, FileIO
 from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.host import HostTier
@@ -51,6 +54,7 @@ class EmbeddedStore(Store):
         self._mover = assembly.mover
         self._loader = assembly.loader
         self._write_behind = assembly.write_behind
+        self._curve = assembly.curve
         self._lease_s = lease_s
         self._layout = spec.describe()  # compared at every lookup
 
@@ -75,6 +79,15 @@ class EmbeddedStore(Store):
             hit = EmbeddedHit(state, self._loader, match, lease, self.spec.chunk_tokens)
             for label, tokens in hit.by_tier.items():
                 state.counters.hit_tokens[label] += tokens
+        pages = limit // prompt.chunk_tokens
+        self._curve.looked_up(
+            groups(prompt.keys, pages),
+            pages,
+            limit,
+            held=match.tokens // prompt.chunk_tokens,
+            page_tokens=prompt.chunk_tokens,
+            page_bytes=self.spec.page_bytes,
+        )
         return hit
 
     def load(
@@ -108,16 +121,28 @@ class EmbeddedStore(Store):
         pages: Sequence[bytes | bytearray | memoryview],
         *,
         first: int = 0,
+        hint: Hint | None = None,
+        session: str | None = None,
     ) -> Transfer[int]:
         source = Buffers(pages, self.spec.page_bytes, writable=False)
-        return self._save(checked_prompt(self, self._layout, prompt), source, first, len(pages))
+        prompt = checked_prompt(self, self._layout, prompt)
+        return self._save(prompt, source, first, len(pages), Told(hint, session))
 
-    def save_hbm(self, prompt: Prompt, hbm_pages: Sequence[int], *, first: int = 0) -> Transfer[int]:
+    def save_hbm(
+        self,
+        prompt: Prompt,
+        hbm_pages: Sequence[int],
+        *,
+        first: int = 0,
+        hint: Hint | None = None,
+        session: str | None = None,
+    ) -> Transfer[int]:
         assert self.pool is not None, "save_hbm needs a pool"
         source = HbmPages(self.pool, hbm_pages)
-        return self._save(checked_prompt(self, self._layout, prompt), source, first, len(hbm_pages))
+        prompt = checked_prompt(self, self._layout, prompt)
+        return self._save(prompt, source, first, len(hbm_pages), Told(hint, session))
 
-    def _save(self, prompt: Prompt, source: PageSource, first: int, count: int) -> Transfer[int]:
+    def _save(self, prompt: Prompt, source: PageSource, first: int, count: int, told: Told) -> Transfer[int]:
         chunks = len(prompt.keys) + bool(prompt.tail)
         if first < 0 or first + count > chunks:
             raise UsageError(
@@ -125,10 +150,19 @@ class EmbeddedStore(Store):
             )
         page_bytes = self.spec.page_bytes
         wanted = range(first, first + count)
-        job = SaveJob(self._state, source, self._write_behind, prompt, wanted, page_bytes)
+        job = SaveJob(self._state, source, self._write_behind, prompt, wanted, page_bytes, told)
+        pages = min(first + count, len(prompt.keys))
+        self._curve.saved(
+            groups(prompt.keys, pages), pages, page_tokens=prompt.chunk_tokens, page_bytes=page_bytes
+        )
         with find(self._state, prompt, len(prompt), page_bytes) as match:
             job.begin(match)
         return job.run(self._mover)
+
+    def finish(self, session: str) -> int:
+        with self._state.lock:
+            self._state.require_open()
+            return finish(self._state, "", session)
 
     def flush(self, timeout: float | None = None) -> bool:
         return self._assembly.flush(timeout)

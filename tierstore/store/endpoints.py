@@ -17,6 +17,14 @@ class PageSource(Protocol):
         """Copy pages to host memory: (position, address). Runs on a mover thread, without the GIL."""
 
 
+class PageTarget(Protocol):
+    """Where a load ends that is neither the pool nor a buffer for each page."""
+
+    def write(self, pages: Sequence[tuple[int, int]]) -> None:
+        """Take pages from host memory: (position, address). Runs on a mover thread, must not raise, and has
+        taken all of them when it returns."""
+
+
 class Buffers:
     """Caller's memory, one contiguous buffer of ``page_bytes`` for each page. They must not move or be
     reused until the transfer has ended. Raises :class:`UsageError` for buffers of another size or kind."""

@@ -81,6 +81,8 @@ def _wake_below(state: StoreState, parent: Page, prompt: Prompt, max_tokens: int
 
     def look() -> list[PageRecord]:
         records = disk.find(parent.serial, identity, chunks)
+        if prompt.identity.whole_pages:
+            return records
         last = records[-1].serial if records else parent.serial
         rest = prompt.chunk(first + len(records))
         similar = disk.find_similar(last, identity, rest)

@@ -65,6 +65,7 @@ class LoadJob(ABC, Generic[R]):
         self._pieces = 0
         self._copying = 0
         self._submit: Callable[[int, int, Lane], None] = _not_started
+        self._later: Callable[[Callable[[], None]], None] = _no_mover
         self.page_bytes = self.pages[0].nbytes if self.pages else 1
         nbytes = len(self.pages) * self.page_bytes
         self.transfer: Transfer[R] = Transfer(
@@ -97,6 +98,7 @@ class LoadJob(ABC, Generic[R]):
             mover.submit(priority, lambda: self._run(start, stop, lane), lane=lane)
 
         self._submit = submit
+        self._later = lambda task: mover.submit(priority, task)
         with self.state.lock:
             missing = self._take_present()
             self._reserve(missing)
@@ -291,4 +293,8 @@ class LoadJob(ABC, Generic[R]):
 
 
 def _not_started(start: int, stop: int, lane: Lane) -> None:
+    raise AssertionError("the load was not started")
+
+
+def _no_mover(task: Callable[[], None]) -> None:
     raise AssertionError("the load was not started")

@@ -16,6 +16,7 @@ from tierstore.keys import PageKey, Prompt
 from tierstore.mover import Mover, Priority
 from tierstore.store.endpoints import PageSource
 from tierstore.store.state import StoreState
+from tierstore.store.telling import NOTHING_TOLD, Teller, Told
 from tierstore.store.write_behind import WriteBehind
 from tierstore.tiers.hbm import PagePool
 from tierstore.transfer import Transfer, TransferState
@@ -30,9 +31,11 @@ class HbmPages:
     def __init__(self, pool: PagePool, hbm_pages: Sequence[int]) -> None:
         self.pool = pool
         self.hbm_pages = list(hbm_pages)
+        self._computed = pool.computed()  # now: what is computed from here on need not be waited for
 
     def read_into(self, wanted: Sequence[tuple[int, int]]) -> None:
-        self.pool.read_pages((self.hbm_pages[position], address) for position, address in wanted)
+        copies = [(self.hbm_pages[position], address) for position, address in wanted]
+        self.pool.read_pages(copies, after=self._computed)
 
 
 @dataclass(slots=True)
@@ -56,6 +59,7 @@ class SaveJob:
         prompt: Prompt,
         chunks: range,
         page_bytes: int,
+        told: Told = NOTHING_TOLD,
     ) -> None:
         self.state = state
         self.prompt = prompt
@@ -67,6 +71,7 @@ class SaveJob:
         self.fills: list[_Fill] = []
         self.closed = False
         self.transfer: Transfer[int] = Transfer(self._settle, pages=0, nbytes=0, clock=state.clock)
+        self._teller = Teller(state, told)
         self._parent: Page | None = None
         self._held: Page | None = None  # pinned between two steps
         self._position = 0  # decided so far
@@ -85,6 +90,7 @@ class SaveJob:
         else:
             self._parent = state.index.path(state.root(prompt.identity, self.page_bytes), prompt, first)
         self._hold(self._parent)
+        self._teller.begin(self._parent)
 
     def _step(self) -> None:
         """Find or make the next pages and reserve host slots for the new ones."""
@@ -101,6 +107,7 @@ class SaveJob:
             self._parent = page
             self._position += 1
         state.touch(touched, hit=False)
+        self._teller.saved(touched)
         self._hold(self._parent if self._position < len(self.chunks) else None)
 
     def _hold(self, page: Page | None) -> None:
@@ -117,6 +124,7 @@ class SaveJob:
             return None  # the page before it is gone: this one could never be found
         key, tokens = chunk_of(self.prompt, self.chunks[self._position])
         page = self.state.index.add(parent, key, tokens)
+        self._teller.comes_to(page)
         return page if self._plan_page(self._position, page) else None
 
     def _plan_page(self, position: int, page: Page) -> bool:

@@ -21,9 +21,10 @@ from tierstore.policy import NO_HINT, PageHint, Policy
 from tierstore.store.feed import Feed
 from tierstore.store.health import STALL_S, Health
 from tierstore.store.lookout import Lookout
+from tierstore.store.sessions import Sessions
 from tierstore.store.stats import Counters, TierStats
 from tierstore.tiers.disk import DiskTier, Ledger, PageRecord, PageUse, ReadBatch, Removal
-from tierstore.tiers.hbm import PagePool
+from tierstore.tiers.hbm import Filling, PagePool
 from tierstore.tiers.host import HostTier
 
 _MOST_PASSES = 3  # over the ledger, before an eviction gives up
@@ -66,6 +67,7 @@ class StoreState:
         self.counters = Counters()
         self.health = Health(Tier.DISK.label, clock, stall_s=stall_s)
         self.lookout = Lookout(disk, self.health, self.changed)
+        self.sessions = Sessions()
         self.closed = False
         self.open_hits = 0
         self.pending_saves = 0
@@ -121,6 +123,18 @@ class StoreState:
         self.index.touch(pages, hit=hit)
         if self.disk is not None:
             self.used.update([page for page in pages if page.copies[Tier.DISK] is not None])
+
+    def hint(self, pages: Sequence[Page], hint: PageHint) -> None:
+        """``hint`` is about the next use of these pages, in every tier."""
+        self.index.hint(pages, hint)
+        for page in pages:
+            self.pass_hint_on(page)
+
+    def pass_hint_on(self, page: Page) -> None:
+        """Let the disk tier know what is hinted of a page, if it is there and was not used since."""
+        copy = page.copies[Tier.DISK]
+        if self.ledger is not None and copy is not None and copy.ready and page.last_use <= page.hinted:
+            self.ledger.hint(page.serial, page.hint)
 
     def lease(self, held: list[tuple[Page, Tier]], lease_s: float) -> Lease:
         lease = Lease()
@@ -221,6 +235,7 @@ class StoreState:
         if tier is Tier.DISK:
             return self.evict_from_disk(count)
         self.expire_leases()
+        self.index.expire_hints(self.clock())
         evicted = 0
         while evicted < count and (page := self.index.victim(tier)) is not None:
             self.drop(page, tier)
@@ -243,6 +258,8 @@ class StoreState:
             return 0
         self.expire_leases()
         self.note_uses()
+        self.index.disk_accesses.tell(len(ledger))
+        ledger.expire_hints(self.clock())
         before = len(self.removed)
         evicted = passes = 0
         while evicted < count and nbytes > 0 and passes < _MOST_PASSES:
@@ -409,13 +426,17 @@ class StoreState:
             pairs = ((address, start + place) for tier, place, address in copies if tier is Tier.HOST)
             memory.copy_all(pairs, page_bytes)
 
-    def copy_to_hbm(self, copies: Sequence[tuple[Tier, int, int]]) -> None:
-        """Copy pages of the HBM and host tiers into pages of the pool: (tier, place, HBM page)."""
+    def copy_to_hbm(self, copies: Sequence[tuple[Tier, int, int]]) -> list[Filling]:
+        """Copy pages of the HBM and host tiers into pages of the pool: (tier, place, HBM page). Where they
+        came from must be held until all of the result has been waited for."""
         assert self.pool is not None
-        self.pool.copy_pages((page, place) for tier, place, page in copies if tier is Tier.HBM)
+        within = [(page, place) for tier, place, page in copies if tier is Tier.HBM]
+        fillings = [self.pool.start_copying(within)]
         if self.host is not None:
             start = self.host.address(0)
-            self.pool.write_pages((page, start + place) for tier, place, page in copies if tier is Tier.HOST)
+            up = [(page, start + place) for tier, place, page in copies if tier is Tier.HOST]
+            fillings.append(self.pool.start_writing(up))
+        return fillings
 
     # -- pages that are only on disk --------------------------------------------------------------
 
@@ -470,9 +491,12 @@ class StoreState:
         commit."""
         now = time.time()
         noted = {page.serial: PageUse(page.last_use, now, page.hits) for page in self.used if page.serial}
-        self.used.clear()
         if self.ledger is not None:
             self.ledger.touch(noted)
+            for page in self.used:
+                if page.hint is not NO_HINT:
+                    self.pass_hint_on(page)
+        self.used.clear()
         self.noted.update(noted)
 
     # -- seeing --------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tierstore.curve.stats import CurveStats
 from tierstore.store.health import TierHealth
 
 
@@ -61,3 +62,4 @@ class StoreStats:
     health_line: str  # the same for people; empty without such a tier
     failed_tasks: int
     counters: Mapping[str, int | float | Mapping[str, int]]
+    curve: CurveStats = field(default_factory=CurveStats)  # what more memory would be worth

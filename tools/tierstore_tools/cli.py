@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -95,6 +95,37 @@ def tiers(
             ],
             to_stderr=json == "-",
         )
+        report.table(
+            "core-seconds per GB",
+            ("clients", "op", "page", "clients", "daemon", "copy alone", "beyond the copy"),
+            [
+                (
+                    f"{row.clients}",
+                    row.op,
+                    format_size(row.page_bytes),
+                    *(f"{each:.2f}" for each in (row.client, row.daemon, row.copy, row.beyond_copy)),
+                )
+                for row in result.costs
+            ],
+            to_stderr=json == "-",
+        )
+        report.table(
+            "lookups of 1K tokens by many clients at once",
+            ("clients", "processes", "cores", "lookups/s", "p50 ms", "p99 ms", "least of mean"),
+            [
+                (
+                    f"{row.clients}",
+                    f"{row.processes}",
+                    f"{row.cores}",
+                    f"{row.lookups_per_s:,.0f}",
+                    f"{row.p50_ms:.1f}",
+                    f"{row.p99_ms:.1f}",
+                    report.percent(row.least_share),
+                )
+                for row in result.requests
+            ],
+            to_stderr=json == "-",
+        )
     report.write_json({"machine": machine.describe(), **result.to_json()}, json)
 
 
@@ -167,6 +198,135 @@ def churn(
     directory = Path(tempfile.gettempdir()) if directory is None else directory
     _require_writable(directory)
     bench.run(directory, capacity_bytes=parse_size(capacity), times=times, seed=seed, json=json)
+
+
+@app.command()
+def vllm(
+    model: Annotated[str, typer.Option(help="A Hugging Face folder, or tiny or small: made here")] = "small",
+    tokens: Annotated[int, typer.Option(min=64, help="Length of the prompts")] = 4000,
+    store: Annotated[str | None, typer.Option(help="A daemon's address; default: one of its own")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32|bfloat16|float16; default: the model's")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Prompts asked cold and from each tier")] = 5,
+    pairs: Annotated[
+        int, typer.Option(min=1, help="Prompts and batches with and without the connector")
+    ] = 20,
+    host_bytes: Annotated[str, typer.Option(help="Arena of its own daemon")] = "2GiB",
+    disk_bytes: Annotated[str, typer.Option(help="Disk cap of its own daemon")] = "8GiB",
+    options: Annotated[
+        str, typer.Option(metavar="JSON", help='More arguments of vllm.LLM: {"tensor_parallel_size": 2}')
+    ] = "{}",
+    directory: Annotated[Path | None, typer.Option("--dir", help="Where; default: a temporary one")] = None,
+    json: JsonOption = None,
+) -> None:
+    """A real vLLM: TTFT cold, from host memory and from disk after a restart; what a cold one costs."""
+    import tempfile
+
+    from tierstore_tools.vllm import command
+    from tierstore_tools.vllm.settings import VllmBench
+
+    if directory is not None:
+        _require_writable(directory)
+    with tempfile.TemporaryDirectory(prefix="tierstore-bench-", dir=directory) as scratch:
+        command.run(
+            VllmBench(
+                model=model,
+                tokens=tokens,
+                directory=Path(scratch),
+                store=store,
+                dtype=dtype,
+                rounds=rounds,
+                pairs=pairs,
+                host_bytes=parse_size(host_bytes),
+                disk_bytes=parse_size(disk_bytes),
+                options=_json_object("--options", options),
+            ),
+            json=json,
+        )
+
+
+@app.command()
+def replay(
+    trace: Annotated[
+        Path, typer.Option(help="Mooncake or Bailian JSONL, WEKA session(s), or CSV of lengths")
+    ],
+    policy: Annotated[str, typer.Option(help="Policies, comma-separated")] = "lru,default,belady",
+    capacity: Annotated[
+        str | None, typer.Option(help="3Mtokens,8GiB,5859blocks,10%; default 1,5,10,25,50%")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Whose bytes: a preset or a Hugging Face folder")] = None,
+    hints: Annotated[str, typer.Option(help="none|oracle:P|inferred")] = "none",
+    format_name: Annotated[str, typer.Option("--format", help="auto|mooncake|bailian|weka|csv")] = "auto",
+    block_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per id, if not the format's")
+    ] = None,
+    session_gap_s: Annotated[float, typer.Option(min=0, help="Between the starts of WEKA sessions")] = 0.0,
+    hbm: Annotated[str | None, typer.Option(help="Replay through tiers: capacity of HBM")] = None,
+    host: Annotated[str | None, typer.Option(help="… of the host tier")] = None,
+    disk: Annotated[str | None, typer.Option(help="… of the disk tier")] = None,
+    tiers: Annotated[Path | None, typer.Option(help="GB/s, from tierstore-bench tiers --json")] = None,
+    host_gb_per_s: Annotated[float | None, typer.Option(help="Host to HBM")] = None,
+    disk_read_gb_per_s: Annotated[float | None, typer.Option(help="Disk to host")] = None,
+    disk_write_gb_per_s: Annotated[float | None, typer.Option(help="Host to disk")] = None,
+    longctx: Annotated[Path | None, typer.Option(help="Speed of prefill, from longctx --json")] = None,
+    prefill_tokens_per_s: Annotated[float | None, typer.Option(help="Speed of prefill")] = None,
+    prefetch: Annotated[
+        str, typer.Option(help="both|off|on: read ahead in the gaps of conversations")
+    ] = "both",
+    jobs: Annotated[int | None, typer.Option(min=1, help="Processes; default: as many as help")] = None,
+    json: JsonOption = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a PNG")] = None,
+) -> None:
+    """Hit rates of policies and capacities on a trace of real requests; with --hbm, --host or --disk also
+    what each tier gives, what is moved, and the time to first token."""
+    from tierstore_tools.replay import command, hinting, models, policies
+    from tierstore_tools.replay.capacity import parse_capacities, parse_capacity
+    from tierstore_tools.replay.tiered.settings import Tiers, parse_prefetch
+
+    hbm_size, host_size, disk_size = (text and parse_capacity(text) for text in (hbm, host, disk))
+    through_tiers = any((hbm_size, host_size, disk_size))
+    if capacity is None and not through_tiers:
+        capacity = command.DEFAULT_CAPACITY
+    command.run(
+        command.Replay(
+            trace=trace,
+            policies=policies.parse_policies(policy),
+            capacities=parse_capacities(capacity) if capacity else (),
+            hints=hinting.parse_hints(hints),
+            format_name=format_name,
+            block_tokens=block_tokens,
+            session_gap_s=session_gap_s,
+            spec=None if model is None else models.spec_of(model),
+            tiers=Tiers(
+                hbm=hbm_size or None,
+                host=host_size or None,
+                disk=disk_size or None,
+                bandwidths_file=tiers,
+                host_gb_per_s=host_gb_per_s,
+                disk_read_gb_per_s=disk_read_gb_per_s,
+                disk_write_gb_per_s=disk_write_gb_per_s,
+                prefill_file=longctx,
+                prefill_tokens_per_s=prefill_tokens_per_s,
+                prefetch=parse_prefetch(prefetch),
+            )
+            if through_tiers
+            else None,
+            jobs=jobs,
+        ),
+        json=json,
+        plot=plot,
+    )
+
+
+def _json_object(option: str, text: str) -> dict[str, Any]:
+    import json
+
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{option} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UsageError(f"{option} takes a JSON object, not {text}")
+    return value
 
 
 def _read_text(path: Path) -> str:

@@ -1,9 +1,13 @@
 """``tierstore-bench tiers --store URL``: what a daemon's host tier takes and gives, and its lookups.
 
 The bytes go the way an engine's go: a save reserves slots, copies into them and commits, a load is told where
-the pages are and copies them out. Beside each figure is one thread's memcpy, measured in the same round.
+the pages are and copies them out; over TCP they go as frames. Beside each figure is the limit, measured in
+the same round: what memcpy moves with a thread for each client, over TCP what two bare ZMQ sockets move.
+Beside the core-seconds of client and daemon are those of the copy itself.
+
 Lookups are of a prompt of 100K tokens, hashing included: as a new prompt (*whole*), and as one whose first
-100K tokens the client has looked up before, with 1K new ones behind (*tail*).
+100K tokens the client has looked up before, with 1K new ones behind (*tail*). Requests are lookups of 1K
+tokens by many clients at once.
 """
 
 from __future__ import annotations
@@ -13,16 +17,19 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.daemon import protocol
+from tierstore.daemon.connected import ConnectedStore
 from tierstore.errors import TierStoreError
-from tierstore.keys import Identity
-from tierstore.memory import Memory
 from tierstore.spec import KVSpec
 from tierstore.store import Store
-from tierstore_tools import limits
-from tierstore_tools.tiers import LAYER_BYTES, Progress, Rate, TierRow, row_of
+from tierstore_tools import requests
+from tierstore_tools.connected_bytes import CostRow, Sample, connect, measure
+from tierstore_tools.requests import RequestsRow
+from tierstore_tools.tiers import Progress, TierRow
 
 _WAIT_S = 60.0
 _PROMPT_TOKENS = 100_000
@@ -30,6 +37,10 @@ _TAIL_TOKENS = 1_000
 _PROMPTS = 20
 _CLIENTS = 5
 _TURNS = 20
+_AT_ONCE = (1, 2)  # clients that move bytes
+_MANY = 64  # clients with small requests
+_MANY_PROCESSES = 4
+_MANY_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +56,22 @@ class LookupRow:
 
 @dataclass(frozen=True, slots=True)
 class ConnectedResult:
-    """``rows`` like those of the embedded tiers, with tier ``daemon``; limits are medians over all rounds."""
+    """``rows`` like those of the embedded tiers, with tier ``daemon`` (``daemon ×2``: two clients at once);
+    limits are medians over all rounds."""
 
     limits: dict[str, float]
     rows: tuple[TierRow, ...]
+    costs: tuple[CostRow, ...]
     lookups: tuple[LookupRow, ...]
+    requests: tuple[RequestsRow, ...]
 
     def to_json(self) -> dict[str, object]:
         return {
             "limits": self.limits,
             "rows": [asdict(row) for row in self.rows],
+            "costs": [asdict(row) for row in self.costs],
             "lookups": [asdict(row) for row in self.lookups],
+            "requests": [asdict(row) for row in self.requests],
         }
 
 
@@ -71,58 +87,42 @@ def run(
 
     Raises :class:`TierStoreError` when it is not there or does not keep what is saved.
     """
+    pid = _daemon_pid(url)
+    limits: dict[str, list[float]] = {}
     rows: list[TierRow] = []
-    memcpys: list[float] = []
+    costs: list[CostRow] = []
     for page_bytes in page_sizes:
-        puts, gets = [], []
-        for round_ in range(rounds):
-            progress(f"{page_bytes >> 10} KiB pages, round {round_ + 1} of {rounds}")
-            memcpy = limits.memcpy(total_bytes, piece=page_bytes, passes=3)
-            put, get = _put_and_get(url, page_bytes, total_bytes)
-            memcpys.append(memcpy)
-            puts.append((put, put.gb_per_s / memcpy))
-            gets.append((get, get.gb_per_s / memcpy))
-        rows.append(row_of(("daemon", "put"), page_bytes, puts, "memcpy_gb_per_s"))
-        rows.append(row_of(("daemon", "get"), page_bytes, gets, "memcpy_gb_per_s"))
+        for clients in _AT_ONCE if url.startswith("ipc://") else (1,):
+            progress(f"{page_bytes >> 10} KiB pages, {clients} at once")
+            sample = Sample(url, pid, page_bytes, total_bytes, rounds, clients)
+            moved = measure(sample)
+            limits.setdefault(sample.limit, []).extend(moved.limits)
+            rows += moved.rows
+            costs += moved.costs
     progress("lookups")
-    return ConnectedResult({"memcpy_gb_per_s": statistics.median(memcpys)}, tuple(rows), _lookups(url))
+    lookups = _lookups(url)
+    progress("requests")
+    small = requests.measure(url, pid, clients=_MANY, processes=_MANY_PROCESSES, seconds=_MANY_S)
+    medians = {name: statistics.median(values) for name, values in limits.items()}
+    return ConnectedResult(medians, tuple(rows), tuple(costs), lookups, (small,))
 
 
-def _connect(url: str, spec: KVSpec, identity: Identity | None = None) -> Store:
-    """By default under an identity that nobody has used: what earlier runs left must not be found."""
-    if identity is None:
-        identity = Identity.of(spec, model="tierstore-bench", revision=str(time.time_ns()))
-    store = Store.connect(url, spec, identity=identity, lookup_s=10.0)
-    store.wait_ready()
-    return store
+class _Process(msgspec.Struct):
+    """As much of a daemon's statistics as is of interest here."""
+
+    pid: int
 
 
-def _put_and_get(url: str, page_bytes: int, total_bytes: int) -> tuple[Rate, Rate]:
-    spec = KVSpec.uniform(layers=page_bytes // LAYER_BYTES, kv_heads=1, head_dim=64, dtype="float16")
-    count = total_bytes // page_bytes
-    source, target = _buffers(count, page_bytes), _buffers(count, page_bytes)
-    for number, page in enumerate(source):
-        np.frombuffer(page, np.uint32)[:] = np.arange(page_bytes // 4, dtype=np.uint32) + number
-    tokens = np.arange(count * spec.chunk_tokens)
-    with _connect(url, spec) as store:
-        put = Rate.of(lambda: store.save(tokens, source).wait(_WAIT_S), total_bytes)
-        hit = store.lookup(tokens)
-        if hit.tokens < len(tokens):
-            raise TierStoreError(
-                f"the daemon kept {hit.tokens} of {len(tokens)} tokens: give it more --host-bytes "
-                f"(the pages of a round have {total_bytes} bytes)"
-            )
-        get = Rate.of(lambda: store.load(hit, target).wait(_WAIT_S), total_bytes)
-        for saved, loaded in zip(source, target, strict=True):
-            if saved != loaded:
-                raise AssertionError("pages came back with other bytes than were put")
-    return put, get
-
-
-def _buffers(count: int, page_bytes: int) -> list[memoryview]:
-    memory = Memory(count * page_bytes, shared=False)
-    memory.populate()
-    return [memory.view(number * page_bytes, page_bytes) for number in range(count)]
+def _daemon_pid(url: str) -> int:
+    with connect(url, KVSpec.uniform(layers=1, kv_heads=1, head_dim=16, dtype="float16")) as store:
+        assert isinstance(store, ConnectedStore)
+        session = store.connection.session
+        answer = None
+        if session is not None:
+            answer = store.connection.call(session, protocol.Stats(0), protocol.StatsAnswer).wait()
+    if answer is None:
+        raise TierStoreError(f"the daemon at {url} does not answer")
+    return msgspec.json.decode(answer.json, type=_Process).pid
 
 
 def _lookups(url: str) -> tuple[LookupRow, ...]:
@@ -131,14 +131,14 @@ def _lookups(url: str) -> tuple[LookupRow, ...]:
     numbers = np.random.default_rng(0)
     prompts = [numbers.integers(0, 1 << 17, chunks * spec.chunk_tokens, np.uint32) for _ in range(_PROMPTS)]
     page = bytes(spec.page_bytes)
-    with _connect(url, spec) as store:
+    with connect(url, spec) as store:
         identity = store.identity
         for prompt in prompts:
             store.save(prompt, [page] * chunks).wait(_WAIT_S)
     whole: list[float] = []
     tails: list[float] = []
     for _ in range(_CLIENTS):  # each of which sees every prompt for the first time
-        with _connect(url, spec, identity) as store:
+        with connect(url, spec, identity) as store:
             whole += [_timed_lookup(store, prompt, len(prompt)) for prompt in prompts]
             for number in range(_TURNS):
                 turn = np.concatenate([prompts[-1], np.full(_TAIL_TOKENS, number, np.uint32)])

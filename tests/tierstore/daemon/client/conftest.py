@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tierstore.daemon import protocol
 from tierstore.daemon.connected import ConnectedStore
 from tierstore.keys import Identity
 from tierstore.spec import KVSpec
@@ -135,6 +137,12 @@ def connect(request):
             store.check()
         store.close()
         assert store.stats().failed_tasks == 0
+
+
+def daemon_stats(store):
+    """All that the daemon tells of itself."""
+    answer = store.connection.call(store.connection.session, protocol.Stats(0), protocol.StatsAnswer).wait()
+    return json.loads(answer.json)
 
 
 def wait_until(condition, timeout=10.0):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import threading
 import time
 
@@ -71,6 +72,44 @@ def test_killed_and_started_again(make_daemon, connect):
     hit = store.lookup(TOKENS)
     assert hit.by_tier == {"disk": 70}
     assert load_bytes(store, hit) == (70, pages_of(TOKENS))
+
+
+def test_clients_are_served_again_soon_after_the_socket_is_back(make_daemon, connect):
+    """While they go on asking, and after they have been without a daemon for longer than their longest
+    pause."""
+    daemon = make_daemon()
+    stores = [connect(daemon.url) for _ in range(8)]
+    stores[0].save(TOKENS, pages_of(TOKENS)).wait(10)
+    assert stores[0].flush(10)
+    stop = threading.Event()
+    served = [0.0] * len(stores)  # when last
+
+    def ask(which):
+        while not stop.is_set():
+            with stores[which].lookup(TOKENS) as hit:
+                if hit.tokens == len(TOKENS):
+                    served[which] = time.monotonic()
+            time.sleep(0.001)
+
+    def restart():
+        try:
+            wait_until(lambda: all(served), 30)
+            daemon.kill()
+            wait_until(lambda: all(store.connection.counters.failed_greetings > 4 for store in stores))
+            daemon.start()
+            wait_until(lambda: listens(f"{daemon.socket}.arena"), 30)
+            back = time.monotonic()
+            wait_until(lambda: all(when > back for when in served), 30)
+            assert time.monotonic() - back < 1 + SLACK_S
+        finally:
+            stop.set()
+
+    in_threads(restart, *(lambda which=which: ask(which) for which in range(len(stores))))
+
+
+def listens(path):
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(path) == 0
 
 
 def test_killed_and_started_again_under_load(make_daemon, connect):

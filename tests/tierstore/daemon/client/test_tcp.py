@@ -10,12 +10,13 @@ from tests.tierstore.daemon.client.conftest import (
     SPEC,
     TOKENS,
     DaemonProcess,
+    daemon_stats,
     in_threads,
     load_bytes,
     pages_of,
     wait_until,
 )
-from tierstore.daemon import keys
+from tierstore.daemon import keys, protocol
 
 
 def free_port():
@@ -73,6 +74,34 @@ def test_a_daemon_that_is_killed_is_noticed_at_once(tcp_daemon, connect):
     tcp_daemon.start()
     assert store.wait_connected(30)
     assert load_bytes(store, store.lookup(TOKENS)) == (70, pages_of(TOKENS))
+
+
+def test_a_store_that_is_closed_is_gone_at_once(tcp_daemon, connect):
+    monitor, store = connect(tcp_daemon.url), connect(tcp_daemon.tcp)
+    store.save(TOKENS, pages_of(TOKENS)).wait(10)
+    hit = store.lookup(TOKENS)
+    assert hit.tokens == 70
+    assert daemon_stats(monitor)["service"]["sessions"] == 2
+    store.close()
+    assert wait_until(lambda: daemon_stats(monitor)["service"]["sessions"] == 1) < protocol.SILENCE_S / 2
+    assert daemon_stats(monitor)["service"]["leases"] == 0
+
+
+def test_a_tenant_is_told_of_itself_only(short_directory, connect, tmp_path):
+    server, server_key = keys.generate(tmp_path, "daemon")
+    pair, _ = keys.generate(tmp_path / "tenants", "anna")
+    url = f"tcp://127.0.0.1:{free_port()}"
+    options = [f"--server-key={server}", f"--tenants={tmp_path / 'tenants'}"]
+    daemon = DaemonProcess(short_directory, *options, listen=(url,), disk=False).start()
+    try:
+        anna = connect(url, keys=pair, server_key=server_key)
+        assert anna.save(TOKENS, pages_of(TOKENS)).wait(10) == 70
+        assert anna.evict("host") == 0
+        stats = anna.stats()
+        assert (stats.tiers, stats.health_line) == ({}, "")
+        assert anna.lookup(TOKENS).tokens == 70
+    finally:
+        daemon.kill()
 
 
 def test_keys_and_tenants(short_directory, connect, tmp_path):

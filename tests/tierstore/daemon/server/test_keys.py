@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import stat
 
 import pytest
@@ -93,6 +94,25 @@ def test_a_keys_name_is_its_tenant(curve):
     assert tenants["bob"].hit_tokens["host"] == 64
     assert (tenants["bob"].host_bytes, tenants["eve"].host_bytes) == (4 * PAGE_BYTES, 0)
     assert tenants["bob"].quota_bytes == 8 * PAGE_BYTES
+
+
+def test_a_tenant_sees_and_moves_nothing_of_the_others(curve):
+    daemon, connect_as = curve
+    bob, eve = connect_as("bob"), connect_as("eve")
+    for client in (bob, eve):
+        client.register()
+        assert save(client) == 4
+    bob.lookup(prompt_of(TOKENS))
+    for tier in ("host", "disk"):
+        refused = eve.ask(p.Evict(0, tier, -1))
+        assert (type(refused), refused.kind) == (p.Refused, "denied")
+    assert daemon.stats().store.tiers["host"].pages == 8
+    seen = json.loads(eve.ask(p.Stats(0)).json)
+    assert list(seen["service"]["tenants"]) == ["eve"]
+    assert seen["service"]["tenants"]["eve"]["host_bytes"] == 4 * PAGE_BYTES
+    assert [each["session"] for each in seen["service"]["clients"]] == [eve.welcome.session]
+    assert "bob" not in json.dumps(seen)
+    assert "store" not in seen
 
 
 def test_an_unknown_key_is_not_let_in(curve):

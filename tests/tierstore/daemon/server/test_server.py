@@ -265,6 +265,30 @@ def test_a_tcp_client_that_falls_silent_is_given_up(start, connect, monkeypatch)
     assert client.ask(p.Ping(0)).kind == "session"
 
 
+def test_a_tcp_client_that_says_bye_is_gone_at_once(start, connect):
+    daemon = start(listen=("tcp://127.0.0.1:0",))
+    client = connect(daemon.address)
+    client.register()
+    assert client.ask(p.Reserve(0, part(prompt_of(TOKENS)), 0, 6)).reservation
+    client.tell(p.Bye())
+    assert daemon.wait_for(lambda stats: not stats.service.sessions) < p.SILENCE_S / 2
+    assert daemon.stats().server.silent_sessions == 0
+    daemon.check()
+    assert client.ask(p.Ping(0)).kind == "session"
+    client.tell(p.Bye())  # has no answer
+    client.hello()  # and it may come back
+    assert client.register() == 0
+
+
+def test_a_process_that_has_mapped_the_arena_ends_by_hanging_up(start, connect):
+    daemon = start()
+    client = connect(daemon.url)
+    client.register()
+    client.save(TOKENS)
+    client.tell(p.Bye())
+    assert client.lookup(prompt_of(TOKENS)).tokens == len(TOKENS)
+
+
 def test_a_client_that_does_not_read_costs_a_window_and_nobody_else(start, connect):
     nbytes = 4 << 20
     daemon = start(listen=("tcp://127.0.0.1:0",), host_bytes=64 << 20, reserve_bytes=64 << 20)

@@ -1,0 +1,243 @@
+"""What one client, or several at once, move to and from a daemon's host tier, beside what the machine moves
+without one."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+
+from tierstore import memory
+from tierstore.errors import TierStoreError
+from tierstore.keys import Identity
+from tierstore.memory import Memory
+from tierstore.spec import KVSpec
+from tierstore.store import Store
+from tierstore_tools.tiers import LAYER_BYTES, TierRow
+from tierstore_tools.together import Meet, Together, cpu_seconds
+from tierstore_tools.zmq_pair import ZmqPair
+
+_WAIT_S = 60.0
+_CONNECT_S = 10.0
+_COPIES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What each of ``clients`` processes is to do. ``pid`` is the daemon's."""
+
+    url: str
+    pid: int
+    page_bytes: int
+    total_bytes: int  # of all clients together
+    rounds: int
+    clients: int = 1
+
+    @property
+    def count(self) -> int:
+        """Pages of one client."""
+        return self.total_bytes // self.clients // self.page_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Of one client."""
+        return self.count * self.page_bytes
+
+    @property
+    def limit(self) -> str:
+        if self.url.startswith("tcp://"):
+            return "zmq_pair_gb_per_s"
+        return "memcpy_gb_per_s" if self.clients == 1 else f"memcpy_{self.clients}_gb_per_s"
+
+
+@dataclass(frozen=True, slots=True)
+class CostRow:
+    """Core-seconds per GB: of the clients, of the daemon, and of nothing but the copy."""
+
+    clients: int
+    op: str
+    page_bytes: int
+    client: float
+    daemon: float
+    copy: float
+    beyond_copy: float
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """``limits`` are GB/s by round."""
+
+    limits: list[float]
+    rows: list[TierRow]
+    costs: list[CostRow]
+
+
+def measure(sample: Sample) -> Moved:
+    """Raises :class:`TierStoreError` when the daemon is not there or does not keep what is saved."""
+    with ExitStack() as stack:
+        pair = None
+        if sample.limit == "zmq_pair_gb_per_s":
+            pair = stack.enter_context(ZmqPair(sample.page_bytes, sample.nbytes))
+        clients = Together(_client, [(sample, pair)] * sample.clients).run()
+    rounds = [_joined(each, sample) for each in zip(*clients, strict=True)]
+    limits = [each.limit for each in rounds]
+    rows, costs = [], []
+    for op in ("put", "get"):
+        ops = [each.op(op) for each in rounds]
+        rate = statistics.median(each.gb_per_s for each in ops)
+        fraction = statistics.median(each.gb_per_s / limit for each, limit in zip(ops, limits, strict=True))
+        client = statistics.median(each.cpu_s for each in ops)
+        daemon = statistics.median(each.daemon_cpu_s for each in ops)
+        copy = statistics.median(each.copy.cpu_s for each in rounds)
+        tier = "daemon" if sample.clients == 1 else f"daemon ×{sample.clients}"
+        us_per_page = sample.page_bytes / rate / 1e3
+        rows.append(
+            TierRow(tier, op, sample.page_bytes, rate, us_per_page, fraction, sample.limit, client + daemon)
+        )
+        costs.append(
+            CostRow(sample.clients, op, sample.page_bytes, client, daemon, copy, client + daemon - copy)
+        )
+    return Moved(limits, rows, costs)
+
+
+# -- all clients together ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """What moving bytes took: GB/s, and core-seconds per GB."""
+
+    gb_per_s: float
+    cpu_s: float
+    daemon_cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """One round, of all clients."""
+
+    limit: float
+    copy: _Cost
+    put: _Cost
+    get: _Cost
+
+    def op(self, name: str) -> _Cost:
+        return self.put if name == "put" else self.get
+
+
+def _joined(clients: Sequence[_Round], sample: Sample) -> _Joined:
+    copies = [_cost(spans, sample) for spans in zip(*(each.copies for each in clients), strict=True)]
+    copy = sorted(copies, key=lambda each: each.gb_per_s)[len(copies) // 2]
+    put, get = (
+        _cost([each.put if op == "put" else each.get for each in clients], sample) for op in ("put", "get")
+    )
+    return _Joined(clients[0].bare_gb_per_s or copy.gb_per_s, copy, put, get)
+
+
+def _cost(spans: Sequence[_Span], sample: Sample) -> _Cost:
+    gb = sample.nbytes * len(spans) / 1e9
+    seconds = max(span.end for span in spans) - min(span.start for span in spans)
+    # Every client has seen all of the daemon's work: they met before and afterwards.
+    return _Cost(gb / seconds, sum(span.cpu_s for span in spans) / gb, spans[0].daemon_cpu_s / gb)
+
+
+# -- one client ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """When something was done, by a clock that all processes share, and its core-seconds."""
+
+    start: float
+    end: float
+    cpu_s: float
+    daemon_cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """What one client saw in a round. ``bare_gb_per_s``: of two bare sockets (over TCP)."""
+
+    copies: list[_Span]
+    put: _Span
+    get: _Span
+    bare_gb_per_s: float
+
+
+def _client(meet: Meet, sample: Sample, pair: ZmqPair | None) -> list[_Round]:
+    return [_Client(meet, sample, number).round(pair) for number in range(sample.rounds)]
+
+
+class _Client:
+    """One client, for one round."""
+
+    def __init__(self, meet: Meet, sample: Sample, number: int) -> None:
+        self._meet = meet
+        self._sample = sample
+        layers = sample.page_bytes // LAYER_BYTES
+        self._spec = KVSpec.uniform(layers=layers, kv_heads=1, head_dim=64, dtype="float16")
+        self._source, self._target = self._memory(), self._memory()
+        np.frombuffer(self._source.view(0, sample.nbytes), np.uint32)[:] = np.arange(
+            number, sample.nbytes // 4 + number, dtype=np.uint32
+        )
+
+    def _memory(self) -> Memory:
+        made = Memory(self._sample.nbytes, shared=False)
+        made.populate()
+        return made
+
+    def _pages(self, of: Memory) -> list[memoryview]:
+        size = self._sample.page_bytes
+        return [of.view(number * size, size) for number in range(self._sample.count)]
+
+    def round(self, pair: ZmqPair | None) -> _Round:
+        """Raises :class:`TierStoreError`."""
+        copies = [self._span(self._copy) for _ in range(_COPIES)]
+        bare = pair.gb_per_s() if pair is not None else 0.0
+        tokens = np.arange(self._sample.count * self._spec.chunk_tokens)
+        source, target = self._pages(self._source), self._pages(self._target)
+        self._target.view(0, self._sample.nbytes)[:] = bytes(self._sample.nbytes)
+        with connect(self._sample.url, self._spec) as store:
+            put = self._span(lambda: store.save(tokens, source).wait(_WAIT_S))
+            hit = store.lookup(tokens)
+            if hit.tokens < len(tokens):
+                raise TierStoreError(
+                    f"the daemon kept {hit.tokens} of {len(tokens)} tokens: give it more --host-bytes "
+                    f"(the pages of a round have {self._sample.total_bytes} bytes)"
+                )
+            get = self._span(lambda: store.load(hit, target).wait(_WAIT_S))
+        if any(saved != loaded for saved, loaded in zip(source, target, strict=True)):
+            raise AssertionError("pages came back with other bytes than were put")
+        return _Round(copies, put, get, bare)
+
+    def _copy(self) -> None:
+        size = self._sample.page_bytes
+        for at in range(0, self._sample.nbytes, size):
+            memory.copy_all([(self._target.address + at, self._source.address + at)], size)
+
+    def _span(self, work: Callable[[], object]) -> _Span:
+        """Do it at the same time as the other clients."""
+        self._meet()
+        daemon, cpu, start = cpu_seconds(self._sample.pid), time.process_time(), time.perf_counter()
+        work()
+        end, cpu = time.perf_counter(), time.process_time() - cpu
+        self._meet()
+        return _Span(start, end, cpu, cpu_seconds(self._sample.pid) - daemon)
+
+
+def connect(url: str, spec: KVSpec, identity: Identity | None = None, *, ready: bool = True) -> Store:
+    """By default under an identity that nobody has used: what earlier runs left must not be found. ``ready``:
+    wait until copies are as fast as they get. Raises :class:`TierStoreError` when there is no daemon."""
+    if identity is None:
+        identity = Identity.of(spec, model="tierstore-bench", revision=str(time.time_ns()))
+    store = Store.connect(url, spec, identity=identity, lookup_s=_CONNECT_S)
+    if not store.wait_connected(_CONNECT_S):
+        store.close()
+        raise TierStoreError(f"there is no daemon at {url}")
+    if ready:
+        store.wait_ready()
+    return store
