@@ -181,6 +181,10 @@ class EventPublisher:
             self._closing.set()
             self._wake()
             self._thread.join(_STOPPED_S)
+            with self._state.lock:
+                self._state.feed = None
+            if not self._thread.is_alive():
+                os.close(self._wakeup)  # only now: nobody wakes the thread any more
 
     # -- the thread ----------------------------------------------------------------------------------
 
@@ -219,13 +223,11 @@ class EventPublisher:
                     self._tell()
                 if self._replay is not None and self._replay in ready:
                     self._answer(self._replay)
+            self._tell()
         except zmq.ZMQError:
             _log.exception("KV events: no more are published")
         finally:
-            with self._state.lock:
-                self._state.feed = None
             self._context.destroy(0)
-            os.close(self._wakeup)
 
     def _tell(self) -> None:
         with suppress(BlockingIOError):

@@ -14,6 +14,7 @@ from tierstore.policy.tenure import Tenure
 _MOST_PAGES = 512  # in the sample
 _WINDOW = 16  # turnovers of a shadow cache, after which what it said counts for a third
 _CONFIDENCE = 1.5  # standard deviations by which the challenger has to lead
+_MOST_AHEAD = 2.0  # times that: a longer lead would be followed for long after it is over
 
 
 class Duel(Policy):
@@ -54,6 +55,7 @@ class Duel(Policy):
         self._ahead = self._ahead * kept + more
         self._apart = self._apart * kept + more * more
         doubt = _CONFIDENCE * self._apart**0.5
+        self._ahead = min(self._ahead, _MOST_AHEAD * doubt)
         leads = self._ahead > 0 if self._led_by else self._ahead > doubt
         if leads != self._led_by:
             self._led_by = int(leads)
