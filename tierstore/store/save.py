@@ -8,6 +8,7 @@ next one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -177,6 +178,7 @@ class SaveJob:
         """Decide, and have it copied. Without the lock."""
         decided = False
         while not decided:
+            time.sleep(0)  # the lock goes to whoever is quickest: without this, to us again
             with self.state.lock:
                 self._step()
                 self._submit(mover)

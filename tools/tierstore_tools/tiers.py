@@ -20,6 +20,7 @@ fractions.
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import statistics
@@ -242,7 +243,8 @@ class _PageSize:
         path = Path(tempfile.mkdtemp(prefix="tierstore-tiers-", dir=self._directory))
         try:
             with self._open(path) as store:
-                os.sync()  # what was deleted before is discarded by the device now, not under the clock
+                gc.collect()  # the last round's arena is given back now, not under the clock …
+                os.sync()  # … and what was deleted before is discarded by the device now, not under the clock
                 yield path, store
         finally:
             shutil.rmtree(path, ignore_errors=True)
