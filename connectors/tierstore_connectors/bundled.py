@@ -141,9 +141,9 @@ def open_connector(
     """A page pool of ``pool_pages`` pages on ``device`` and the connector to ``store``: the address of a
     daemon (``ipc://PATH``, ``tcp://HOST:PORT``), a directory for an embedded store, or None to compute
     without one. Raises what :meth:`Store.open` and :meth:`Store.connect` raise."""
-    if store is None:
-        return NoStore(open_pool(spec, pool_pages, device=device), identity)
     pool = open_pool(spec, pool_pages, device=device)
+    if store is None:
+        return NoStore(pool, identity)
     if "://" in store:
         connected = Store.connect(store, spec, identity=identity, pool=pool)
         connected.wait_connected(_CONNECT_S)  # or not: then the engine starts with misses

@@ -91,9 +91,9 @@ class ConnectedLoad(ABC):
     def _targets(self, first: int, count: int) -> Sequence[int]:
         """Where the leading pages among ``first … first + count`` go."""
 
-    @abstractmethod
     def _land(self, first: int, targets: Sequence[int], *, good: int) -> None:
         """The first ``good`` of these have arrived, the others have not."""
+        self._arrived[first : first + good] = [True] * good
 
     @abstractmethod
     def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> None:

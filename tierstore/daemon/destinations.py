@@ -44,9 +44,6 @@ class BufferLoad(ConnectedLoad):
     def _targets(self, first: int, count: int) -> Sequence[int]:
         return self._addresses[first : first + count]
 
-    def _land(self, first: int, targets: Sequence[int], *, good: int) -> None:
-        self._arrived[first : first + good] = [True] * good
-
     def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> None:
         memory.copy_all(zip(targets, addresses, strict=True), self.page_bytes)
 
@@ -82,9 +79,6 @@ class TargetLoad(ConnectedLoad):
 
     def _targets(self, first: int, count: int) -> Sequence[int]:
         return range(first, first + count)
-
-    def _land(self, first: int, targets: Sequence[int], *, good: int) -> None:
-        self._arrived[first : first + good] = [True] * good
 
     def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> None:
         self._target.write(list(zip(targets, addresses, strict=True)))

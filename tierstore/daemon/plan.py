@@ -11,8 +11,9 @@ from tierstore.daemon.prompts import AskedPrompt
 from tierstore.daemon.quotas import Quotas
 from tierstore.daemon.session import Reservation, Session
 from tierstore.index import Page, Tier
+from tierstore.store.branch import Branch
 from tierstore.store.state import StoreState
-from tierstore.store.telling import Teller, Told
+from tierstore.store.telling import Told
 
 
 class Plan:
@@ -36,9 +37,8 @@ class Plan:
         self._prompt = prompt
         self._chunks = chunks
         self._reserve_bytes = reserve_bytes
-        self._parent = prompt.page_before(state, chunks.start)
-        self._teller = Teller(state, told)
-        self._teller.begin(self._parent)
+        self._branch = Branch(state, told)
+        self._branch.begin(prompt.page_before(state, chunks.start))
         self._next = 0  # position
         self._offsets: list[int] = []
         self._stored_tokens = 0
@@ -48,21 +48,19 @@ class Plan:
 
     def step(self, pages: int) -> None:
         """Go on with the next ``pages`` pages."""
-        touched: list[Page] = []
-        while self._next < len(self._chunks) and len(touched) < pages:
+        stop = min(self._next + pages, len(self._chunks))
+        while self._next < stop:
             page = self._page(self._chunks[self._next])
             if page is None:
                 self._state.counters.not_stored_pages += len(self._chunks) - self._next
                 self._next = len(self._chunks)
                 break
-            touched.append(page)
-            self._parent = page
+            self._branch.grow(page)
             self._stored_tokens += page.num_tokens
             self._next += 1
-        self._state.touch(touched, hit=False)
-        self._teller.saved(touched)
-        self._state.let_sleep()
         self.unfinished = self._next < len(self._chunks)
+        self._branch.end_step(last=not self.unfinished)
+        self._state.let_sleep()
 
     def result(self, number: int) -> p.Reserved:
         """The answer to request ``number``."""
@@ -77,13 +75,9 @@ class Plan:
         """The page of a chunk, in the host tier or about to be filled. None when it is in no tier and cannot
         be put in one."""
         state = self._state
-        parent = self._parent
-        if self._session.ended or parent is None:
+        page = None if self._session.ended else self._branch.next(*self._prompt.chunk(chunk))
+        if page is None:
             return None
-        if parent.parent is not None and not any(parent.copies):
-            return None  # the page before it is gone: this one could never be found
-        page = state.index.add(parent, *self._prompt.chunk(chunk))
-        self._teller.comes_to(page)
         copy = page.copies[Tier.HOST]
         if copy is not None:
             state.counters.already_stored_pages += not copy.damaged

@@ -148,9 +148,10 @@ def _nested(outer: str, inner: str) -> str:
 
 def _seen_by(session: Session, identity: Identity) -> Identity | None:
     """An identity as a client would register it; None where it cannot."""
+    nested = identity.tenant.startswith("[")
     if not session.tenant:
-        return None if identity.tenant.startswith("[") else identity
-    if not identity.tenant.startswith(_nested(session.tenant, "")[:-2]):
+        return None if nested else identity
+    if not nested:
         return None
-    _, inner = msgspec.json.decode(identity.tenant, type=tuple[str, str])
-    return replace(identity, tenant=inner)
+    outer, inner = msgspec.json.decode(identity.tenant, type=tuple[str, str])
+    return replace(identity, tenant=inner) if outer == session.tenant else None

@@ -14,8 +14,7 @@ _MIB = float(1 << 20)
 
 class GDSF(Policy):
     """Worth is the clock at a page's last use plus uses × cost of computing it ÷ bytes; the clock is the
-    worth
-    of what last left, so what is not used becomes worthless in time.
+    worth of what last left, so what is not used becomes worthless in time.
 
     Cost is the time to compute a page again with all before it at hand: constant for the weights, and growing
     with depth for attention, which is as dear as the rest after ``doubling_depth`` pages (for 64-token pages

@@ -47,8 +47,7 @@ class _OnTrial(Policy):
 
 class S3FIFO(_OnTrial):
     """A tenth of the tier for pages on trial. At its end a page that was used twice moves to the main line,
-    in
-    which every use lets a page go round once more (three at most).
+    in which every use lets a page go round once more (three at most).
 
     On disk, where pages do not stand in line, the main line is least recently used first."""
 
@@ -68,8 +67,7 @@ class S3FIFO(_OnTrial):
 
 class TwoQ(_OnTrial):
     """A quarter of the tier for pages on trial, however often they are used there. A page that comes back
-    after
-    its trial is kept as long as it is among the most recently used."""
+    after its trial is kept as long as it is among the most recently used."""
 
     name = "2q"
     share = 0.25

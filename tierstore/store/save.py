@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from tierstore.index import Match, Page, Tier
 from tierstore.keys import PageKey, Prompt
 from tierstore.mover import Mover, Priority
+from tierstore.store.branch import Branch
 from tierstore.store.endpoints import PageSource
 from tierstore.store.state import StoreState
-from tierstore.store.telling import NOTHING_TOLD, Teller, Told
+from tierstore.store.telling import NOTHING_TOLD, Told
 from tierstore.store.write_behind import WriteBehind
 from tierstore.tiers.hbm import PagePool
 from tierstore.transfer import Transfer, TransferState
@@ -72,9 +73,7 @@ class SaveJob:
         self.fills: list[_Fill] = []
         self.closed = False
         self.transfer: Transfer[int] = Transfer(self._settle, pages=0, nbytes=0, clock=state.clock)
-        self._teller = Teller(state, told)
-        self._parent: Page | None = None
-        self._held: Page | None = None  # pinned between two steps
+        self._branch = Branch(state, told)
         self._position = 0  # decided so far
         self._submitted = 0  # fills
         self._copying = 0
@@ -86,17 +85,16 @@ class SaveJob:
         """Find out where in the tree the chunks belong. ``match`` is what is held of the prompt."""
         state, prompt, first = self.state, self.prompt, self.chunks.start
         state.identities.setdefault(prompt.identity.digest, prompt.identity)
+        parent: Page | None
         if 0 < first <= match.tokens // prompt.chunk_tokens:
-            self._parent = match.pages[first - 1]
+            parent = match.pages[first - 1]
         else:
-            self._parent = state.index.path(state.root(prompt.identity, self.page_bytes), prompt, first)
-        self._hold(self._parent)
-        self._teller.begin(self._parent)
+            parent = state.index.path(state.root(prompt.identity, self.page_bytes), prompt, first)
+        self._branch.begin(parent)
 
     def _step(self) -> None:
         """Find or make the next pages and reserve host slots for the new ones."""
         state = self.state
-        touched: list[Page] = []
         stop = min(self._position + _STEP_PAGES, len(self.chunks))
         while self._position < stop:
             page = None if state.closed else self._next_page()
@@ -104,29 +102,13 @@ class SaveJob:
                 state.counters.not_stored_pages += len(self.chunks) - self._position
                 self._position = len(self.chunks)
                 break
-            touched.append(page)
-            self._parent = page
+            self._branch.grow(page)
             self._position += 1
-        state.touch(touched, hit=False)
-        self._teller.saved(touched)
-        self._hold(self._parent if self._position < len(self.chunks) else None)
-
-    def _hold(self, page: Page | None) -> None:
-        """Let the next step find this page in the tree, and not the one of the last step."""
-        if page is not None:
-            self.state.index.pin(page)
-        if self._held is not None:
-            self.state.index.unpin(self._held)
-        self._held = page
+        self._branch.end_step(last=self._position == len(self.chunks))
 
     def _next_page(self) -> Page | None:
-        parent = self._parent
-        if parent is None or (parent.parent is not None and not any(parent.copies)):
-            return None  # the page before it is gone: this one could never be found
-        key, tokens = chunk_of(self.prompt, self.chunks[self._position])
-        page = self.state.index.add(parent, key, tokens)
-        self._teller.comes_to(page)
-        return page if self._plan_page(self._position, page) else None
+        page = self._branch.next(*chunk_of(self.prompt, self.chunks[self._position]))
+        return page if page is not None and self._plan_page(self._position, page) else None
 
     def _plan_page(self, position: int, page: Page) -> bool:
         """Publish and reserve for one page. False when the page is in no tier and cannot be put in one."""

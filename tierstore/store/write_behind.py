@@ -64,7 +64,7 @@ class WriteBehind:
         self._hands = Crew(_WRITES_AT_ONCE, name="tierstore-payloads")  # write what this thread has placed
         # Guarded by the state's lock.
         self._queue = WriteQueue(state, most_bytes=queue_bytes)
-        self._places = Places(state, disk, self._queue, self._commit_removals)
+        self._places = Places(state, disk, self._queue, lambda: self._commit([]))
         self._closing = False
         self._writer = threading.Thread(target=self._write_batches, name="tierstore-writer", daemon=True)
         self._writer.start()
@@ -131,19 +131,18 @@ class WriteBehind:
         coming: list[Page] = []  # have their places
         try:
             while True:
+                coming = coming or self._place_next(under_way)
                 due = _bytes(written) + sum(write.nbytes for write in writes) >= self._commit_bytes
                 if coming and not due and len(writes) < _WRITES_AT_ONCE:
                     writes.append(self._begin(coming))
                     coming = []
-                coming = coming or self._place_next(under_way)
-                if coming and not due and len(writes) < _WRITES_AT_ONCE:
-                    continue
-                if writes:
+                elif writes:
                     write = writes.popleft()
                     write.over.result()
                     written += write.pages
                 elif written:
-                    durable = self._commit(self._verified(written))
+                    verified = self._verified(written)
+                    durable = verified if self._commit(verified) else []
                     under_way[:] = coming
                     written = []
                     try:
@@ -158,7 +157,7 @@ class WriteBehind:
             for write in writes:
                 write.over.exception()  # it holds on to the slots until it is over, however it goes
         if self._housekeeping_due():
-            self._commit_removals()
+            self._commit([])
 
     def _begin(self, placed: list[Page]) -> _Write:
         payloads = self._payloads(placed)
@@ -244,16 +243,9 @@ class WriteBehind:
         assert host is not None
         return host.view(self._state.index.copy(page, Tier.HOST).place, page.nbytes)
 
-    def _commit_removals(self) -> bool:
-        """Make the removals and use times that have come up durable. False when the disk failed."""
-        return self._make_durable([])
-
-    def _commit(self, written: Sequence[Page]) -> Sequence[Page]:
-        """Make written pages durable together with the removals and use times that have come up. Returns
-        those that are durable now: all, or none."""
-        return written if self._make_durable(written) else ()
-
-    def _make_durable(self, batch: Sequence[Page]) -> bool:
+    def _commit(self, batch: Sequence[Page]) -> bool:
+        """Make these written pages durable, together with the removals and use times that have come up.
+        False when the disk failed: then none of it is."""
         state = self._state
         with state.lock:
             state.used.update(batch)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -29,6 +29,9 @@ MOONCAKE_BLOCK_TOKENS = 512
 BAILIAN_BLOCK_TOKENS = 16
 
 Tokens = Annotated[float, msgspec.Meta(ge=0, le=1e12)]  # 6758 is also written 6758.0
+
+
+_Line = TypeVar("_Line", bound=msgspec.Struct)
 
 
 class _Mooncake(msgspec.Struct):
@@ -50,14 +53,7 @@ class _Bailian(msgspec.Struct):
 
 def read_mooncake(path: Path, complaints: Complaints, progress: Progress) -> Iterator[RawRequest]:
     """The requests of a Mooncake trace, in the file's order."""
-    decoder = msgspec.json.Decoder(_Mooncake)
-    for line in lines(path, progress):
-        try:
-            each = decoder.decode(line.text)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            complaints.add(path, line.number, error)
-            continue
-        complaints.read += 1
+    for each in _read(_Mooncake, path, complaints, progress):
         yield RawRequest(
             None if each.timestamp is None else each.timestamp / 1e3,
             each.hash_ids,
@@ -69,15 +65,8 @@ def read_mooncake(path: Path, complaints: Complaints, progress: Progress) -> Ite
 
 def read_bailian(path: Path, complaints: Complaints, progress: Progress) -> Iterator[RawRequest]:
     """The requests of a Bailian trace, in the file's order. The session is the first chat of the chain."""
-    decoder = msgspec.json.Decoder(_Bailian)
     first_of: dict[int | str, int | str] = {}
-    for line in lines(path, progress):
-        try:
-            each = decoder.decode(line.text)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            complaints.add(path, line.number, error)
-            continue
-        complaints.read += 1
+    for each in _read(_Bailian, path, complaints, progress):
         first = each.chat_id
         if each.parent_chat_id not in (None, -1, "-1"):
             first = first_of.get(each.parent_chat_id, each.parent_chat_id)
@@ -85,3 +74,16 @@ def read_bailian(path: Path, complaints: Complaints, progress: Progress) -> Iter
         yield RawRequest(
             each.timestamp, each.hash_ids, int(each.input_length), int(each.output_length), session=str(first)
         )
+
+
+def _read(kind: type[_Line], path: Path, complaints: Complaints, progress: Progress) -> Iterator[_Line]:
+    """What the file's lines say; of those that say something else, the number is kept."""
+    decoder = msgspec.json.Decoder(kind)
+    for line in lines(path, progress):
+        try:
+            each = decoder.decode(line.text)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            complaints.add(path, line.number, error)
+            continue
+        complaints.read += 1
+        yield each
