@@ -24,7 +24,7 @@ def connector():
 
 
 def hints(connector):
-    return [page.hint.reuse for page in connector.store._state.index.walk()]
+    return [page.hint.reuse for page in connector.store._state.index.tree.walk()]
 
 
 def test_a_hint_and_a_session_reach_the_store(connector):

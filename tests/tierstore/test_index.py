@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tierstore.index import Index, Tier, common_tokens
+from tierstore.index import Index, Page, Tier, common_tokens
 from tierstore.keys import Identity, PageKey, Prompt, encode_tokens
 from tierstore.policy import LRU
 from tierstore.tiers.disk import PageRecord
@@ -37,7 +37,7 @@ class IndexAgainstDict(RuleBasedStateMachine):
         return prompt(tokens, IDENTITIES[who], digest=lambda data: bytes([sum(data) & 1]))
 
     def _root(self, who):
-        return self.index.root(IDENTITIES[who].digest, PAGE_BYTES)
+        return self.index.tree.root(IDENTITIES[who].digest, PAGE_BYTES)
 
     def _pages(self, who, tokens):
         node = self._root(who)
@@ -46,7 +46,7 @@ class IndexAgainstDict(RuleBasedStateMachine):
             chunk = tokens[i : i + CHUNK]
             key = full.keys[i // CHUNK] if len(chunk) == CHUNK else full.tail_key()
             yield (who, tuple(tokens[: i + len(chunk)])), node, key, encode_tokens(chunk)
-            child = self.index.child(node, key, encode_tokens(chunk))
+            child = self.index.tree.child(node, key, encode_tokens(chunk))
             if child is None:
                 return
             node = child
@@ -65,7 +65,7 @@ class IndexAgainstDict(RuleBasedStateMachine):
 
     @rule(who=st.integers(0, 1), tokens=short_prompts, limit=st.integers(0, 9))
     def lookup(self, who, tokens, limit):
-        match = self.index.match(self._root(who), self._prompt(who, tokens), limit)
+        match = self.index.tree.match(self._root(who), self._prompt(who, tokens), limit)
         best = 0
         for end in range(1, min(limit, len(tokens)) + 1):
             whole = [(who, tuple(tokens[:i])) for i in range(CHUNK, end, CHUNK)]
@@ -84,7 +84,7 @@ class IndexAgainstDict(RuleBasedStateMachine):
 
     @rule(who=st.integers(0, 1), tokens=short_prompts)
     def lease(self, who, tokens):
-        match = self.index.match(self._root(who), self._prompt(who, tokens), len(tokens))
+        match = self.index.tree.match(self._root(who), self._prompt(who, tokens), len(tokens))
         for page in match.pages:
             tier = page.ready_tier()
             self.index.lease(page, tier)
@@ -126,13 +126,13 @@ class IndexAgainstDict(RuleBasedStateMachine):
         if tier is not Tier.DISK:
             return self.index.victim(tier)
         # The disk's own order is not the index's business, only what may leave.
-        return next((page for page in self.index.walk() if self.index.may_leave(page, tier)), None)
+        return next((page for page in self.index.tree.walk() if page.may_leave(tier)), None)
 
     @rule(who=st.integers(0, 1), tokens=short_prompts)
     def sleep_and_wake(self, who, tokens):
         """Everything idle leaves the tree, and is found again when it is brought back, parents first."""
         asleep = []
-        while (page := next(filter(self.index.may_sleep, list(self.index.idle)), None)) is not None:
+        while (page := next(filter(Page.may_sleep, list(self.index.exits.idle)), None)) is not None:
             asleep.append((page.parent, page.record))
             self.index.sleep(page)
             assert not any(page.copies)
@@ -149,7 +149,7 @@ class IndexAgainstDict(RuleBasedStateMachine):
     @invariant()
     def consistent(self):
         self.index.check()
-        assert self.index.pages == sum(1 for copies in self.model.values() if copies)
+        assert self.index.tree.pages == sum(1 for copies in self.model.values() if copies)
 
 
 TestIndex = IndexAgainstDict.TestCase
@@ -168,7 +168,7 @@ def put(index, page, tier, place):
 
 def filled(index, tokens, tier=Tier.HOST):
     full = prompt(tokens)
-    node = index.root(full.identity.digest, PAGE_BYTES)
+    node = index.tree.root(full.identity.digest, PAGE_BYTES)
     pages = []
     for key, chunk in zip(full.keys, full.chunks(), strict=True):
         node = index.add(node, key, chunk)
@@ -187,7 +187,7 @@ def test_lru_takes_the_older_branch_and_children_before_parents():
         order.append(page)
         index.drop_copy(page, Tier.HOST)
     assert order[:2] == old[::-1]
-    assert index.pages == 0
+    assert index.tree.pages == 0
 
 
 def test_pinned_pages_keep_their_coldest_copy():
@@ -196,9 +196,9 @@ def test_pinned_pages_keep_their_coldest_copy():
     put(index, page, Tier.DISK, 0)
     index.pin(page)
     assert index.victim(Tier.HOST) is page
-    assert not index.may_leave(page, Tier.DISK)
+    assert not page.may_leave(Tier.DISK)
     index.unpin(page)
-    assert index.may_leave(page, Tier.DISK)
+    assert page.may_leave(Tier.DISK)
 
 
 def test_a_hole_hides_what_is_below_it_until_it_is_filled_again():
@@ -206,10 +206,10 @@ def test_a_hole_hides_what_is_below_it_until_it_is_filled_again():
     first, second = filled(index, [1, 1, 2, 2])
     index.set_damaged(first, Tier.HOST)
     index.drop_copy(first, Tier.HOST)
-    root = index.root(IDENTITIES[0].digest, PAGE_BYTES)
-    assert index.match(root, prompt([1, 1, 2, 2]), 4).tokens == 0
+    root = index.tree.root(IDENTITIES[0].digest, PAGE_BYTES)
+    assert index.tree.match(root, prompt([1, 1, 2, 2]), 4).tokens == 0
     index.add_copy(first, Tier.HOST, 7, ready=True)
-    assert index.match(root, prompt([1, 1, 2, 2]), 4).pages == (first, second)
+    assert index.tree.match(root, prompt([1, 1, 2, 2]), 4).pages == (first, second)
     index.check()
 
 
@@ -227,13 +227,13 @@ def test_common_tokens():
 def test_a_twin_is_never_taken_for_the_other():
     index = Index([LRU() for _ in Tier])
     key = PageKey(b"same")
-    root = index.root(b"identity", PAGE_BYTES)
+    root = index.tree.root(b"identity", PAGE_BYTES)
     pages = [index.add(root, key, encode_tokens([n, n])) for n in range(5)]
     for n, page in enumerate(pages):
         index.add_copy(page, Tier.HOST, n, ready=True)
     assert len(set(map(id, pages))) == 5
     for n in (2, 0, 4, 1, 3):
-        assert index.child(root, key, encode_tokens([n, n])) is pages[n]
+        assert index.tree.child(root, key, encode_tokens([n, n])) is pages[n]
         index.drop_copy(pages[n], Tier.HOST)
-        assert index.child(root, key, encode_tokens([n, n])) is None
+        assert index.tree.child(root, key, encode_tokens([n, n])) is None
         index.check()

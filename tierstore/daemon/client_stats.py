@@ -32,8 +32,8 @@ def client_stats(
         tiers.pop(Tier.HBM.label, None)
         return StoreStats(
             tiers={**state.tier_stats(), **tiers},
-            pages=state.index.pages if below is None else below.pages,
-            key_collisions=state.index.key_collisions,
+            pages=state.index.tree.pages if below is None else below.pages,
+            key_collisions=state.index.tree.key_collisions,
             open_hits=state.open_hits,
             pending_saves=state.pending_saves,
             pending_writes=0 if below is None else below.pending_writes,

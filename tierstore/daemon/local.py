@@ -24,7 +24,7 @@ class LocalPages:
         tokens = question.tokens_from(0)
         with self.state.lock:
             root = self.state.root(question.identity, self._page_bytes)
-            return self.state.index.match_below(
+            return self.state.index.tree.match_below(
                 root,
                 question.keys,
                 tokens,

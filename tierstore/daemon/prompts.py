@@ -117,7 +117,7 @@ class AskedPrompt:
         if max_tokens < head_tokens:
             return self._within_head(max_tokens)
         parent = self.head[-1] if self.head else root
-        below = state.index.match_below(
+        below = state.index.tree.match_below(
             parent,
             self.keys,
             self.tokens,
@@ -161,7 +161,7 @@ class AskedPrompt:
             return self.head[chunk - 1] if chunk else root
         count = chunk - len(self.head)
         parent = self.head[-1] if self.head else root
-        below = state.index.descend(parent, self.keys[:count], self.tokens, self._width)
+        below = state.index.tree.descend(parent, self.keys[:count], self.tokens, self._width)
         if len(below) < count:
             return None
         return below[-1] if below else root

@@ -55,8 +55,8 @@ class Quotas:
         while freed < nbytes:
             leaving = [
                 page
-                for page in state.index.walk()
-                if page.identity in identities and state.index.may_leave(page, Tier.HOST)
+                for page in state.index.tree.walk()
+                if page.identity in identities and page.may_leave(Tier.HOST)
             ]
             leaving.sort(key=lambda page: page.last_use)
             if not leaving:

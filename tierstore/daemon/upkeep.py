@@ -54,7 +54,7 @@ class Upkeep:
         elif identity.tenant.startswith("["):
             raise Refusal("usage", "a tenant that begins with '[' is one that only the daemon may give")
         with self._state.lock:
-            root = self._state.index.root(identity.digest, m.page_bytes)
+            root = self._state.index.tree.root(identity.digest, m.page_bytes)
             if root.nbytes != m.page_bytes:
                 raise Refusal("usage", f"pages of this identity have {root.nbytes} bytes, not {m.page_bytes}")
             self._quotas.register(session.tenant, identity.digest)

@@ -109,8 +109,8 @@ class Assembly:
             state.counters.disk_offline_s = health.spent_s(Condition.OFFLINE)
             return StoreStats(
                 tiers=state.tier_stats(),
-                pages=state.index.pages,
-                key_collisions=state.index.key_collisions,
+                pages=state.index.tree.pages,
+                key_collisions=state.index.tree.key_collisions,
                 open_hits=state.open_hits,
                 pending_saves=state.pending_saves,
                 pending_writes=self.write_behind.pending if self.write_behind else 0,

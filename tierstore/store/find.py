@@ -35,7 +35,7 @@ def find(state: StoreState, prompt: Prompt, max_tokens: int, page_bytes: int) ->
             state.require_open()
             root = state.root(prompt.identity, page_bytes)
             if match is None or state.index.changes != seen:
-                match = state.index.match(root, prompt, max_tokens)
+                match = state.index.tree.match(root, prompt, max_tokens)
                 seen = state.index.changes
             parent = frontier(state, root, match, prompt.chunk_tokens) if looks < _MOST_LOOKS else None
             if parent is None or match.tokens >= max_tokens:

@@ -89,7 +89,7 @@ class SaveJob:
         if 0 < first <= match.tokens // prompt.chunk_tokens:
             parent = match.pages[first - 1]
         else:
-            parent = state.index.path(state.root(prompt.identity, self.page_bytes), prompt, first)
+            parent = state.index.tree.path(state.root(prompt.identity, self.page_bytes), prompt, first)
         self._branch.begin(parent)
 
     def _step(self) -> None:

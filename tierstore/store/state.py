@@ -89,7 +89,7 @@ class StoreState:
 
     def root(self, identity: Identity, page_bytes: int) -> Page:
         """The root of everything stored under ``identity``, all pages of which have ``page_bytes``."""
-        root = self.index.root(identity.digest, page_bytes)
+        root = self.index.tree.root(identity.digest, page_bytes)
         assert root.nbytes == page_bytes, (
             f"pages of {root.nbytes} bytes, not {page_bytes}, have this identity"
         )
@@ -235,7 +235,7 @@ class StoreState:
         if tier is Tier.DISK:
             return self.evict_from_disk(count)
         self.expire_leases()
-        self.index.expire_hints(self.clock())
+        self.index.hints.expire(self.clock())
         evicted = 0
         while evicted < count and (page := self.index.victim(tier)) is not None:
             self.drop(page, tier)
@@ -258,7 +258,7 @@ class StoreState:
             return 0
         self.expire_leases()
         self.note_uses()
-        self.index.disk_accesses.tell(len(ledger))
+        self.index.exits.disk_accesses.tell(len(ledger))
         ledger.expire_hints(self.clock())
         before = len(self.removed)
         evicted = passes = 0
@@ -282,7 +282,7 @@ class StoreState:
             return False
         if page is None:
             self._remove(serial)
-        elif self.index.may_leave(page, Tier.DISK):
+        elif page.may_leave(Tier.DISK):
             self.drop(page, Tier.DISK)
         else:
             return False
@@ -476,10 +476,10 @@ class StoreState:
 
     def let_sleep(self) -> None:
         """Take pages that nobody has to do with out of the tree, down to a limit: they are on disk."""
-        idle = self.index.idle
+        idle = self.index.exits.idle
         while len(idle) > self._awake_pages and self.ledger is not None:
             page = next(iter(idle))
-            if not self.index.may_sleep(page):
+            if not page.may_sleep():
                 del idle[page]
                 continue
             if page in self.used:
@@ -528,7 +528,7 @@ class StoreState:
     def check(self) -> None:
         """Assert that index, pool, arena and leases agree."""
         self.index.check()
-        pages = list(self.index.walk())
+        pages = list(self.index.tree.walk())
         if self.pool is not None:
             published = {c.place: p for p in pages if (c := p.copies[Tier.HBM]) is not None}
             assert published == self.published, "the pool and the index disagree on cached pages"

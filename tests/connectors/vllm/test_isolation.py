@@ -113,13 +113,13 @@ def test_a_prompt_of_the_same_tokens_is_not_referred_to_by_another_ones_path(sha
 def test_in_the_tree_itself():
     index = Index([POLICIES["lru"]() for _ in Tier])
     identity = Identity.of(SPEC, model="m")
-    root = index.root(identity.digest, 1000)
+    root = index.tree.root(identity.digest, 1000)
     page = root
     for at, key in enumerate(keys("a")):
         page = index.add(page, key, encode_tokens(TOKENS[at * CHUNK : (at + 1) * CHUNK]))
         index.add_copy(page, Tier.HOST, at, ready=True)
-    assert index.match(root, prompt(identity, keys("a")), 47).tokens == 32
-    assert index.match(root, prompt(identity, keys("b")), 48).tokens == 0
+    assert index.tree.match(root, prompt(identity, keys("a")), 47).tokens == 32
+    assert index.tree.match(root, prompt(identity, keys("b")), 48).tokens == 0
 
 
 def test_an_opaque_page_has_a_size_and_nothing_else():

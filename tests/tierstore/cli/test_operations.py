@@ -188,7 +188,14 @@ class Terminal:
         self.fd, there = pty.openpty()
         environment = os.environ | {"TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
         self.process = subprocess.Popen(
-            command(*arguments), stdin=there, stdout=there, stderr=there, env=environment
+            command(*arguments),
+            stdin=there,
+            stdout=there,
+            stderr=there,
+            env=environment,
+            preexec_fn=lambda: signal.signal(
+                signal.SIGINT, signal.SIG_DFL
+            ),  # tests in the background ignore it
         )
         os.close(there)
 
@@ -200,14 +207,17 @@ class Terminal:
             if select.select([self.fd], [], [], 0.1)[0]:
                 seen += os.read(self.fd, 65536)
 
+    def has_ended(self):
+        self.wait_for(b"\x1b[?1049l")  # the screen is what it was
+        assert self.process.wait(20) == 0
+
     def end(self):
         self.process.kill()
         self.process.wait(10)
         os.close(self.fd)
 
 
-@pytest.mark.parametrize("how", ["q", "interrupt"])
-def test_top_on_a_terminal_goes_on_until_it_is_ended(daemon, how):
+def test_top_on_a_terminal_outlives_the_daemon_and_ends_with_q(daemon):
     terminal = Terminal("top", "--connect", daemon.url)
     try:
         for _ in range(2):
@@ -216,12 +226,18 @@ def test_top_on_a_terminal_goes_on_until_it_is_ended(daemon, how):
         terminal.wait_for(b"trying again")
         daemon.start()
         terminal.wait_for(b"since the start")
-        if how == "q":
-            os.write(terminal.fd, b"xq")
-        else:
-            terminal.process.send_signal(signal.SIGINT)
-        terminal.wait_for(b"\x1b[?1049l")  # the screen is what it was
-        assert terminal.process.wait(20) == 0
+        os.write(terminal.fd, b"xq")
+        terminal.has_ended()
+    finally:
+        terminal.end()
+
+
+def test_top_on_a_terminal_ends_with_an_interrupt(daemon):
+    terminal = Terminal("top", "--connect", daemon.url)
+    try:
+        terminal.wait_for(b" now, ")
+        terminal.process.send_signal(signal.SIGINT)
+        terminal.has_ended()
     finally:
         terminal.end()
 

@@ -35,7 +35,7 @@ def held(store, *prompts):
         for tokens in prompts:
             prompt = store.prompt(tokens)
             root = state.root(prompt.identity, SPEC.page_bytes)
-            found.append(state.index.match(root, prompt, len(prompt)).tokens)
+            found.append(state.index.tree.match(root, prompt, len(prompt)).tokens)
     return found
 
 

@@ -125,7 +125,7 @@ def test_filling_a_hole_may_evict_the_page_below_it(open_store):
     save(store, range(32))
     state = store._state
     with state.lock:
-        (first, _) = state.index.match(
+        (first, _) = state.index.tree.match(
             state.root(store.identity, store.spec.page_bytes), store.prompt(range(32)), 32
         ).pages
         state.index.set_damaged(first, Tier.HOST)

@@ -54,7 +54,7 @@ def held(running, store, *prompts):
         for tokens in prompts:
             prompt = store.prompt(tokens)
             root = state.root(prompt.identity, SPEC.page_bytes)
-            found.append(state.index.match(root, prompt, len(prompt)).tokens)
+            found.append(state.index.tree.match(root, prompt, len(prompt)).tokens)
     return found
 
 
@@ -99,7 +99,7 @@ def test_pages_in_hbm_hear_of_it_too(running):
             store.save_hbm(store.prompt(tokens), pages, session=session).wait(10)
             store.release_hbm(pages)
         assert store.finish("c") == 1
-        own = [page for page in store._state.index.walk() if page.hint.reuse < 0]
+        own = [page for page in store._state.index.tree.walk() if page.hint.reuse < 0]
         assert [page.tokens for page in own] == [store.prompt(C).chunk(0)]
 
 

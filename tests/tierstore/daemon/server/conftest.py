@@ -61,7 +61,7 @@ class RunningDaemon:
         assert stats.store.failed_tasks == 0
         state = self.daemon.assembly.state
         with state.lock:
-            cached = sum(page.nbytes for page in state.index.walk() if page.copies[1] is not None)
+            cached = sum(page.nbytes for page in state.index.tree.walk() if page.copies[1] is not None)
             assert state.host.used_bytes == cached
             assert sum(state.host_bytes.values()) == cached
 

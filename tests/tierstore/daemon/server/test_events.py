@@ -148,7 +148,7 @@ def held_by(running):
     """What the daemon itself says it holds of whole chunks: tier → block hashes."""
     assembly = running.daemon.assembly
     with assembly.state.lock:
-        pages = [page for page in assembly.state.index.walk() if page.num_tokens == SPEC.chunk_tokens]
+        pages = [page for page in assembly.state.index.tree.walk() if page.num_tokens == SPEC.chunk_tokens]
         host = {block_hash(page.key) for page in pages if page.copies[Tier.HOST] is not None}
     records = [record for _, record in assembly.disk.scan() if record is not None]
     whole = [record for record in records if len(record.tokens) == SPEC.chunk_tokens * 4]

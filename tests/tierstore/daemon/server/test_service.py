@@ -312,7 +312,7 @@ class ServiceMachine(RuleBasedStateMachine):
             stats = self.assembly.stats()
             assert stats.open_hits == 0
             assert all(tier.leased_pages == 0 for tier in stats.tiers.values())
-            cached = [page for page in state.index.walk() if page.copies[Tier.HOST] is not None]
+            cached = [page for page in state.index.tree.walk() if page.copies[Tier.HOST] is not None]
             assert self.assembly.host.used_bytes == len(cached) * PAGE
             assert self.service.stats().sessions == 0
         finally:

@@ -1,0 +1,277 @@
+"""The index: copies that come and go, who uses and holds them, and pages that fall asleep."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tierstore.index.exits import Exits
+from tierstore.index.hints import Hints
+from tierstore.index.page import Copy, Page, Tier
+from tierstore.index.tree import Tree
+from tierstore.keys import PageKey
+from tierstore.policy import PageHint, Policy
+from tierstore.policy.departed import Departed
+
+if TYPE_CHECKING:
+    from tierstore.tiers.disk.records import PageRecord
+
+
+class Index:
+    """The tree, and all that may be done to its pages. Not thread-safe: the store locks."""
+
+    def __init__(self, policies: Sequence[Policy], *, tick: int = 0) -> None:
+        """``policies`` by tier. ``tick`` is the logical clock."""
+        self.tree = Tree()
+        self.exits = Exits(policies)
+        self.hints = Hints(self.exits)
+        self._departed = Departed()
+        self._added: list[int] = []  # sampled pages that a save has made, and touch() tells of
+        self.tick = tick
+        self.by_serial: dict[int, Page] = {}  # pages with a disk copy, ready or not, and holes
+        self.copies = [0] * len(Tier)
+        self.leases = [0] * len(Tier)  # copies with at least one
+        self.changes = 0  # grows whenever a match may come out differently
+
+    # -- growing and shrinking -----------------------------------------------------------------------
+
+    def add(self, parent: Page, key: PageKey, tokens: bytes) -> Page:
+        """The child of ``parent`` with ``tokens``, made if it is not there (then without copies)."""
+        page = self.tree.child(parent, key, tokens)
+        if page is None:
+            page = self.tree.make(parent, key, tokens, self.tick)
+            hits = self._departed.recall(page.fingerprint)
+            if hits is not None:
+                page.hits = hits + 1  # it would have been one
+            if page.sampled and self.exits.watched:
+                self._added.append(page.fingerprint)
+            self._departed.make_room(self.tree.pages)
+        return page
+
+    def add_copy(self, page: Page, tier: Tier, place: int, *, ready: bool, leases: int = 0) -> Copy:
+        """Record a copy of ``page`` in a tier that has none of it."""
+        assert page.copies[tier] is None, f"{page} already has a copy in {tier.label}"
+        copy = page.copies[tier] = Copy(page, place, ready=ready, leases=leases)
+        if tier is not Tier.DISK:
+            self.exits.queues[tier].arrive(copy, self.tick, page.hits)
+        self.copies[tier] += 1
+        self.leases[tier] += leases > 0
+        self.changes += 1
+        above = page.parent.copies[tier] if page.parent else None
+        if above is not None:
+            above.children += 1
+        # A copy placed under children that are already in this tier (a hole being filled) has to know them.
+        if page.children:
+            copy.children = sum(child.copies[tier] is not None for child in page.all_children())
+        if ready:
+            self.exits.offer_all(page)
+        return copy
+
+    def set_ready(self, page: Page, tier: Tier) -> None:
+        """The copy's bytes are complete."""
+        self.copy(page, tier).ready = True
+        self.changes += 1
+        self.exits.offer_all(page)
+
+    def set_damaged(self, page: Page, tier: Tier) -> None:
+        """The copy's bytes are not what was saved: nobody is to be served from it any more."""
+        copy = self.copy(page, tier)
+        copy.ready = False
+        copy.damaged = True
+        self.changes += 1
+
+    def drop_copy(self, page: Page, tier: Tier) -> int:
+        """Forget a copy and return its place. Forgets the page too when nothing needs it any more."""
+        copy = self._take_copy(page, tier)
+        if page.parent is not None:
+            self.exits.offer(page.parent, tier)
+        if tier is Tier.DISK:
+            page.record = None
+            if not page.hole:
+                self.by_serial.pop(page.serial, None)
+                page.serial = 0
+        self.exits.offer_all(page)
+        self.prune(page)
+        return copy.place
+
+    def _take_copy(self, page: Page, tier: Tier) -> Copy:
+        copy = self.copy(page, tier)
+        assert copy.leases == 0, f"{page} leaves {tier.label} under a lease"
+        page.copies[tier] = None
+        if tier is not Tier.DISK:
+            self.exits.queues[tier].leave(copy)
+        self.copies[tier] -= 1
+        self.changes += 1
+        above = page.parent.copies[tier] if page.parent else None
+        if above is not None:
+            above.children -= 1
+        return copy
+
+    def fill_hole(self, page: Page) -> None:
+        """Nothing on disk is below ``page`` any more: it need not be kept in mind."""
+        page.hole = False
+        if page.copies[Tier.DISK] is None:
+            self.by_serial.pop(page.serial, None)
+            page.serial = 0
+        self.prune(page)
+
+    def copy(self, page: Page, tier: Tier) -> Copy:
+        """The copy of ``page`` in ``tier``, which must be there."""
+        copy = page.copies[tier]
+        assert copy is not None, f"{page} has no copy in {tier.label}"
+        return copy
+
+    def prune(self, page: Page) -> None:
+        """Remove ``page`` and then its ancestors from the tree as far as nothing needs them: no copies, no
+        children, no pins."""
+        while page.parent is not None and not (page.children or any(page.copies) or page.pins or page.hole):
+            parent = page.parent
+            self._unlink(page)
+            self._departed.remember(page.fingerprint, page.hits)
+            self.exits.offer_all(parent)
+            page = parent
+
+    def _unlink(self, page: Page) -> None:
+        self.tree.unlink(page)
+        self.exits.idle.pop(page, None)
+        self.by_serial.pop(page.serial, None)
+
+    # -- sleep ---------------------------------------------------------------------------------------
+
+    def in_tree(self, page: Page) -> bool:
+        """Whether a page seen earlier is still there (roots always are)."""
+        return page.parent is None or self.by_serial.get(page.serial) is page
+
+    def wake(self, parent: Page, record: PageRecord, hits: int) -> Page:
+        """Bring the page of ``record``, which is on disk, into the tree. One that is there stays as it is."""
+        key = PageKey(record.key)
+        page = self.tree.child(parent, key, record.tokens)
+        if page is None:
+            page = self.tree.make(parent, key, record.tokens, self.tick)
+        if page.copies[Tier.DISK] is None and not page.hole:
+            page.hits = max(page.hits, hits)
+            self.put_on_disk(page, record, ready=True)
+        return page
+
+    def put_on_disk(self, page: Page, record: PageRecord, *, ready: bool, leases: int = 0) -> None:
+        """Give ``page`` its disk copy."""
+        page.record = record
+        page.serial = record.serial
+        page.hole = False
+        self.by_serial[record.serial] = page
+        self.add_copy(page, Tier.DISK, record.place, ready=ready, leases=leases)
+
+    def sleep(self, page: Page) -> None:
+        """Take an idle page out of the tree. Whoever still knows it sees a page without copies."""
+        assert page.may_sleep(), f"{page} is not idle"
+        self._take_copy(page, Tier.DISK)
+        parent = page.parent
+        assert parent is not None
+        self._unlink(page)
+        self.exits.offer_all(parent)
+
+    # -- use, leases, pins ---------------------------------------------------------------------------
+
+    def touch(self, pages: Sequence[Page], *, hit: bool) -> None:
+        """A lookup found these pages, or (no ``hit``) a save was about them: they are in use now (one tick of
+        the logical clock for all of them)."""
+        self.tick += 1
+        tick = self.tick
+        seen = self._added
+        if hit:
+            seen = []
+            for page in pages:  # of every lookup: what is done here takes a tenth of its time
+                page.last_use = tick
+                page.hits += 1
+                if page.sampled:
+                    seen.append(page.fingerprint)
+        else:
+            for page in pages:
+                page.last_use = tick
+            self._added = []
+        if seen:
+            self.exits.used(seen)
+
+    def hint(self, pages: Sequence[Page], hint: PageHint) -> None:
+        """``hint`` is about the next use of these pages."""
+        self.hints.give(pages, hint, tick=self.tick, held=self.tree.pages)
+
+    def victim(self, tier: Tier) -> Page | None:
+        """The page whose copy in a memory tier should leave next, by the tier's policy; None if none may."""
+        return self.exits.victim(tier, self.tick)
+
+    def lease(self, page: Page, tier: Tier) -> None:
+        copy = self.copy(page, tier)
+        self.leases[tier] += copy.leases == 0
+        copy.leases += 1
+
+    def unlease(self, page: Page, tier: Tier) -> None:
+        copy = self.copy(page, tier)
+        assert copy.leases > 0, f"{page} has no lease in {tier.label}"
+        copy.leases -= 1
+        if copy.leases == 0:
+            self.leases[tier] -= 1
+            self.exits.offer(page, tier)
+
+    def lease_all(self, held: Sequence[tuple[Page, Tier]]) -> None:
+        """A lease on each of these copies. One loop: this and the next run at every lookup."""
+        leases = self.leases
+        for page, tier in held:
+            copy = page.copies[tier]
+            assert copy is not None, f"{page} has no copy in {tier.label}"
+            if not copy.leases:
+                leases[tier] += 1
+            copy.leases += 1
+
+    def unlease_all(self, held: Sequence[tuple[Page, Tier]]) -> list[tuple[Page, Tier]]:
+        """Give up a lease on each of these copies. Returns those that are damaged and now without a lease."""
+        leases = self.leases
+        damaged = []
+        for page, tier in held:
+            copy = page.copies[tier]
+            assert copy is not None, f"{page} has no copy in {tier.label}"
+            assert copy.leases > 0, f"{page} has no lease in {tier.label}"
+            copy.leases -= 1
+            if copy.leases:
+                continue
+            leases[tier] -= 1
+            if copy.damaged:
+                damaged.append((page, tier))
+            elif not copy.children:  # else it may not leave anyhow
+                self.exits.offer(page, tier)
+        return damaged
+
+    def pin(self, page: Page) -> None:
+        page.pins += 1
+
+    def unpin(self, page: Page) -> None:
+        assert page.pins > 0, f"{page} is not pinned"
+        page.pins -= 1
+        self.exits.offer_all(page)
+        self.prune(page)
+
+    # -- seeing and checking -------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert that counts, parents, children and queues agree."""
+        pages = list(self.tree.walk())
+        counted = self.tree.pages
+        assert len(pages) == counted, f"{len(pages)} pages in the tree, {counted} counted"
+        for tier in Tier:
+            held = [(page, copy) for page in pages if (copy := page.copies[tier]) is not None]
+            assert len(held) == self.copies[tier], (
+                f"{len(held)} copies in {tier.label}, {self.copies[tier]} counted"
+            )
+            assert sum(copy.leases > 0 for _, copy in held) == self.leases[tier], f"leases in {tier.label}"
+            in_line = self.exits.in_line(tier)
+            for page, copy in held:
+                below = sum(child.copies[tier] is not None for child in page.all_children())
+                assert copy.children == below, (
+                    f"{page}: {below} children in {tier.label}, {copy.children} counted"
+                )
+                may_go = page.may_sleep() if tier is Tier.DISK else page.may_leave(tier)
+                assert not may_go or id(copy) in in_line, f"{page} is missing in a queue"
+        for page in pages:
+            assert page.children or page.pins or page.hole or any(page.copies), f"{page} should be gone"
+        on_disk = {page.serial: page for page in pages if page.copies[Tier.DISK] is not None or page.hole}
+        assert on_disk == self.by_serial, "pages on disk and serials do not agree"

@@ -1,0 +1,162 @@
+"""The prefix tree itself: pages below the roots of their identities, and finding them by their tokens."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from tierstore.index.match import Match, common_tokens, tier_runs
+from tierstore.index.page import Page
+from tierstore.keys import TOKEN_BYTES, PageKey, Prompt
+
+_SIBLINGS_TRIED = 64  # newest siblings looked at for a match inside a chunk
+
+
+class Tree:
+    """Not thread-safe: the store locks. What is done to copies is the index's business."""
+
+    def __init__(self) -> None:
+        self._roots: dict[bytes, Page] = {}
+        self.pages = 0  # without the roots
+        self.key_collisions = 0
+
+    # -- finding -------------------------------------------------------------------------------------
+
+    def root(self, identity: bytes, nbytes: int) -> Page:
+        """The root of everything stored under an identity digest, whose pages have ``nbytes``."""
+        page = self._roots.get(identity)
+        if page is None:
+            page = self._roots[identity] = Page(None, identity, PageKey(b""), b"", nbytes)
+        return page
+
+    def match(self, root: Page, prompt: Prompt, max_tokens: int) -> Match:
+        """The longest prefix of ``prompt`` of which every page is in the tree and has a complete copy."""
+        return self.match_below(
+            root,
+            prompt.keys,
+            prompt.token_bytes,
+            prompt.chunk_tokens,
+            max_tokens,
+            whole=prompt.identity.whole_pages,
+        )
+
+    def match_below(
+        self,
+        parent: Page,
+        keys: Sequence[PageKey],
+        tokens: bytes,
+        chunk_tokens: int,
+        max_tokens: int,
+        *,
+        whole: bool,
+    ) -> Match:
+        """The same for the rest of a prompt, ``parent`` being the page before it. ``keys`` are those of the
+        whole chunks of ``tokens``. ``whole``: there are no matches inside a page."""
+        width = chunk_tokens * TOKEN_BYTES
+        pages = self.descend(parent, keys[: max_tokens // chunk_tokens], tokens, width)
+        runs = tier_runs(pages)
+        del pages[runs[-1][1] if runs else 0 :]
+        matched = len(pages) * chunk_tokens
+        if whole:
+            return Match(tuple(pages), matched, chunk_tokens if pages else 0, runs)
+        rest = tokens[len(pages) * width : (len(pages) + 1) * width]
+        tail, tail_tokens = self._match_inside(pages[-1] if pages else parent, rest, max_tokens - matched)
+        if tail is None:
+            return Match(tuple(pages), matched, chunk_tokens if pages else 0, runs)
+        pages.append(tail)
+        return Match(tuple(pages), matched + tail_tokens, tail_tokens, tier_runs(pages))
+
+    def descend(self, parent: Page, keys: Sequence[PageKey], tokens: bytes, width: int) -> list[Page]:
+        """The pages below ``parent`` that hold ``tokens`` (chunks of ``width`` bytes), whether or not they
+        have copies, as far as they are in the tree."""
+        pages: list[Page] = []
+        found: list[bytes] = []
+        page: Page | None = parent
+        for key in keys:
+            page = page.children.get(key)  # type: ignore[union-attr]  # checked at the loop's end
+            if page is None:
+                break
+            pages.append(page)
+            found.append(page.tokens)
+        # The keys have found pages, their tokens decide. All at once: chunk by chunk takes thrice as long.
+        if b"".join(found) == tokens[: len(pages) * width] and set(map(len, found)) <= {width}:
+            return pages
+        return self._descend_slowly(parent, keys, tokens, width)
+
+    def _descend_slowly(self, parent: Page, keys: Sequence[PageKey], tokens: bytes, width: int) -> list[Page]:
+        pages: list[Page] = []
+        for key, start in zip(keys, range(0, len(tokens), width), strict=False):
+            page = self.child(parent, key, tokens[start : start + width])
+            if page is None:
+                break
+            pages.append(page)
+            parent = page
+        return pages
+
+    def child(self, parent: Page, key: PageKey, tokens: bytes) -> Page | None:
+        """The child of ``parent`` that holds exactly ``tokens``. The key finds it, the tokens decide."""
+        page = parent.children.get(key)
+        while page is not None and page.tokens != tokens:
+            self.key_collisions += 1
+            page = page.twin
+        return page
+
+    def path(self, root: Page, prompt: Prompt, pages: int) -> Page | None:
+        """The page of chunk ``pages - 1`` (the root for 0), whether or not it has copies; None if it is not
+        in the tree."""
+        page: Page | None = root
+        for key, chunk in zip(prompt.keys[:pages], prompt.chunks(), strict=False):
+            page = self.child(page, key, chunk) if page is not None else None
+        return page
+
+    def _match_inside(self, parent: Page, tokens: bytes, limit: int) -> tuple[Page | None, int]:
+        best: Page | None = None
+        most = 0
+        if limit <= 0 or not tokens:
+            return None, 0
+        for page in itertools.islice(parent.all_children(), _SIBLINGS_TRIED):
+            common = min(common_tokens(page.tokens, tokens), limit)
+            if common > most and page.ready_tier() is not None:
+                best, most = page, common
+        return best, most
+
+    # -- growing and shrinking -----------------------------------------------------------------------
+
+    def make(self, parent: Page, key: PageKey, tokens: bytes, tick: int) -> Page:
+        """A new child of ``parent``, which must have none with ``tokens``; in use since ``tick``."""
+        page = Page(parent, parent.identity, key, tokens, parent.nbytes)
+        page.twin = parent.children.get(key)
+        parent.children[key] = page
+        page.last_use = tick
+        self.pages += 1
+        return page
+
+    def unlink(self, page: Page) -> None:
+        """Take a page without children out."""
+        assert page.parent is not None
+        _unlink(page.parent, page)
+        self.pages -= 1
+
+    # -- seeing --------------------------------------------------------------------------------------
+
+    def walk(self) -> Iterator[Page]:
+        """Every page, parents before children."""
+        stack = [page for root in self._roots.values() for page in root.all_children()]
+        while stack:
+            page = stack.pop()
+            yield page
+            stack.extend(page.all_children())
+
+
+def _unlink(parent: Page, page: Page) -> None:
+    first = parent.children[page.key]
+    if first is page:
+        if page.twin is None:
+            del parent.children[page.key]
+        else:
+            parent.children[page.key] = page.twin
+        return
+    while first.twin is not page:
+        assert first.twin is not None, f"{page} is not a child of its parent"
+        first = first.twin
+    first.twin = page.twin
