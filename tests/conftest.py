@@ -2,7 +2,7 @@
 
 import os
 
-# Where these are set, pytest looks for the best alignment of two things that ought to be equal. For two pages of
-# random bytes that takes longer than any test may; without it the first difference is said, at once.
+# Where these are set, pytest looks for the best alignment of two things that ought to be equal. For two pages
+# of random bytes that takes longer than any test may; without it the first difference is said, at once.
 for _name in ("CI", "BUILD_NUMBER"):
     os.environ.pop(_name, None)
