@@ -25,8 +25,9 @@ lint: $(VENV)/dev.stamp
 types: $(VENV)/dev.stamp
 	$(BIN)/mypy
 
+# Two at a time: half of the tests wait for processes, sockets and disks.
 suite: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 soak: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m soak
