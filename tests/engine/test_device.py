@@ -215,7 +215,7 @@ def leases_end_when_copies_begin(patch: pytest.MonkeyPatch, pool: DevicePool) ->
     def let_go(self: HbmLoad, fillings: object, moves: list) -> None:  # type: ignore[type-arg]
         with self.state.lock:
             for move in moves:
-                self.state.unlease(move.page, move.tier)
+                self.state.leases.unlease(move.page, move.tier)
 
     patch.setattr(HbmLoad, "_let_go", let_go)
     yield

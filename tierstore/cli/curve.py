@@ -25,8 +25,14 @@ def write(curve: CurveStats) -> None:
     rough = " (few: the figures are rough)" if curve.sampled < _FEW_SAMPLED else ""
     show.line(
         f"estimated from {curve.asked_tokens:,} tokens asked for lately, and a sample of {curve.sampled:,} "
-        f"pages{rough}\n"
+        f"pages{rough}"
     )
+    if curve.left_out:
+        show.line(
+            f"{curve.left_out:,} lookups and saves came too fast to be looked at: where these are many, the "
+            "figures are too low"
+        )
+    show.line("")
     here = {tier.capacity_bytes: name for name, tier in curve.tiers.items()}
     show.table(
         ("least recently used, with", "hit rate", "today"),

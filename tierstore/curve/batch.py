@@ -1,15 +1,17 @@
-"""Lookups and saves that wait to be worked off, and the same as columns."""
+"""Lookups and saves as columns."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from tierstore.curve.beginnings import Beginnings
-from tierstore.curve.groups import STRETCH_GROUPS, STRETCHES, Groups, group_count, group_sizes
+from tierstore.curve.groups import STRETCH_GROUPS, STRETCHES, Groups, group_counts, group_sizes
+from tierstore.curve.notes import Note
 from tierstore.curve.recency import Hashes, Uses
 from tierstore.keys import KEY_BYTES
 
@@ -20,28 +22,8 @@ _STRETCH_ENDS = np.array((0, *STRETCHES))
 _STRETCH_GROUPS = np.array((0, *STRETCH_GROUPS))
 
 
-class Event(NamedTuple):
-    """A prompt was asked for (``saves`` is False) or saved, as far as ``groups`` go: ``pages`` whole pages,
-    of which the store has the first ``held`` now."""
-
-    groups: bytes  # the keys one after the other: fewer objects, and nothing that somebody else has is held
-    pages: int
-    held: int
-    page_bytes: int
-    page_tokens: int
-    saves: bool
-
-
-def joined(groups: Groups) -> bytes:
-    """Keys one after the other, each of ``KEY_BYTES``."""
-    keys = b"".join(groups)
-    if len(keys) != len(groups) * KEY_BYTES:  # somebody makes his own
-        keys = b"".join([key[:KEY_BYTES].ljust(KEY_BYTES, b"\0") for key in groups])
-    return keys
-
-
 class Batch:
-    """Events as columns of one length: the common stretches and the sampled groups. In each event, what is
+    """Notes as columns of one length: the common stretches and the sampled groups. In each note, what is
     last in the prompt comes first: a page counts as used after those behind it, which leave a tier before it
     does."""
 
@@ -52,39 +34,42 @@ class Batch:
     tokens: npt.NDArray[np.float64]
     asks: npt.NDArray[np.bool_]
     brings: npt.NDArray[np.bool_]
+    asked_tokens: int
     sampled_from: float
     """Tokens that were asked for in whole pages behind the common beginnings: what the sample is one of."""
 
-    def __init__(self, events: Sequence[Event], beginnings: Beginnings, border: int) -> None:
+    def __init__(self, notes: Sequence[Note], beginnings: Beginnings, border: int) -> None:
+        noted, *numbers = zip(*notes, strict=True)
+        tokens, held, page_tokens, page_bytes, saves = np.array(numbers, np.int64)
+        counts = group_counts(tokens // page_tokens)
+        groups = [keys[:count] for keys, count in zip(noted, counts.tolist(), strict=True)]
+        asks = saves == 0
+        self.asked_tokens = int(tokens[asks].sum())
         common = [
-            beginnings.common(event.groups) if event.saves else beginnings.asked(event.groups)
-            for event in events
+            beginnings.common(each) if saved else beginnings.asked(each)
+            for each, saved in zip(groups, saves.tolist(), strict=True)
         ]
         stretches = np.array([len(each) for each in common])
-        request, number, hashes = _sampled(events, border)
+        request, number, hashes = _sampled(groups, border)
         found = [stretch for each in common for stretch in each]
-        of_common = np.repeat(np.arange(len(events)), stretches)
+        of_common = np.repeat(np.arange(len(notes)), stretches)
         nth = np.arange(len(found)) - np.repeat(np.cumsum(stretches) - stretches, stretches)
         # A group in a common stretch counts for nothing, but is kept up to date: it may not stay one.
         single = group_sizes(number) * (number >= _STRETCH_GROUPS[stretches][request])
-        pages = np.concatenate([_STRETCH_PAGES[nth], single])
-        held = np.array([group_count(event.held) for event in events])
+        sizes = np.concatenate([_STRETCH_PAGES[nth], single])
         last = np.concatenate([_STRETCH_GROUPS[nth + 1] - 1, number])
         request = np.concatenate([of_common, request])
-        # All of it backwards, and then by events.
+        # All of it backwards, and then by notes.
         order = len(request) - 1 - np.argsort(request[::-1], kind="stable")
         self.request = request[order]
         self.common = order < len(found)
         self.hashes = np.concatenate([np.array(found, np.uint64), hashes])[order]
-        page_bytes = np.array([event.page_bytes for event in events], float)
-        page_tokens = np.array([event.page_tokens for event in events], float)
-        saves = np.array([event.saves for event in events])
-        self.nbytes = pages[order] * page_bytes[self.request]
-        self.tokens = pages[order] * page_tokens[self.request]
-        self.asks = ~saves[self.request]
-        self.brings = last[order] < held[self.request]
-        behind = np.array([event.pages for event in events]) - _STRETCH_ENDS[stretches]
-        self.sampled_from = float((np.maximum(behind, 0) * page_tokens * ~saves).sum())
+        self.nbytes = sizes[order] * page_bytes[self.request].astype(np.float64)
+        self.tokens = sizes[order] * page_tokens[self.request].astype(np.float64)
+        self.asks = asks[self.request]
+        self.brings = last[order] < group_counts(held // page_tokens)[self.request]
+        behind = tokens // page_tokens - _STRETCH_ENDS[stretches]
+        self.sampled_from = float((np.maximum(behind, 0) * page_tokens)[asks].sum())
 
     def __len__(self) -> int:
         return len(self.hashes)
@@ -98,12 +83,22 @@ class Batch:
 
 
 def _sampled(
-    events: Sequence[Event], border: int
+    groups: Sequence[Groups], border: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Hashes]:
-    """The sampled groups of all events: which event, the group's number in the prompt, its hash."""
-    hashes = np.frombuffer(b"".join([event.groups for event in events]), _HASH)[::2].astype(np.uint64)
-    lengths = np.array([len(event.groups) for event in events]) // KEY_BYTES
+    """The sampled groups of all prompts: which prompt, the group's number in it, its hash."""
+    lengths = np.array([len(each) for each in groups])
+    hashes = np.frombuffer(_joined(groups, int(lengths.sum())), _HASH)[::2]
     ends = np.cumsum(lengths)
     below = np.flatnonzero(hashes < np.uint64(border)) if border < ALL else np.arange(len(hashes))
     request = ends.searchsorted(below, side="right")
-    return request, below - (ends - lengths)[request], hashes[below]
+    return request, below - (ends - lengths)[request], hashes[below].astype(np.uint64)
+
+
+def _joined(groups: Sequence[Groups], keys: int) -> bytes:
+    """These many keys one after the other, each of ``KEY_BYTES``."""
+    joined = b"".join(itertools.chain.from_iterable(groups))
+    if len(joined) != keys * KEY_BYTES:  # somebody makes his own
+        joined = b"".join(
+            [key[:KEY_BYTES].ljust(KEY_BYTES, b"\0") for key in itertools.chain.from_iterable(groups)]
+        )
+    return joined

@@ -11,23 +11,20 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.curve.batch import ALL, Batch, Event, joined
+from tierstore.curve.batch import ALL, Batch
 from tierstore.curve.beginnings import Beginnings
-from tierstore.curve.groups import Groups
 from tierstore.curve.histogram import Histogram
+from tierstore.curve.notes import Note, Notes
 from tierstore.curve.recency import Recency
 from tierstore.curve.stats import CurveStats
 from tierstore.curve.table import points, worth
-from tierstore.keys import KEY_BYTES
 
 MOST_PAGES: Final = 8192  # in the sample
 _LOWEST = 1 << 44  # no border is below it: that is a sample of one page in a million
 _MEAN_IN_A_PROMPT = 12.0  # sampled groups of a prompt: more cost time and say little …
 _CLOSE_LOOKS = 1 << 15  # … except of the first ones that there are, after which the sample may grow thinner …
 _FEW = 1 / 4  # … and twice as many while the sample is not as full as this
-_MOST_WAITING = 12_288  # groups that are kept to be worked off together
-_MOST_EVENTS = 192
-_MOST_USES = 512  # sampled ones that are worked off together
+_MOST_USES = 512  # sampled ones that are worked off together: all of them are compared with each other
 _HALF_LIFE_S = 6 * 3600.0
 
 
@@ -51,46 +48,31 @@ class ReuseCurve:
         self._beginnings = Beginnings()
         self._asked = _Asked()
         self._weighed_s = clock()
-        self._events: list[Event] = []
-        self._waiting = 0  # groups in them
+        self.notes = Notes()
         self._looks = 0  # groups and stretches worked off so far
 
-    # -- feeding (from any thread) -------------------------------------------------------------------
+    # -- working it off (from any thread) -------------------------------------------------------------
 
-    def looked_up(
-        self, groups: Groups, pages: int, tokens: int, *, held: int, page_tokens: int, page_bytes: int
-    ) -> None:
-        """``tokens`` tokens of a prompt were asked for: ``pages`` whole pages, in these groups, and a tail.
-        The first ``held`` pages were found."""
+    def work(self) -> None:
+        """Work off some of what waits."""
         with self._lock:
-            self._asked.tokens += tokens
-            self._add(Event(joined(groups), pages, held, page_bytes, page_tokens, False))
-
-    def saved(self, groups: Groups, pages: int, *, page_tokens: int, page_bytes: int) -> None:
-        """The first ``pages`` pages of a prompt, in these groups, are being saved, or are there already."""
-        with self._lock:
-            self._add(Event(joined(groups), pages, pages, page_bytes, page_tokens, True))
-
-    def _add(self, event: Event) -> None:
-        self._events.append(event)
-        self._waiting += len(event.groups) // KEY_BYTES
-        if self._waiting >= _MOST_WAITING or len(self._events) >= _MOST_EVENTS:
             self._work()
 
-    # -- working it off (under the lock) --------------------------------------------------------------
+    def _work(self) -> bool:
+        """Whether there was something. Under the lock."""
+        notes = self.notes.take(_MOST_USES / self._rate)
+        if notes:
+            self._work_off(notes)
+            self._weigh()
+        return bool(notes)
 
-    def _work(self) -> None:
-        events, self._events = self._events, []
-        # Few at a time while most are in the sample, or comparing all with each other takes too much memory.
-        parts = int(self._waiting * self._rate / _MOST_USES) + 1
-        self._waiting = 0
-        step = -(-len(events) // parts)
-        for start in range(0, len(events), step or 1):
-            self._work_off(events[start : start + step])
-        self._weigh()
+    def _work_all(self) -> None:
+        while self._work():
+            pass
 
-    def _work_off(self, events: Sequence[Event]) -> None:
-        batch = Batch(events, self._beginnings, self._border)
+    def _work_off(self, notes: Sequence[Note]) -> None:
+        batch = Batch(notes, self._beginnings, self._border)
+        self._asked.tokens += batch.asked_tokens
         self._asked.sampled_from += batch.sampled_from
         if not len(batch):
             return
@@ -102,12 +84,12 @@ class ReuseCurve:
         border = self._recency.limit(self._most_pages)
         if border is not None:
             self._border = max(border, _LOWEST)
-        elif self._looks > _CLOSE_LOOKS and self._too_many(batch, events):
+        elif self._looks > _CLOSE_LOOKS and self._too_many(batch, notes):
             self._border //= 2
             self._recency.forget(self._border)
 
-    def _too_many(self, batch: Batch, events: Sequence[Event]) -> bool:
-        mean = int(np.count_nonzero(~batch.common)) / len(events)
+    def _too_many(self, batch: Batch, notes: Sequence[Note]) -> bool:
+        mean = int(np.count_nonzero(~batch.common)) / len(notes)
         few = len(self._recency) < _FEW * self._most_pages
         return mean > _MEAN_IN_A_PROMPT * (1 + few) and self._border // 2 >= _LOWEST
 
@@ -128,17 +110,18 @@ class ReuseCurve:
     def hit_rates(self, capacities: Sequence[float]) -> list[float]:
         """The hit rates of caches of these many bytes."""
         with self._lock:
-            self._work()
+            self._work_all()
             return [self._asked.hit_rate(capacity) for capacity in capacities]
 
     def stats(self, tiers: Mapping[str, int], measured_hit_rate: float) -> CurveStats:
         """A snapshot, for a store whose ``tiers`` have these capacities in bytes, fastest first."""
         with self._lock:
-            self._work()
+            self._work_all()
             return CurveStats(
                 asked_tokens=round(self._asked.tokens),
                 sampled=len(self._recency),
                 rate=self._rate,
+                left_out=self.notes.left_out,
                 measured_hit_rate=measured_hit_rate,
                 ceiling=self._asked.hit_rate(math.inf),
                 horizon_bytes=0 if math.isinf(self.horizon_bytes) else int(self.horizon_bytes),

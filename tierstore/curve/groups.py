@@ -22,36 +22,42 @@ import numpy.typing as npt
 
 from tierstore.keys import PageKey
 
-Groups: TypeAlias = list[PageKey]
+Groups: TypeAlias = Sequence[PageKey]
 """One key for each group of pages of a prompt, from its start."""
 
 T = TypeVar("T")
 
-_RANGES = ((0, 32, 1), (32, 127, 5), (127, 502, 15), (502, 1 << 30, 63))  # from, up to: pages in a group
+_SINGLE = 32
+# From, up to: pages in a group.
+_RANGES = ((0, _SINGLE, 1), (_SINGLE, 127, 5), (127, 502, 15), (502, 1 << 30, 63))
+_NEAR, _FAR, _FARTHER, _REST = (slice(start + size // 2, stop, size) for start, stop, size in _RANGES)
 
 
-def groups(pages_of: Sequence[T], pages: int, known: int = 0) -> list[T]:
-    """What stands for each group of a prompt's first ``pages`` pages, out of ``pages_of`` (keys, or pages):
-    those of the pages from ``known`` on."""
+def groups(pages_of: Sequence[T]) -> Sequence[T]:
+    """What stands for each group of a prompt's pages, out of ``pages_of`` (keys, or pages). Where these are
+    few, they are themselves: a short prompt is looked up so fast that a copy would show."""
+    if len(pages_of) <= _SINGLE:
+        return pages_of
+    return [*pages_of[_NEAR], *pages_of[_FAR], *pages_of[_FARTHER], *pages_of[_REST]]
+
+
+def groups_behind(known: int, pages_of: Sequence[T]) -> Sequence[T]:
+    """The same of pages that follow ``known`` others in a prompt."""
     found: list[T] = []
     for start, stop, size in _RANGES:
-        if start >= pages:
-            break
         middle = start + size // 2
         begin = middle + -(-max(known - middle, 0) // size) * size
-        end = min(stop, pages)
-        if begin < end:
-            found += pages_of[begin - known : end - known : size]
+        if begin < stop:
+            found += pages_of[begin - known : max(stop - known, 0) : size]
     return found
 
 
-def group_count(pages: int) -> int:
-    """How many groups have their middle among the first ``pages`` pages."""
-    count = 0
+def group_counts(pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """How many groups have their middle among the first ``pages`` pages, for each of these numbers."""
+    counts = np.zeros(len(pages), np.int64)
     for start, stop, size in _RANGES:
-        if start < pages:
-            count += max(-(-(min(pages, stop) - start - size // 2) // size), 0)
-    return count
+        counts += np.maximum(-(-(np.minimum(pages, stop) - start - size // 2) // size), 0)
+    return counts
 
 
 def group_sizes(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -59,7 +65,7 @@ def group_sizes(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return _SIZES[np.searchsorted(_STARTS, numbers, side="right") - 1]
 
 
-_STARTS = np.array([group_count(start) for start, _, _ in _RANGES])
+_STARTS = group_counts(np.array([start for start, _, _ in _RANGES]))
 _SIZES = np.array([size for _, _, size in _RANGES])
 
 
@@ -80,7 +86,9 @@ def _halves_of_octaves() -> Iterator[int]:
 
 
 STRETCH_GROUPS: tuple[int, ...] = tuple(
-    group_count(pages) for pages in itertools.takewhile(lambda pages: pages <= 1 << 16, _halves_of_octaves())
+    group_counts(
+        np.array(list(itertools.takewhile(lambda pages: pages <= 1 << 16, _halves_of_octaves())))
+    ).tolist()
 )
 """Where the stretches of a prompt end, in groups: about at pages 1, 2, 3, 4, 6, 8, 12, 16 …"""
 

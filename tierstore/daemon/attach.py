@@ -70,8 +70,7 @@ class ArenaSocket:
 
 
 class Arena:
-    """A daemon's arena, mapped as ``memory`` (None once closed). ``token`` is for
-    :class:`~tierstore.daemon.protocol.Hello`."""
+    """A daemon's arena, mapped as ``memory`` (None once closed). ``token`` is what to say in ``Hello``."""
 
     def __init__(self, connection: socket.socket, memory: Memory, token: bytes) -> None:
         self.memory: Memory | None = memory

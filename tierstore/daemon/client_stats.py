@@ -34,7 +34,7 @@ def client_stats(
             tiers={**state.tier_stats(), **tiers},
             pages=state.index.tree.pages if below is None else below.pages,
             key_collisions=state.index.tree.key_collisions,
-            open_hits=state.open_hits,
+            open_hits=state.leases.open,
             pending_saves=state.pending_saves,
             pending_writes=0 if below is None else below.pending_writes,
             disk_writable=below is not None and below.disk_writable,

@@ -20,8 +20,9 @@ from tierstore.daemon.connected_save import SaveJob
 from tierstore.daemon.connection import Connection
 from tierstore.daemon.destinations import BufferLoad, HbmLoad, TargetLoad
 from tierstore.daemon.finding import Finder
-from tierstore.daemon.greeting import Address, CurveKeys, Registration
+from tierstore.daemon.greeting import Address, CurveKeys
 from tierstore.daemon.local import LocalPages
+from tierstore.daemon.registration import Registration
 from tierstore.daemon.remembered import Question, Remembered
 from tierstore.daemon.remote import Remote
 from tierstore.daemon.sources import BufferSource, HbmSource, Source
@@ -33,7 +34,7 @@ from tierstore.keys import Identity, Prompt, TokenIds, encode_tokens
 from tierstore.mover import Mover
 from tierstore.policy import DEFAULT_POLICY, POLICIES
 from tierstore.spec import KVSpec
-from tierstore.store.base import Hit, Store, checked_prompt
+from tierstore.store.base import Hit, Store, check_chunks, checked_prompt, checked_tier
 from tierstore.store.endpoints import Buffers, PageTarget
 from tierstore.store.load import Loaded
 from tierstore.store.state import StoreState
@@ -117,9 +118,7 @@ class ConnectedStore(Store):
         """Have the daemon know an identity before its first prompt is saved or looked up, which waits for
         that (``lookup_s`` at most) otherwise. Costs nothing once it does."""
         prompt = Prompt(identity, chunk_tokens=self.spec.chunk_tokens)
-        registering = self._remote.registering(self._remembered.question(prompt))
-        if registering is not None:
-            registering.wait()
+        self._remote.introduce(self._remembered.question(prompt))
 
     # -- finding and loading -------------------------------------------------------------------------
 
@@ -130,8 +129,7 @@ class ConnectedStore(Store):
         return self._finder.lookup(self._question(prompt, max_tokens))
 
     async def lookup_async(self, prompt: Prompt | TokenIds, *, max_tokens: int | None = None) -> Hit:
-        """:meth:`lookup` for an event loop, which goes on meanwhile. (Loads and saves can be awaited as they
-        are.)"""
+        """:meth:`lookup` for an event loop, which goes on meanwhile. (Loads and saves are awaitable.)"""
         return await self._finder.lookup_async(self._question(prompt, max_tokens))
 
     def load(
@@ -222,18 +220,13 @@ class ConnectedStore(Store):
 
     def _checked(self, prompt: Prompt | TokenIds, first: int, count: int) -> Question:
         question = self._question(prompt, None)
-        if first < 0 or first + count > question.num_chunks:
-            raise UsageError(
-                f"chunks {first} … {first + count} do not lie within a prompt of {question.num_chunks} chunks"
-            )
+        check_chunks(first, count, question.num_chunks)
         return question
 
     def _save(
         self, question: Question, source: Source, held: dict[int, Page], first: int, count: int, told: Told
     ) -> Transfer[int]:
-        registering = self._remote.registering(question)
-        if registering is not None:
-            registering.wait()
+        self._remote.introduce(question)
         if told and not count:
             self._tell(question, first, told)
         job = SaveJob(
@@ -273,11 +266,11 @@ class ConnectedStore(Store):
 
     def allocate_hbm(self, count: int) -> list[int] | None:
         with self._state.lock:
-            return self._state.hbm_pages(count)
+            return self._state.room.hbm_pages(count)
 
     def release_hbm(self, hbm_pages: Sequence[int]) -> None:
         with self._state.lock:
-            self._state.release_hbm(hbm_pages)
+            self._state.hbm.release(hbm_pages)
 
     def available_hbm(self) -> int:
         with self._state.lock:
@@ -287,12 +280,10 @@ class ConnectedStore(Store):
 
     def evict(self, tier: str, pages: int | None = None) -> int:
         self._require_open()
-        if tier not in [each.label for each in Tier]:
-            raise UsageError(f"unknown tier {tier!r} (known: {', '.join(each.label for each in Tier)})")
-        if tier == Tier.HBM.label:
+        if checked_tier(tier) is Tier.HBM:
             with self._state.lock:
                 room = self.pool.num_pages if self.pool is not None else 0
-                return self._state.evict(Tier.HBM, room if pages is None else pages)
+                return self._state.room.evict(Tier.HBM, room if pages is None else pages)
         answer = self._ask(
             protocol.Evict(0, tier, -1 if pages is None else pages), protocol.Evicted, wait_s=5.0
         )
@@ -306,9 +297,7 @@ class ConnectedStore(Store):
 
     def _pin(self, prompt: Prompt | TokenIds, *, undo: bool) -> int:
         question = self._question(prompt, None)
-        registering = self._remote.registering(question)
-        if registering is not None:
-            registering.wait()
+        self._remote.introduce(question)
         session = self._remote.session_for(question)
         if session is None:
             return 0

@@ -9,7 +9,8 @@ from tierstore.daemon.remembered import Question
 from tierstore.daemon.remote import Remote, RemoteLease
 from tierstore.index import Match, Page, Tier
 from tierstore.store.base import Hit
-from tierstore.store.state import Lease, StoreState
+from tierstore.store.leases import Lease
+from tierstore.store.state import StoreState
 from tierstore.transfer import Transfer, TransferState
 
 _PREFETCH_S = 10.0  # how long the daemon is asked to try, where there is no deadline
@@ -103,7 +104,7 @@ class ConnectedHit(Hit):
 
     def release(self) -> None:
         with self._state.lock:
-            self._state.release(self._local_lease)
+            self._state.leases.release(self._local_lease)
             lease, self._lease = self._lease, None
         if lease is not None:
             self._remote.release(lease)

@@ -56,8 +56,7 @@ class _Until:
 
 
 class ConnectedLoad(ABC):
-    """What both destinations have in common. ``_cut``, ``_arrived`` and the counts are guarded by the state's
-    lock."""
+    """What all destinations have in common. The state's lock guards ``_cut``, ``_arrived`` and the counts."""
 
     def __init__(
         self, state: StoreState, remote: Remote, mover: Mover, hit: ConnectedHit, deadline_s: float | None
@@ -251,7 +250,7 @@ class ConnectedLoad(ABC):
             for each, target in zip(wanted, targets, strict=False):
                 self._land(each.position, [target], good=1)
             for each in local:
-                state.unlease(each.page, Tier.HBM)
+                state.leases.unlease(each.page, Tier.HBM)
             state.changed.notify_all()
         self.transfer.advance(len(targets), len(targets) * self.page_bytes)
         self._step_done()

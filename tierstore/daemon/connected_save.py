@@ -293,7 +293,7 @@ class SaveJob:
     def _unhold(self, position: int) -> None:
         page = self._held.pop(position, None)
         if page is not None:
-            self._state.unlease(page, Tier.HBM)
+            self._state.leases.unlease(page, Tier.HBM)
 
     def _settle(self, _: TransferState) -> int:
         with self._state.lock:

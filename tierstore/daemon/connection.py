@@ -26,8 +26,9 @@ import zmq
 
 from tierstore.daemon import protocol
 from tierstore.daemon.call import Call
-from tierstore.daemon.greeting import Address, Greeting, Registration, Session
+from tierstore.daemon.greeting import Address, Greeting, Session
 from tierstore.daemon.protocol import Message
+from tierstore.daemon.registration import Registration
 from tierstore.daemon.serving import ConnectionCounters, Serving
 
 _PAUSES_S = (0.05, 0.1, 0.2, 0.4)  # a daemon that is back has its clients within a second

@@ -135,7 +135,7 @@ class HbmLoad(ConnectedLoad):
     def _reserve(self) -> None:
         for position, here in enumerate(self._arrived):
             if not here:
-                pages = self.state.hbm_pages(1)
+                pages = self.state.room.hbm_pages(1)
                 if pages is None:
                     self._cut = min(self._cut, position)
                     return
@@ -157,7 +157,7 @@ class HbmLoad(ConnectedLoad):
             self._arrived[position] = True
             self._moved += 1
             whole = position < len(self._chain)
-            if whole and not self.state.publish(self._chain[position], hbm_page):
+            if whole and not self.state.hbm.publish(self._chain[position], hbm_page):
                 self.state.pool.free([hbm_page])
                 self._share(position)  # another load brought it meanwhile
 
@@ -171,7 +171,7 @@ class HbmLoad(ConnectedLoad):
 
     def _result(self, state: TransferState, pages: int, tokens: int) -> Loaded:
         behind = [page for page in self._hbm_pages[pages:] if page >= 0]
-        self.state.release_hbm([*behind, *self._reserved.values()])
+        self.state.hbm.release([*behind, *self._reserved.values()])
         self._reserved.clear()
         if self._chain:
             self.state.index.unpin(self._chain[-1])

@@ -168,7 +168,7 @@ class EventPublisher:
             raise
         self._feed = Feed(self._wake)
         with state.lock:
-            state.feed = self._feed
+            state.holdings.feed = self._feed
         self._thread = threading.Thread(target=self._run, name="tierstore-events", daemon=True)
         self._thread.start()
 
@@ -182,7 +182,7 @@ class EventPublisher:
             self._wake()
             self._thread.join(_STOPPED_S)
             with self._state.lock:
-                self._state.feed = None
+                self._state.holdings.feed = None
             if not self._thread.is_alive():
                 os.close(self._wakeup)  # only now: nobody wakes the thread any more
 

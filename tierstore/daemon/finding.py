@@ -19,9 +19,7 @@ class Finder:
     def lookup(self, question: Question) -> ConnectedHit:
         asked = None
         if self._local.match(question).tokens < question.num_tokens:
-            registering = self._remote.registering(question)
-            if registering is not None:
-                registering.wait()
+            self._remote.introduce(question)
             asked = self._remote.ask(question, led=True)
             if asked is not None:
                 asked.call.wait()

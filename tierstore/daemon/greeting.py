@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,8 +19,8 @@ from tierstore.daemon import protocol
 from tierstore.daemon.attach import Arena, ArenaSocket
 from tierstore.daemon.keys import KeyPair, read_pair, read_public
 from tierstore.daemon.protocol import Message
+from tierstore.daemon.registration import Registration
 from tierstore.errors import StoreUnavailableError, UsageError
-from tierstore.keys import Identity
 
 _GREETING_S = 2.0
 _SECOND_TRY_MS = 20  # ZMQ's own, while the daemon's sockets come up one after the other
@@ -66,18 +66,6 @@ class Address:
         if kind == "tcp" and host and colon and port.isdigit() and 0 < int(port) < 65536:
             return cls(url, None, curve)
         raise UsageError(f"{url} is no address of a daemon: write ipc://PATH or tcp://HOST:PORT")
-
-
-@dataclass(frozen=True, slots=True)
-class Registration:
-    """An identity that pages are kept under, and what they look like."""
-
-    identity: Identity
-    page_bytes: int
-    chunk_tokens: int
-
-    def message(self) -> protocol.Register:
-        return protocol.Register(0, asdict(self.identity), self.page_bytes, self.chunk_tokens)
 
 
 @dataclass(slots=True, eq=False)

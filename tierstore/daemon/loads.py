@@ -155,7 +155,7 @@ class Loads:
         pages = held.pages[first : first + count]
         with state.lock:
             there = [(page, tier) for page in pages if (tier := page.ready_tier()) is not None]
-            lease = state.lease(there, wait_s + _GRACE_S)
+            lease = state.leases.take(there, wait_s + _GRACE_S)
         try:
             if len(there) == len(pages):
                 chunk_tokens = held.registration.chunk_tokens
@@ -167,7 +167,7 @@ class Loads:
                 return self._hold_in_arena(held, first, count)
         finally:
             with state.lock:
-                state.release(lease)
+                state.leases.release(lease)
 
     def _frames(self, session: Session, m: p.Fetch, held: Held, count: int) -> PageFrames | p.Fetched:
         state = self._state
@@ -179,13 +179,13 @@ class Loads:
                 _sent(session, nbytes)
                 return p.Fetched(m.id, 0, b"")
             # Held for as long as ZMQ needs them, whatever becomes of the client's lease.
-            lease = state.lease([(pages[-1], Tier.HOST)], math.inf)
+            lease = state.leases.take([(pages[-1], Tier.HOST)], math.inf)
             places = [state.index.copy(page, Tier.HOST).place for page in pages]
 
         def sent() -> None:
             _sent(session, nbytes)
             with state.lock:
-                state.release(lease)
+                state.leases.release(lease)
 
         views = [state.host.view(place, page.nbytes) for place, page in zip(places, pages, strict=True)]
         checksums = array.array("Q", [page.checksum or 0 for page in pages]).tobytes()

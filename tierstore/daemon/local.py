@@ -61,13 +61,13 @@ class LocalPages:
                         state.index.prune(page)
                         break
                     held[chunk - first] = page
-            state.touch(list(held.values()), hit=False)
+            state.uses.touch(list(held.values()), hit=False)
             teller.saved(list(held.values()))
         return held
 
     def _publish_page(self, page: Page, source: HbmSource, position: int) -> bool:
         state = self.state
-        if not state.publish(page, source.hbm_pages[position]):
+        if not state.hbm.publish(page, source.hbm_pages[position]):
             copy = page.copies[Tier.HBM]
             if copy is None:
                 return False

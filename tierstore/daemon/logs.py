@@ -10,8 +10,7 @@ import msgspec
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: ``time``, ``level``, ``logger``, ``message``, and ``error`` with a
-    traceback."""
+    """One JSON object a line: ``time``, ``level``, ``logger``, ``message``; a traceback is in ``error``."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor, Future
 
-from tierstore.curve import ReuseCurve
+from tierstore.curve import Notes
 from tierstore.daemon import protocol as p
 from tierstore.daemon.prompts import AskedPrompt, Found
 from tierstore.daemon.session import MOST_LEASES, Held, Path, Refusal, Session, checked_wait, waiting
@@ -19,7 +19,8 @@ from tierstore.errors import StoreClosedError
 from tierstore.index import Match, Page, Tier, tier_runs
 from tierstore.keys import Prompt
 from tierstore.store.find import find
-from tierstore.store.state import Lease, StoreState
+from tierstore.store.leases import Lease
+from tierstore.store.state import StoreState
 
 _GRACE_S = 30.0  # during which what was found on disk stays in the tree
 
@@ -32,7 +33,7 @@ class Lookups:
     def __init__(
         self,
         state: StoreState,
-        curve: ReuseCurve,
+        notes: Notes,
         *,
         lease_s: float,
         threads: Executor,
@@ -40,7 +41,7 @@ class Lookups:
     ) -> None:
         """``threads`` look on disk; ``later`` runs what an answer need not wait for."""
         self._state = state
-        self._curve = curve
+        self._notes = notes
         self._lease_s = lease_s
         self._threads = threads
         self._later = later
@@ -77,7 +78,7 @@ class Lookups:
                 found = self.find(session, prompt, limit)
                 return self._found(session, number, prompt, found, limit)
             finally:
-                self._state.release(lease)
+                self._state.leases.release(lease)
 
     async def look_on_disk(self, session: Session, prompt: AskedPrompt, limit: int, wait_s: float) -> Lease:
         """Bring into the tree what the disk has of a prompt, and hold it there. The lease is an empty one
@@ -98,18 +99,18 @@ class Lookups:
     def _look(self, prompt: Prompt, limit: int, page_bytes: int) -> Lease:
         try:
             with find(self._state, prompt, limit, page_bytes) as match:
-                return self._state.lease(run_ends(match.pages), _GRACE_S)
+                return self._state.leases.take(run_ends(match.pages), _GRACE_S)
         except StoreClosedError:
             return Lease()
 
     def _release_late(self, looked: Future[Lease]) -> None:
         with self._state.lock:
-            self._state.release(looked.result())
+            self._state.leases.release(looked.result())
 
     def _found(self, session: Session, number: int, prompt: AskedPrompt, found: Found, limit: int) -> p.Found:
         """Lease what was found and describe it. Under the lock."""
         state = self._state
-        state.expire_leases()
+        state.leases.expire()
         state.counters.lookups += 1
         state.counters.lookup_tokens += limit
         self.lookup_tokens[session.tenant] += limit
@@ -119,7 +120,7 @@ class Lookups:
             return p.Found(number, 0, 0, 0, [], 0, 0)
         self._require_room(session)
         held = [(match.pages[end - 1], tier) for tier, end in found.runs]
-        lease = session.keep(Held(match.pages, state.lease(held, self._lease_s), prompt.registration))
+        lease = session.keep(Held(match.pages, state.leases.take(held, self._lease_s), prompt.registration))
         self._count(session.tenant, prompt.chunk_tokens, match, found.runs)
         path, known = self._remember(session, prompt, found)
         self._later(lambda: self._touch(match.pages))
@@ -157,20 +158,18 @@ class Lookups:
 
     def _note(self, prompt: AskedPrompt, limit: int, found: int) -> None:
         """Take note of a lookup, which has found so many tokens, for the curve."""
-        pages = limit // prompt.chunk_tokens
-        self._curve.looked_up(
-            prompt.groups(pages),
-            pages,
+        self._notes.looked_up(
+            prompt.groups(),
             limit,
-            held=found // prompt.chunk_tokens,
-            page_tokens=prompt.chunk_tokens,
-            page_bytes=prompt.registration.page_bytes,
+            found,
+            prompt.chunk_tokens,
+            prompt.registration.page_bytes,
         )
 
     def _touch(self, pages: Sequence[Page]) -> None:
         with self._state.lock:
             if not self._state.closed:
-                self._state.touch(pages, hit=True)
+                self._state.uses.touch(pages, hit=True)
                 self._state.let_sleep()
 
     def release(self, session: Session, m: p.Release) -> None:
@@ -178,7 +177,7 @@ class Lookups:
             for number in m.leases:
                 held = session.leases.pop(number, None)
                 if held is not None:
-                    self._state.release(held.lease)
+                    self._state.leases.release(held.lease)
 
 
 def run_ends(pages: Sequence[Page]) -> list[tuple[Page, Tier]]:

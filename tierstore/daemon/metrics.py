@@ -1,5 +1,4 @@
-"""``/metrics`` for Prometheus, ``/healthz`` and ``/readyz``. All of it is read from one snapshot of the
-stats.
+"""``/metrics`` for Prometheus, ``/healthz`` and ``/readyz``, all read from one snapshot of the stats.
 
 The server is forty lines of asyncio: it answers GET with one short document and hangs up. The documents are
 made on a thread, because walking all counters takes a millisecond.

@@ -101,4 +101,4 @@ class Plan:
             return None
         if not self._quotas.admit(self._session.tenant, page):
             return None
-        return self._state.begin_host_fill(page)
+        return self._state.fills.begin(page)

@@ -9,9 +9,10 @@ from typing import cast
 
 import xxhash
 
-from tierstore.curve.groups import Groups, groups
+from tierstore.curve.groups import Groups, groups, groups_behind
 from tierstore.daemon.protocol import MAX_CHUNKS, PromptPart
-from tierstore.daemon.session import Path, Refusal, Registration, Session
+from tierstore.daemon.registration import Registration
+from tierstore.daemon.session import Path, Refusal, Session
 from tierstore.index import Match, Page, Tier, tier_runs
 from tierstore.keys import KEY_BYTES, TOKEN_BYTES, PageKey, Prompt
 from tierstore.store.find import frontier
@@ -93,11 +94,11 @@ class AskedPrompt:
     def whole_chunks(self) -> int:
         return len(self.head) + len(self.keys)
 
-    def groups(self, pages: int) -> Groups:
-        """One key for each group of the first ``pages`` whole pages, for the curve."""
-        known = len(self.head)
-        head = [page.key for page in groups(self.head, min(pages, known))]
-        return head + groups(self.keys, pages, known) if pages > known else head
+    def groups(self) -> Groups:
+        """One key for each group of its whole pages, for the curve."""
+        if not self.head:
+            return groups(self.keys)
+        return [*(page.key for page in groups(self.head)), *groups_behind(len(self.head), self.keys)]
 
     def _key_before_the_rest(self) -> bytes:
         if self.head:
@@ -162,9 +163,7 @@ class AskedPrompt:
         count = chunk - len(self.head)
         parent = self.head[-1] if self.head else root
         below = state.index.tree.descend(parent, self.keys[:count], self.tokens, self._width)
-        if len(below) < count:
-            return None
-        return below[-1] if below else root
+        return below[-1] if len(below) == count else None
 
 
 def _reachable(state: StoreState, found: Found, chunk_tokens: int) -> Found:

@@ -258,8 +258,7 @@ class Committed(Message):
 
 
 class Finish(Message):
-    """A session, which named itself in :class:`Reserve`, is over: its pages that nobody else uses leave
-    first."""
+    """A session, as it was named in :class:`Reserve`, is over: what only it has used leaves first."""
 
     id: int
     session: str

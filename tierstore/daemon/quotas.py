@@ -28,7 +28,7 @@ class Quotas:
 
     def used_bytes(self, tenant: str) -> int:
         """In the host tier."""
-        used = self._state.host_bytes
+        used = self._state.holdings.host_bytes
         return sum(used[identity] for identity in self._identities.get(tenant, ()))
 
     def tenants(self) -> list[str]:
@@ -42,14 +42,14 @@ class Quotas:
         over = self.used_bytes(tenant) + page.nbytes - quota
         if over <= 0:
             return True
-        page.pins += 1  # as in StoreState.begin_host_fill
+        page.pins += 1  # as in Fills.begin
         freed = self._evict(tenant, max(over, int(quota * _EVICT_FRACTION)))
         page.pins -= 1
         return freed >= over
 
     def _evict(self, tenant: str, nbytes: int) -> int:
         state = self._state
-        state.expire_leases()
+        state.leases.expire()
         identities = self._identities.get(tenant, set())
         freed = 0
         while freed < nbytes:
@@ -64,7 +64,7 @@ class Quotas:
             for page in leaving:
                 if freed >= nbytes:
                     break
-                state.drop(page, Tier.HOST)
+                state.holdings.drop(page, Tier.HOST)
                 freed += page.nbytes
                 self.evicted_pages += 1
                 state.counters.evicted_pages[Tier.HOST.label] += 1

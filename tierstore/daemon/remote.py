@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from tierstore.daemon import protocol
 from tierstore.daemon.call import Call
 from tierstore.daemon.connection import Connection
-from tierstore.daemon.greeting import Registration, Session
+from tierstore.daemon.greeting import Session
+from tierstore.daemon.registration import Registration
 from tierstore.daemon.remembered import Name, Question, Remembered
 
 _WAIT_SHARE = 0.8  # of a lookup's time, that the daemon may take
@@ -38,8 +39,8 @@ class RemoteLease:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A lookup on its way. ``at`` is when, by the store's clock: the lease cannot end earlier than that plus
-    ``lease_s``."""
+    """A lookup on its way, sent at ``at`` by the store's clock: the lease ends no earlier than ``lease_s``
+    after that."""
 
     question: Question
     session: Session
@@ -69,6 +70,12 @@ class Remote:
             return None
         registration = Registration(question.identity, self.page_bytes, question.chunk_tokens)
         return self.connection.register(session, registration)
+
+    def introduce(self, question: Question) -> None:
+        """Wait for :meth:`registering`."""
+        registering = self.registering(question)
+        if registering is not None:
+            registering.wait()
 
     def session_for(self, question: Question) -> Session | None:
         """The session, if there is one that knows the prompt's identity."""

@@ -61,13 +61,13 @@ class Service:
         state = assembly.state
         self.quotas = Quotas(state, settings.quotas)
         self._lookups = Lookups(
-            state, assembly.curve, lease_s=settings.lease_s, threads=self._disk_threads, later=later
+            state, assembly.curve.notes, lease_s=settings.lease_s, threads=self._disk_threads, later=later
         )
         self._loads = Loads(state, assembly.loader)
         self._writing = Writing(
             state,
             self._lookups,
-            assembly.curve,
+            assembly.curve.notes,
             assembly.write_behind,
             self.quotas,
             reserve_bytes=settings.reserve_bytes,
@@ -107,7 +107,7 @@ class Service:
         self._writing.end_all(session)
         with self._state.lock:
             for held in session.leases.values():
-                self._state.release(held.lease)
+                self._state.leases.release(held.lease)
         session.leases.clear()
         session.paths.clear()
 

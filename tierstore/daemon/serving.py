@@ -35,8 +35,8 @@ from tierstore.daemon.protocol import Message
 _log = logging.getLogger(__name__)
 
 _RELEASE_S = 0.1  # a lease is given back this late at most …
-_BYE_MS = 200  # to send the last word
 _MOST_RELEASED = 64  # … and earlier when there are so many
+_BYE_MS = 200  # to send the last word
 
 # As bare numbers: with ZMQ's enums, combining two flags takes longer than sending a frame.
 _NOBLOCK = int(zmq.NOBLOCK)

@@ -13,11 +13,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tierstore.daemon.registration import Registration
 from tierstore.index import Page, Tier
-from tierstore.keys import Identity
-from tierstore.store.state import Lease
+from tierstore.store.leases import Lease
 
-MOST_IDENTITIES = 64  # a client may register
+MOST_IDENTITIES = 1024  # a client may register
 MOST_LEASES = 4096
 MOST_WAITING = 256  # requests that wait for a disk
 MOST_WAIT_S = 600.0
@@ -36,15 +36,6 @@ class Refusal(Exception):  # an answer, not an error of ours
         self.kind = kind
 
 
-@dataclass(frozen=True, slots=True)
-class Registration:
-    """An identity as the daemon knows it (with the tenant), and what its pages look like."""
-
-    identity: Identity
-    page_bytes: int
-    chunk_tokens: int
-
-
 @dataclass(slots=True)
 class Path:
     """The whole pages of an earlier answer. ``runs`` are their tiers, as of ``changes`` of the index."""
@@ -57,8 +48,8 @@ class Path:
 @dataclass(slots=True)
 class Held:
     """The pages of one lookup. The lease holds the *last* page of each run in one tier: those before it
-    cannot leave the tier before it does (see ``index.py``), so a prompt of any length is leased in one
-    stroke."""
+    cannot leave the tier before it does (see ``Page.may_leave``), so a prompt of any length is leased at
+    one stroke."""
 
     pages: Sequence[Page]
     lease: Lease

@@ -63,8 +63,7 @@ _RELOADED = frozenset({"quotas", "drain_s", "log_level"})  # what can change whi
 
 @dataclass(frozen=True)
 class Settings:
-    """All of them; ``HELP`` says what they mean. Raises :class:`UsageError` for values that cannot work
-    together."""
+    """All of them; ``HELP`` says what they mean. Raises :class:`UsageError` for what cannot work together."""
 
     listen: tuple[str, ...] = field(default_factory=lambda: (default_listen(),))
     host_bytes: int = 8 * GIB

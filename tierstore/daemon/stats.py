@@ -1,5 +1,4 @@
-"""What a daemon can tell about itself: one frozen snapshot, which ``stats``, ``top`` and the metrics all
-read."""
+"""What a daemon can tell about itself: one frozen snapshot, for ``stats``, ``top`` and the metrics."""
 
 from __future__ import annotations
 

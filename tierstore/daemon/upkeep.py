@@ -14,7 +14,8 @@ from tierstore.daemon import protocol as p
 from tierstore.daemon.lookups import LABELS, Lookups
 from tierstore.daemon.prompts import AskedPrompt
 from tierstore.daemon.quotas import Quotas
-from tierstore.daemon.session import Refusal, Registration, Session, checked_wait, waiting
+from tierstore.daemon.registration import Registration
+from tierstore.daemon.session import Refusal, Session, checked_wait, waiting
 from tierstore.errors import UsageError
 from tierstore.index import Match, Tier
 from tierstore.keys import Identity
@@ -58,8 +59,8 @@ class Upkeep:
             if root.nbytes != m.page_bytes:
                 raise Refusal("usage", f"pages of this identity have {root.nbytes} bytes, not {m.page_bytes}")
             self._quotas.register(session.tenant, identity.digest)
-            if self._state.feed is not None:
-                self._state.feed.register(identity, m.chunk_tokens)
+            if self._state.holdings.feed is not None:
+                self._state.holdings.feed.register(identity, m.chunk_tokens)
         self._registered[identity.digest] = identity
         registration = Registration(identity, m.page_bytes, m.chunk_tokens)
         return p.Registered(m.id, session.register(registration))
@@ -88,7 +89,7 @@ class Upkeep:
                     found = self._lookups.find(session, prompt, limit)
                     return self._set_pins(m, found.match, prompt.chunk_tokens)
                 finally:
-                    self._state.release(lease)
+                    self._state.leases.release(lease)
 
         return after_disk()
 
@@ -118,7 +119,7 @@ class Upkeep:
             share = min(wanted - evicted, _EVICTED_AT_ONCE)
             with self._state.lock:
                 self._state.require_open()
-                left = self._state.evict(tier, share)
+                left = self._state.room.evict(tier, share)
             evicted += left
             if left < share:
                 break

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Sequence
 from concurrent.futures import Executor
 
 from tierstore import memory
-from tierstore.curve import ReuseCurve
+from tierstore.curve import Notes
 from tierstore.daemon import protocol as p
 from tierstore.daemon.lookups import Lookups
 from tierstore.daemon.plan import Plan
@@ -22,7 +22,8 @@ from tierstore.daemon.quotas import Quotas
 from tierstore.daemon.session import Refusal, Reservation, Session
 from tierstore.daemon.told import told_with
 from tierstore.index import Page, Tier
-from tierstore.store.state import Lease, StoreState
+from tierstore.store.leases import Lease
+from tierstore.store.state import StoreState
 from tierstore.store.write_behind import WriteBehind
 
 _AT_ONCE = 256  # pages; then other requests get their turn
@@ -39,18 +40,17 @@ class Writing:
         self,
         state: StoreState,
         lookups: Lookups,
-        curve: ReuseCurve,
+        notes: Notes,
         write_behind: WriteBehind | None,
         quotas: Quotas,
         *,
         reserve_bytes: int,
         threads: Executor,
     ) -> None:
-        """``reserve_bytes`` is what one client may hold in reservations; ``threads`` copy what came by
-        TCP."""
+        """``reserve_bytes`` may one client hold in reservations; ``threads`` copy what came by TCP."""
         self._state = state
         self._lookups = lookups
-        self._curve = curve
+        self._notes = notes
         self._write_behind = write_behind
         self._quotas = quotas
         self._reserve_bytes = reserve_bytes
@@ -89,7 +89,7 @@ class Writing:
                     plan.step(_AT_ONCE)
         finally:
             with state.lock:
-                state.release(lease)
+                state.leases.release(lease)
         return plan.result(m.id)
 
     def _plan(self, session: Session, m: p.Reserve, prompt: AskedPrompt) -> Plan:
@@ -107,11 +107,11 @@ class Writing:
             told=told_with(session, m),
         )
         pages = min(m.first + m.count, prompt.whole_chunks)
-        self._curve.saved(
-            prompt.groups(pages),
-            pages,
-            page_tokens=prompt.chunk_tokens,
-            page_bytes=prompt.registration.page_bytes,
+        self._notes.saved(
+            prompt.groups(),
+            pages * prompt.chunk_tokens,
+            prompt.chunk_tokens,
+            prompt.registration.page_bytes,
         )
         plan.step(_AT_ONCE)
         return plan
@@ -204,8 +204,8 @@ class Writing:
                     given_up.append(page)
                     continue
                 page.checksum = done[position]
-                state.end_host_fill(page, filled=True)
-                state.unlease(page, Tier.HOST)
+                state.fills.end(page, filled=True)
+                state.leases.unlease(page, Tier.HOST)
                 committed.append(page)
             state.counters.saved_pages += len(committed)
             if self._write_behind is not None:
@@ -235,7 +235,7 @@ class Writing:
 
     def _free(self, pages: Sequence[Page]) -> None:
         for page in reversed(pages):
-            self._state.end_host_fill(page, filled=False)
+            self._state.fills.end(page, filled=False)
         self._state.counters.not_stored_pages += len(pages)
 
 

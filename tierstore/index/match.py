@@ -22,8 +22,7 @@ class Match:
 
 
 def tier_runs(pages: Sequence[Page]) -> list[tuple[Tier, int]]:
-    """The fastest tier of each page, as (tier, end of the run); up to the first page without a complete
-    copy."""
+    """The fastest tier of each page, as (tier, end of the run), up to the first without a complete copy."""
     if not pages:
         return []
     for page in pages:  # mostly, all of a prompt is in the host tier: that takes a quarter of the time

@@ -25,17 +25,18 @@ be among the facts. Three things were needed beyond LRU's, and no more:
   (``tenure``), what the clock says (``gdsf``), and a sample of all uses for shadow caches (``default``).
 
 **Worth that falls.** A hint that says "done", or a time to live that ends, makes the index offer the page
-again. When a policy changes its mind (the duel switches, a lifetime shrinks) nothing is offered again: pages
-with an old worth that is too high stay until they are in front, for about a lifetime. Rejected: ordering
-everything anew at a switch, which would hold the store's lock for a second and more per million pages.
+again. When the duel switches, pages with an old worth that is too high would stay until they are in front,
+for a lifetime or two, and cost more than the switch is worth. So for each page that leaves after it, eight
+others in line are looked at again. (When a lifetime shrinks, nothing is.) Rejected: ordering everything anew
+at once, which would hold the store's lock for a second and more per million pages.
 
 **The default** is a duel (``duel.py``). LRU is hard to beat by much and easy to lose to: S3-FIFO finds more
 in a small cache and less in a large one. ``tenure`` is LRU in which used pages may rest longer, and is better
 wherever conversations go on or documents are shared; where what was used often is over, it is worse. So both
 run as shadow caches over a sample of the pages, and the better one orders the real ones; LRU while there is
-doubt. Their worths only grow with a page's last use and its hits, and whoever uses a page uses all before it.
-So in a shadow cache pages leave from the end of a prompt without anybody knowing prompts, and a sample of
-pages is enough.
+doubt, and while it is a matter of less than a fiftieth of all hits. Their worths only grow with a page's
+last use and its hits, and whoever uses a page uses all before it. So in a shadow cache pages leave from the
+end of a prompt without anybody knowing prompts, and a sample of pages is enough.
 
 Rejected: a method per event and lists in the policy, as caches in memory do it (it puts work on every use,
 and a disk would need millions of list nodes); ARC (2Q does the same with a fixed share, and no list has to

@@ -59,6 +59,7 @@ class Policy(ABC):
     name: str
     segments: int = 1  # lines that pages stand in; facts of a page in line 1 have segment = 1
     spared_go_last: bool = False  # whether a page that is spared goes to the end of its line
+    switches: int = 0  # how often it has changed its mind, so that pages may be worth less than they were
     watched: int = 0  # pages with a fingerprint below this (MOST_WATCHED at most) are reported to accessed()
 
     def admit(self, facts: PageFacts) -> bool:

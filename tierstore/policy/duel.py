@@ -13,7 +13,8 @@ from tierstore.policy.tenure import Tenure
 
 _MOST_PAGES = 512  # in the sample
 _WINDOW = 16  # turnovers of a shadow cache, after which what it said counts for a third
-_CONFIDENCE = 1.5  # standard deviations by which the challenger has to lead
+_CONFIDENCE = 1.5  # standard deviations by which the challenger has to lead …
+_WORTH_IT = 1 / 50  # … and the share of all hits: what a change costs may be as much
 _MOST_AHEAD = 2.0  # times that: a longer lead would be followed for long after it is over
 
 
@@ -28,9 +29,9 @@ class Duel(Policy):
         self._shadows = ShadowCache(LRU()), ShadowCache(Tenure())
         self._led_by = 0
         self._ahead = 0.0  # hits of the second more than of the first
+        self._found = 0.0  # hits of the first
         self._apart = 0.0  # the squares of the differences: the variance of ``_ahead``, at most
         self.watched = MOST_WATCHED
-        self.switches = 0
 
     @property
     def leader(self) -> Policy:
@@ -51,12 +52,14 @@ class Duel(Policy):
         first, second = (shadow.access(pages, room) for shadow in self._shadows)
         # The pages of one prompt are hits or misses together: what is independent is prompts.
         kept = (1 - 1 / (_WINDOW * max(room, 16))) ** len(pages)
-        more = sum(second) - sum(first)
+        found = sum(first)
+        more = sum(second) - found
+        self._found = self._found * kept + found
         self._ahead = self._ahead * kept + more
         self._apart = self._apart * kept + more * more
-        doubt = _CONFIDENCE * self._apart**0.5
-        self._ahead = min(self._ahead, _MOST_AHEAD * doubt)
-        leads = self._ahead > 0 if self._led_by else self._ahead > doubt
+        enough = max(_CONFIDENCE * self._apart**0.5, _WORTH_IT * self._found)
+        self._ahead = min(self._ahead, _MOST_AHEAD * enough)
+        leads = self._ahead > (0 if self._led_by else enough)
         if leads != self._led_by:
             self._led_by = int(leads)
             self.switches += 1

@@ -12,7 +12,7 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Generic, TypeVar, cast
+from typing import Generic, TypeAlias, TypeVar, cast
 
 from tierstore.policy.base import PageFacts, Policy
 
@@ -30,8 +30,10 @@ class Standing:
 
 
 S = TypeVar("S", bound=Standing)
+_Entry: TypeAlias = "tuple[float, int, int, S]"  # worth, minus its depth, order of coming, copy
 
 _MOST_WAITING = 4096
+_LOOKS_AGAIN = 8  # at copies in line, for each that leaves, after the policy has changed its mind
 
 
 class Accesses:
@@ -71,8 +73,10 @@ class Queue(Generic[S]):
         self._facts = facts
         self._may_leave = may_leave
         self._sizes = [0] * policy.segments
-        self._heaps: list[list[tuple[float, int, int, S]]] = [[] for _ in range(policy.segments)]
+        self._heaps: list[list[_Entry[S]]] = [[] for _ in range(policy.segments)]
         self._order = itertools.count()
+        self._switches = 0  # of the policy, that have been noticed
+        self._doubtful: list[_Entry[S]] = []  # that were in line then
 
     def __len__(self) -> int:
         """How many copies the tier holds, in line or not."""
@@ -106,6 +110,8 @@ class Queue(Generic[S]):
         policy = self.policy
         if self.accesses.waiting:
             self.accesses.tell(len(self))
+        if self._doubtful or policy.switches != self._switches:
+            self._look_again()
         while True:
             segment = 0
             if policy.segments > 1:
@@ -130,6 +136,18 @@ class Queue(Generic[S]):
             if policy.spared_go_last:
                 copy.arrived = tick
             self.offer(copy)
+
+    def _look_again(self) -> None:
+        """Where the policy has changed its mind, copies may be worth less than their place in line says. Some
+        are offered again each time, so that nobody waits while all are; their old entries are passed over
+        later."""
+        if self.policy.switches != self._switches:
+            self._switches = self.policy.switches
+            self._doubtful = [entry for heap in self._heaps for entry in heap]
+        for _ in range(min(_LOOKS_AGAIN, len(self._doubtful))):
+            score, _, _, copy = self._doubtful.pop()
+            if copy.queued and cast(float, self.policy.score(self._facts(copy))) < score:
+                self.offer(copy)
 
     def _head(self, segment: int) -> tuple[float, S, PageFacts] | None:
         heap = self._heaps[segment]

@@ -11,10 +11,12 @@ How a page travels, and which file decides or moves::
 waits to be written. ``health.py`` knows whether the disk may be asked, ``lookout.py`` notices when it stops
 answering.)
 
-``state.py`` holds everything that can change, behind one lock, and makes every decision: what matches, what
-is evicted, which slot is used. Nobody does I/O or copies bytes while holding that lock; the jobs in
-``load.py``, ``save.py`` and ``write_behind.py`` ask the state what to do, do it outside the lock, and report
-back.
+``state.py`` holds everything that can change, behind one lock, and with its parts makes every decision: what
+is held and for how long (``leases.py``), who leaves and where there is room (``room.py``), what is given back
+then (``holdings.py``), which slot is filled (``fills.py``), which page of the pool is shared
+(``hbm_cache.py``), what the disk hears of uses (``uses.py``). Nobody does I/O or copies bytes while holding
+that lock; the jobs in ``load.py``, ``save.py`` and ``write_behind.py`` ask the state what to do, do it
+outside the lock, and report back.
 
 Three rules keep bytes and bookkeeping together:
 

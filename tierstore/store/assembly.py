@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
-from tierstore.curve import HORIZON, CurveStats, ReuseCurve
+from tierstore.curve import HORIZON, CurveStats, ReuseCurve, Worker
 from tierstore.errors import UsageError
 from tierstore.index import Tier
 from tierstore.mover import Mover
@@ -67,6 +67,7 @@ class Assembly:
         self._given_back = False
         if pool is not None and host is not None:
             pool.register(host.address(0), host.capacity_bytes)
+        self._curve_worker = Worker(self.curve)
 
     def _capacities(self) -> dict[str, int]:
         """Bytes by tier, fastest first."""
@@ -111,7 +112,7 @@ class Assembly:
                 tiers=state.tier_stats(),
                 pages=state.index.tree.pages,
                 key_collisions=state.index.tree.key_collisions,
-                open_hits=state.open_hits,
+                open_hits=state.leases.open,
                 pending_saves=state.pending_saves,
                 pending_writes=self.write_behind.pending if self.write_behind else 0,
                 disk_writable=state.disk is not None and health.writable,
@@ -145,6 +146,7 @@ class Assembly:
             _log.warning("the store was closed while its disk does not answer: the directory stays locked")
 
     def _give_back(self) -> None:
+        self._curve_worker.stop()
         try:
             self.mover.close()
             if self.write_behind is not None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from tierstore.errors import UsageError
 from tierstore.hints import Hint
+from tierstore.index import Tier
 from tierstore.keys import Identity, Prompt, TokenIds
 from tierstore.policy import DEFAULT_POLICY
 from tierstore.spec import KVSpec
@@ -39,8 +40,7 @@ H = TypeVar("H", bound="Hit")
 
 class Hit(ABC):
     """``tokens`` leading tokens of a prompt can be loaded. The pages stay where they are until
-    :meth:`release`, the end of the load, or the end of the lease; a load after that brings what is still
-    there.
+    :meth:`release`, the end of the load, or the end of the lease; a later load brings what is still there.
 
     ``by_tier`` counts the tokens by the fastest tier that held them at the lookup, fastest first.
     """
@@ -243,8 +243,7 @@ class Store(ABC):
 
     @abstractmethod
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything saved so far is on disk (or was given up); False when ``timeout`` seconds
-        pass."""
+        """Wait until all that was saved is on disk (or was given up); False when ``timeout`` seconds pass."""
 
     # -- room in HBM (for the engine that owns the pool) -----------------------------------------------
 
@@ -309,6 +308,20 @@ class Store(ABC):
 
 
 S = TypeVar("S", bound=Store)
+
+
+def checked_tier(name: str) -> Tier:
+    """Raises :class:`UsageError` for a name that is no tier's."""
+    for tier in Tier:
+        if tier.label == name:
+            return tier
+    raise UsageError(f"unknown tier {name!r} (known: {', '.join(tier.label for tier in Tier)})")
+
+
+def check_chunks(first: int, count: int, chunks: int) -> None:
+    """Raises :class:`UsageError` if chunks ``first … first + count`` are not all within ``chunks``."""
+    if first < 0 or first + count > chunks:
+        raise UsageError(f"chunks {first} … {first + count} do not lie within a prompt of {chunks} chunks")
 
 
 def checked_prompt(store: Store, layout: str, prompt: Prompt | TokenIds) -> Prompt:

@@ -40,7 +40,7 @@ class Branch:
 
     def end_step(self, *, last: bool) -> None:
         """Note the use of the pages of this step."""
-        self._state.touch(self._step, hit=False)
+        self._state.uses.touch(self._step, hit=False)
         self._teller.saved(self._step)
         self._step = []
         self._pin(None if last else self._end)

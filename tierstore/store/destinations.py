@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tierstore import memory
 from tierstore.index import Page, Tier
 from tierstore.store.endpoints import Buffers
 from tierstore.store.hit import EmbeddedHit
@@ -34,8 +36,8 @@ class HostLoad(LoadJob[int]):
         with self.state.lock:
             for move in moves:
                 if not self.hit.lease.released:
-                    self.state.move_lease(self.hit.lease, move.position, move.tier)
-                self.state.unlease(move.page, move.tier)
+                    self.state.leases.move(self.hit.lease, move.position, move.tier)
+                self.state.leases.unlease(move.page, move.tier)
                 self._arrived[move.position] = True
         return len(moves)
 
@@ -61,18 +63,18 @@ class BufferLoad(LoadJob[Loaded]):
             self._copying += 1
         addresses = self._buffers.addresses
         copies = [(move.tier, place, addresses[move.position]) for move, place in wanted]
-        self.state.copy_to_memory(copies, self.page_bytes)
+        _copy_to_memory(self.state, copies, self.page_bytes)
         with self.state.lock:
             self._copying -= 1
             for move in moves:
-                self.state.unlease(move.page, move.tier)
+                self.state.leases.unlease(move.page, move.tier)
             for move, _ in wanted:
                 self._arrived[move.position] = True
             self.state.changed.notify_all()
         return len(wanted)
 
     def _result(self, state: TransferState, pages: int, tokens: int) -> Loaded:
-        self.state.release(self.hit.lease)
+        self.state.leases.release(self.hit.lease)
         return Loaded(tokens, (), pages * self.page_bytes)
 
 
@@ -99,12 +101,12 @@ class HbmLoad(LoadJob[Loaded]):
         self._hbm_pages[position] = copy.place
         unneeded = self._reserved.pop(position, None)
         if unneeded is not None:
-            self.state.release_hbm([unneeded])
+            self.state.hbm.release([unneeded])
         return True
 
     def _reserve(self, missing: list[int]) -> None:
         for position in missing:
-            pages = self.state.hbm_pages(1)
+            pages = self.state.room.hbm_pages(1)
             if pages is None:
                 self._cut_at(position)
                 return
@@ -127,7 +129,7 @@ class HbmLoad(LoadJob[Loaded]):
             # Once settled, what was reserved is no longer ours.
             wanted = [] if self.closed else [(move, self._reserved.pop(move.position)) for move in moves]
             copies = [(move.tier, self._place(move), page) for move, page in wanted]
-        fillings = state.copy_to_hbm(copies)
+        fillings = _copy_to_hbm(state, copies)
         # Others wait for the host slots that pages from disk pass through.
         if not moves or moves[-1].position >= self._at_once:
             self._let_go(fillings, moves)
@@ -145,18 +147,18 @@ class HbmLoad(LoadJob[Loaded]):
             filling.wait()
         with self.state.lock:
             for move in moves:
-                self.state.unlease(move.page, move.tier)
+                self.state.leases.unlease(move.page, move.tier)
 
     def _arrive(self, move: Move, hbm_page: int) -> None:
         state = self.state
         assert state.pool is not None
-        if not self._private(move.position) and not state.publish(move.page, hbm_page):
+        if not self._private(move.position) and not state.hbm.publish(move.page, hbm_page):
             # Another load brought it meanwhile: share that copy.
             state.pool.free([hbm_page])
             state.index.lease(move.page, Tier.HBM)
             hbm_page = state.index.copy(move.page, Tier.HBM).place
         if self.closed:
-            state.release_hbm([hbm_page])
+            state.hbm.release([hbm_page])
             return
         self._hbm_pages[move.position] = hbm_page
         self._arrived[move.position] = True
@@ -164,7 +166,33 @@ class HbmLoad(LoadJob[Loaded]):
 
     def _result(self, state: TransferState, pages: int, tokens: int) -> Loaded:
         behind = [page for page in self._hbm_pages[pages:] if page >= 0]
-        self.state.release_hbm([*behind, *self._reserved.values()])
+        self.state.hbm.release([*behind, *self._reserved.values()])
         self._reserved.clear()
-        self.state.release(self.hit.lease)
+        self.state.leases.release(self.hit.lease)
         return Loaded(tokens, tuple(self._hbm_pages[:pages]), self._moved * self.page_bytes)
+
+
+# The bytes, without the lock: the caller holds leases.
+
+
+def _copy_to_memory(state: StoreState, copies: Sequence[tuple[Tier, int, int]], page_bytes: int) -> None:
+    """Copy pages of the HBM and host tiers to host memory: (tier, place, address)."""
+    if state.pool is not None:
+        state.pool.read_pages((place, address) for tier, place, address in copies if tier is Tier.HBM)
+    if state.host is not None:
+        start = state.host.address(0)
+        pairs = ((address, start + place) for tier, place, address in copies if tier is Tier.HOST)
+        memory.copy_all(pairs, page_bytes)
+
+
+def _copy_to_hbm(state: StoreState, copies: Sequence[tuple[Tier, int, int]]) -> list[Filling]:
+    """Copy pages of the HBM and host tiers into pages of the pool: (tier, place, HBM page). Where they came
+    from must be held until all of the result has been waited for."""
+    assert state.pool is not None
+    within = [(page, place) for tier, place, page in copies if tier is Tier.HBM]
+    fillings = [state.pool.start_copying(within)]
+    if state.host is not None:
+        start = state.host.address(0)
+        up = [(page, start + place) for tier, place, page in copies if tier is Tier.HOST]
+        fillings.append(state.pool.start_writing(up))
+    return fillings

@@ -134,8 +134,8 @@ class DiskMoves:
         with self._state.lock:
             page = self._state.index.by_serial.get(record.serial)
             if page is not None and self._may_move(record.serial):
-                self._state.damaged(page)
-            elif page is None and self._state.leaves_disk(record.serial):
+                self._state.holdings.damaged_on_disk(page)
+            elif page is None and self._state.room.leaves_disk(record.serial):
                 self._state.counters.damaged_pages += 1
             # else pages below it are there: whoever looks it up will find out
 
@@ -149,9 +149,9 @@ class DiskMoves:
         assert state.ledger is not None
         page = state.index.by_serial.get(record.serial)
         if not state.ledger.move(record.serial, record.place):  # it was removed while its record was changed
-            state.removed = [
+            state.holdings.removed = [
                 removal._replace(place=record.place) if removal.serial == record.serial else removal
-                for removal in state.removed
+                for removal in state.holdings.removed
             ]
         elif page is not None and (copy := page.copies[Tier.DISK]) is not None:
             page.record = record

@@ -80,12 +80,11 @@ class DiskRoom:
     # -- the index -----------------------------------------------------------------------------------
 
     def _make_index_room(self, ledger: Ledger, nbytes: int, waiting: Mapping[int, int]) -> bool:
-        """The worst pages of the class that has most of them leave: each frees one record, whatever its
-        size."""
+        """The worst pages of the class that has most of them leave: each frees one record, of any size."""
         pages = min(max(sum(waiting.values()), 1), _LEAST_INDEX_PAGES)
         for _ in range(_INDEX_ROUNDS):
             with self._state.lock:
-                evicted = self._state.evict_from_disk(pages, size_class=ledger.commonest_class())
+                evicted = self._state.room.evict_from_disk(pages, size_class=ledger.commonest_class())
             if not evicted or not self._commit():
                 return False
             if self._space.shortage(nbytes) is not Shortage.INDEX:
@@ -110,7 +109,7 @@ class DiskRoom:
                 return True
             spare = 0
         with self._state.lock:
-            evicted = self._state.evict_from_disk(1, size_class=slot_bytes(nbytes))
+            evicted = self._state.room.evict_from_disk(1, size_class=slot_bytes(nbytes))
         return evicted > 0 and self._commit() and self._has_room(nbytes)
 
     def _has_room(self, nbytes: int) -> bool:
@@ -120,7 +119,7 @@ class DiskRoom:
         """For each class of which more is wanted than there are slots: if it has pages nearly as bad as the
         worst, these leave; if not, as much of the worst of all as it has to grow by, less the ``spare``
         bytes. All with one commit. False when nothing could leave that had to."""
-        policy = self._state.disk_policy
+        policy = self._state.room.disk_policy
         free = self._space.free_slots()
         evicted = 0
         with self._state.lock:
@@ -131,12 +130,12 @@ class DiskRoom:
                 lacking = min(pages - free[size], self._most_pages(each))
                 if lacking <= 0 or (each != nbytes and self._space.shortage(each) is not Shortage.SLOTS):
                     continue
-                left = self._state.evict_from_disk(lacking, size_class=size, until=until)
+                left = self._state.room.evict_from_disk(lacking, size_class=size, until=until)
                 evicted += left
                 if not left:
                     growth += self._windows_for(each, lacking) * self._space.slab_bytes(each)
             if growth > spare:
-                evicted += self._state.evict_from_disk(_MOST_PAGES, nbytes=growth - spare)
+                evicted += self._state.room.evict_from_disk(_MOST_PAGES, nbytes=growth - spare)
         return self._commit() if evicted else 0 < growth <= spare
 
     def _most_pages(self, nbytes: int) -> int:

@@ -16,7 +16,7 @@ from tierstore.keys import Identity, Prompt, TokenIds
 from tierstore.policy import POLICIES
 from tierstore.spec import KVSpec
 from tierstore.store.assembly import Assembly, open_tiers
-from tierstore.store.base import Hit, Store, checked_prompt
+from tierstore.store.base import Hit, Store, check_chunks, checked_prompt, checked_tier
 from tierstore.store.endpoints import Buffers, PageSource
 from tierstore.store.find import find
 from tierstore.store.hit import EmbeddedHit
@@ -54,7 +54,7 @@ class EmbeddedStore(Store):
         self._mover = assembly.mover
         self._loader = assembly.loader
         self._write_behind = assembly.write_behind
-        self._curve = assembly.curve
+        self._notes = assembly.curve.notes
         self._lease_s = lease_s
         self._layout = spec.describe()  # compared at every lookup
 
@@ -79,14 +79,8 @@ class EmbeddedStore(Store):
             hit = EmbeddedHit(state, self._loader, match, lease, self.spec.chunk_tokens)
             for label, tokens in hit.by_tier.items():
                 state.counters.hit_tokens[label] += tokens
-        pages = limit // prompt.chunk_tokens
-        self._curve.looked_up(
-            groups(prompt.keys, pages),
-            pages,
-            limit,
-            held=match.tokens // prompt.chunk_tokens,
-            page_tokens=prompt.chunk_tokens,
-            page_bytes=self.spec.page_bytes,
+        self._notes.looked_up(
+            groups(prompt.keys), limit, match.tokens, prompt.chunk_tokens, self.spec.page_bytes
         )
         return hit
 
@@ -103,7 +97,7 @@ class EmbeddedStore(Store):
             raise UsageError("this store has no page pool: say which buffers to load into")
         with self._state.lock:
             self._state.require_open()
-            self._state.renew(hit.lease, hit.pages, self._lease_s)
+            self._state.leases.renew(hit.lease, hit.pages, self._lease_s)
         if into is None:
             return self._loader.to_hbm(hit, deadline_s=deadline_s)
         if len(into) != len(hit.pages):
@@ -143,18 +137,12 @@ class EmbeddedStore(Store):
         return self._save(prompt, source, first, len(hbm_pages), Told(hint, session))
 
     def _save(self, prompt: Prompt, source: PageSource, first: int, count: int, told: Told) -> Transfer[int]:
-        chunks = len(prompt.keys) + bool(prompt.tail)
-        if first < 0 or first + count > chunks:
-            raise UsageError(
-                f"chunks {first} … {first + count} do not lie within a prompt of {chunks} chunks"
-            )
+        check_chunks(first, count, len(prompt.keys) + bool(prompt.tail))
         page_bytes = self.spec.page_bytes
         wanted = range(first, first + count)
         job = SaveJob(self._state, source, self._write_behind, prompt, wanted, page_bytes, told)
-        pages = min(first + count, len(prompt.keys))
-        self._curve.saved(
-            groups(prompt.keys, pages), pages, page_tokens=prompt.chunk_tokens, page_bytes=page_bytes
-        )
+        saved = min(first + count, len(prompt.keys)) * prompt.chunk_tokens
+        self._notes.saved(groups(prompt.keys), saved, prompt.chunk_tokens, page_bytes)
         with find(self._state, prompt, len(prompt), page_bytes) as match:
             job.begin(match)
         return job.run(self._mover)
@@ -171,11 +159,11 @@ class EmbeddedStore(Store):
 
     def allocate_hbm(self, count: int) -> list[int] | None:
         with self._state.lock:
-            return self._state.hbm_pages(count)
+            return self._state.room.hbm_pages(count)
 
     def release_hbm(self, hbm_pages: Sequence[int]) -> None:
         with self._state.lock:
-            self._state.release_hbm(hbm_pages)
+            self._state.hbm.release(hbm_pages)
 
     def available_hbm(self) -> int:
         with self._state.lock:
@@ -184,7 +172,7 @@ class EmbeddedStore(Store):
     # -- keeping and dropping ------------------------------------------------------------------------
 
     def evict(self, tier: str, pages: int | None = None) -> int:
-        name = _tier(tier)
+        name = checked_tier(tier)
         state = self._state
         if name is Tier.DISK and self._disk is not None:
             self._disk.wait_surveyed()
@@ -194,7 +182,7 @@ class EmbeddedStore(Store):
             share = min(wanted - evicted, _EVICTED_AT_ONCE)
             with state.lock:
                 state.require_open()
-                left = state.evict(name, share)
+                left = state.room.evict(name, share)
             evicted += left
             if left < share:
                 break
@@ -292,13 +280,6 @@ def open_embedded(
     return EmbeddedStore(
         spec, identity or Identity.of(spec, model="default"), assembly, pool=pool, lease_s=lease_s
     )
-
-
-def _tier(name: str) -> Tier:
-    for tier in Tier:
-        if tier.label == name:
-            return tier
-    raise UsageError(f"unknown tier {name!r} (known: {', '.join(tier.label for tier in Tier)})")
 
 
 def _require_room(what: str, nbytes: int, spec: KVSpec) -> None:

@@ -1,5 +1,4 @@
-"""Where pages come from and go to outside the store's own tiers: an engine's HBM pool, or a caller's
-buffers."""
+"""Where pages come from and go to outside the store's own tiers: an engine's pool, or a caller's buffers."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ class Feed:
     """Guarded by the store's lock, :meth:`take` included. ``wake`` is called, under the lock, when there is
     something to take again.
 
-    Only whole chunks of identities that were :meth:`register`-ed are told of: nobody could make sense of
-    others.
+    Only whole chunks of identities that were :meth:`register`-ed are told of: of others nobody could make
+    sense.
     """
 
     def __init__(self, wake: Callable[[], None], *, most: int = _MOST) -> None:

@@ -16,7 +16,6 @@ from tierstore.tiers.disk import PageRecord
 
 _LOOK_S = 2.0  # the longest look at the disk; it goes on alone, so that the next lookup finds more in memory
 _MOST_LOOKS = 4  # at the disk; more than one only while others evict or save the same prompt
-
 _MOST_COUNTED = 16  # children, to find out whether a look at the disk can be spared
 
 
@@ -70,8 +69,8 @@ def _all_awake(state: StoreState, page: Page) -> bool:
 
 
 def _wake_below(state: StoreState, parent: Page, prompt: Prompt, max_tokens: int) -> bool:
-    """Bring what the disk has of a prompt below ``parent`` into the tree. Whether a second look could find
-    more."""
+    """Bring into the tree what the disk has of a prompt below ``parent``. Whether another look could find
+    more pages."""
     assert state.disk is not None
     disk = state.disk
     first = parent.depth  # the root's is 0

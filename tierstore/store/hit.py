@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from tierstore.index import Match, Page, Tier
 from tierstore.store.base import Hit
-from tierstore.store.state import Lease, StoreState
+from tierstore.store.leases import Lease
+from tierstore.store.state import StoreState
 from tierstore.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -42,4 +43,4 @@ class EmbeddedHit(Hit):
 
     def release(self) -> None:
         with self._state.lock:
-            self._state.release(self.lease)
+            self._state.leases.release(self.lease)

@@ -159,7 +159,7 @@ class LoadJob(ABC, Generic[R]):
             moves.sort(key=lambda move: move.position)
             moved += self._deliver(moves)
             with self.state.lock:
-                self.state.in_transit -= len(batch.reads)
+                self.state.fills.in_transit -= len(batch.reads)
                 self.state.changed.notify_all()
             start = batch.stop
         return moved, start
@@ -171,7 +171,7 @@ class LoadJob(ABC, Generic[R]):
         with self.state.lock:
             while batch.stop < stop and self._plan_page(batch.stop, batch, lane):
                 batch.stop += 1
-            self.state.in_transit += len(batch.reads)
+            self.state.fills.in_transit += len(batch.reads)
         return batch
 
     def _plan_page(self, position: int, batch: _Batch, lane: Lane) -> bool:
@@ -195,11 +195,11 @@ class LoadJob(ABC, Generic[R]):
             self.state.lookout.waiting.add(self.transfer)
             return False
         elif on_host is None:
-            if self.state.begin_host_fill(page) is None:
+            if self.state.fills.begin(page) is None:
                 return False
-            self.state.loading.add(page)
+            self.state.fills.loading.add(page)
             batch.reads.append(Move(position, page, tier))
-        elif page in self.state.loading:
+        elif page in self.state.fills.loading:
             batch.others.append((position, page))
             return True
         else:
@@ -209,13 +209,12 @@ class LoadJob(ABC, Generic[R]):
         return True
 
     def _wait_for_room(self) -> bool:
-        """Wait until pages on their way through the host tier leave it. False when there are none to wait
-        for."""
+        """Wait until pages on their way through the host tier leave it. False when there are none."""
         timeout = self.transfer.remaining_s
         with self.state.lock:
-            passing = self.state.in_transit
+            passing = self.state.fills.in_transit
             return passing > 0 and self.state.changed.wait_for(
-                lambda: self.state.in_transit < passing or self.state.health.stalled,
+                lambda: self.state.fills.in_transit < passing or self.state.health.stalled,
                 _OTHERS_READ_S if timeout is None else timeout,
             )
 
@@ -237,15 +236,15 @@ class LoadJob(ABC, Generic[R]):
         with state.lock:
             for move, outcome in zip(reads, read.outcomes, strict=True):
                 good = outcome is PageRead.GOOD
-                state.loading.discard(move.page)
-                state.end_host_fill(move.page, filled=good)
-                state.unlease(move.page, Tier.DISK)
+                state.fills.loading.discard(move.page)
+                state.fills.end(move.page, filled=good)
+                state.leases.unlease(move.page, Tier.DISK)
                 if good:
                     here.append(Move(move.position, move.page, Tier.HOST))
                 else:
                     self._cut_at(move.position)
                 if outcome is PageRead.DAMAGED:
-                    state.damaged(move.page)
+                    state.holdings.damaged_on_disk(move.page)
             state.was_read(read)
         state.lookout.look()
         return here
@@ -258,7 +257,7 @@ class LoadJob(ABC, Generic[R]):
             timeout = self.transfer.remaining_s
             with state.lock:
                 state.changed.wait_for(
-                    lambda page=page: page not in state.loading or state.health.stalled,  # type: ignore[misc]
+                    lambda page=page: page not in state.fills.loading or state.health.stalled,  # type: ignore[misc]
                     _OTHERS_READ_S if timeout is None else timeout,
                 )
                 copy = page.copies[Tier.HOST]

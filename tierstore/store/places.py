@@ -54,9 +54,9 @@ class Places:
         parent = page.parent
         assert parent is not None
         if parent.parent is None and not parent.serial:
-            parent.serial = self._disk.add_root(self._state.identities[page.identity])
+            parent.serial = self._disk.serials.add_root(self._state.identities[page.identity])
         return PageRecord(
-            serial=page.serial or self._disk.new_serial(),
+            serial=page.serial or self._disk.serials.new(),
             parent=parent.serial,
             key=page.key,
             identity=page.identity,

@@ -120,7 +120,7 @@ class SaveJob:
             state.counters.already_stored_pages += 1
             self.stored_tokens += page.num_tokens
             return True
-        place = state.begin_host_fill(page)
+        place = state.fills.begin(page)
         if place is None:
             kept = any(page.copies)
             state.counters.not_stored_pages += kept  # the caller counts the rest
@@ -135,7 +135,7 @@ class SaveJob:
 
     def _publish(self, source: HbmPages, position: int, page: Page) -> bool:
         """Make the caller's page the HBM copy, or read from the one that is there already."""
-        if not self.state.publish(page, source.hbm_pages[position]):
+        if not self.state.hbm.publish(page, source.hbm_pages[position]):
             copy = page.copies[Tier.HBM]
             if copy is None:
                 return False
@@ -196,15 +196,15 @@ class SaveJob:
     def _end_fill(self, fill: _Fill, *, filled: bool) -> None:
         state = self.state
         state.pending_saves -= 1
-        state.end_host_fill(fill.page, filled=filled)
+        state.fills.end(fill.page, filled=filled)
         if filled:
-            state.unlease(fill.page, Tier.HOST)
+            state.leases.unlease(fill.page, Tier.HOST)
             state.counters.saved_pages += 1
         else:
             state.counters.not_stored_pages += 1
             self.stored_tokens -= fill.page.num_tokens
         if fill.on_hbm:
-            state.unlease(fill.page, Tier.HBM)
+            state.leases.unlease(fill.page, Tier.HBM)
 
     def _settle(self, state: TransferState) -> int:
         with self.state.lock:

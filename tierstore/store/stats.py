@@ -26,9 +26,7 @@ class Counters:
     disk_read_pages: int = 0
     disk_dropped_pages: int = 0  # write-behind given up: queue full, no room, or parent not on disk
     disk_write_errors: int = 0  # batches that the disk did not take, and probes that it did not
-    disk_read_errors: int = (
-        0  # batches and lookups of which something could not be read: kept, a miss for now
-    )
+    disk_read_errors: int = 0  # batches and lookups that could not be read in full: kept, a miss for now
     disk_slow_lookups: int = 0  # that ended where memory ends, because the index was not read in time
     disk_stalls: int = 0  # times that a call to the disk did not return for too long
     disk_read_only_s: float = 0.0  # seconds in which nothing was written to disk

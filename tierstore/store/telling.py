@@ -70,7 +70,7 @@ class Teller:
             state.sessions.saved(told.tenant, told.session, last)
         if told.hint is not None:
             hint = told.hint.facts(state.clock())
-            state.hint(self._about(pages, hint), hint)
+            state.uses.hint(self._about(pages, hint), hint)
         self._new.clear()
         self._parent = last
 
@@ -94,5 +94,5 @@ def finish(state: StoreState, tenant: str, session: str) -> int:
     """A session is over: the pages that nobody else has used leave first. Returns how many they are."""
     checked_session(session)
     own = state.sessions.finish(tenant, session)
-    state.hint(own, PageHint(Reuse.DONE))
+    state.uses.hint(own, PageHint(Reuse.DONE))
     return len(own)

@@ -185,7 +185,7 @@ class WriteBehind:
 
     def _work_to_do(self) -> bool:
         health = self._state.health
-        due = (self._state.removed and health.writable) or self._queue.owes or health.probe_due
+        due = (self._state.holdings.removed and health.writable) or self._queue.owes or health.probe_due
         return bool(self._queue or self._closing or due)
 
     def _probe(self) -> None:
@@ -205,7 +205,7 @@ class WriteBehind:
     def _housekeeping_due(self) -> bool:
         state = self._state
         with state.lock:
-            return state.health.writable and bool(state.used or state.noted or state.removed)
+            return state.health.writable and bool(state.uses.waiting or state.holdings.removed)
 
     def _verified(self, written: Sequence[Page]) -> list[Page]:
         """Those whose bytes are what their writer said they are. The others are dropped everywhere; what
@@ -220,7 +220,7 @@ class WriteBehind:
                     continue
                 self._undo(page)
                 if wrong:
-                    self._state.damaged_in_host(page)
+                    self._state.holdings.damaged_in_host(page)
             self._state.changed.notify_all()
         return good
 
@@ -248,25 +248,23 @@ class WriteBehind:
         False when the disk failed: then none of it is."""
         state = self._state
         with state.lock:
-            state.used.update(batch)
-            state.note_uses()
-            removed, state.removed = state.removed, []
-            used, state.noted = state.noted, {}
+            used = state.uses.take(batch)
+            removed, state.holdings.removed = state.holdings.removed, []
             tick = state.index.tick
-            followed = state.feed is not None
+            followed = state.holdings.feed is not None
         try:
             leaving = self._leaving(removed) if followed else ()
             self._disk.commit(self._additions(batch), removed, used, tick)
         except Exception as error:  # noqa: BLE001  # as in the writer
             with state.lock:
-                state.removed = removed + state.removed
-                state.noted = used | state.noted
+                state.holdings.removed = removed + state.holdings.removed
+                state.uses.put_back(used)
             self._failed(batch, error)
             return False
         with state.lock:
-            if state.feed is not None:
+            if state.holdings.feed is not None:
                 for record in leaving:
-                    state.feed.removed(Tier.DISK, record.identity, record.key, record.tokens)
+                    state.holdings.feed.removed(Tier.DISK, record.identity, record.key, record.tokens)
             state.changed.notify_all()
         return True
 
@@ -285,10 +283,10 @@ class WriteBehind:
         with state.lock:
             for page in durable:
                 state.index.set_ready(page, Tier.DISK)
-                state.pass_hint_on(page)
-                state.unlease(page, Tier.DISK)
-                if state.feed is not None:
-                    state.feed.stored(page, Tier.DISK)
+                state.uses.pass_hint_on(page)
+                state.leases.unlease(page, Tier.DISK)
+                if state.holdings.feed is not None:
+                    state.holdings.feed.stored(page, Tier.DISK)
                 self._queue.finish(page)
             state.counters.disk_written_pages += len(durable)
             if durable:
@@ -315,7 +313,7 @@ class WriteBehind:
         copy = page.copies[Tier.DISK]
         if copy is not None and not copy.ready:
             self._state.index.unlease(page, Tier.DISK)
-            self._disk.unreserve(self._state.unwrite(page), page.nbytes)
+            self._disk.unreserve(self._state.holdings.unwrite(page), page.nbytes)
         self._queue.give_up(page)
 
 

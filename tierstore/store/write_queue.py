@@ -1,7 +1,7 @@
 """The queue of pages on their way from the host tier to disk. Decides; the writer's thread acts.
 
 All methods need the store's lock. A page in the queue, or in a batch taken from it, is leased in the host
-tier.
+tier, where its bytes are.
 
 The queue is bounded in bytes: what does not fit is not written. A page is only written after its parent,
 since nothing could find it otherwise; a later save of the same prefix makes up for gaps.
@@ -129,8 +129,7 @@ class WriteQueue:
     # -- out -----------------------------------------------------------------------------------------
 
     def take(self, most_bytes: int) -> list[Page]:
-        """The next pages to write: ``most_bytes``, or one that is larger. Each is to be finished or given
-        up."""
+        """The next pages to write, each to be finished or given up: ``most_bytes``, or one that is larger."""
         batch: list[Page] = []
         while self._waiting and (not batch or self._waiting[0].nbytes <= most_bytes):
             batch.append(self._waiting.popleft())
@@ -142,7 +141,7 @@ class WriteQueue:
         if page in self._pending:
             self._pending.remove(page)
             self._pending_bytes -= page.nbytes
-        self._state.unlease(page, Tier.HOST)
+        self._state.leases.unlease(page, Tier.HOST)
 
     def give_up(self, page: Page) -> None:
         """The page is not written."""

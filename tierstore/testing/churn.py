@@ -191,7 +191,7 @@ class Day:
         state = self._state
         prompt = request.prompt
         with find(state, prompt, len(prompt), request.page_bytes) as match:
-            state.touch(match.pages, hit=True)
+            state.uses.touch(match.pages, hit=True)
             state.let_sleep()
             first = match.tokens // CHUNK_TOKENS
             chunks = range(first, len(prompt.keys))

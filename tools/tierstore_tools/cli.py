@@ -14,7 +14,7 @@ import typer
 
 from tierstore.command_line import one_line_errors
 from tierstore.errors import UsageError
-from tierstore.units import format_size, parse_size
+from tierstore.units import parse_size
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
@@ -51,82 +51,13 @@ def tiers(
     json: JsonOption = None,
 ) -> None:
     """put/get GB/s and µs of each tier by page size beside the limit."""
-    from tierstore_tools import connected, machine, report
-    from tierstore_tools import tiers as bench
+    from tierstore_tools import tiers_command
 
     sizes = [parse_size(size) for size in page_bytes.split(",")]
     nbytes = parse_size(total)
-    result: bench.TiersResult | connected.ConnectedResult
-    with report.phases() as shown, shown.phase("tiers", measurable=False) as phase:
-
-        def progress(text: str) -> None:
-            phase.update(text=text)
-
-        if store is None:
-            _require_writable(directory)
-            result = bench.run(directory, sizes, total_bytes=nbytes, rounds=rounds, progress=progress)
-        else:
-            result = connected.run(store, sizes, total_bytes=nbytes, rounds=rounds, progress=progress)
-    report.table(
-        "tiers: GB/s beside the same machine's limit",
-        ("tier", "op", "page", "GB/s", "µs/page", "of limit", "limit", "core-s/GB"),
-        [
-            (
-                row.tier,
-                row.op,
-                format_size(row.page_bytes),
-                report.rate(row.gb_per_s),
-                f"{row.us_per_page:.0f}",
-                report.percent(row.limit_fraction),
-                row.limit.removesuffix("_gb_per_s"),
-                f"{row.core_s_per_gb:.2f}",
-            )
-            for row in result.rows
-        ],
-        to_stderr=json == "-",
-    )
-    if isinstance(result, connected.ConnectedResult):
-        report.table(
-            "lookups of 100K tokens, hashing included",
-            ("prompt", "tokens", "lookups", "p50 ms", "p99 ms"),
-            [
-                (row.prompt, f"{row.tokens:,}", f"{row.lookups}", f"{row.p50_ms:.2f}", f"{row.p99_ms:.2f}")
-                for row in result.lookups
-            ],
-            to_stderr=json == "-",
-        )
-        report.table(
-            "core-seconds per GB",
-            ("clients", "op", "page", "clients", "daemon", "copy alone", "beyond the copy"),
-            [
-                (
-                    f"{row.clients}",
-                    row.op,
-                    format_size(row.page_bytes),
-                    *(f"{each:.2f}" for each in (row.client, row.daemon, row.copy, row.beyond_copy)),
-                )
-                for row in result.costs
-            ],
-            to_stderr=json == "-",
-        )
-        report.table(
-            "lookups of 1K tokens by many clients at once",
-            ("clients", "processes", "cores", "lookups/s", "p50 ms", "p99 ms", "least of mean"),
-            [
-                (
-                    f"{row.clients}",
-                    f"{row.processes}",
-                    f"{row.cores}",
-                    f"{row.lookups_per_s:,.0f}",
-                    f"{row.p50_ms:.1f}",
-                    f"{row.p99_ms:.1f}",
-                    report.percent(row.least_share),
-                )
-                for row in result.requests
-            ],
-            to_stderr=json == "-",
-        )
-    report.write_json({"machine": machine.describe(), **result.to_json()}, json)
+    if store is None:
+        _require_writable(directory)
+    tiers_command.run(directory, sizes, total_bytes=nbytes, rounds=rounds, store=store, json=json)
 
 
 @app.command()
@@ -198,6 +129,19 @@ def churn(
     directory = Path(tempfile.gettempdir()) if directory is None else directory
     _require_writable(directory)
     bench.run(directory, capacity_bytes=parse_size(capacity), times=times, seed=seed, json=json)
+
+
+@app.command()
+def curve(
+    tokens: Annotated[str, typer.Option(help="Lengths of prompts, comma-separated")] = "1000,10000,100000",
+    seconds: Annotated[float, typer.Option(min=0.1, help="For each figure of each length")] = 5.0,
+    json: JsonOption = None,
+) -> None:
+    """What the estimate of other capacities costs the lookups that it is made from."""
+    from tierstore_tools import curve as bench
+
+    lengths = [int(length) for length in tokens.split(",")]
+    bench.run(lengths, seconds=seconds, json=json)
 
 
 @app.command()

@@ -32,11 +32,11 @@ SHARES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0)
 def replay(curve, prompts, page_bytes=PAGE):
     """Ask for each prompt, and save what is missing of it."""
     for keys in prompts:
-        asked = groups(keys, len(keys))
+        asked = groups(keys)
         tokens = len(keys) * PAGE_TOKENS
-        curve.looked_up(asked, len(keys), tokens, 0, PAGE_TOKENS, page_bytes)
-        curve.saved(asked, len(keys), PAGE_TOKENS, page_bytes)
-        if curve.feed.enough.is_set():
+        curve.notes.looked_up(asked, tokens, 0, PAGE_TOKENS, page_bytes)
+        curve.notes.saved(asked, tokens, PAGE_TOKENS, page_bytes)
+        if curve.notes.enough.is_set():
             curve.work()
 
 
@@ -123,7 +123,7 @@ def test_what_is_asked_for_and_never_saved_is_no_hit():
     curve = ReuseCurve()
     (keys,) = keys_of([list(range(50))])
     for _ in range(100):
-        curve.looked_up(groups(keys, 50), 50, 50 * 64, 0, 64, PAGE)
+        curve.notes.looked_up(groups(keys), 50 * 64, 0, 64, PAGE)
     assert curve.hit_rates([1e15]) == [0.0]
 
 
@@ -131,7 +131,7 @@ def test_what_the_store_found_is_known_though_nobody_has_saved_it_in_this_life()
     curve = ReuseCurve()
     (keys,) = keys_of([list(range(37))])
     for _ in range(100):  # more often than it takes to become a common beginning
-        curve.looked_up(groups(keys, 37), 37, 37 * 64, 24, 64, PAGE)
+        curve.notes.looked_up(groups(keys), 37 * 64, 24 * 64, 64, PAGE)
     # Twice something is seen for the first time: as single pages, and as a common beginning.
     assert curve.hit_rates([1e15]) == [pytest.approx(24 / 37 * 98 / 100, abs=0.001)]
 
@@ -140,9 +140,9 @@ def test_a_partial_tail_is_asked_for_and_never_found():
     curve = ReuseCurve()
     (keys,) = keys_of([[1, 2, 3]])
     for _ in range(2):
-        curve.looked_up(groups(keys, 3), 3, 3 * 64 + 64, 0, 64, PAGE)
-        curve.saved(groups(keys, 3), 3, 64, PAGE)
-    assert curve.hit_rates([1e15]) == [3 / 8]
+        curve.notes.looked_up(groups(keys), 3 * 64 + 63, 0, 64, PAGE)
+        curve.notes.saved(groups(keys), 3 * 64, 64, PAGE)
+    assert curve.hit_rates([1e15]) == [3 * 64 / 2 / (3 * 64 + 63)]
 
 
 def test_what_lies_behind_the_horizon_is_forgotten():

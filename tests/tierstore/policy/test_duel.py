@@ -82,6 +82,29 @@ def test_its_score_is_that_of_whoever_leads():
     assert duel.score(used) == pytest.approx(100 + 0.7 * 3 * 60)
 
 
+class Scripted:
+    """Says that it has found ``found`` pages of each access."""
+
+    def __init__(self, found: int) -> None:
+        self.found = found
+
+    def access(self, pages, capacity):
+        return [at < self.found for at in range(len(pages))]
+
+    def keep_below(self, limit):
+        pass
+
+
+@pytest.mark.parametrize(("more", "worth_it"), [(10, False), (50, True)])
+def test_a_lead_that_is_sure_but_small_is_not_worth_a_change(more, worth_it):
+    """Of 1800 hits, 10 more are half a hundredth, and 50 nearly three."""
+    duel = Duel()
+    duel._shadows = Scripted(1800), Scripted(1800 + more)
+    for _ in range(50):
+        duel.accessed(range(2000), 4000)
+    assert isinstance(duel.leader, Tenure) == worth_it
+
+
 @pytest.mark.parametrize("capacity", [300, 30_000, 1_000_000])
 def test_the_sample_stays_small(capacity):
     duel = Duel()

@@ -35,7 +35,7 @@ class Bench:
         self.bytes = {}  # serial -> what was saved
 
     def commit(self):
-        removed, self.state.removed = self.state.removed, []
+        removed, self.state.holdings.removed = self.state.holdings.removed, []
         self.disk.commit([], removed, {}, self.state.index.tick)
         return True
 
@@ -71,9 +71,9 @@ class Bench:
         identity = Identity(f"pages of {nbytes}", "layout")
         number = next(self._serials)
         prompt = Prompt(identity, np.full(16, number, np.uint32), chunk_tokens=16)
-        parent = self.disk.add_root(identity)
+        parent = self.disk.serials.add_root(identity)
         record = PageRecord(
-            serial=self.disk.new_serial(),
+            serial=self.disk.serials.new(),
             parent=parent,
             key=prompt.keys[0],
             identity=identity.digest,

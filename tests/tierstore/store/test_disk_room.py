@@ -27,7 +27,7 @@ def scattered(bench, *, every=4):
     """Fill the disk with small pages, of which all but every fourth are old, wherever they are."""
     records = bench.fill(SMALL)
     for record in records[::every]:
-        bench.state.touch([bench.page(record)], hit=True)
+        bench.state.uses.touch([bench.page(record)], hit=True)
     return records
 
 
@@ -64,12 +64,12 @@ def test_pages_that_sleep_move_too(bench):
 def test_a_leased_page_does_not_move(bench):
     records = scattered(bench)
     held = [bench.page(record) for record in records[::4]]
-    lease = bench.state.lease([(page, Tier.DISK) for page in held], 60.0)
+    lease = bench.state.leases.take([(page, Tier.DISK) for page in held], 60.0)
     places = [page.record.place for page in held]
     for _ in range(3):
         bench.save(LARGE)
     assert [page.record.place for page in held] == places
-    bench.state.release(lease)
+    bench.state.leases.release(lease)
     assert bench.save(LARGE) is not None
 
 
@@ -81,7 +81,7 @@ def test_a_page_that_is_leased_while_it_is_copied_stays(bench):
     def write_and_lease(pages):
         write(pages)
         woken = [bench.state.index.by_serial[record.serial] for record, _ in pages]
-        leases.append(bench.state.lease([(page, Tier.DISK) for page in woken[:1]], 60.0))
+        leases.append(bench.state.leases.take([(page, Tier.DISK) for page in woken[:1]], 60.0))
         places.update({page.serial: page.record.place for page in woken[:1]})
 
     places = {}
@@ -92,7 +92,7 @@ def test_a_page_that_is_leased_while_it_is_copied_stays(bench):
     found = bench.records()
     assert all(found[serial].place == place for serial, place in places.items())
     for lease in leases:
-        bench.state.release(lease)
+        bench.state.leases.release(lease)
     assert len(records) >= len(found)
 
 
@@ -103,7 +103,7 @@ def test_who_reads_at_the_old_place_can_go_on(bench):
     def lease(moved):
         record, before = moved[0]
         page = bench.state.index.by_serial[record.serial]
-        reading.append((page.record, bench.state.lease([(page, Tier.DISK)], 60.0)))
+        reading.append((page.record, bench.state.leases.take([(page, Tier.DISK)], 60.0)))
         assert page.record.place == before
 
     bench.after_relocation = lease
@@ -116,7 +116,7 @@ def test_who_reads_at_the_old_place_can_go_on(bench):
         view = memoryview(bytearray(record.nbytes))
         assert bench.disk.read([(record, view)]).all_good
         assert bench.page(record).record.place != record.place
-        bench.state.release(held)
+        bench.state.leases.release(held)
     bench.room.moves.vacate()
     assert not bench.disk.space._vacant
 
@@ -128,7 +128,7 @@ def test_a_page_that_leaves_while_its_record_is_changed_is_gone_for_good(bench):
     def evict(moved):
         record, _ = moved[0]
         with bench.state.lock:
-            assert bench.state.leaves_disk(record.serial)
+            assert bench.state.room.leaves_disk(record.serial)
         gone.append(record.serial)
 
     bench.after_relocation = evict
@@ -163,7 +163,7 @@ def test_a_damaged_page_is_found_out_when_it_is_to_move(bench):
     assert bench.state.counters.damaged_pages > 0
     with bench.state.lock:  # those that nobody has looked at
         for record in damaged:
-            bench.state.leaves_disk(record.serial)
+            bench.state.room.leaves_disk(record.serial)
     bench.commit()
 
 
@@ -171,7 +171,7 @@ def test_what_lies_idle_is_collected_without_anybody_leaving(bench):
     records = bench.fill(SMALL)
     with bench.state.lock:
         for record in records[::2]:
-            bench.state.leaves_disk(record.serial)
+            bench.state.room.leaves_disk(record.serial)
     bench.commit()
     before = len(bench.disk.ledger)
     saved = [bench.save(LARGE) for _ in range(5)]

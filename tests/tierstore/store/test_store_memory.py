@@ -129,7 +129,7 @@ def test_filling_a_hole_may_evict_the_page_below_it(open_store):
             state.root(store.identity, store.spec.page_bytes), store.prompt(range(32)), 32
         ).pages
         state.index.set_damaged(first, Tier.HOST)
-        state.drop(first, Tier.HOST)
+        state.holdings.drop(first, Tier.HOST)
     save(store, range(900, 916))
     assert save(store, range(16)) == 16
     store.check()

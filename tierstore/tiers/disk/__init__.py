@@ -20,7 +20,8 @@ only when the transaction that removed its record is on disk, so no write ever l
 crash could bring back. The free space is nowhere on disk: it is what the records leave over, rebuilt at
 open, so that the two cannot disagree. Should the disk lie about any of this, the checksum (and for the
 record its own, seeded with its serial) turns the damage into a miss. After a sync that failed, everything
-written before it is refused by ``commit``: the kernel reports lost writes once, and then forgets them.
+written before it is refused by ``commit``: the kernel reports lost writes once, and then forgets them
+(unsynced.py).
 
 **How pages are read.** In requests of 1 to 4 MiB over neighbours, one for each thread of a crew, which also
 takes the checksum while the bytes are in its cache. Small pages that lie apart go to the kernel in one call
@@ -43,7 +44,7 @@ space and the order of eviction (survey.py, ledger.py). Records are read when a 
 (parent, key) leads to them. So a store of millions of pages opens at once and costs 76 bytes of memory each.
 
 **Serials.** The index is keyed by serials, not by page keys: a parent's is always below its children's, and
-two pages under one key are two pages. The root of each identity has one too.
+two pages under one key are two pages. The root of each identity has one too (serials.py).
 
 **Rejected.** One file per page (a directory entry, an inode and two syncs for each). Buffered writes (a
 sixth of the speed of O_DIRECT here, and they push everybody's page cache out). A free list on disk (one

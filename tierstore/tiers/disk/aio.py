@@ -77,8 +77,7 @@ class ReadQueue:
 
     def read(self, reads: Sequence[QueuedRead], landed: Landed) -> None:
         """Do all of ``reads``. On return, also by an exception, none is in flight any more. Raises
-        :class:`OSError` when the kernel takes no more of them: those that have not ``landed`` were not
-        done."""
+        :class:`OSError` when the kernel takes no more of them: what has not ``landed`` was not done."""
         requests = _requests(reads)
         addresses = requests.ctypes.data + _REQUEST.itemsize * np.arange(len(reads), dtype=np.uint64)
         submitted = arrived = 0

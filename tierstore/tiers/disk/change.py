@@ -54,8 +54,7 @@ class Writing:
     def make(self, change: Change) -> None:
         """All of it."""
         for removal in change.removed:
-            # A page that was damaged and saved again keeps its serial: only the copy that was meant may
-            # go.
+            # A page that was damaged and saved again keeps its serial: only the copy that was meant goes.
             stored = self._txn.get(page_key(removal.serial), db=self._pages)
             if stored is not None and stored_place(stored) == removal.place:
                 self.delete(removal.serial)

@@ -41,8 +41,8 @@ class Crew:
                 self._threads[-1].start()
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Have ``job`` done. Its future can be cancelled until it has begun. Raises :class:`OSError` after
-        :meth:`close`."""
+        """Have ``job`` done. Until it has begun, its future can be cancelled. Raises :class:`OSError` once
+        this is closed."""
         future: Future[T] = Future()
 
         def run() -> None:

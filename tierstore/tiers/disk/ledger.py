@@ -192,8 +192,7 @@ class Ledger:
             return row is not None
 
     def expire_hints(self, now_s: float) -> None:
-        """The pages whose time to live is over are as good as done. A pass over all of them if there may be
-        any."""
+        """The pages whose time to live is over are as good as done. Looks at all if there may be any."""
         with self._lock:
             if self._expires_s > now_s:
                 return

@@ -71,8 +71,8 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Listing(msgspec.Struct, frozen=True, kw_only=True):
-    """What a directory holds. ``lost_pages`` are those that no lookup reaches any more; they go with the next
-    opening."""
+    """What a directory holds. ``lost_pages`` are those that no lookup reaches any more; the next opening
+    removes them."""
 
     directory: str
     store: str

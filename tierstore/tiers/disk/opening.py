@@ -59,8 +59,8 @@ class OpenedParts:
 def open_parts(path: Path, layout: Layout, *, inline_bytes: int, io_threads: int, io: FileIO) -> OpenedParts:
     """Lock and open ``path``.
 
-    Raises :class:`StoreUnavailableError` for a directory that cannot be used; one that is refused is left
-    untouched.
+    Raises :class:`StoreUnavailableError` for a directory that cannot be used; one that is refused stays as
+    it is.
     """
     directory = StoreDirectory.acquire(path)
     try:

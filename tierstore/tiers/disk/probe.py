@@ -43,8 +43,7 @@ class Presence:
 
 
 def try_out(space: Space, payloads: Payloads, commit: Callable[[], None]) -> None:
-    """Write, make durable, read back. ``commit`` syncs the files and commits to the index. Raises
-    :class:`OSError`."""
+    """Write, make durable (``commit`` syncs the files and the index), read back. Raises :class:`OSError`."""
     place = space.reserve_outside(_PAGE_BYTES)
     if place is None:  # no files, or full of pages: then they have all the blocks they can ever have
         commit()

@@ -142,8 +142,7 @@ class _Move:
         self._lost: Sequence[int] | None = None  # not removed yet
 
     def run(self, rows: Sequence[_Row], *, lost: Sequence[int]) -> None:
-        """Move the pages of ``rows``. What finds no room, when the ``lost`` ones have made theirs, stays
-        behind."""
+        """Move the pages of ``rows``. What finds no room, once the ``lost`` ones have left, stays behind."""
         self._lost = lost
         left = len(rows)
         for batch in _batches(rows, _batch_bytes(self._new.map_bytes)):

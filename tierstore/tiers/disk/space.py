@@ -240,8 +240,7 @@ def index_room(index_bytes: int, usage: IndexUsage) -> int:
 
 
 def tree_headroom(tree_bytes: int) -> int:
-    """What must stay free beside ``tree_bytes`` of trees, so that a transaction can rewrite what it
-    changes."""
+    """What must stay free beside ``tree_bytes`` of trees, for a transaction to rewrite what it changes."""
     return min(2 * tree_bytes, _MOST_TREE_HEADROOM)
 
 

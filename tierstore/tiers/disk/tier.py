@@ -5,18 +5,15 @@ It decides nothing: what is written and what leaves is the store's business.
 
 from __future__ import annotations
 
-import errno
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-import msgspec
 import xxhash
 
 from tierstore.keys import Identity
@@ -29,8 +26,10 @@ from tierstore.tiers.disk.opening import OpenedParts, open_parts
 from tierstore.tiers.disk.probe import Presence, try_out
 from tierstore.tiers.disk.reads import PageRead, ReadBatch
 from tierstore.tiers.disk.records import INLINE, PageRecord, PageUse, Removal
+from tierstore.tiers.disk.serials import Serials, identity_of
 from tierstore.tiers.disk.space import Space
 from tierstore.tiers.disk.stats import DiskStats
+from tierstore.tiers.disk.unsynced import Unsynced
 from tierstore.tiers.disk.watch import Watch, WatchedIO
 from tierstore.units import KIB
 
@@ -57,22 +56,13 @@ class DiskTier:
         self._payloads = parts.payloads
         self._space = parts.space
         self._survey = parts.survey
-        self._roots = {
-            digest: serial
-            for serial, root in parts.catalog.roots().items()
-            if (digest := identity_digest(root)) is not None
-        }
-        self._new_roots: dict[int, bytes] = {}  # since the last commit
+        self.serials = Serials(parts.catalog.next_serial, parts.catalog.roots())
+        self._unsynced = Unsynced()
         self._commit_lock = threading.Lock()
         self._closed = False
         # Guarded by _lock.
         self._lock = threading.Lock()
-        self._next_serial = parts.catalog.next_serial
         self._pages = len(parts.catalog)
-        self._written: dict[
-            int, int
-        ] = {}  # place -> number of failed syncs before the write; until committed
-        self._failed_syncs = 0
         self._counts: Counter[str] = Counter()
 
     @classmethod
@@ -141,25 +131,11 @@ class DiskTier:
         """The store's logical clock at the last commit."""
         return self._catalog.tick
 
-    def root(self, identity: bytes) -> int | None:
-        """The serial of the root of everything under an identity digest; None if nothing ever was."""
-        return self._roots.get(identity)
-
     def identities(self) -> list[Identity]:
         """Of everything that ever had a page here, except damaged ones. Raises :class:`OSError`."""
         with self.watch.call():
             roots = self._catalog.roots().values()
-        return [identity for root in roots if (identity := _identity(root)) is not None]
-
-    def add_root(self, identity: Identity) -> int:
-        """The serial of an identity's root, made if there is none (and durable with the next commit)."""
-        serial = self._roots.get(identity.digest)
-        if serial is None:
-            serial = self.new_serial()
-            with self._lock:
-                self._new_roots[serial] = msgspec.json.encode(asdict(identity))
-            self._roots[identity.digest] = serial
-        return serial
+        return [identity for root in roots if (identity := identity_of(root)) is not None]
 
     def find(self, parent: int, identity: bytes, chunks: Iterable[tuple[bytes, bytes]]) -> list[PageRecord]:
         """The pages that hold ``chunks`` (key and tokens), one after the other below the page or root
@@ -168,8 +144,10 @@ class DiskTier:
             return self._catalog.find(parent, identity, chunks)
 
     def find_similar(self, parent: int, identity: bytes, tokens: bytes) -> list[PageRecord]:
-        """Some of the pages right below ``parent`` that begin with the same four tokens as ``tokens``. Raises
-        :class:`OSError`."""
+        """Some of the pages right below ``parent`` that begin with the same four tokens as ``tokens``.
+
+        Raises :class:`OSError`.
+        """
         with self.watch.call():
             return self._catalog.find_similar(parent, identity, tokens)
 
@@ -180,12 +158,6 @@ class DiskTier:
         Raises :class:`OSError`; a :class:`TimeoutError` after ``seconds``, and then ``look`` goes on alone.
         """
         return self._lookers.ask(look, seconds)
-
-    def new_serial(self) -> int:
-        """A serial that no page in this directory ever had."""
-        with self._lock:
-            self._next_serial += 1
-            return self._next_serial - 1
 
     def scan(self) -> Iterator[tuple[int, PageRecord | None]]:
         """Every page on disk by serial; None for a record that is damaged. Reads the whole index."""
@@ -204,8 +176,7 @@ class DiskTier:
 
     def unreserve(self, place: int, nbytes: int) -> None:
         """Give back a place that :meth:`reserve` gave and no :meth:`commit` has added."""
-        with self._lock:
-            self._written.pop(place, None)
+        self._unsynced.forget([place])
         self._space.unreserve(place, nbytes)
 
     # -- bytes ---------------------------------------------------------------------------------------
@@ -216,8 +187,7 @@ class DiskTier:
         Nothing is durable before :meth:`commit`. Views at addresses that are multiples of 4096 go straight to
         disk. Raises :class:`OSError`; none of the places are then being written to any more.
         """
-        with self._lock:
-            failed_syncs = self._failed_syncs
+        begun = self._unsynced.begin()
         for record, view in pages:
             assert view.nbytes == record.nbytes, (
                 f"page {record.serial}: {view.nbytes} of {record.nbytes} bytes"
@@ -226,9 +196,7 @@ class DiskTier:
                 record.checksum = xxhash.xxh3_64_intdigest(view)
         outside = [page for page in pages if page[0].place != INLINE]
         self._payloads.write(outside)
-        with self._lock:
-            for record, _ in outside:
-                self._written[record.place] = failed_syncs
+        self._unsynced.written([record.place for record, _ in outside], begun)
 
     def read(self, pages: Sequence[tuple[PageRecord, memoryview]]) -> ReadBatch:
         """Fill the views, and say of each page whether it is byte for byte what was saved.
@@ -285,21 +253,17 @@ class DiskTier:
         with self._commit_lock:
             self._presence.require()
             self._sync()
-            self._require_written(added)
-            with self._lock:
-                next_serial = self._next_serial
-                roots = dict(self._new_roots)
-            with self.watch.call():
-                self._catalog.apply(Change(added, removed, used, roots, next_serial, tick))
             records = [record for record, _ in added]
+            self._unsynced.require(records)
+            new = self.serials.unwritten()
+            with self.watch.call():
+                self._catalog.apply(Change(added, removed, used, new.roots, new.next_serial, tick))
             self._space.settle(records, removed, index=self._catalog.usage)
             if self.ledger is not None:
                 self.ledger.add(records, used)
+            self.serials.written(new.roots)
+            self._unsynced.forget([record.place for record in records])
             with self._lock:
-                for serial in roots:
-                    del self._new_roots[serial]
-                for record in records:
-                    self._written.pop(record.place, None)
                 self._pages = len(self._catalog)
                 self._counts["commits"] += 1
                 self._counts["written_pages"] += len(records)
@@ -315,33 +279,20 @@ class DiskTier:
         with self._commit_lock:
             self._presence.require()
             self._sync()
-            self._require_written([(record, None) for record, _ in moved])
+            self._unsynced.require([record for record, _ in moved])
             with self.watch.call():
                 self._catalog.relocate(moved)
             self._space.settle_moved(moved, index=self._catalog.usage)
+            self._unsynced.forget([record.place for record, _ in moved])
             with self._lock:
-                for record, _ in moved:
-                    self._written.pop(record.place, None)
                 self._counts["commits"] += 1
 
     def _sync(self) -> None:
         try:
             self._extents.sync()
         except OSError:
-            # The kernel reports a lost write once. Whatever was written before now may be gone, though the
-            # next sync will say it succeeded.
-            with self._lock:
-                self._failed_syncs += 1
+            self._unsynced.sync_failed()
             raise
-
-    def _require_written(self, added: Sequence[tuple[PageRecord, memoryview | None]]) -> None:
-        with self._lock:
-            for record, _ in added:
-                if record.place == INLINE:
-                    continue
-                assert record.place in self._written, f"page {record.serial} was never written"
-                if self._written[record.place] != self._failed_syncs:
-                    raise OSError(errno.EIO, "the disk failed after this page was written")
 
     def probe(self, tick: int) -> None:
         """Do everything that a batch of pages needs, without leaving one. Raises :class:`OSError` when the
@@ -390,7 +341,7 @@ class DiskTier:
             ledger.check()
             places = ledger.places()
             held: list[tuple[int, int]] = []  # also by pages that are about to leave
-            serials = {*self._catalog.roots(), *self._roots.values()}
+            serials = {*self._catalog.roots(), *self.serials.roots()}
             for serial, record in self._catalog.scan():
                 serials.add(serial)
                 if record is None:
@@ -421,16 +372,3 @@ class DiskTier:
             closing.callback(self._payloads.close)
             closing.callback(self._lookers.close)
             self._survey.wait()
-
-
-def identity_digest(root: bytes) -> bytes | None:
-    """The digest of an identity as it is stored; None when it is damaged: its pages are then not found."""
-    identity = _identity(root)
-    return None if identity is None else identity.digest
-
-
-def _identity(root: bytes) -> Identity | None:
-    try:
-        return msgspec.json.decode(root, type=Identity)
-    except msgspec.MsgspecError:
-        return None

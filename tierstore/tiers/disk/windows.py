@@ -101,8 +101,7 @@ class _Candidates:
         self._price = self._within(used) / (np.maximum(gained, 1) * space.unit_bytes)
 
     def cheapest(self, hopeless: Collection[int]) -> Iterator[tuple[float, int]]:
-        """(price, first unit), the cheapest first, of those without slabs that are fixed or of these
-        classes."""
+        """(price, first unit), the cheapest first, of those without a slab that is fixed or ``hopeless``."""
         stuck = np.isin(self._size, list(hopeless)) | self._fixed
         rows = np.flatnonzero(self._good & (self._within(stuck.astype(np.int64)) == 0))
         rows = rows[np.argsort(self._price[rows], kind="stable")]

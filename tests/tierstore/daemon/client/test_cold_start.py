@@ -35,7 +35,7 @@ def fill(directory, prompts):
     """As many prompts' records, as a store would have written them."""
     with DiskTier.open(directory, capacity_bytes=DISK_BYTES, page_bytes=SPEC.page_bytes) as disk:
         disk.wait_surveyed()
-        root = disk.add_root(IDENTITY)
+        root = disk.serials.add_root(IDENTITY)
         batch = []
         for number in range(prompts):
             prompt = prompt_of(number)
@@ -45,7 +45,7 @@ def fill(directory, prompts):
                 place = disk.reserve(payload.nbytes)
                 assert place == INLINE
                 record = PageRecord(
-                    disk.new_serial(),
+                    disk.serials.new(),
                     parent,
                     prompt.keys[chunk],
                     IDENTITY.digest,

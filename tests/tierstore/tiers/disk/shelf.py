@@ -62,8 +62,8 @@ class Shelf:
         return [record for record, _ in batch]
 
     def record(self, nbytes: int, place: int, parent: int = 0) -> PageRecord:
-        parent = parent or self.tier.add_root(IDENTITY)  # first: a parent's serial is below its children's
-        serial = self.tier.new_serial()
+        parent = parent or self.tier.serials.add_root(IDENTITY)  # first: parents have lower serials
+        serial = self.tier.serials.new()
         return PageRecord(
             serial=serial,
             parent=parent,

@@ -58,7 +58,7 @@ class TierAgainstDict(RuleBasedStateMachine):
         records = self.shelf.reopen()
         assert {record.serial for record in records} == expected
         assert self.shelf.tier.tick == self.shelf.tick
-        seen = {self.shelf.tier.root(IDENTITY.digest)}
+        seen = {self.shelf.tier.serials.root(IDENTITY.digest)}
         for record in records:
             assert record.parent in seen
             assert self.shelf.use(record.serial) == self.used[record.serial]
@@ -69,7 +69,7 @@ class TierAgainstDict(RuleBasedStateMachine):
         expected = dict(self.shelf.saved)
         records = self.shelf.reopen(capacity_bytes=capacity, page_bytes=page)
         for record in records:
-            assert record.parent in {self.shelf.tier.root(IDENTITY.digest), *self.shelf.saved}
+            assert record.parent in {self.shelf.tier.serials.root(IDENTITY.digest), *self.shelf.saved}
             assert record.serial in expected
 
     @rule()

@@ -58,8 +58,8 @@ def test_damaged_facts_cost_their_page_only(open_shelf, damage):
 def test_an_identity_that_is_damaged_hides_its_pages_and_nothing_else(open_shelf):
     shelf = open_shelf()
     shelf.save([64 * KIB])
-    root = shelf.tier.root(shelf.records()[0].identity)
+    root = shelf.tier.serials.root(shelf.records()[0].identity)
     shelf.tier.close()
     change(shelf, b"roots", lambda txn: txn.put(root.to_bytes(8, "big"), b"{"))
     shelf.tier = DiskTier.open(shelf.path, **shelf.options)
-    assert shelf.tier.root(next(iter(shelf.saved.values()))[0].identity) is None
+    assert shelf.tier.serials.root(next(iter(shelf.saved.values()))[0].identity) is None

@@ -108,7 +108,7 @@ def test_serials_are_never_used_again(open_shelf):
     used = {record.serial for record in shelf.save([4096, 64 * KIB])}
     shelf.remove([record for record, _ in shelf.saved.values()])
     shelf.reopen()
-    assert shelf.tier.new_serial() > max(used)
+    assert shelf.tier.serials.new() > max(used)
 
 
 def test_a_page_may_leave_and_come_back_in_one_commit(open_shelf):

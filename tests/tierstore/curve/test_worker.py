@@ -1,0 +1,125 @@
+"""What is noted is worked off by a thread that takes little time, and never more than there is room for."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.tierstore.curve.exact import keys_of
+from tierstore.curve import ReuseCurve, Worker
+from tierstore.curve.groups import group_counts, groups, groups_behind
+from tierstore.curve.notes import MOST, Notes
+from tierstore.curve.worker import Budget
+from tierstore.keys import Identity, Prompt
+from tierstore.spec import KVSpec
+from tierstore.store import Store
+
+SPEC = KVSpec.uniform(layers=1, kv_heads=1, head_dim=8, dtype="float16")
+
+
+class Watched(ReuseCurve):
+    """Says when some of it has been worked off."""
+
+    def __init__(self):
+        super().__init__()
+        self.worked = threading.Event()
+
+    def work(self):
+        super().work()
+        self.worked.set()
+
+
+def note(notes: Notes, number: int) -> None:
+    notes.looked_up([b"%016d" % number], 64, 0, 64, 4096)
+
+
+def test_notes_that_find_no_room_are_left_out_and_counted():
+    notes = Notes()
+    for number in range(MOST + 10):
+        note(notes, number)
+    assert notes.left_out == 10
+    assert notes.enough.is_set()
+    taken = notes.take(1e9)
+    assert [keys for keys, *_ in taken] == [[b"%016d" % number] for number in range(MOST)]
+    assert not notes.enough.is_set()
+    note(notes, 0)
+    assert (len(notes.take(1e9)), notes.left_out) == (1, 10)
+
+
+def test_some_are_taken_at_a_time_and_nobody_is_called_for_a_few():
+    notes = Notes()
+    for number in range(MOST // 2):
+        note(notes, number)
+    assert not notes.enough.is_set()
+    note(notes, 0)
+    assert notes.enough.is_set()
+    assert len(notes.take(0.5)) == 1
+    assert notes.enough.is_set()
+    assert len(notes.take(3)) == 3
+    assert not notes.enough.is_set()
+
+
+def test_the_thread_works_off_what_waits_and_stops():
+    curve = Watched()
+    worker = Worker(curve)
+    prompts = [keys for (keys,) in (keys_of([[number]]) for number in range(MOST))]
+    for keys in prompts:
+        curve.notes.looked_up(groups(keys), 64, 0, 64, 4096)
+    assert curve.worked.wait(30), "nobody works it off"
+    worker.stop()
+    assert not any(thread.name == "tierstore-curve" for thread in threading.enumerate())
+    curve.worked.clear()
+    for keys in prompts:
+        curve.notes.saved(groups(keys), 64, 64, 4096)
+    assert not curve.worked.is_set()
+    curve.stats({}, 0.0)
+    curve.notes.looked_up(groups(prompts[0]), 64, 0, 64, 4096)
+    stats = curve.stats({}, 0.0)
+    assert (stats.asked_tokens, stats.left_out) == (64 * (MOST + 1), 0)
+    assert stats.ceiling == pytest.approx(1 / (MOST + 1))
+
+
+def test_a_store_is_measured_until_it_is_closed():
+    identity = Identity.of(SPEC, model="measured")
+    with Store.open(None, SPEC, identity=identity, host_bytes=1 << 20) as store:
+        assert any(thread.name == "tierstore-curve" for thread in threading.enumerate())
+        prompt = Prompt(identity, range(64 * 40 + 7), chunk_tokens=64)
+        with store.lookup(prompt) as hit:
+            assert hit.tokens == 0
+        store.save(prompt, [bytes(SPEC.page_bytes)] * 40).wait(30)
+        with store.lookup(prompt, max_tokens=64 * 39) as hit:
+            assert hit.tokens == 64 * 39
+        curve = store.stats().curve
+        assert curve.asked_tokens == 64 * 79 + 7
+        # The last five of forty pages are one group, of which the middle one was asked for.
+        assert curve.ceiling == pytest.approx(64 * 39 / (64 * 79 + 7), abs=0.03)
+    assert not any(thread.name == "tierstore-curve" for thread in threading.enumerate())
+
+
+@given(st.lists(st.floats(1e-5, 0.05), min_size=1, max_size=200), st.floats(0, 100))
+def test_it_works_for_a_small_share_of_the_time(pieces, idle_s):
+    """However long it was idle before: a tenth of a second, and a share of what has passed."""
+    now_s = 1000.0
+    budget = Budget(now_s)
+    now_s += idle_s
+    worked_s = 0.0
+    began_s = now_s
+    for piece_s in pieces:
+        worked_s += piece_s
+        now_s += piece_s
+        rest_s = budget.rest_s(piece_s, now_s)
+        assert rest_s >= 9 * piece_s
+        now_s += rest_s
+    assert worked_s <= 0.1 + max(pieces) + (now_s - began_s) / 190
+
+
+@given(st.integers(0, 1500), st.integers(0, 1500))
+def test_groups_are_the_same_in_one_piece_and_in_two(pages, known):
+    known = min(known, pages)
+    whole = groups(range(pages))
+    assert [*groups(range(known)), *groups_behind(known, range(known, pages))] == list(whole)
+    assert group_counts(np.array([pages])) == [len(whole)]

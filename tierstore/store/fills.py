@@ -1,0 +1,43 @@
+"""Pages on their way into the host tier."""
+
+from __future__ import annotations
+
+import threading
+
+from tierstore.index import Index, Page, Tier
+from tierstore.store.holdings import Holdings
+from tierstore.store.room import Room
+
+
+class Fills:
+    """Host slots from the moment they are reserved until their bytes are there. Needs the state's lock."""
+
+    def __init__(self, index: Index, holdings: Holdings, room: Room, changed: threading.Condition) -> None:
+        self._index = index
+        self._holdings = holdings
+        self._room = room
+        self._changed = changed
+        self.loading: set[Page] = set()  # being read from disk by a load that is running
+        self.in_transit = 0  # pages that loads are bringing through the host tier
+
+    def begin(self, page: Page) -> int | None:
+        """Reserve a host slot for ``page`` and lease it to whoever fills it; None when there is no room."""
+        page.pins += 1  # making room may take the last page below a hole, and with it the hole itself
+        place = self._room.host_slot(page.nbytes)
+        page.pins -= 1
+        if place is not None:
+            self._index.add_copy(page, Tier.HOST, place, ready=False, leases=1)
+            self._holdings.host_bytes[page.identity] += page.nbytes
+            page.checksum = page.record.checksum if page.record is not None else None
+        return place
+
+    def end(self, page: Page, *, filled: bool) -> None:
+        """The filler is done: the copy is ready, or gone. The filler's lease stays with it if filled."""
+        if filled:
+            self._index.set_ready(page, Tier.HOST)
+            if self._holdings.feed is not None:
+                self._holdings.feed.stored(page, Tier.HOST)
+        else:
+            self._index.unlease(page, Tier.HOST)
+            self._holdings.drop(page, Tier.HOST)
+        self._changed.notify_all()

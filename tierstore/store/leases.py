@@ -1,0 +1,96 @@
+"""Leases: pages stay where they are until a lease on them is released, or its time is over."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+
+from tierstore.index import Index, Page, Tier
+from tierstore.store.holdings import Holdings
+from tierstore.store.stats import Counters
+
+_SPARE_LEASES = 4096
+
+
+class Lease:
+    """A hold on copies, with an end. Each page is held in one tier, the fastest that had it."""
+
+    __slots__ = ("ends", "held", "released")
+
+    def __init__(self) -> None:
+        self.held: list[tuple[Page, Tier]] = []
+        self.ends = 0.0
+        self.released = True
+
+
+class Leases:
+    """All of a store's. Needs the state's lock."""
+
+    def __init__(
+        self, index: Index, holdings: Holdings, counters: Counters, clock: Callable[[], float]
+    ) -> None:
+        self._index = index
+        self._holdings = holdings
+        self._counters = counters
+        self._clock = clock
+        self._by_end: list[tuple[float, int, Lease]] = []
+        self._order = itertools.count()
+        self.open = 0
+
+    def take(self, held: list[tuple[Page, Tier]], lease_s: float) -> Lease:
+        """A lease on these copies for ``lease_s`` seconds."""
+        lease = Lease()
+        self._hold(lease, held, lease_s)
+        return lease
+
+    def renew(self, lease: Lease, pages: Sequence[Page], lease_s: float) -> None:
+        """If the lease has ended, hold its pages again as far as they are still there."""
+        if lease.released:
+            held = [(page, page.ready_tier()) for page in pages]
+            there = itertools.takewhile(lambda each: each[1] is not None, held)
+            self._hold(lease, [(page, tier) for page, tier in there if tier is not None], lease_s)
+
+    def _hold(self, lease: Lease, held: list[tuple[Page, Tier]], lease_s: float) -> None:
+        self._index.lease_all(held)
+        lease.held = held
+        lease.ends = self._clock() + lease_s
+        lease.released = False
+        self.open += 1
+        heapq.heappush(self._by_end, (lease.ends, next(self._order), lease))
+
+    def release(self, lease: Lease) -> None:
+        """End a lease; repeating it does nothing."""
+        if not lease.released:
+            lease.released = True
+            self.open -= 1
+            for page, tier in self._index.unlease_all(lease.held):
+                self._holdings.drop_damaged(page, tier)
+            lease.held.clear()
+
+    def expire(self) -> None:
+        """End the leases whose time is over."""
+        now = self._clock()
+        while self._by_end and (self._by_end[0][0] <= now or self._by_end[0][2].released):
+            lease = heapq.heappop(self._by_end)[2]
+            if not lease.released and lease.ends <= now:  # else it was renewed, and has a later entry
+                self._counters.expired_leases += 1
+                self.release(lease)
+        if len(self._by_end) > 2 * self.open + _SPARE_LEASES:  # released long before their end
+            self._by_end = [entry for entry in self._by_end if not entry[2].released]
+            heapq.heapify(self._by_end)
+
+    def unlease(self, page: Page, tier: Tier) -> None:
+        """Give up a hold on one copy that is no part of a :class:`Lease`."""
+        self._index.unlease(page, tier)
+        copy = page.copies[tier]
+        if copy is not None and copy.damaged:
+            self._holdings.drop_damaged(page, tier)
+
+    def move(self, lease: Lease, position: int, tier: Tier) -> None:
+        """The page of a lease is now held in another tier."""
+        page, held_in = lease.held[position]
+        if held_in is not tier:
+            self._index.lease(page, tier)
+            lease.held[position] = (page, tier)
+            self.unlease(page, held_in)

@@ -1,0 +1,118 @@
+"""Room in the tiers: places for new copies, and who leaves when there are none."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from tierstore.index import Index, Tier
+from tierstore.policy import Policy
+from tierstore.store.holdings import Holdings
+from tierstore.store.leases import Leases
+from tierstore.store.stats import Counters
+from tierstore.store.uses import Uses
+from tierstore.tiers.hbm import PagePool
+from tierstore.tiers.host import HostTier
+
+_MOST_PASSES = 3  # over the ledger, before an eviction gives up
+
+
+class Room:
+    """Needs the state's lock. (Room on disk is more than pages that leave: see ``disk_room.py``.)"""
+
+    def __init__(
+        self,
+        index: Index,
+        *,
+        holdings: Holdings,
+        leases: Leases,
+        uses: Uses,
+        host: HostTier | None,
+        pool: PagePool | None,
+        disk_policy: Policy,
+        counters: Counters,
+        clock: Callable[[], float],
+    ) -> None:
+        self.disk_policy = disk_policy
+        self._index = index
+        self._holdings = holdings
+        self._leases = leases
+        self._uses = uses
+        self._host = host
+        self._pool = pool
+        self._counters = counters
+        self._clock = clock
+
+    def host_slot(self, nbytes: int) -> int | None:
+        """A host slot for ``nbytes``, evicting as the policy says; None when all are held or being filled."""
+        assert self._host is not None
+        while (place := self._host.allocate(nbytes)) is None:
+            if not self.evict(Tier.HOST, 1):
+                return None
+        return place
+
+    def hbm_pages(self, count: int) -> list[int] | None:
+        """``count`` pages of the pool, evicting cached ones; None when that many cannot be had."""
+        assert self._pool is not None
+        if count > self._pool.free_pages:
+            self.evict(Tier.HBM, count - self._pool.free_pages)
+        return self._pool.allocate(count)
+
+    def evict(self, tier: Tier, count: int) -> int:
+        """Let up to ``count`` copies leave ``tier``, the policy's worst first. Returns how many left."""
+        if tier is Tier.DISK:
+            return self.evict_from_disk(count)
+        self._leases.expire()
+        self._index.hints.expire(self._clock())
+        evicted = 0
+        while evicted < count and (page := self._index.victim(tier)) is not None:
+            self._holdings.drop(page, tier)
+            evicted += 1
+        self._counters.evicted_pages[tier.label] += evicted
+        return evicted
+
+    def evict_from_disk(
+        self,
+        count: int,
+        *,
+        nbytes: float = math.inf,
+        size_class: int | None = None,
+        until: float = math.inf,
+    ) -> int:
+        """Let up to ``count`` pages leave the disk, no more than it takes to free ``nbytes``; of one size
+        class, and those that score up to ``until``. Returns how many left."""
+        ledger = self._uses.ledger
+        if ledger is None:
+            return 0
+        self._leases.expire()
+        self._uses.note()
+        self._index.exits.disk_accesses.tell(len(ledger))
+        ledger.expire_hints(self._clock())
+        removed = self._holdings.removed
+        before = len(removed)
+        evicted = passes = 0
+        while evicted < count and nbytes > 0 and passes < _MOST_PASSES:
+            serials = ledger.next_to_leave(
+                self.disk_policy, count - evicted, nbytes=nbytes, size_class=size_class, until=until
+            )
+            evicted += sum(self.leaves_disk(serial) for serial in serials)
+            nbytes -= sum(removal.nbytes for removal in removed[before:])
+            before = len(removed)
+            passes += not serials  # an end was reached: what was held back, or is new since, gets its turn
+        self._counters.evicted_pages[Tier.DISK.label] += evicted
+        return evicted
+
+    def leaves_disk(self, serial: int) -> bool:
+        """Let a page leave the disk, if it may."""
+        page = self._index.by_serial.get(serial)
+        ledger = self._uses.ledger
+        assert ledger is not None, "pages leave a disk that is not known yet"
+        if serial not in ledger or ledger.children(serial):
+            return False
+        if page is None:
+            self._holdings.remove(serial)
+        elif page.may_leave(Tier.DISK):
+            self._holdings.drop(page, Tier.DISK)
+        else:
+            return False
+        return True
