@@ -30,13 +30,14 @@ class Worker:
 
     def _run(self) -> None:
         budget = Budget(time.monotonic())
-        while True:
+        stopped = False
+        while not stopped:
             self._curve.notes.enough.wait()
             if self._stopped.is_set():
                 return
             began = time.thread_time()
-            self._curve.work()
-            self._stopped.wait(budget.rest_s(time.thread_time() - began, time.monotonic()))
+            self._curve.work()  # resets ``enough``, also where stop() has set it meanwhile
+            stopped = self._stopped.wait(budget.rest_s(time.thread_time() - began, time.monotonic()))
 
 
 class Budget:

@@ -33,6 +33,20 @@ class Watched(ReuseCurve):
         self.worked.set()
 
 
+class Held(ReuseCurve):
+    """Begins to work, and goes on when it may."""
+
+    def __init__(self):
+        super().__init__()
+        self.began = threading.Event()
+        self.goes_on = threading.Event()
+
+    def work(self):
+        self.began.set()
+        assert self.goes_on.wait(30)
+        super().work()
+
+
 def note(notes: Notes, number: int) -> None:
     notes.looked_up([b"%016d" % number], 64, 0, 64, 4096)
 
@@ -81,6 +95,19 @@ def test_the_thread_works_off_what_waits_and_stops():
     stats = curve.stats({}, 0.0)
     assert (stats.asked_tokens, stats.left_out) == (64 * (MOST + 1), 0)
     assert stats.ceiling == pytest.approx(1 / (MOST + 1))
+
+
+def test_the_thread_stops_also_when_it_was_told_to_in_the_middle_of_its_work():
+    curve = Held()
+    worker = Worker(curve)
+    curve.notes.enough.set()
+    assert curve.began.wait(30)
+    stopping = threading.Thread(target=worker.stop, daemon=True)
+    stopping.start()
+    assert worker._stopped.wait(30)
+    curve.goes_on.set()
+    stopping.join(30)
+    assert not stopping.is_alive()
 
 
 def test_a_store_is_measured_until_it_is_closed():
