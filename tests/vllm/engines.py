@@ -43,7 +43,7 @@ class Engine(engines.Engine):
         blocks: int = 1024,
         **options: Any,
     ) -> None:
-        ranks = options.get("tensor_parallel_size", 1)
+        ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
         environment = {**({} if ranks > 1 else _ONE_THREAD), **(environment or {})}
         options = {"block_size": _BLOCK, "num_gpu_blocks_override": blocks, **options}
         super().__init__(model, environment=environment, **options)

@@ -1,5 +1,5 @@
 """Ten minutes of requests while the daemon is killed, stopped and started at random: ``make soak-vllm``, or
-with another length ``TIERSTORE_SOAK_S=120 pytest -m soak tests/vllm/test_soak.py``."""
+with another length ``SOAK_S=120 pytest -m soak tests/vllm/test_soak.py``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from tests.vllm.engines import Ask, Engine, connector_options
 from tests.vllm.harness import same
 from tests.vllm.models import prompt
 
-_SOAK_S = float(os.environ.get("TIERSTORE_SOAK_S", "600"))
+_SOAK_S = float(os.environ.get("SOAK_S", "600"))
 _TRUNKS, _BRANCHES = 4, 6
 _PAUSE_S = 4.0  # at most, between two misfortunes
+_SHOWN = ("loads", "failed_loads", "late_lookups", "fenced_saves", "faults")
 
 
 def workload(chance):
@@ -79,7 +80,8 @@ def test_requests_flow_while_the_daemon_comes_and_goes(model, make_daemon, kind)
             engine.reset_prefix_cache()
     # Room for a third of the pages in memory, so that the disk has its part.
     daemon = make_daemon(host_bytes=4 << 20)
-    asked = found = 0
+    asked = found = hits = steps = 0
+    slowest = 0.0
     with Engine(model(kind), connector=connector_options(daemon.url)) as engine:
         misfortune = Misfortune(daemon, seed=kind)
         misfortune.start()
@@ -92,14 +94,18 @@ def test_requests_flow_while_the_daemon_comes_and_goes(model, make_daemon, kind)
                     assert same(replace(answered, answers=[answer]), expected[at], tolerance=1e-4)
                 asked += len(chosen)
                 found += answered.external_hit_tokens
+                hits += answered.external_hit_tokens > 0
+                steps += answered.steps
+                slowest = max(slowest, answered.wall_s)
                 if chance.random() < 0.7:
                     engine.reset_prefix_cache()
         finally:
             misfortune.stop()
         metrics = engine.metrics()
     print(  # noqa: T201  # what pytest shows with -s, and when it fails
-        f"{kind}: {asked} requests, {found} tokens from the store, {misfortune.kills} kills, "
-        f"{misfortune.hangs} hangs, faults {metrics.get('vllm:tierstore_faults', 0):.0f}"
+        f"{kind}: {asked} requests in {steps} steps, the slowest batch {slowest:.1f} s; {found} tokens from "
+        f"the store in {hits} batches; {misfortune.kills} kills, {misfortune.hangs} hangs; "
+        + ", ".join(f"{name} {metrics.get(f'vllm:tierstore_{name}', 0):.0f}" for name in _SHOWN)
     )
     assert found > 0
     assert misfortune.kills > 0

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -32,6 +34,10 @@ from tierstore_connectors.vllm.settings import Settings
 from tierstore_connectors.vllm.stats import Counts
 from tierstore_connectors.vllm.work import LoadReport, Shard, StepWork
 from tierstore_connectors.vllm.worker import Results, WorkerHalf
+
+# vLLM's MultiConnector looks for the statistics' class by name only.
+with suppress(ValueError):  # somebody has registered it already
+    KVConnectorFactory.register_connector("TierStoreConnector", __name__, "TierStoreConnector")
 
 _REPORTS_REQUESTS = "get_transfer_results" in vars(KVConnectorBase_V1)  # from between 0.28 and 0.32 on
 
@@ -160,9 +166,9 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 kv_caches,
                 rank,
             )
-            block_tokens = {group.number: group.block_tokens for group in self._groups.groups}
+            groups = self._groups
             self._worker = WorkerHalf(
-                self._settings, kept, self._groups.chunk_tokens, block_tokens, self.faults, self.counts
+                self._settings, kept, groups.count, groups.chunk_tokens, self.faults, self.counts
             )
         except (TierStoreError, UnknownLayoutError) as error:
             self.faults.say("the start", f"runs without the cache: {error}")

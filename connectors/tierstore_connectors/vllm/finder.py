@@ -40,11 +40,18 @@ class Finder:
     def connect(self, shards: Sequence[Shard]) -> None:
         """The workers are ready to keep these pages. Until this is called nothing is found. Raises
         :class:`~tierstore.errors.UsageError`."""
-        for shard in shards:
+        self._shards = tuple(shards)
+        self._open()
+        self._stores.wait_connected(_CONNECT_S)  # or not: then it is misses until the daemon comes
+
+    def renew(self) -> None:
+        """The identities of before are not asked for any more. Probes that are under way find nothing."""
+        self._stores.renew(self._open)
+
+    def _open(self) -> None:
+        for shard in self._shards:
             for group in shard.groups:
                 self._stores.open(group.identity, group.page_bytes, shard.chunk_tokens)
-        self._stores.wait_connected(_CONNECT_S)  # or not: then it is misses until the daemon comes
-        self._shards = tuple(shards)
 
     @property
     def connected(self) -> bool:

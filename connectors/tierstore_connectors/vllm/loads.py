@@ -14,6 +14,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from tierstore.daemon.connected import ConnectedStore
+from tierstore.errors import StoreClosedError
 from tierstore.keys import Identity, Prompt
 from tierstore.store.load import Loaded
 from tierstore.transfer import Transfer
@@ -64,6 +65,8 @@ class Load:
         try:
             for part in self._parts:
                 self._start_part(part, moved)
+        except StoreClosedError:
+            self._stop()  # the session has been given up
         except Exception as error:  # noqa: BLE001  # on a thread of its own nobody else would see it
             self._faults.note("starting a load", error)
             self._stop()
@@ -97,6 +100,8 @@ class Load:
         return self._outcome(transfers)
 
     def _outcome(self, transfers: Sequence[Transfer[Loaded]]) -> int:
+        if not self._parts:
+            return self.order.chunks  # a pipeline stage without layers of these groups
         first = min(part.blocks.first for part in self._parts)
         if len(transfers) < len(self._parts) or any(part.target.failed for part in self._parts):
             return first

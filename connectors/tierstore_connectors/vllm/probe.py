@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 
+from tierstore.errors import StoreClosedError
 from tierstore.keys import Identity, PageKey, Prompt
 from tierstore.store.base import Hit, Store
 from tierstore.transfer import Transfer
@@ -74,6 +75,8 @@ class Probe:
         def run() -> None:
             try:
                 self._ask(prefetch_s)
+            except StoreClosedError:
+                self.release()  # asked of a session that has been given up
             except Exception as error:  # noqa: BLE001  # on a thread of its own nobody else would see it
                 faults.note("looking up a prompt", error)
                 self.release()

@@ -56,6 +56,8 @@ def keep(
     kept = {}
     for group in groups.groups:
         own = _own(group, tensors)
+        if not own:
+            continue  # all of its layers are in other pipeline stages
         shapes = [_shape(name, tensor) for name, tensor in own.items()]
         layout = page_layout(shapes, num_blocks=num_blocks, blocks=groups.blocks_per_chunk(group))
         identity = page_identity(

@@ -14,26 +14,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from tierstore.daemon.session import MOST_IDENTITIES
 from tierstore.errors import UsageError
-from tierstore.keys import Identity, PageKey, encode_tokens
+from tierstore.keys import Identity, encode_tokens
+from tierstore_connectors.vllm import blocks
 from tierstore_connectors.vllm.breaker import RefusedKeys
 from tierstore_connectors.vllm.finder import Finder
-from tierstore_connectors.vllm.groups import Group, Groups
+from tierstore_connectors.vllm.groups import Groups
 from tierstore_connectors.vllm.guard import Faults
-from tierstore_connectors.vllm.keys import chunk_keys, secret_of
 from tierstore_connectors.vllm.probe import Probe
 from tierstore_connectors.vllm.settings import Settings
 from tierstore_connectors.vllm.stats import Counts
 from tierstore_connectors.vllm.tables import Tables
-from tierstore_connectors.vllm.wishes import Wishes
+from tierstore_connectors.vllm.tracked import Tracked
 from tierstore_connectors.vllm.work import (
-    NULL_BLOCK,
-    GroupBlocks,
     LoadOrder,
     LoadReport,
     PromptGrows,
@@ -44,36 +41,6 @@ from tierstore_connectors.vllm.work import (
 )
 
 _ANSWER_S = 20.0  # an answer that is older is asked for again: the daemon holds pages for a minute
-
-
-@dataclass(slots=True, eq=False)
-class Tracked:
-    """What is known of a request. ``held`` tokens are in the store as far as the probe has found; ``local``
-    are those that vLLM has itself. ``known`` chunks have been told to the workers, ``saved`` need not be
-    saved (any more). ``loads`` have been promised."""
-
-    request: Any  # vLLM's
-    wishes: Wishes
-    secret: bytes
-    keys: list[PageKey] = field(default_factory=list)
-    probe: Probe | None = None
-    probed: bool = False
-    answer: int | None = None
-    answered_at: float = 0.0
-    held: int = 0
-    local: int = 0
-    known: int = 0
-    saved: int = 0
-    loads: int = 0
-    loading: tuple[int, int] | None = None  # from chunk, to chunk
-
-    def release(self) -> None:
-        """Let go of what was found."""
-        if self.probe is not None:
-            self.probe.release()
-        self.probe = None
-        self.probed = False
-        self.answer = None
 
 
 class SchedulerHalf:
@@ -109,7 +76,7 @@ class SchedulerHalf:
     def connect(self, shards: Sequence[Shard]) -> None:
         """The workers are ready. Raises :class:`~tierstore.errors.UsageError`."""
         identities = sum(len(shard.groups) for shard in shards)
-        if identities > MOST_IDENTITIES:
+        if identities >= MOST_IDENTITIES:  # one more is what a session begins with
             raise UsageError(
                 f"{len(shards)} workers with their KV cache groups make {identities} identities; the daemon "
                 f"takes {MOST_IDENTITIES} of a client"
@@ -123,11 +90,14 @@ class SchedulerHalf:
         self.finder.close()
 
     def forget_everything(self, epoch: str) -> None:
-        """From now on pages are kept under another identity, which nobody has used before."""
+        """From now on pages are kept under another identity, which nobody has used before. A request that is
+        being computed goes on with KV from before: it is not saved, unless vLLM begins it anew."""
         self.epoch = epoch
         for tracked in self._tracked.values():
             tracked.release()
             tracked.held = tracked.saved = 0
+            tracked.stale = tracked.request.num_computed_tokens > 0
+        self.finder.renew()
 
     # -- finding -------------------------------------------------------------------------------------
 
@@ -181,7 +151,7 @@ class SchedulerHalf:
             return
         tracked.probed = True
         request = tracked.request
-        chunks = min(self._keys(tracked), (request.num_tokens - 1) // self.groups.chunk_tokens)
+        chunks = min(tracked.update_keys(self.groups), (request.num_tokens - 1) // self.groups.chunk_tokens)
         keys = tracked.keys[:chunks]
         tokens = request.all_token_ids[: chunks * self.groups.chunk_tokens]
         tracked.probe = self.finder.begin(keys, partial(encode_tokens, tokens), self._under)
@@ -192,22 +162,11 @@ class SchedulerHalf:
     def _track(self, request: Any) -> Tracked:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            wishes, problem = Wishes.parse(request.kv_transfer_params)
+            tracked, problem = Tracked.of(request)
             if problem:
                 self.faults.say("kv_transfer_params", problem)
-            lora = request.lora_request
-            adapter = () if lora is None else (lora.lora_name, lora.lora_path)
-            tracked = Tracked(request, wishes, secret_of(adapter, request.cache_salt))
             self._tracked[request.request_id] = tracked
         return tracked
-
-    def _keys(self, tracked: Tracked) -> int:
-        """Bring the chunks' keys up to date; how many there are."""
-        per_chunk = self.groups.chunk_tokens // self.groups.hash_tokens
-        hashes = tracked.request.block_hashes
-        if len(hashes) // per_chunk > len(tracked.keys):
-            tracked.keys += chunk_keys(hashes, tracked.secret, per_chunk, len(tracked.keys))
-        return len(tracked.keys)
 
     # -- loading -------------------------------------------------------------------------------------
 
@@ -226,7 +185,8 @@ class SchedulerHalf:
         end = tracked.local + external
         chunks = -(-end // chunk_tokens)
         groups = [
-            self._to_load(group, tables[group.number], tracked.local, end) for group in self.groups.groups
+            blocks.to_load(self.groups, group, tables[group.number], tracked.local, end)
+            for group in self.groups.groups
         ]
         self._grow(tracked, chunks)
         wanted = tuple(each for each in groups if each.chunks)
@@ -234,19 +194,6 @@ class SchedulerHalf:
         self._lost.remove(request.request_id)
         tracked.loading = (tracked.local // chunk_tokens, chunks)
         self.counts.add("promised_tokens", external)
-
-    def _to_load(self, group: Group, table: Sequence[int], start: int, end: int) -> GroupBlocks:
-        """The blocks of tokens ``start … end``. Leading chunks without any (outside of a window) are left
-        out."""
-        per_chunk = self.groups.blocks_per_chunk(group)
-        first, last = start // group.block_tokens, -(-end // group.block_tokens)
-        chunks: list[tuple[int, ...]] = []
-        for chunk in range(start // self.groups.chunk_tokens, -(-end // self.groups.chunk_tokens)):
-            numbers = range(chunk * per_chunk, (chunk + 1) * per_chunk)
-            blocks = tuple(table[at] if first <= at < last else NULL_BLOCK for at in numbers)
-            if chunks or any(blocks):
-                chunks.append(blocks)
-        return GroupBlocks(group.number, -(-end // self.groups.chunk_tokens) - len(chunks), tuple(chunks))
 
     def reported(self, finished: Sequence[str], report: LoadReport | None) -> None:
         """What has become of loads."""
@@ -281,7 +228,7 @@ class SchedulerHalf:
         self._preempted(output.preempted_req_ids or ())
         work = StepWork(self._steps, self.epoch, idle=not output.total_num_scheduled_tokens)
         self._tables.take(output)
-        work.fresh = self._fresh(output)
+        work.fresh = blocks.fresh(self.groups, output)
         work.saves = self._saves(output)
         work.grown, self._grown = self._grown, []
         work.loads, self._loads = self._loads, []
@@ -316,21 +263,7 @@ class SchedulerHalf:
             tracked = self._tracked.get(request)
             if tracked is not None:
                 tracked.release()
-
-    def _fresh(self, output: Any) -> set[int]:
-        """Blocks that this step may write to, and that may have been somebody else's before."""
-        fresh: set[int] = set()
-        for new in output.scheduled_new_reqs:
-            for group in self.groups.groups:
-                fresh.update(new.block_ids[group.number][new.num_computed_tokens // group.block_tokens :])
-        for tables in output.scheduled_cached_reqs.new_block_ids:
-            for table in tables or ():
-                fresh.update(table)
-        more = vars(output)  # what not every version has
-        fresh.update(more.get("new_block_ids_to_zero") or ())
-        fresh.update(each.dst_block_id for each in more.get("kv_cache_block_copies") or ())
-        fresh.discard(NULL_BLOCK)
-        return fresh
+                tracked.stale = False
 
     def _saves(self, output: Any) -> list[SaveOrder]:
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -339,7 +272,7 @@ class SchedulerHalf:
         orders = []
         for request, tokens in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request)
-            if tracked is None or tracked.wishes.no_save or not self.finder.connected:
+            if tracked is None or tracked.wishes.no_save or tracked.stale or not self.finder.connected:
                 continue
             order = self._save(tracked, computed[request] + tokens, partial(self._tables.of, request))
             if order is not None:
@@ -351,30 +284,22 @@ class SchedulerHalf:
     ) -> SaveOrder | None:
         if computed // self.groups.chunk_tokens <= tracked.saved:
             return None
-        end = min(computed // self.groups.chunk_tokens, self._keys(tracked))
+        end = min(computed // self.groups.chunk_tokens, tracked.update_keys(self.groups))
         first = tracked.saved
         if end <= first:
             return None
         tracked.saved = end
         tables = table()
-        saved = [self._to_save(group, tables[group.number], first, end) for group in self.groups.groups]
+        saved = [
+            blocks.to_save(self.groups, group, tables[group.number], first, end)
+            for group in self.groups.groups
+        ]
         groups = tuple(each for each in saved if each.chunks)
         if not groups:
             return None
         self._grow(tracked, end)
         wishes = tracked.wishes
         return SaveOrder(tracked.request.request_id, groups, wishes.ttl_s, wishes.priority)
-
-    def _to_save(self, group: Group, table: Sequence[int], first: int, end: int) -> GroupBlocks:
-        """The blocks of chunks ``first … end``, from where on none is missing (outside of a window)."""
-        per_chunk = self.groups.blocks_per_chunk(group)
-        chunks: list[tuple[int, ...]] = []
-        for chunk in range(end - 1, first - 1, -1):
-            blocks = tuple(table[chunk * per_chunk : (chunk + 1) * per_chunk])
-            if len(blocks) < per_chunk or NULL_BLOCK in blocks:
-                break
-            chunks.append(blocks)
-        return GroupBlocks(group.number, end - len(chunks), tuple(reversed(chunks)))
 
     def _grow(self, tracked: Tracked, chunks: int) -> None:
         """Have the workers know the first ``chunks`` chunks of a prompt."""

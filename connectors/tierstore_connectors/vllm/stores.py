@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tierstore.daemon.connected import ConnectedStore
 from tierstore.keys import Identity
 from tierstore.spec import KVSpec
 from tierstore.store.base import Store
 from tierstore_connectors.vllm.settings import Settings
 
+_RENEW_S = 0.1  # a daemon that is well has answered by then
+
 
 class Stores:
-    """Belongs to the thread that opens them; the stores themselves are thread-safe."""
+    """Belongs to the thread that opens them; the stores themselves are thread-safe. The daemon remembers what
+    identities it was told of for as long as a session lasts, and takes so many only: who changes them begins
+    new sessions."""
 
     def __init__(self, settings: Settings, *, threads: int) -> None:
         self._settings = settings
@@ -34,6 +40,13 @@ class Stores:
                 server_key=settings.server_key,
             )
         return store
+
+    def renew(self, reopen: Callable[[], None]) -> None:
+        """Begin new sessions; ``reopen`` opens what is to be open. Who still uses the stores of before gets
+        misses."""
+        self.close()
+        reopen()
+        self.wait_connected(_RENEW_S)
 
     def wait_connected(self, timeout: float) -> bool:
         """Wait for the daemon to be there; False when it is not."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -67,21 +67,23 @@ class _KnownPrompt:
 
 
 class WorkerHalf:
-    """``groups`` by number. Raises :class:`~tierstore.errors.UsageError` for an address that is none."""
+    """``groups`` by number: those of the model's ``model_groups`` that have layers on this worker. (A
+    pipeline stage may lack some.) Raises :class:`~tierstore.errors.UsageError` for an address that is
+    none."""
 
     def __init__(
         self,
         settings: Settings,
         groups: Mapping[int, KeptGroup],
+        model_groups: int,
         chunk_tokens: int,
-        block_tokens: Mapping[int, int],
         faults: Faults,
         counts: Counts,
     ) -> None:
         self._settings = settings
         self._groups = dict(groups)
+        self._model_groups = model_groups
         self._chunk_tokens = chunk_tokens
-        self._block_tokens = dict(block_tokens)
         self._faults = faults
         self._counts = counts
         self._stores = Stores(settings, threads=settings.threads)
@@ -95,8 +97,7 @@ class WorkerHalf:
         self._moved = threading.Event()
         self._step = -1
         self._epoch = ""
-        for group in self._groups.values():
-            self._stores.open(group.pages.identity, group.pages.page_bytes, chunk_tokens)
+        self._open()
 
     @property
     def shard(self) -> Shard:
@@ -141,7 +142,7 @@ class WorkerHalf:
         if work.saves:
             self._note_computed()
         for order in work.saves:
-            for blocks in order.groups:
+            for blocks in self._own(order.groups):
                 self._begin_save(order, blocks)
         for request in work.pin:
             self._pin(request)
@@ -212,7 +213,8 @@ class WorkerHalf:
         if work.number == self._step:
             return
         self._step = work.number
-        self._epoch = work.epoch
+        if work.epoch != self._epoch:
+            self._renew(work.epoch)
         for grown in work.grown:
             known = self._prompts.setdefault(grown.request, _KnownPrompt())
             if grown.first > len(known.keys):
@@ -222,6 +224,18 @@ class WorkerHalf:
             known.keys += grown.keys
             known.tokens += grown.tokens
 
+    def _open(self) -> None:
+        for group in self._groups.values():
+            self._stores.open(group.pages.identity, group.pages.page_bytes, self._chunk_tokens)
+
+    def _renew(self, epoch: str) -> None:
+        """What is under way was for the epoch before: it is given up."""
+        self._epoch = epoch
+        for load in self._loads.values():
+            load.cancel()
+        self._saves.fence(None, self._settings.fence_s)
+        self._stores.renew(self._open)
+
     def _note_computed(self) -> None:
         for group in self._groups.values():
             group.blocks.computed()
@@ -229,12 +243,15 @@ class WorkerHalf:
     def _under(self, identity: Identity) -> Identity:
         return under_epoch(identity, self._epoch)
 
+    def _own(self, groups: Sequence[GroupBlocks]) -> list[GroupBlocks]:
+        return [blocks for blocks in groups if blocks.group in self._groups]
+
     def _make_load(self, order: LoadOrder) -> Load | None:
         known = self._prompts.get(order.request)
         if known is None or len(known.keys) < order.chunks or not order.groups:
             return None
         parts = []
-        for blocks in order.groups:
+        for blocks in self._own(order.groups):
             group = self._groups[blocks.group]
             if not self._sound(blocks):
                 return None
@@ -258,7 +275,7 @@ class WorkerHalf:
     def _failed(self, order: LoadOrder, chunks: int, results: Results) -> None:
         """Only the first ``chunks`` chunks are there."""
         self._report.failed[order.request] = chunks
-        missing = order.groups[0] if len(order.groups) == 1 == len(self._groups) else None
+        missing = order.groups[0] if len(order.groups) == 1 == self._model_groups else None
         if missing is None:
             results.failed.add(order.request)
             return

@@ -36,6 +36,7 @@ class Request:
     lora_request: object = None
     cache_salt: str | None = None
     num_preemptions: int = 0
+    num_computed_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
 
     def __post_init__(self):
@@ -75,9 +76,10 @@ def step(new=(), cached=(), scheduled=None, tables=None, preempted=(), tokens=No
 
 
 class Engine:
-    """One scheduler's half, one worker's, and the KV memory of ``windowed`` groups."""
+    """One scheduler's half, one worker's, and the KV memory of ``windowed`` groups. ``lacking``: groups whose
+    layers are in other pipeline stages."""
 
-    def __init__(self, url, model, *, windowed=(False,), **settings):
+    def __init__(self, url, model, *, windowed=(False,), lacking=(), **settings):
         self.settings = Settings(store=url, **{"lookup_s": 5.0, **settings})
         self.faults, self.counts = Faults(), Counts()
         groups = tuple(
@@ -94,8 +96,9 @@ class Engine:
             spec = KVSpec.opaque(layout.page_bytes, chunk_tokens=CHUNK)
             identity = Identity.of(spec, model=model, shard=f"group{group.number}")
             pages = GroupPages(group.number, identity, layout.page_bytes, group.windowed)
-            kept[group.number] = KeptGroup(pages, layout, HostBlocks(layout))
-        self.worker = WorkerHalf(self.settings, kept, CHUNK, {0: BLOCK}, self.faults, self.counts)
+            if group.number not in lacking:
+                kept[group.number] = KeptGroup(pages, layout, HostBlocks(layout))
+        self.worker = WorkerHalf(self.settings, kept, len(groups), CHUNK, self.faults, self.counts)
         self.scheduler = SchedulerHalf(self.settings, self.groups, self.faults, self.counts)
         self.scheduler.connect([self.worker.shard])
 
@@ -145,6 +148,12 @@ class Engine:
         output = step(new=[(name, 0, table)], scheduled={name: tokens}, tables={name: table})
         self.run(output, between=lambda: self.fill(table, value))
         self.settle()
+
+    def forget_everything(self, epoch):
+        """In both halves, with new sessions."""
+        self.scheduler.forget_everything(epoch)
+        self.run(step())
+        assert self.connected()
 
     def settle(self):
         """Until no save is under way."""

@@ -96,6 +96,17 @@ def test_a_window_needs_its_last_blocks_only(engine):
     assert not second.memory[1][:45].any()
 
 
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_a_pipeline_stage_may_lack_a_group(engine, lacking):
+    options = {"windowed": (False, True), "lacking": (lacking,)}
+    first, second = engine(**options), engine(**options)
+    first.save(Request("a", TOKENS), TABLE * 2, 70)
+    results = load(second, Request("b", TOKENS), OTHER * 2)
+    assert (results.finished, results.failed, results.blocks) == ({"b"}, set(), set())
+    assert equal_blocks(first, second, zip(TABLE[0][:8], OTHER[0][:8], strict=True), group=1 - lacking)
+    assert not second.memory[lacking].any()
+
+
 def test_a_group_that_lacks_a_chunk_ends_the_hit(engine):
     first, second = engine(windowed=(False, True)), engine(windowed=(False, True))
     request = Request("a", TOKENS)
@@ -191,11 +202,37 @@ def test_a_worker_that_missed_an_order_saves_nothing_wrong(engine):
 def test_forgetting_everything_makes_pages_unreachable(engine):
     first = engine()
     first.save(Request("a", TOKENS), TABLE, 70)
-    first.scheduler.forget_everything("1")
+    first.forget_everything("1")
     assert first.matched(Request("b", TOKENS)) == 0
     first.save(Request("c", TOKENS), OTHER, 70)
     assert first.matched(Request("d", TOKENS)) == 64
     assert engine().matched(Request("e", TOKENS)) == 64  # of the first epoch
+
+
+def test_what_was_computed_before_everything_was_forgotten_is_not_saved_after_it(engine):
+    first = engine()
+    kept, begun_anew = Request("a", TOKENS), Request("b", [7, *TOKENS])
+    for request, table in ((kept, TABLE), (begun_anew, OTHER)):
+        first.matched(request)
+        first.scheduler.allocated(request, table, 0)
+        request.num_computed_tokens = 20
+    first.forget_everything("1")
+    first.run(step(preempted=["b"]))
+    both = {"scheduled": {"a": 50, "b": 70}, "tables": {"a": TABLE, "b": OTHER}}
+    first.run(step(cached=[("a", 20, None), ("b", 0, OTHER)], **both))
+    first.settle()
+    assert first.matched(Request("c", TOKENS)) == 0
+    assert first.matched(Request("d", [7, *TOKENS])) == 64
+
+
+def test_each_epoch_has_sessions_of_its_own(engine):
+    first = engine(windowed=(False, True))
+    for epoch in range(8):
+        first.forget_everything(str(epoch))
+        first.save(Request(f"a{epoch}", TOKENS), (TABLE[0], TABLE[0]), 70)
+        assert first.matched(Request(f"b{epoch}", TOKENS)) == 64
+        stores = [*first.worker._stores._stores.values(), *first.scheduler.finder._stores._stores.values()]
+        assert all(len(store.connection.session.identities) <= 3 for store in stores)
 
 
 def test_pins_wait_for_the_saves(engine):

@@ -11,7 +11,8 @@ SHOWN_LOGPROBS = 5
 @dataclass(frozen=True)
 class Ask:
     """One request: greedy, never ending early. ``params`` are vLLM's ``kv_transfer_params``, ``adapter`` is a
-    LoRA adapter's directory. ``abort_after`` tokens the request is aborted (0: before the first step)."""
+    LoRA adapter's directory. ``abort_after`` tokens the request is aborted (0: before the first step).
+    ``prompt_logprobs``: log-probabilities of the prompt are wanted, too (and left out of the answer)."""
 
     tokens: list[int]
     max_tokens: int = 8
@@ -19,6 +20,7 @@ class Ask:
     params: dict[str, Any] | None = None
     adapter: str | None = None
     abort_after: int | None = None
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,7 @@ class _Engine:
             max_tokens=ask.max_tokens,
             ignore_eos=True,
             logprobs=SHOWN_LOGPROBS,
+            prompt_logprobs=SHOWN_LOGPROBS if ask.prompt_logprobs else None,
             detokenize=False,
             extra_args=None if ask.params is None else {"kv_transfer_params": ask.params},
         )

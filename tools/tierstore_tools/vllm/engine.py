@@ -75,7 +75,8 @@ class Engine:
     ``connector`` is vLLM's ``kv_transfer_config`` (None: no connector), ``options`` are arguments of
     ``vllm.LLM`` beside the defaults above (None: vLLM's own), ``environment`` goes to the process. By default
     scheduler and worker live in the one process; ``processes=True`` gives each its own, as ``vllm serve``
-    does, which ``tensor_parallel_size`` above 1 needs. Raises :class:`EngineDiedError`.
+    does. More than one worker (``tensor_parallel_size``, ``pipeline_parallel_size``) needs that. Raises
+    :class:`EngineDiedError`.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Engine:
         chosen = {name: value for name, value in {**_OPTIONS, **options}.items() if value is not None}
         if connector is not None:
             chosen["kv_transfer_config"] = dict(connector)
-        ranks = int(chosen.get("tensor_parallel_size", 1))
+        ranks = int(chosen.get("tensor_parallel_size", 1)) * int(chosen.get("pipeline_parallel_size", 1))
         processes = processes or ranks > 1
         more = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if processes else "0"}
         if ranks > 1:
