@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,6 +69,8 @@ class Run:
     def forget_in_hbm(self) -> None:
         assert self.store.flush(30)
         self.engine.connector.evict(POOL_PAGES)
+        # A page that is given to the same chunk again must not have the right bytes before they come.
+        self.engine.connector.pool.array[:] = 0xA5
 
     def close(self) -> None:
         assert self.store.flush(30)
@@ -190,7 +194,29 @@ def test_the_kernels_on_a_device_that_defers(loaded: Callable[..., LoadedModel])
 
 @contextmanager
 def no_waiting_for_layers(patch: pytest.MonkeyPatch, pool: DevicePool) -> Iterator[None]:
+    """And the mover does not make up for it: it waits for the copies too, to end the leases of their host
+    slots, and where it is quick they are there before the model computes."""
+    steps = threading.Condition()
+    done = 0
+    original_result, original_let_go = DeferredRunner.result, HbmLoad._let_go
+
+    def result(self: DeferredRunner, logits: torch.Tensor) -> torch.Tensor:
+        nonlocal done
+        logits = original_result(self, logits)
+        with steps:
+            done += 1
+            steps.notify_all()
+        return logits
+
+    def let_go(self: HbmLoad, *arguments: Any) -> None:
+        with steps:
+            before = done
+            steps.wait_for(lambda: done > before, timeout=1.0)  # where that was the last one there is none
+        original_let_go(self, *arguments)
+
     patch.setattr(pool, "arrivals", lambda pages: HERE)
+    patch.setattr(DeferredRunner, "result", result)
+    patch.setattr(HbmLoad, "_let_go", let_go)
     yield
 
 
