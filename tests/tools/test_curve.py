@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from typer.testing import CliRunner
 
-from tierstore_tools.cli import app
+from tierstore_tools.cli import app, main
 
 
 def test_what_lookups_and_notes_take_is_shown_and_written(tmp_path):
@@ -17,3 +18,16 @@ def test_what_lookups_and_notes_take_is_shown_and_written(tmp_path):
     assert 0 < short["note_us"] < short["lookup_us"] < long["lookup_us"]
     assert short["note_share"] == short["note_us"] / short["lookup_us"]
     assert 0 <= short["left_out"] < 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"), [("a,640", "--tokens takes numbers"), ("640,5", "at least one page")]
+)
+def test_lengths_that_are_none_are_one_clear_line(monkeypatch, capfd, tokens, says):
+    monkeypatch.setattr("sys.argv", ["tierstore-bench", "curve", "--tokens", tokens])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("tierstore-bench: ")
+    assert says in line

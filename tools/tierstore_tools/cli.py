@@ -89,7 +89,7 @@ def longctx(
             dtype=dtype,
             prompt_text=None if prompt_file is None else _read_text(prompt_file),
             prefill_chunk=prefill_chunk,
-            sweep=_lengths(sweep),
+            sweep=_lengths("--sweep", sweep) if sweep else (),
         ),
         json=json,
         plot=plot,
@@ -140,8 +140,7 @@ def curve(
     """What the estimate of other capacities costs the lookups that it is made from."""
     from tierstore_tools import curve as bench
 
-    lengths = [int(length) for length in tokens.split(",")]
-    bench.run(lengths, seconds=seconds, json=json)
+    bench.run(_lengths("--tokens", tokens), seconds=seconds, json=json)
 
 
 @app.command()
@@ -280,11 +279,11 @@ def _read_text(path: Path) -> str:
         raise UsageError(f"cannot read {path}: {error}") from error
 
 
-def _lengths(text: str | None) -> tuple[int, ...]:
+def _lengths(option: str, text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(length) for length in text.split(",")) if text else ()
+        return tuple(int(length) for length in text.split(","))
     except ValueError as error:
-        raise UsageError(f"--sweep takes numbers of tokens, as in 1000,4000,16000, not {text!r}") from error
+        raise UsageError(f"{option} takes numbers of tokens, as in 1000,4000,16000, not {text!r}") from error
 
 
 def _require_writable(directory: Path) -> None:

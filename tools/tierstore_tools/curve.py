@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from tierstore.curve import Notes
 from tierstore.curve.groups import Groups, groups
 from tierstore.curve.notes import MOST
+from tierstore.errors import UsageError
 from tierstore.keys import Identity, Prompt
 from tierstore.spec import KVSpec
 from tierstore.store import Store
@@ -87,7 +88,11 @@ class _Lookups:
 
 
 def run(tokens: Sequence[int], *, seconds: float, json: str | None) -> None:
-    """Measure, show, write. Each of the three figures of a length takes about ``seconds``."""
+    """Measure, show, write. Each of the three figures of a length takes about ``seconds``. Raises
+    :class:`UsageError` for a length that makes no page."""
+    for length in tokens:
+        if length < _SPEC.chunk_tokens:
+            raise UsageError(f"a prompt has at least one page of {_SPEC.chunk_tokens} tokens, not {length}")
     with report.phases() as phases:
         costs = []
         for length in tokens:

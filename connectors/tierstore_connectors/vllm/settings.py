@@ -17,10 +17,9 @@ class Settings:
 
     ``chunk_tokens``: how many tokens a page holds (0: as few blocks as make 64 tokens). ``lookup_s`` is the
     longest a request waits to learn what the daemon has, ``prefetch_s`` the longest it waits for the disk,
-    and
-    ``load_s`` for its blocks. ``fence_s`` is the longest that a step waits for saves which read blocks that
-    it is going to write; then they are given up. ``ahead``: how many waiting requests are looked up before
-    vLLM asks for them. ``threads`` copy, in each worker.
+    and ``load_s`` for its blocks. ``fence_s`` is the longest that a step waits for saves which read blocks
+    that it is going to write; then they are given up. ``ahead``: how many waiting requests are looked up
+    before vLLM asks for them. ``threads`` copy, in each worker.
     """
 
     store: str = field(default_factory=default_listen)
