@@ -64,87 +64,122 @@ def measure(directory: Path, *, nbytes: int = 256 << 20, passes: int = 3) -> Lim
 
 def memcpy(nbytes: int = 256 << 20, *, piece: int = 1 << 20, passes: int = 3) -> float:
     """GB/s of one thread copying ``nbytes`` in pieces."""
-    source, destination = Memory(nbytes, shared=False), Memory(nbytes, shared=False)
-    source.populate()
-    destination.populate()
+    copies = Memcpy(nbytes, piece=piece)
+    return statistics.median(copies.gb_per_s() for _ in range(passes))
 
-    def copy_all() -> None:
-        for start in range(0, nbytes, piece):
-            memory.copy_all(
-                [(destination.address + start, source.address + start)], min(piece, nbytes - start)
-            )
 
-    return _median_gb_per_s(copy_all, nbytes, passes)
+class Memcpy:
+    """One thread that copies ``nbytes`` in pieces between two populated buffers."""
+
+    def __init__(self, nbytes: int, *, piece: int) -> None:
+        self._nbytes = nbytes
+        self._piece = piece
+        self._source, self._destination = (Memory(nbytes, shared=False) for _ in range(2))
+        self._source.populate()
+        self._destination.populate()
+
+    def gb_per_s(self) -> float:
+        """Of one pass."""
+        start = time.perf_counter()
+        for at in range(0, self._nbytes, self._piece):
+            pair = self._destination.address + at, self._source.address + at
+            memory.copy_all([pair], min(self._piece, self._nbytes - at))
+        return self._nbytes / (time.perf_counter() - start) / 1e9
 
 
 def disk(directory: Path, *, nbytes: int = 256 << 20, passes: int = 3) -> DiskLimits:
-    """The four disk figures, in turn within each pass so that a slow moment hits all of them."""
-    path = directory / f".tierstore-limits-{os.getpid()}"
-    rates: dict[str, list[float]] = {}
-    try:
-        raw = _Raw(path, nbytes)
-        for _ in range(passes):
-            for threads in _THREADS:
-                for name, seconds in raw.once(threads).items():
-                    rates.setdefault(f"{name}/{threads}", []).append(nbytes / seconds / 1e9)
-    finally:
-        path.unlink(missing_ok=True)
-
-    def best(name: str) -> float:
-        return max(statistics.median(values) for key, values in rates.items() if key.startswith(name))
-
-    return DiskLimits(
-        best("read direct"), best("read buffered"), best("write direct"), best("write buffered")
-    )
+    """The four disk figures."""
+    with RawDisk(directory, nbytes) as raw:
+        return raw.survey(passes)
 
 
-class _Raw:
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How bytes are moved: with O_DIRECT or through the page cache, by so many threads."""
+
+    direct: bool
+    threads: int
+
+
+class RawDisk:
     """Raw I/O on a file as a store makes them: preallocated, then written for the first time (which costs
-    file systems more than writing over). Buffered I/O stands in where O_DIRECT is not to be had."""
+    file systems more than writing over). Buffered I/O stands in where O_DIRECT is not to be had. The file is
+    in ``directory`` until :meth:`close`; its bytes are random."""
 
-    def __init__(self, path: Path, nbytes: int) -> None:
-        self._path = path
+    def __init__(self, directory: Path, nbytes: int) -> None:
+        self._path = directory / f".tierstore-limits-{os.getpid()}"
         self._nbytes = nbytes
         self._memory = Memory(max(_THREADS) * _REQUEST, shared=False)
         self._memory.view(0, self._memory.nbytes)[:] = os.urandom(1 << 20) * (self._memory.nbytes >> 20)
+        self._best_write = self._best_read = _Way(direct=True, threads=1)
 
-    def once(self, threads: int) -> dict[str, float]:
-        """Seconds of each way, once."""
-        return {
-            "write direct": self._time_write(os.O_DIRECT, threads),
-            "read direct": self._time_read(os.O_DIRECT, threads),
-            "write buffered": self._time_write(0, threads),
-            "read buffered": self._time_read(0, threads),
-        }
+    def __enter__(self) -> RawDisk:
+        return self
 
-    def _time_write(self, flags: int, threads: int) -> float:
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self._path.unlink(missing_ok=True)
-        fd = self._open(os.O_RDWR | os.O_CREAT | flags)
+
+    def survey(self, passes: int) -> DiskLimits:
+        """All ways in turn within each pass, so that a slow moment hits all of them. Finds out which is the
+        best to write and the best to read."""
+        writes: dict[_Way, list[float]] = {}
+        reads: dict[_Way, list[float]] = {}
+        ways = [_Way(direct, threads) for threads in _THREADS for direct in (True, False)]
+        for _ in range(passes):
+            for way in ways:
+                writes.setdefault(way, []).append(self._write_once(way))
+                reads.setdefault(way, []).append(self._read_once(way))
+        write = {way: statistics.median(values) for way, values in writes.items()}
+        read = {way: statistics.median(values) for way, values in reads.items()}
+        self._best_write = max(write, key=write.__getitem__)
+        self._best_read = max(read, key=read.__getitem__)
+
+        def best(rates: dict[_Way, float], direct: bool) -> float:
+            return max(rate for way, rate in rates.items() if way.direct is direct)
+
+        return DiskLimits(best(read, True), best(read, False), best(write, True), best(write, False))
+
+    def write(self) -> float:
+        """GB/s of one more pass in the best way to write."""
+        return self._write_once(self._best_write)
+
+    def read(self) -> float:
+        """GB/s of one more pass in the best way to read. There must have been a pass that wrote."""
+        return self._read_once(self._best_read)
+
+    def _write_once(self, way: _Way) -> float:
+        self._path.unlink(missing_ok=True)
+        fd = self._open(os.O_RDWR | os.O_CREAT, way)
         try:
             os.posix_fallocate(fd, 0, self._nbytes)
             os.fsync(fd)
             start = time.perf_counter()
-            self._in_parallel(self._write, fd, threads)
+            self._in_parallel(self._write, fd, way.threads)
             os.fdatasync(fd)
-            return time.perf_counter() - start
+            return self._nbytes / (time.perf_counter() - start) / 1e9
         finally:
             os.close(fd)
 
-    def _time_read(self, flags: int, threads: int) -> float:
-        fd = self._open(os.O_RDONLY | flags)
+    def _read_once(self, way: _Way) -> float:
+        fd = self._open(os.O_RDONLY, way)
         try:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             start = time.perf_counter()
-            self._in_parallel(self._read, fd, threads)
-            return time.perf_counter() - start
+            self._in_parallel(self._read, fd, way.threads)
+            return self._nbytes / (time.perf_counter() - start) / 1e9
         finally:
             os.close(fd)
 
-    def _open(self, flags: int) -> int:
-        try:
-            return os.open(self._path, flags, 0o600)
-        except OSError:
-            return os.open(self._path, flags & ~os.O_DIRECT, 0o600)
+    def _open(self, flags: int, way: _Way) -> int:
+        if way.direct:
+            try:
+                return os.open(self._path, flags | os.O_DIRECT, 0o600)
+            except OSError:
+                pass  # not to be had here
+        return os.open(self._path, flags, 0o600)
 
     def _in_parallel(self, move: Callable[[int, int, int], None], fd: int, threads: int) -> None:
         with ThreadPoolExecutor(threads) as pool:
@@ -170,12 +205,3 @@ def drop_page_cache(directory: Path) -> None:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(fd)
-
-
-def _median_gb_per_s(work: Callable[[], None], nbytes: int, passes: int) -> float:
-    rates = []
-    for _ in range(passes):
-        start = time.perf_counter()
-        work()
-        rates.append(nbytes / (time.perf_counter() - start) / 1e9)
-    return statistics.median(rates)

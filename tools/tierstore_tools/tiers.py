@@ -13,9 +13,9 @@ disk   caller's buffers → durable on disk          disk, page cache dropped �
 and a *scatter* takes pages out of the disk that do not lie side by side there: eight prompts are saved page
 by page in turn, and loaded one after the other.
 
-Everything goes through the store's own verbs, with index, leases, checksums and commits. The limit is
-measured again in every round, next to what is held against it; a fraction is the median of the rounds'
-fractions.
+Everything goes through the store's own verbs, with index, leases, checksums and commits. Which raw way is the
+best to write to this disk and to read from it is found out first; then, in every round, the limit is measured
+right before and right after what is held against it. A fraction is the median of the rounds' fractions.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ from tierstore.spec import KVSpec
 from tierstore.store import Store
 from tierstore.tiers.hbm import PagePool
 from tierstore_tools import limits
+from tierstore_tools.limits import RawDisk
 
 LAYER_BYTES = 16 << 10  # of the spec below: K and V, one head, 64 tokens × 64 values, float16
 _ROUNDS = 5
 _WAIT_S = 300.0
 _SCATTERED_PROMPTS = 8
+_SURVEY_PASSES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,8 @@ class TierRow:
 
 @dataclass(frozen=True, slots=True)
 class TiersResult:
-    """Limits are medians over all rounds."""
+    """``limits`` are medians of what was measured beside the rows, and (``disk_read_direct_gb_per_s`` …) what
+    the ways to use the disk came to before."""
 
     limits: dict[str, float]
     rows: tuple[TierRow, ...]
@@ -89,20 +92,23 @@ def run(
             raise UsageError(
                 f"a page size must be a multiple of 16KiB and at most {total_bytes}: {page_bytes} is not"
             )
-    seen: list[dict[str, float]] = []
+    beside: dict[str, list[float]] = {}
     rows: list[TierRow] = []
-    for page_bytes in page_sizes:
-        bench = _PageSize(directory, page_bytes, total_bytes)
-        samples: dict[_Op, list[tuple[Rate, float]]] = {}
-        for round_ in range(rounds):
-            progress(f"{page_bytes >> 10} KiB pages, round {round_ + 1} of {rounds}")
-            measured = bench.round()
-            seen.append(measured.limits)
-            for op, rate in measured.rates.items():
-                samples.setdefault(op, []).append((rate, rate.gb_per_s / measured.limits[_LIMIT_OF[op]]))
-        rows += [row_of(op, page_bytes, values, _LIMIT_OF[op]) for op, values in samples.items()]
-    merged = {name: statistics.median(each[name] for each in seen) for name in seen[0]}
-    return TiersResult(merged, tuple(rows))
+    with RawDisk(directory, total_bytes) as raw:
+        progress("the ways to use this disk")
+        survey = raw.survey(_SURVEY_PASSES)
+        for page_bytes in page_sizes:
+            bench = _PageSize(directory, raw, page_bytes, total_bytes)
+            samples: dict[_Op, list[Sample]] = {}
+            for round_ in range(rounds):
+                progress(f"{page_bytes >> 10} KiB pages, round {round_ + 1} of {rounds}")
+                for op, sample in bench.round().items():
+                    samples.setdefault(op, []).append(sample)
+                    beside.setdefault(_LIMIT_OF[op], []).append(sample.limit)
+            rows += [row_of(op, page_bytes, values, _LIMIT_OF[op]) for op, values in samples.items()]
+    medians = {name: statistics.median(values) for name, values in beside.items()}
+    ways = {f"disk_{name}": value for name, value in asdict(survey).items()}
+    return TiersResult(medians | ways, tuple(rows))
 
 
 _Op = tuple[str, str]
@@ -135,31 +141,46 @@ _LIMIT_OF = {
 }
 
 
-def row_of(op: _Op, page_bytes: int, samples: Sequence[tuple[Rate, float]], limit: str) -> TierRow:
-    """The medians of (rate, fraction of the limit)."""
-    rate = statistics.median(rate.gb_per_s for rate, _ in samples)
-    cores = statistics.median(rate.core_s_per_gb for rate, _ in samples)
-    fraction = statistics.median(fraction for _, fraction in samples)
-    return TierRow(*op, page_bytes, rate, page_bytes / rate / 1e3, fraction, limit, cores)
-
-
 @dataclass(frozen=True, slots=True)
-class _Round:
-    limits: dict[str, float]
-    rates: dict[_Op, Rate]
+class Sample:
+    """A rate, and the limit of those seconds in GB/s."""
+
+    rate: Rate
+    limit: float
+
+    @classmethod
+    def of(cls, work: Callable[[], object], nbytes: int, limit: Callable[[], float]) -> Sample:
+        """Those of ``work``, which moves ``nbytes``."""
+        before = limit()
+        rate = Rate.of(work, nbytes)
+        return cls(rate, statistics.mean((before, limit())))
+
+    @property
+    def fraction(self) -> float:
+        return self.rate.gb_per_s / self.limit
+
+
+def row_of(op: _Op, page_bytes: int, samples: Sequence[Sample], limit: str) -> TierRow:
+    """The medians."""
+    rate = statistics.median(sample.rate.gb_per_s for sample in samples)
+    cores = statistics.median(sample.rate.core_s_per_gb for sample in samples)
+    fraction = statistics.median(sample.fraction for sample in samples)
+    return TierRow(*op, page_bytes, rate, page_bytes / rate / 1e3, fraction, limit, cores)
 
 
 class _PageSize:
     """The measurements for one page size."""
 
-    def __init__(self, directory: Path, page_bytes: int, total_bytes: int) -> None:
+    def __init__(self, directory: Path, raw: RawDisk, page_bytes: int, total_bytes: int) -> None:
         self._directory = directory
+        self._raw = raw
         self._spec = KVSpec.uniform(
             layers=page_bytes // LAYER_BYTES, kv_heads=1, head_dim=64, dtype="float16"
         )
         self._count = total_bytes // page_bytes
         self._nbytes = self._count * page_bytes
         self._tokens = np.arange(self._count * self._spec.chunk_tokens)
+        self._memcpy = limits.Memcpy(self._nbytes, piece=page_bytes)
         self._source = self._buffers(fill=True)
         self._target = self._buffers(fill=False)
 
@@ -173,51 +194,43 @@ class _PageSize:
         page = self._spec.page_bytes
         return [memory.view(i * page, page) for i in range(self._count)]
 
-    def round(self) -> _Round:
+    def round(self) -> dict[_Op, Sample]:
         """All tiers once, each beside its limit."""
-        memcpy = limits.memcpy(self._nbytes, piece=self._spec.page_bytes, passes=3)
-        rates = {**self._host(), **self._hbm()}
-        memcpy = statistics.mean((memcpy, limits.memcpy(self._nbytes, piece=self._spec.page_bytes, passes=3)))
-        disk = limits.disk(self._directory, nbytes=self._nbytes, passes=3)
-        rates |= self._disk()
-        return _Round(limits.Limits(memcpy, disk).to_json(), rates)
+        return {**self._host(), **self._hbm(), **self._whole_prompt(), **self._scattered()}
 
-    def _host(self) -> dict[_Op, Rate]:
+    def _host(self) -> dict[_Op, Sample]:
         with self._open(None) as store:
-            put = self._time(lambda: store.save(self._tokens, self._source).wait(_WAIT_S))
-            get = self._time(lambda: store.load(store.lookup(self._tokens), self._target).wait(_WAIT_S))
+            put = self._copies(lambda: store.save(self._tokens, self._source).wait(_WAIT_S))
+            get = self._copies(lambda: store.load(store.lookup(self._tokens), self._target).wait(_WAIT_S))
             self._verify()
         return {("host", "put"): put, ("host", "get"): get}
 
-    def _hbm(self) -> dict[_Op, Rate]:
+    def _hbm(self) -> dict[_Op, Sample]:
         pool = PagePool(self._spec, self._count)
         with self._open(None, pool) as store:
             store.save(self._tokens, self._source).wait(_WAIT_S)
-            put = self._time(lambda: store.load(store.lookup(self._tokens)).wait(_WAIT_S))
+            put = self._copies(lambda: store.load(store.lookup(self._tokens)).wait(_WAIT_S))
             store.evict("host")
             prompt = store.prompt(self._tokens)
-            get = self._time(lambda: store.save_hbm(prompt, range(self._count)).wait(_WAIT_S))
+            get = self._copies(lambda: store.save_hbm(prompt, range(self._count)).wait(_WAIT_S))
         return {("hbm", "put"): put, ("hbm", "get"): get}
 
-    def _disk(self) -> dict[_Op, Rate]:
-        return {**self._whole_prompt(), **self._scattered()}
-
-    def _whole_prompt(self) -> dict[_Op, Rate]:
+    def _whole_prompt(self) -> dict[_Op, Sample]:
         with self._open_on_disk() as (path, store):
 
             def put_durably() -> None:
                 store.save(self._tokens, self._source).wait(_WAIT_S)
                 store.flush(_WAIT_S)
 
-            put = self._time(put_durably)
+            put = Sample.of(put_durably, self._nbytes, self._raw.write)
             _make_cold(store, path)
             hit = store.lookup(self._tokens)
-            get = self._time(lambda: hit.prefetch().wait(_WAIT_S))
+            get = Sample.of(lambda: hit.prefetch().wait(_WAIT_S), self._nbytes, self._raw.read)
             store.load(hit, self._target).wait(_WAIT_S)
             self._verify()
         return {("disk", "put"): put, ("disk", "get"): get}
 
-    def _scattered(self) -> dict[_Op, Rate]:
+    def _scattered(self) -> dict[_Op, Sample]:
         pages = self._count // _SCATTERED_PROMPTS
         if not pages:
             return {}
@@ -230,13 +243,13 @@ class _PageSize:
             _make_cold(store, path)
             hits = [store.lookup(each) for each in tokens]
             nbytes = pages * _SCATTERED_PROMPTS * self._spec.page_bytes
-            rate = self._time(lambda: [hit.prefetch().wait(_WAIT_S) for hit in hits], nbytes)
+            sample = Sample.of(lambda: [hit.prefetch().wait(_WAIT_S) for hit in hits], nbytes, self._raw.read)
             for i, hit in enumerate(hits):
                 store.load(hit, self._target[i : pages * _SCATTERED_PROMPTS : _SCATTERED_PROMPTS]).wait(
                     _WAIT_S
                 )
             self._verify(pages * _SCATTERED_PROMPTS)
-        return {("disk", "scatter"): rate}
+        return {("disk", "scatter"): sample}
 
     @contextmanager
     def _open_on_disk(self) -> Iterator[tuple[Path, Store]]:
@@ -256,9 +269,9 @@ class _PageSize:
             store.wait_ready()
             yield store
 
-    def _time(self, work: Callable[[], object], nbytes: int | None = None) -> Rate:
-        """How fast all pages (or ``nbytes``) are moved."""
-        return Rate.of(work, self._nbytes if nbytes is None else nbytes)
+    def _copies(self, work: Callable[[], object]) -> Sample:
+        """All pages are copied in memory."""
+        return Sample.of(work, self._nbytes, self._memcpy.gb_per_s)
 
     def _verify(self, count: int | None = None) -> None:
         """A figure for wrong bytes would be worth nothing."""
