@@ -1,4 +1,5 @@
-"""The client's hold on a daemon's arena: the mapping, and the unix socket that is its sign of life.
+"""A connection's hold on a daemon's arena: the mapping (see ``mapping.py``), and the unix socket that is its
+sign of life.
 
 The socket is opened once, hands over the arena's file descriptor and a token, and stays open for as long as
 the process wants the daemon to think that it lives. The daemon's end being closed (:meth:`Arena.fileno`
@@ -13,14 +14,12 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import weakref
 
+from tierstore.daemon.mapping import Mapping, map_arena
 from tierstore.daemon.protocol import ARENA_HEADER, ARENA_MAGIC
 from tierstore.errors import StoreUnavailableError, UsageError
 from tierstore.memory import Memory
-
-_POPULATE_STEP = 64 << 20
 
 _open_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
 
@@ -54,14 +53,14 @@ class ArenaSocket:
             magic, nbytes, token = ARENA_HEADER.unpack(header)
             if magic != ARENA_MAGIC:
                 raise StoreUnavailableError("the daemon's arena socket speaks another version")
-            memory = Memory.attach(fds.pop(), nbytes)
+            mapping = map_arena(fds[0], nbytes)
         except (OSError, UsageError) as error:
             self.close(fds)
             raise StoreUnavailableError(f"cannot map the daemon's arena: {error}") from error
         except StoreUnavailableError:
             self.close(fds)
             raise
-        return Arena(self._socket, memory, token)
+        return Arena(self._socket, mapping, token)
 
     def close(self, fds: list[int] | None = None) -> None:
         self._socket.close()
@@ -72,14 +71,16 @@ class ArenaSocket:
 class Arena:
     """A daemon's arena, mapped as ``memory`` (None once closed). ``token`` is what to say in ``Hello``."""
 
-    def __init__(self, connection: socket.socket, memory: Memory, token: bytes) -> None:
-        self.memory: Memory | None = memory
+    def __init__(self, connection: socket.socket, mapping: Mapping, token: bytes) -> None:
         self.token = token
         self._socket = connection
-        self._closing = threading.Event()
+        self._mapping: Mapping | None = mapping
         _open_arenas.add(self)
-        self._populating = threading.Thread(target=self._populate, name="tierstore-attach", daemon=True)
-        self._populating.start()
+
+    @property
+    def memory(self) -> Memory | None:
+        mapping = self._mapping
+        return mapping.memory if mapping is not None else None
 
     def fileno(self) -> int:
         """Readable once the daemon is gone."""
@@ -87,35 +88,21 @@ class Arena:
 
     def wait_populated(self) -> None:
         """Block until copies are as fast as they get."""
-        self._populating.join()
+        mapping = self._mapping
+        if mapping is not None:
+            mapping.wait_populated()
 
     def close(self) -> None:
-        """Tell the daemon, by hanging up, that nothing here is in use any more. The mapping goes with the
-        last copy that is under way (a dead daemon's arena takes up memory until then)."""
-        self._closing.set()
-        self._drop()
+        """Tell the daemon, by hanging up, that nothing of this connection's is in use any more."""
+        self._socket.close()
+        mapping, self._mapping = self._mapping, None
+        if mapping is not None:
+            mapping.let_go()
 
     def forget_in_child(self) -> None:
         """Close what a fork has copied."""
-        self._drop()
-
-    def _drop(self) -> None:
         self._socket.close()
-        memory, self.memory = self.memory, None
-        if memory is not None:
-            memory.close()
-
-    def _populate(self) -> None:
-        # Fill this process's page tables: the first touch of each shared 4 KiB page costs 0.25 µs and more
-        # in the middle of a copy. This is also where a GPU's driver is to be told of the mapping
-        # (cudaHostRegister), and in close() that it goes.
-        memory = self.memory
-        if memory is None:
-            return
-        for start in range(0, memory.nbytes, _POPULATE_STEP):
-            if self._closing.is_set():
-                return
-            memory.populate(start, _POPULATE_STEP)
+        self._mapping = None
 
 
 def _forget_in_child() -> None:

@@ -49,6 +49,8 @@ class Lookups:
         self.lookup_tokens: Counter[str] = Counter()  # by tenant
 
     def lookup(self, session: Session, m: p.Lookup) -> p.Found | Awaitable[p.Found]:
+        if m.released:
+            self.release(session, m.released)
         wait_s = checked_wait(m.wait_s)
         prompt = AskedPrompt(session, m.prompt)
         if m.max_tokens < 0:
@@ -172,9 +174,10 @@ class Lookups:
                 self._state.uses.touch(pages, hit=True)
                 self._state.let_sleep()
 
-    def release(self, session: Session, m: p.Release) -> None:
+    def release(self, session: Session, leases: Sequence[int]) -> None:
+        """Those that are not the session's are passed over."""
         with self._state.lock:
-            for number in m.leases:
+            for number in leases:
                 held = session.leases.pop(number, None)
                 if held is not None:
                     self._state.leases.release(held.lease)

@@ -117,12 +117,14 @@ class PromptPart(Message):
 
 
 class Lookup(Message):
-    """The longest held prefix, leased until :class:`Release`, the lease's end, or the client's."""
+    """The longest held prefix, leased until :class:`Release`, the lease's end, or the client's. ``released``
+    are leases given back on this occasion."""
 
     id: int
     prompt: PromptPart
     max_tokens: int
     wait_s: float
+    released: list[int] = []
 
 
 class Found(Message):

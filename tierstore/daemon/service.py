@@ -167,7 +167,7 @@ class Service:
             case p.Lookup():
                 return self._lookups.lookup(session, m)
             case p.Release():
-                self._lookups.release(session, m)
+                self._lookups.release(session, m.leases)
                 return None
             case p.Load():
                 return self._loads.load(session, m)

@@ -7,7 +7,7 @@ Answers to others that a leader comes across are left to the connection's thread
 clock: when the next request could be late, and soon after something was given back, but never without a
 reason.
 
-Leases are given back in one message for several of them, with the next request or 0.1 s later.
+Leases are given back several at once: with the next lookup, before any other request, or 0.1 s later.
 """
 
 from __future__ import annotations
@@ -177,18 +177,17 @@ class Serving:
     ) -> bool:
         """Send a message, the request that ``call`` stands for if there is one. ``led``: the caller waits for
         it at once. False when the session is over."""
+        if isinstance(message, protocol.Lookup):
+            with self._lock:
+                message.released = self._take_released()
         body = protocol.encode(message)
-        first = isinstance(message, protocol.Lookup)  # which needs nothing that is given back
         with self._lock:
             if self._over:
                 return False
             if call is not None:
                 self._pending[call.number] = call
-            if not first:
-                self._give_back_released()
+            self._give_back_released()
             self._put(body, frames)
-            if first:
-                self._give_back_released()
             if call is not None and not led:
                 self._look_by(call.ends)
         return True
@@ -213,8 +212,11 @@ class Serving:
 
     def _give_back_released(self) -> None:
         if self._released:
-            leases, self._released, self._release_by = self._released, [], math.inf
-            self._put(protocol.encode(protocol.Release(leases)))
+            self._put(protocol.encode(protocol.Release(self._take_released())))
+
+    def _take_released(self) -> list[int]:
+        leases, self._released, self._release_by = self._released, [], math.inf
+        return leases
 
     def _put(self, body: bytes, frames: Sequence[memoryview] = ()) -> None:
         socket = self._socket

@@ -68,7 +68,7 @@ def _tokens() -> npt.NDArray[np.uint32]:
 
 def _work(meet: Meet, url: str, pid: int, identity: Identity, clients: int, seconds: float) -> _Served:
     cores = share_cores_of(pid)
-    stores = [connect(url, _SPEC, identity, ready=False) for _ in range(clients)]
+    stores = [connect(url, _SPEC, identity) for _ in range(clients)]
     latencies: list[list[float]] = [[] for _ in stores]
     tokens = _tokens()
     failed: list[str] = []

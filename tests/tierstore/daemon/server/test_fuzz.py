@@ -26,7 +26,7 @@ SEEDS = [
     p.Register(2, asdict(IDENTITY), 8192, 16),
     p.Ping(3),
     p.Lookup(4, part(PROMPT), 80, 0.0),
-    p.Lookup(4, part(PROMPT, path=1, known=2), 80, 0.01),
+    p.Lookup(4, part(PROMPT, path=1, known=2), 80, 0.01, [1, 2]),
     p.Prefetch(5, 1, 0.0),
     p.Load(6, 1, 0, 5, 0.0),
     p.Fetch(7, 1, 0, 5, 0.0),

@@ -136,6 +136,20 @@ def test_leased_pages_stay_and_others_make_room(start, connect):
     assert client.save(other).stored_tokens == 6 * CHUNK_TOKENS
 
 
+def test_a_lookup_gives_leases_back_whatever_its_answer(start, connect):
+    daemon = start(pages=8)
+    client = connect(daemon.url)
+    client.register()
+    client.save(TOKENS)
+    first, second = client.lookup(prompt_of(TOKENS)), client.lookup(prompt_of(TOKENS))
+    found = client.ask(p.Lookup(0, part(prompt_of(TOKENS)), len(TOKENS), 0.0, [first.lease, 4711]))
+    assert client.load(first.lease, 6) == []
+    assert client.load(second.lease, 6) == client.load(found.lease, 6) == PAGES
+    refused = client.ask(p.Lookup(0, part(prompt_of(TOKENS)), -1, 0.0, [second.lease, found.lease]))
+    assert refused.kind == "usage"
+    assert client.save(list(range(1000, 1000 + 8 * CHUNK_TOKENS))).stored_tokens == 8 * CHUNK_TOKENS
+
+
 def test_a_lease_ends_by_itself(start, connect):
     daemon = start(pages=8, lease_s=0.1)
     client = connect(daemon.url)

@@ -116,8 +116,14 @@ class ServiceMachine(RuleBasedStateMachine):
 
     # -- rules -------------------------------------------------------------------------------------------
 
-    @rule(who=sessions, spec=prompts, limit=st.sampled_from([40, 40, 40, 17, 8, 0]), use_path=st.booleans())
-    def lookup(self, who, spec, limit, use_path):
+    @rule(
+        who=sessions,
+        spec=prompts,
+        limit=st.sampled_from([40, 40, 40, 17, 8, 0]),
+        use_path=st.booleans(),
+        give_back=st.integers(0, 2),
+    )
+    def lookup(self, who, spec, limit, use_path, give_back):
         session, prompt = self.sessions[who], self.prompt(spec)
         asked = part(prompt, self.number(prompt))
         if use_path:
@@ -133,7 +139,11 @@ class ServiceMachine(RuleBasedStateMachine):
                 if shared:
                     asked = part(prompt, self.number(prompt), path=number, known=shared)
                     break
-        found = self.ask(session, p.Lookup(0, asked, limit, SECONDS))
+        released = [lease for lease in self.leases if lease.session is session][:give_back]
+        self.leases = [lease for lease in self.leases if lease not in released]
+        numbers = [lease.number for lease in released]
+        found = self.ask(session, p.Lookup(0, asked, limit, SECONDS, numbers))
+        assert not session.leases.keys() & set(numbers)
         if isinstance(found, p.Refused):
             assert found.kind == "path", found
             del self.paths[asked.path]
@@ -238,7 +248,7 @@ class ServiceMachine(RuleBasedStateMachine):
             self.ask(lease.session, p.Release([lease.number]))
         self.leases.clear()
         self.evict(who, "host", -1)
-        self.lookup(who, spec, 40, True)
+        self.lookup(who, spec, 40, True, 0)
 
     @rule(who=sessions)
     def flush(self, who):
