@@ -1,8 +1,8 @@
 """Saves of a connected store: from HBM pages or a caller's buffers into slots that the daemon reserves.
 
-A save goes by windows, in prefix order: reserve, copy, commit. The next window is reserved while the last one
-is copied, and all saves together keep within what a client may hold in reservations (those that would not,
-wait their turn; nobody waits for them). Every page is hashed while it is copied, in pieces that stay in the
+A save goes by windows, in prefix order: reserve, copy, commit. The first ones are small, so that copying
+begins soon; the next ones are reserved while those before are copied. All saves together keep within what a
+client may hold in reservations (those that would not, wait their turn; nobody waits for them). Every page is hashed while it is copied, in pieces that stay in the
 cache, so that its checksum is that of the very bytes the engine had.
 
 Pages in HBM are published where they are when ``save_hbm`` is called, and held until it is known that they
@@ -27,7 +27,9 @@ from tierstore.store.state import StoreState
 from tierstore.store.telling import Told
 from tierstore.transfer import Transfer, TransferState
 
-_WINDOW_BYTES = 32 << 20
+_FIRST_WINDOW_BYTES = 4 << 20  # each is twice as large as the one before …
+_WINDOW_BYTES = 32 << 20  # … up to this
+_AHEAD = 2  # windows that are asked for, or wait for their turn
 _WINDOWS_AT_ONCE = 4  # what a client may hold in reservations is shared by that many windows
 _COPY_BYTES = 4 << 20  # one task of the mover
 _WRITE_BYTES = 8 << 20  # one message with pages
@@ -63,6 +65,8 @@ class SaveJob:
         self._first = first
         self._count = count
         self._next = 0
+        self._window_bytes = _FIRST_WINDOW_BYTES
+        self._ahead = 0
         self._windows = 0  # reserved, and not ended yet
         self._closed = False
         self._copying = 0
@@ -73,10 +77,18 @@ class SaveJob:
 
     def start(self) -> Transfer[int]:
         if self._count:
-            self._budget.request(self)
+            self._go_on()
         else:
             self.transfer.finish()
         return self.transfer
+
+    def _go_on(self) -> None:
+        """Reserve the next window in its turn, if there is one and not enough are ahead."""
+        with self._state.lock:
+            more = self._next < self._count and self._ahead < _AHEAD
+            self._ahead += more
+        if more:
+            self._budget.request(self)
 
     # -- reserve -------------------------------------------------------------------------------------
 
@@ -86,7 +98,7 @@ class SaveJob:
         count = self._count - self._next
         if session is None or self._closed:
             return Window(self._next, count, 0, session)
-        limit = min(_WINDOW_BYTES, session.reserve_bytes // _WINDOWS_AT_ONCE)
+        limit = min(self._window_bytes, session.reserve_bytes // _WINDOWS_AT_ONCE)
         count = min(count, max(limit // self._page_bytes, 1))
         return Window(self._next, count, count * self._page_bytes, session)
 
@@ -97,6 +109,7 @@ class SaveJob:
         with self._state.lock:
             self._next += window.count
             self._windows += 1
+            self._window_bytes = min(2 * self._window_bytes, _WINDOW_BYTES)
             self._state.counters.not_stored_pages += window.count * nowhere
         if session is None or nowhere:
             self._end(window)
@@ -116,6 +129,7 @@ class SaveJob:
 
         call = self._connection.call(session, message(), protocol.Reserved, otherwise=whole)
         call.on_end(lambda: self._reserved(window, session, call))
+        self._go_on()
 
     def _reserved(self, window: Window, session: Session, call: Call[protocol.Reserved]) -> None:
         answer = call.wait()
@@ -135,11 +149,10 @@ class SaveJob:
             if window.stored_tokens >= self._tokens(window.first, window.count):
                 counters.already_stored_pages += window.count - len(window.positions)
             else:
-                counters.not_stored_pages += self._count - window.first - len(window.positions)
+                counters.not_stored_pages += window.count - len(window.positions)
                 self._skip_the_rest()  # what follows a page that is not there could never be found
-            more = self._next < self._count
-        if more:
-            self._budget.request(self)
+            self._ahead -= 1
+        self._go_on()
         self._write(window, session)
 
     def _sound(self, window: Window, session: Session) -> bool:
@@ -161,7 +174,9 @@ class SaveJob:
     def _skip_the_rest(self) -> None:
         for position in range(self._next, self._count):
             self._unhold(position)
-        self._state.pending_saves -= self._count - self._next
+        skipped = self._count - self._next
+        self._state.pending_saves -= skipped
+        self._state.counters.not_stored_pages += skipped
         self._next = self._count
 
     # -- write ---------------------------------------------------------------------------------------

@@ -8,8 +8,6 @@ from tierstore.index.page import Copy, Page, Tier
 from tierstore.policy import NO_HINT, PageFacts, Policy
 from tierstore.policy.queue import Accesses, Queue
 
-_TIERS = tuple(Tier)  # iterating over the enum itself is slow
-
 
 class Exits:
     """For each memory tier, the queue of copies that may leave; for the disk, the pages that may fall idle.
@@ -46,9 +44,14 @@ class Exits:
 
     def offer_all(self, page: Page) -> None:
         """The same in every tier."""
-        for tier, copy in zip(_TIERS, page.copies, strict=True):
-            if copy is not None and not copy.queued:
-                self.offer(page, tier)
+        # Spelled out: this runs several times for each page that comes or leaves.
+        hbm, host, disk = page.copies
+        if hbm is not None and not hbm.queued:
+            self.offer(page, Tier.HBM)
+        if host is not None and not host.queued:
+            self.offer(page, Tier.HOST)
+        if disk is not None and not disk.queued:
+            self.offer(page, Tier.DISK)
 
     def offer_again(self, page: Page) -> None:
         """A page may be worth less than it was when it was last offered."""
