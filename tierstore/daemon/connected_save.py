@@ -2,8 +2,9 @@
 
 A save goes by windows, in prefix order: reserve, copy, commit. The first ones are small, so that copying
 begins soon; the next ones are reserved while those before are copied. All saves together keep within what a
-client may hold in reservations (those that would not, wait their turn; nobody waits for them). Every page is hashed while it is copied, in pieces that stay in the
-cache, so that its checksum is that of the very bytes the engine had.
+client may hold in reservations (those that would not, wait their turn; nobody waits for them). Every page is
+hashed while it is copied, in pieces that stay in the cache, so that its checksum is that of the very bytes
+the engine had.
 
 Pages in HBM are published where they are when ``save_hbm`` is called, and held until it is known that they
 need not be copied, or they have been.
