@@ -25,7 +25,7 @@ written before it is refused by ``commit``: the kernel reports lost writes once,
 
 **How pages are read.** In requests of 1 to 4 MiB over neighbours, one for each thread of a crew, which also
 takes the checksum while the bytes are in its cache. Small pages that lie apart go to the kernel in one call
-(aio.py), where that was found to be no slower when the directory was made (calibration.py).
+(aio.py), unless threads were found to be clearly faster when the directory was made (calibration.py).
 
 **Damage and failure.** Bytes that are there and wrong are damage: the page will never be read again. A disk
 that gives an error says nothing about its pages: they stay, whatever happens (reads.py). Every call is
