@@ -1,10 +1,10 @@
 """Saves of a connected store: from HBM pages or a caller's buffers into slots that the daemon reserves.
 
 A save goes by windows, in prefix order: reserve, copy, commit. The first ones are small, so that copying
-begins soon; the next ones are reserved while those before are copied. All saves together keep within what a
-client may hold in reservations (those that would not, wait their turn; nobody waits for them). Every page is
-hashed while it is copied, in pieces that stay in the cache, so that its checksum is that of the very bytes
-the engine had.
+begins soon. The next window is reserved while the last one is copied (one at a time: the daemon may decide a
+short one before a long one that came earlier), and all saves together keep within what a client may hold in
+reservations (those that would not, wait their turn; nobody waits for them). Every page is hashed while it is
+copied, in pieces that stay in the cache, so that its checksum is that of the very bytes the engine had.
 
 Pages in HBM are published where they are when ``save_hbm`` is called, and held until it is known that they
 need not be copied, or they have been.
@@ -30,7 +30,6 @@ from tierstore.transfer import Transfer, TransferState
 
 _FIRST_WINDOW_BYTES = 4 << 20  # each is twice as large as the one before …
 _WINDOW_BYTES = 32 << 20  # … up to this
-_AHEAD = 2  # windows that are asked for, or wait for their turn
 _WINDOWS_AT_ONCE = 4  # what a client may hold in reservations is shared by that many windows
 _COPY_BYTES = 4 << 20  # one task of the mover
 _WRITE_BYTES = 8 << 20  # one message with pages
@@ -67,7 +66,6 @@ class SaveJob:
         self._count = count
         self._next = 0
         self._window_bytes = _FIRST_WINDOW_BYTES
-        self._ahead = 0
         self._windows = 0  # reserved, and not ended yet
         self._closed = False
         self._copying = 0
@@ -78,18 +76,10 @@ class SaveJob:
 
     def start(self) -> Transfer[int]:
         if self._count:
-            self._go_on()
+            self._budget.request(self)
         else:
             self.transfer.finish()
         return self.transfer
-
-    def _go_on(self) -> None:
-        """Reserve the next window in its turn, if there is one and not enough are ahead."""
-        with self._state.lock:
-            more = self._next < self._count and self._ahead < _AHEAD
-            self._ahead += more
-        if more:
-            self._budget.request(self)
 
     # -- reserve -------------------------------------------------------------------------------------
 
@@ -130,7 +120,6 @@ class SaveJob:
 
         call = self._connection.call(session, message(), protocol.Reserved, otherwise=whole)
         call.on_end(lambda: self._reserved(window, session, call))
-        self._go_on()
 
     def _reserved(self, window: Window, session: Session, call: Call[protocol.Reserved]) -> None:
         answer = call.wait()
@@ -150,10 +139,11 @@ class SaveJob:
             if window.stored_tokens >= self._tokens(window.first, window.count):
                 counters.already_stored_pages += window.count - len(window.positions)
             else:
-                counters.not_stored_pages += window.count - len(window.positions)
+                counters.not_stored_pages += self._count - window.first - len(window.positions)
                 self._skip_the_rest()  # what follows a page that is not there could never be found
-            self._ahead -= 1
-        self._go_on()
+            more = self._next < self._count
+        if more:
+            self._budget.request(self)
         self._write(window, session)
 
     def _sound(self, window: Window, session: Session) -> bool:
@@ -175,9 +165,7 @@ class SaveJob:
     def _skip_the_rest(self) -> None:
         for position in range(self._next, self._count):
             self._unhold(position)
-        skipped = self._count - self._next
-        self._state.pending_saves -= skipped
-        self._state.counters.not_stored_pages += skipped
+        self._state.pending_saves -= self._count - self._next
         self._next = self._count
 
     # -- write ---------------------------------------------------------------------------------------

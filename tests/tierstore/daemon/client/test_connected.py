@@ -102,6 +102,13 @@ def test_a_long_prompt_goes_by_windows(store, monkeypatch):
     assert load_bytes(store, store.lookup(tokens)) == (len(tokens), pages_of(tokens))
 
 
+def test_a_short_window_does_not_overtake_a_long_one(store):
+    """The daemon decides long ones in steps, and short ones at once."""
+    tokens = list(range(16 * 560))  # windows of 512 and 48 pages
+    assert store.save(tokens, pages_of(tokens)).wait(30) == len(tokens)
+    assert store.lookup(tokens).tokens == len(tokens)
+
+
 def test_pages_from_disk(store):
     save(store, TOKENS)
     assert store.flush(10)
