@@ -102,8 +102,9 @@ def test_a_long_prompt_goes_by_windows(store, monkeypatch):
     assert load_bytes(store, store.lookup(tokens)) == (len(tokens), pages_of(tokens))
 
 
-def test_a_short_window_does_not_overtake_a_long_one(store):
+def test_a_short_window_does_not_overtake_a_long_one(make_daemon, connect):
     """The daemon decides long ones in steps, and short ones at once."""
+    store = connect(make_daemon(host_bytes=64 << 20).url)
     tokens = list(range(16 * 560))  # windows of 512 and 48 pages
     assert store.save(tokens, pages_of(tokens)).wait(30) == len(tokens)
     assert store.lookup(tokens).tokens == len(tokens)
