@@ -70,5 +70,6 @@ class Call(Transfer["A | None"], Generic[A]):
         """There will be no answer."""
         return self._end(TransferState.DONE)
 
-    def _take(self, _: TransferState) -> A | None:
-        return self._answer
+    def _take(self, state: TransferState) -> A | None:
+        # An answer that comes in the moment the time is over is given back by whoever received it.
+        return self._answer if state is TransferState.DONE else None

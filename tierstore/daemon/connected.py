@@ -8,7 +8,7 @@ HBM: lookups find what is there, and nothing is stored below it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from tierstore.daemon.connected_hit import ConnectedHit
 from tierstore.daemon.connected_save import SaveJob
 from tierstore.daemon.connection import Connection
 from tierstore.daemon.destinations import BufferLoad, HbmLoad, TargetLoad
-from tierstore.daemon.finding import Finder
+from tierstore.daemon.finding import Finder, look_up
 from tierstore.daemon.greeting import Address, CurveKeys
 from tierstore.daemon.local import LocalPages
 from tierstore.daemon.registration import Registration
@@ -354,3 +354,12 @@ class ConnectedStore(Store):
             raise StoreClosedError("this store was connected by another process: connect one here after fork")
         if self._state.closed:
             raise StoreClosedError("the store is closed")
+
+
+def lookup_all(
+    wanted: Iterable[tuple[ConnectedStore, Prompt | TokenIds]], *, max_tokens: int | None = None
+) -> Sequence[Hit]:
+    """:meth:`Store.lookup` of many prompts, in one store or in several: all are asked before any answer is
+    waited for, and ``lookup_s`` (the longest of the stores') is the limit for all together. The hits are in
+    the order of ``wanted``. Raises what :meth:`Store.lookup` raises; nothing is leased then."""
+    return look_up((store._finder, store._question(prompt, max_tokens)) for store, prompt in wanted)

@@ -79,13 +79,16 @@ class Connection:
         expected: type[A],
         *,
         wait_s: float = 0.0,
+        patience_s: float | None = None,
         frames: Sequence[memoryview] = (),
         otherwise: Callable[[], Message] | None = None,
         led: bool = False,
     ) -> Call[A]:
         """Send a request (its ``id`` is set here) within ``session``; it fails at once if that is over.
-        ``wait_s`` is what the daemon was told to take at most. ``led``: this thread waits for it at once."""
-        call = Call(expected, wait_s + self.patience_s, otherwise=otherwise)
+        ``wait_s`` is what the daemon was told to take at most, ``patience_s`` (the connection's own, where
+        it is not given) comes on top. ``led``: this thread waits for it at once."""
+        patience_s = self.patience_s if patience_s is None else patience_s
+        call = Call(expected, wait_s + patience_s, otherwise=otherwise)
         call.number = message.id = next(self._ids)
         self.counters.requests += 1
         serving = None if session.silent else self._serving_of(session)

@@ -84,12 +84,13 @@ class Remote:
             return None
         return session
 
-    def ask(self, question: Question, *, led: bool = False) -> Asked | None:
-        """Send a lookup; None when the daemon is away. ``led``: this thread waits for the answer at once."""
+    def ask(self, question: Question, patience_s: float, *, led: bool = False) -> Asked | None:
+        """Send a lookup, which is waited for ``patience_s`` seconds at most; None when the daemon is away or
+        there is no time. ``led``: this thread waits for the answer at once."""
         session = self.session_for(question)
-        if session is None:
+        if session is None or patience_s <= 0:
             return None
-        wait_s = self.connection.patience_s * _WAIT_SHARE
+        wait_s = patience_s * _WAIT_SHARE
         at = self.clock()
 
         def message() -> protocol.Lookup:
@@ -100,7 +101,9 @@ class Remote:
             return message()
 
         # The daemon's waiting is within our patience, not on top of it.
-        call = self.connection.call(session, message(), protocol.Found, otherwise=whole, led=led)
+        call = self.connection.call(
+            session, message(), protocol.Found, patience_s=patience_s, otherwise=whole, led=led
+        )
         return Asked(question, session, call, at)
 
     def answer(self, asked: Asked) -> RemoteLease | None:
@@ -122,9 +125,16 @@ class Remote:
             return None
         return lease
 
+    def give_up(self, asked: Asked) -> None:
+        """Nobody wants this answer any more. (One that is still to come is given back by the connection.)"""
+        if not asked.call.cancel():
+            lease = self.answer(asked)
+            if lease is not None:
+                self.release(lease)
+
     def renew(self, question: Question, then: Callable[[RemoteLease | None], None]) -> None:
         """Look up again; ``then`` is called with the new lease, on whatever thread knows it."""
-        asked = self.ask(question)
+        asked = self.ask(question, self.connection.patience_s)
         if asked is None:
             then(None)
         else:

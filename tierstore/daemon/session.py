@@ -19,7 +19,7 @@ from tierstore.store.leases import Lease
 
 MOST_IDENTITIES = 1024  # a client may register
 MOST_LEASES = 4096
-MOST_WAITING = 256  # requests that wait for a disk
+MOST_WAITING = 4096  # requests that wait for a disk: a prefetch for each lease, if need be
 MOST_WAIT_S = 600.0
 MOST_PATHS = 64
 MOST_PATH_PAGES = 1 << 18  # in all remembered paths together

@@ -1,8 +1,8 @@
 """Loads of one worker: each request's pages, from the daemon's arena into KV blocks.
 
-The prompt is looked up again here, for each group under this worker's own identity: a lease is held by who
-copies. That is done by a thread, and so are the copies; the model's thread looks once a step whether a load
-has ended. When a load has ended, in whatever way, nothing writes to its blocks any more.
+The prompt is looked up again here, for all groups at once, under this worker's own identities: a lease is
+held by who copies. That is done by a thread, and so are the copies; the model's thread looks once a step
+whether a load has ended. When a load has ended, in whatever way, nothing writes to its blocks any more.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from tierstore.daemon.connected import ConnectedStore
+from tierstore.daemon.connected import ConnectedStore, lookup_all
 from tierstore.errors import StoreClosedError
 from tierstore.keys import Identity, Prompt
+from tierstore.store.base import Hit
 from tierstore.store.load import Loaded
 from tierstore.transfer import Transfer
 from tierstore_connectors.vllm.copies import LoadedBlocks
@@ -63,8 +64,10 @@ class Load:
 
     def _start(self, moved: Callable[[], None]) -> None:
         try:
-            for part in self._parts:
-                self._start_part(part, moved)
+            # All groups at once: each is a question under another identity, and all have to be held.
+            hits = lookup_all((part.store, part.prompt) for part in self._parts)
+            for transfer in self._start_parts(hits):
+                transfer.on_end(moved)
         except StoreClosedError:
             self._stop()  # the session has been given up
         except Exception as error:  # noqa: BLE001  # on a thread of its own nobody else would see it
@@ -75,17 +78,29 @@ class Load:
                 self._started = True
             moved()
 
-    def _start_part(self, part: LoadPart, moved: Callable[[], None]) -> None:
-        hit = part.store.lookup(part.prompt)
-        with self._lock:
-            if self._stopped or hit.tokens < part.blocks.end * hit.chunk_tokens:
-                self._stopped = True
+    def _start_parts(self, hits: Sequence[Hit]) -> list[Transfer[Loaded]]:
+        """The transfers; none when one of the groups lacks what is wanted, or the load has been stopped. What
+        is not going to be loaded is given back."""
+        started = 0
+        try:
+            with self._lock:
+                short = any(
+                    hit.tokens < part.blocks.end * hit.chunk_tokens
+                    for part, hit in zip(self._parts, hits, strict=True)
+                )
+                self._stopped = self._stopped or short
+                if not self._stopped:
+                    left = max(self._ends - self._clock(), 0.0)
+                    for part, hit in zip(self._parts, hits, strict=True):
+                        transfer = part.store.load_to(
+                            hit, part.target, first=part.blocks.first, deadline_s=left
+                        )
+                        started += 1
+                        self._transfers.append(transfer)
+                return list(self._transfers)
+        finally:
+            for hit in hits[started:]:
                 hit.release()
-                return
-            left = max(self._ends - self._clock(), 0.0)
-            transfer = part.store.load_to(hit, part.target, first=part.blocks.first, deadline_s=left)
-            self._transfers.append(transfer)
-        transfer.on_end(moved)
 
     def poll(self) -> int | None:
         """The chunks of the prompt that are loaded, in every group; None while it is under way."""
