@@ -20,6 +20,7 @@ from tests.tierstore.daemon.server.client import offsets, page_bytes, part, posi
 from tierstore.daemon import protocol as p
 from tierstore.daemon.assembly import assemble
 from tierstore.daemon.service import Service
+from tierstore.daemon.session import MOST_WAITING
 from tierstore.daemon.settings import Settings
 from tierstore.index import Tier
 from tierstore.keys import Identity, Prompt
@@ -398,7 +399,7 @@ def test_a_tenant_over_its_quota_makes_room_among_its_own_pages(service):
 
 def test_requests_that_wait_are_bounded(service):
     session = service.begin("", local=True)
-    session.waiting = 256
+    session.waiting = MOST_WAITING
     answer = service.handle(session, p.Flush(1, 1.0))
     assert asyncio.run(_await(answer)).kind == "busy"
 
