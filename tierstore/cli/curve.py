@@ -29,8 +29,8 @@ def write(curve: CurveStats) -> None:
     )
     if curve.left_out:
         show.line(
-            f"{curve.left_out:,} lookups and saves came too fast to be looked at: where these are many, the "
-            "figures are too low"
+            f"{curve.left_out:,} lookups and saves came before the sample was thin enough to keep up: where "
+            "these are many, the figures are too low"
         )
     show.line("")
     here = {tier.capacity_bytes: name for name, tier in curve.tiers.items()}

@@ -31,29 +31,36 @@ class Batch:
     hashes: Hashes
     common: npt.NDArray[np.bool_]
     nbytes: npt.NDArray[np.float64]
-    tokens: npt.NDArray[np.float64]
+    stands_for: npt.NDArray[np.int64]
+    """For how many uses one of a common stretch stands: spot checks stand for others. Of the sampled groups
+    no use is missing, and it is 1."""
+    tokens: npt.NDArray[np.float64]  # that all these uses have together
     asks: npt.NDArray[np.bool_]
     brings: npt.NDArray[np.bool_]
     asked_tokens: int
+    checks: int  # notes that stand for others, too: all of them, or spot checks
     sampled_from: float
     """Tokens that were asked for in whole pages behind the common beginnings: what the sample is one of."""
 
     def __init__(self, notes: Sequence[Note], beginnings: Beginnings, border: int) -> None:
         noted, *numbers = zip(*notes, strict=True)
-        tokens, held, page_tokens, page_bytes, saves = np.array(numbers, np.int64)
+        tokens, held, page_tokens, page_bytes, saves, stands_for = np.array(numbers, np.int64)
         counts = group_counts(tokens // page_tokens)
         groups = [keys[:count] for keys, count in zip(noted, counts.tolist(), strict=True)]
         asks = saves == 0
-        self.asked_tokens = int(tokens[asks].sum())
+        self.asked_tokens = int((tokens * stands_for)[asks].sum())
+        counts_for_all = asks & (stands_for > 0)
         common = [
-            beginnings.common(each) if saved else beginnings.asked(each)
-            for each, saved in zip(groups, saves.tolist(), strict=True)
+            beginnings.asked(each) if counts else beginnings.common(each)
+            for each, counts in zip(groups, counts_for_all.tolist(), strict=True)
         ]
         stretches = np.array([len(each) for each in common])
+        checked = np.where(stands_for > 0, stretches, 0)
+        self.checks = int(np.count_nonzero(stands_for))
         request, number, hashes = _sampled(groups, border)
-        found = [stretch for each in common for stretch in each]
-        of_common = np.repeat(np.arange(len(notes)), stretches)
-        nth = np.arange(len(found)) - np.repeat(np.cumsum(stretches) - stretches, stretches)
+        found = [stretch for each, count in zip(common, checked, strict=True) for stretch in each[:count]]
+        of_common = np.repeat(np.arange(len(notes)), checked)
+        nth = np.arange(len(found)) - np.repeat(np.cumsum(checked) - checked, checked)
         # A group in a common stretch counts for nothing, but is kept up to date: it may not stay one.
         single = group_sizes(number) * (number >= _STRETCH_GROUPS[stretches][request])
         sizes = np.concatenate([_STRETCH_PAGES[nth], single])
@@ -65,21 +72,20 @@ class Batch:
         self.common = order < len(found)
         self.hashes = np.concatenate([np.array(found, np.uint64), hashes])[order]
         self.nbytes = sizes[order] * page_bytes[self.request].astype(np.float64)
-        self.tokens = sizes[order] * page_tokens[self.request].astype(np.float64)
+        self.stands_for = np.where(self.common, stands_for[self.request], 1)
+        self.tokens = (sizes[order] * page_tokens[self.request] * self.stands_for).astype(np.float64)
         self.asks = asks[self.request]
         self.brings = last[order] < group_counts(held // page_tokens)[self.request]
         behind = tokens // page_tokens - _STRETCH_ENDS[stretches]
-        self.sampled_from = float((np.maximum(behind, 0) * page_tokens)[asks].sum())
+        self.sampled_from = float((np.maximum(behind, 0) * page_tokens * stands_for)[asks].sum())
 
     def __len__(self) -> int:
         return len(self.hashes)
 
-    def uses(self, rate: float) -> Uses:
-        """The same for a sample of so many of all pages. A stretch is there for sure, so that it counts for
-        less there than a group, which stands for others."""
-        return Uses(
-            self.hashes, self.request, self.nbytes * np.where(self.common, rate, 1.0), self.asks, self.brings
-        )
+    def uses(self, seen: float) -> Uses:
+        """The same to be put in order; of the uses of a common stretch so many are ``seen``."""
+        nbytes = (self.nbytes * np.where(self.common, 1j, 1.0)).astype(np.complex128)
+        return Uses(self.hashes, self.request, nbytes, self.asks, self.brings, seen)
 
 
 def _sampled(

@@ -14,8 +14,8 @@ import numpy.typing as npt
 from tierstore.curve.batch import ALL, Batch
 from tierstore.curve.beginnings import Beginnings
 from tierstore.curve.histogram import Histogram
-from tierstore.curve.notes import Note, Notes
-from tierstore.curve.recency import Recency
+from tierstore.curve.notes import MOST, Notes, Taken
+from tierstore.curve.recency import Recency, in_full
 from tierstore.curve.stats import CurveStats
 from tierstore.curve.table import points, worth
 
@@ -24,7 +24,9 @@ _LOWEST = 1 << 44  # no border is below it: that is a sample of one page in a mi
 _MEAN_IN_A_PROMPT = 12.0  # sampled groups of a prompt: more cost time and say little …
 _CLOSE_LOOKS = 1 << 15  # … except of the first ones that there are, after which the sample may grow thinner …
 _FEW = 1 / 4  # … and twice as many while the sample is not as full as this
+_THINNER = 1 / 4  # times as many in the sample at least, the next time: a burst may be over soon
 _MOST_USES = 512  # sampled ones that are worked off together: all of them are compared with each other
+_NOTES_OF_A_REQUEST = 2  # a lookup and a save, of which one will do to know of a use
 _HALF_LIFE_S = 6 * 3600.0
 
 
@@ -49,6 +51,7 @@ class ReuseCurve:
         self._asked = _Asked()
         self._weighed_s = clock()
         self.notes = Notes()
+        self.notes.sample_below(self._border)
         self._looks = 0  # groups and stretches worked off so far
 
     # -- working it off (from any thread) -------------------------------------------------------------
@@ -60,38 +63,62 @@ class ReuseCurve:
 
     def _work(self) -> bool:
         """Whether there was something. Under the lock."""
-        notes = self.notes.take(_MOST_USES / self._rate)
-        if notes:
-            self._work_off(notes)
+        taken = self.notes.take(_MOST_USES / self._rate)
+        if taken.notes:
+            self._work_off(taken)
             self._weigh()
-        return bool(notes)
+        return bool(taken.notes)
 
     def _work_all(self) -> None:
         while self._work():
             pass
 
-    def _work_off(self, notes: Sequence[Note]) -> None:
-        batch = Batch(notes, self._beginnings, self._border)
+    def _work_off(self, taken: Taken) -> None:
+        batch = Batch(taken.notes, self._beginnings, self._border)
         self._asked.tokens += batch.asked_tokens
         self._asked.sampled_from += batch.sampled_from
-        if not len(batch):
-            return
+        if len(batch):
+            self._looks += len(batch)
+            self._measure(batch, taken.came)
+            self._fit(batch, len(taken.notes))
+        if taken.left_out:
+            self._thin_out(taken)
+
+    def _measure(self, batch: Batch, came: int) -> None:
         rate = self._rate
-        self._looks += len(batch)
-        asked, above = self._recency.use(batch.uses(rate))
-        self._asked.note(batch, asked, above / rate + batch.nbytes[asked], 1 / rate)
-        self._recency.forget_behind(self.horizon_bytes * rate)
+        seen = min(_NOTES_OF_A_REQUEST * max(batch.checks, 1) / came, 1.0)
+        asked, above = self._recency.use(batch.uses(seen))
+        self._asked.note(batch, asked, in_full(above, rate) + batch.nbytes[asked], 1 / rate)
+        self._recency.forget_behind(self.horizon_bytes, rate)
+
+    def _fit(self, batch: Batch, notes: int) -> None:
+        """Keep the sample as small as it may be."""
         border = self._recency.limit(self._most_pages)
         if border is not None:
-            self._border = max(border, _LOWEST)
+            self._lower(border)
         elif self._looks > _CLOSE_LOOKS and self._too_many(batch, notes):
-            self._border //= 2
-            self._recency.forget(self._border)
+            self._lower(self._border // 2)
 
-    def _too_many(self, batch: Batch, notes: Sequence[Note]) -> bool:
-        mean = int(np.count_nonzero(~batch.common)) / len(notes)
+    def _too_many(self, batch: Batch, notes: int) -> bool:
+        mean = int(np.count_nonzero(~batch.common)) / notes
         few = len(self._recency) < _FEW * self._most_pages
-        return mean > _MEAN_IN_A_PROMPT * (1 + few) and self._border // 2 >= _LOWEST
+        return mean > _MEAN_IN_A_PROMPT * (1 + few)
+
+    def _thin_out(self, taken: Taken) -> None:
+        """More came than there was room for. Where it took too long to work off what the sample has of each
+        prompt, less of each will do; else fewer prompts must have a group in the sample at all."""
+        share = len(taken.notes) / taken.came
+        if len(taken.notes) < MOST:
+            enough = self._rate * share
+        else:
+            enough = share * len(taken.notes) / max(sum(len(note[0]) for note in taken.notes), 1)
+        if enough < self._rate:
+            self._lower(int(max(enough, self._rate * _THINNER) * ALL))
+
+    def _lower(self, border: int) -> None:
+        self._border = max(min(border, self._border), _LOWEST)
+        self._recency.forget(self._border)
+        self.notes.sample_below(self._border)
 
     @property
     def _rate(self) -> float:

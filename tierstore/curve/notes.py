@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections import deque
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 from tierstore.curve.groups import Groups
 
-Note: TypeAlias = tuple[Groups, int, int, int, int, bool]
+Note: TypeAlias = tuple[Groups, int, int, int, int, bool, int]
 """A prompt was asked for or saved: the keys of its groups, tokens that were asked for or saved, how many of
-these the store has now, tokens and bytes of a page, and whether it was a save. Not a named tuple: making one
-takes longer than all else that a lookup does here."""
+these the store has now, tokens and bytes of a page, whether it was a save, and for how many notes it stands
+(0: it was only kept for its sampled groups). Not a named tuple: making one takes longer than all else that a
+lookup does here."""
 
 MOST: Final = 128  # notes; each keeps up to 12 KiB of keys from being freed
 _ENOUGH = MOST // 2  # for it to be worth to work some of it off
+_AT_ONCE = _ENOUGH + _ENOUGH // 8  # wait at most, where whoever works them off comes as soon as he is called
+_FEWER = 4  # times as few spot checks, at most, the next time: a burst may be over soon
+_ALL = 1 << 64
+_SPOT_CHECKS = MOST // 4  # under load, about so many of the notes in a queue
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Some notes, oldest first, and how they came: ``came`` is how many there were to make since the last
+    time, also those that were not worth it, of which ``left_out`` found no room."""
+
+    notes: list[Note]
+    came: int
+    left_out: int
 
 
 class Notes:
@@ -22,13 +39,26 @@ class Notes:
 
     A lookup of a short prompt takes 40 µs, of which this may take a hundredth. So it takes no lock, copies
     nothing that is short, and wakes nobody for a single note.
+
+    **Under load**, when more comes than is worked off, only those prompts are noted that the sample has a
+    group of: nothing else would be done with the others. What has to be known of all prompts together (which
+    beginnings are common, how many tokens are asked for) is estimated from **spot checks**: every n-th note
+    or so, at random, is kept whatever is in it. As soon as there is time for more, n falls.
     """
 
     def __init__(self) -> None:
         self.enough = threading.Event()
         """Set while it is worth to work some of it off."""
         self._notes: deque[Note] = deque()
-        self.left_out = 0  # nearly: of threads that count at the same moment one may do so in vain
+        # Nearly: of threads that count at the same moment one may do so in vain.
+        self.left_out = 0
+        self._passed_over = 0
+        self._counted = 0  # of both together, the last time some were taken
+        self._left_out_before = 0
+        self._spot_checks = 1  # one note in so many
+        self._share = 1.0  # which is this share
+        self._border = b""  # keys below it are in the sample
+        self._random = random.Random(0).random
 
     def looked_up(
         self, groups: Groups, tokens: int, held_tokens: int, page_tokens: int, page_bytes: int
@@ -36,13 +66,25 @@ class Notes:
         """``tokens`` tokens of a prompt were asked for, of which the first ``held_tokens`` were found. Of its
         groups there may be more than belong to whole pages of these tokens. They must not change, but others
         may follow them."""
+        stands_for = self._spot_checks
+        if stands_for > 1 and self._random() >= self._share:
+            if not groups or min(groups) >= self._border:
+                self._passed_over += 1
+                return
+            stands_for = 0
         if len(self._notes) < _ENOUGH or self._has_room():
-            self._notes.append((groups, tokens, held_tokens, page_tokens, page_bytes, False))
+            self._notes.append((groups, tokens, held_tokens, page_tokens, page_bytes, False, stands_for))
 
     def saved(self, groups: Groups, tokens: int, page_tokens: int, page_bytes: int) -> None:
         """The first ``tokens`` tokens of a prompt are being saved, or are there already."""
+        stands_for = self._spot_checks
+        if stands_for > 1 and self._random() >= self._share:
+            if not groups or min(groups) >= self._border:
+                self._passed_over += 1
+                return
+            stands_for = 0
         if len(self._notes) < _ENOUGH or self._has_room():
-            self._notes.append((groups, tokens, tokens, page_tokens, page_bytes, True))
+            self._notes.append((groups, tokens, tokens, page_tokens, page_bytes, True, stands_for))
 
     def _has_room(self) -> bool:
         if len(self._notes) >= MOST:  # by as many more as there are threads that ask at the same time
@@ -52,18 +94,33 @@ class Notes:
             self.enough.set()
         return True
 
-    def take(self, groups: float) -> list[Note]:
+    def take(self, groups: float) -> Taken:
         """Remove the oldest notes: one, or as many as have about this many groups together. One thread at a
         time."""
         self.enough.clear()
+        waited = len(self._notes)
+        counted = self._passed_over + self.left_out
+        left_out = self.left_out - self._left_out_before
         taken: list[Note] = []
-        try:
-            while groups > 0:
-                note = self._notes.popleft()
-                groups -= len(note[0])
-                taken.append(note)
-        except IndexError:
-            return taken  # that was the last one
+        while groups > 0 and self._notes:
+            note = self._notes.popleft()
+            groups -= len(note[0])
+            taken.append(note)
+        came = len(taken) + counted - self._counted
+        self._counted += counted - self._counted
+        self._left_out_before += left_out
+        if left_out and not self._notes:  # else it is not their number that takes long
+            self._check(min(_FEWER * self._spot_checks, -(-came // _SPOT_CHECKS)))
+        elif _ENOUGH <= waited <= _AT_ONCE:
+            self._check(max(self._spot_checks // 2, 1))
         if len(self._notes) >= _ENOUGH:
             self.enough.set()
-        return taken
+        return Taken(taken, came, left_out)
+
+    def _check(self, one_in: int) -> None:
+        self._spot_checks = one_in
+        self._share = 1 / one_in
+
+    def sample_below(self, border: int) -> None:
+        """Groups whose keys begin with a smaller number of 8 bytes than ``border`` are in the sample."""
+        self._border = min(border, _ALL - 1).to_bytes(8, "big")

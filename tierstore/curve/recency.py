@@ -20,13 +20,16 @@ class Uses:
 
     ``request`` ascends; uses of one request are found as it began, and ordered so that the last ones count as
     the most recent. ``asks`` says which of them are to be measured, ``brings`` which bring their page in if
-    it is not known."""
+    it is not known. Bytes are a real number for a page of the sample, which stands for others, and an
+    imaginary one for a page that stands for itself: both are summed up together. Of the uses of the latter
+    only so many (0 to 1) are ``seen``."""
 
     hashes: Hashes
     request: npt.NDArray[np.int64]
-    nbytes: npt.NDArray[np.float64]
+    nbytes: npt.NDArray[np.complex128]
     asks: npt.NDArray[np.bool_]
     brings: npt.NDArray[np.bool_]
+    seen: float
 
 
 class Recency:
@@ -37,17 +40,12 @@ class Recency:
         self._hashes: Hashes = np.zeros(0, np.uint64)  # ascending …
         self._last = np.zeros(0, np.int64)  # … and the time of each one's last use
         self._times = np.zeros(0, np.int64)  # the same times ascending …
-        self._nbytes = np.zeros(0, np.float32)  # … and the size of the page that each belongs to
+        self._nbytes = np.zeros(0, np.complex64)  # … and the size of the page that each belongs to
 
     def __len__(self) -> int:
         return len(self._hashes)
 
-    @property
-    def nbytes(self) -> float:
-        """Of all pages in the sample."""
-        return float(self._nbytes.sum())
-
-    def use(self, uses: Uses) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    def use(self, uses: Uses) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.complex128]]:
         """Take note of a batch. Returns which of its uses asked for a page that is known, and how many bytes
         of other pages had been used since that page was."""
         order = np.argsort(uses.hashes, kind="stable")
@@ -63,7 +61,7 @@ class Recency:
         touched = np.zeros(len(uses.hashes), np.bool_)
         touched[order] = True
         asked = np.flatnonzero(touched & uses.asks & (before >= 0))
-        distances = self._above(before[asked]) + self._above_in_batch(uses, touched, before, asked)
+        distances = self._since(uses, touched, before, asked)
         last = np.ones(len(order), np.bool_)
         last[:-1] = ~again[1:]
         first = ~again
@@ -86,9 +84,9 @@ class Recency:
         self._drop_times(self._last[kept:])
         self._hashes, self._last = self._hashes[:kept].copy(), self._last[:kept].copy()
 
-    def forget_behind(self, nbytes: float) -> None:
-        """Give up the pages that lie more than ``nbytes`` back."""
-        newer = np.cumsum(self._nbytes[::-1], dtype=np.float64)
+    def forget_behind(self, nbytes: float, rate: float) -> None:
+        """Give up the pages that lie more than ``nbytes`` back, for a sample of so many of all pages."""
+        newer = in_full(np.cumsum(self._nbytes[::-1], dtype=np.complex128), rate)
         kept = int(newer.searchsorted(nbytes, side="right"))
         if kept == len(self):
             return
@@ -106,38 +104,53 @@ class Recency:
             found = self._hashes[np.minimum(at, len(self) - 1)] == hashes
         return at, found
 
-    def _above(self, before: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    def _above(self, before: npt.NDArray[np.int64]) -> npt.NDArray[np.complex128]:
         """Bytes of pages used after these times, as it was when the batch began."""
-        newer = np.zeros(len(self) + 1)
+        newer = np.zeros(len(self) + 1, np.complex128)
         np.cumsum(self._nbytes[::-1], out=newer[1:])
         return newer[len(self) - self._times.searchsorted(before, side="right")]
 
-    def _above_in_batch(
+    def _since(
         self,
         uses: Uses,
         touched: npt.NDArray[np.bool_],
         before: npt.NDArray[np.int64],
         asked: npt.NDArray[np.int64],
-    ) -> npt.NDArray[np.float64]:
-        """Bytes of pages that earlier requests of the batch have brought above each of the uses ``asked``:
-        used since its page was, and before that not since then."""
+    ) -> npt.NDArray[np.complex128]:
+        """Bytes of other pages that were used since the page of each of the uses ``asked`` was.
+
+        Where not all uses of some pages are seen, the time between two that are is longer than that between
+        two uses, by as much as some are missing on average: as many *of them* were used in all of it as in
+        truth were in the last part, but of the others only those count that were used in that part. And what
+        of them was used in the short time between two uses of another page takes a longer time to be seen."""
+        risen = self._risen(uses, touched, before)
+        request, since = uses.request[asked], before[asked]
+        found = self._above(since) + risen.above(request, since)
+        if uses.seen < 1:
+            common = uses.nbytes[asked].imag > 0  # those of which some are missing
+            ago = self._now + asked - since
+            later = since + ((1 - uses.seen) * ago).astype(np.int64)
+            earlier = since - ((1 / uses.seen - 1) * ago).astype(np.int64)
+            groups = self._above(later) + risen.above(request, later)
+            stretches = self._above(earlier) + risen.above(request, earlier)
+            found.real = np.where(common, groups.real, found.real)
+            found.imag = np.where(common, found.imag, stretches.imag)
+        return found
+
+    def _risen(self, uses: Uses, touched: npt.NDArray[np.bool_], before: npt.NDArray[np.int64]) -> _Risen:
         columns = np.flatnonzero(touched)
         nbytes = np.where(touched, uses.nbytes, 0.0)
         since = np.sort(before[columns])
         # By request, and by time of the use before: bytes of earlier requests, used before not since then.
-        risen = np.zeros((int(uses.request[-1]) + 2, len(columns) + 1), np.float32)
+        risen = np.zeros((int(uses.request[-1]) + 2, len(columns) + 1), np.complex64)
         np.add.at(
             risen, (uses.request[columns] + 1, since.searchsorted(before[columns]) + 1), nbytes[columns]
         )
         np.cumsum(risen, axis=0, out=risen)
         np.cumsum(risen, axis=1, out=risen)
-        mine = before[asked]
-        above = risen[uses.request[asked], since.searchsorted(mine)].astype(np.float64)
-        # Where the page itself was used in this batch, all that came before that use is not above it.
-        inside = np.maximum(mine - self._now + 1, 0)
-        up_to = np.zeros(len(uses.hashes) + 1)
+        up_to = np.zeros(len(uses.hashes) + 1, np.complex128)
         np.cumsum(nbytes, out=up_to[1:])
-        return above - up_to[inside]
+        return _Risen(risen, since, up_to, self._now)
 
     def _move(
         self,
@@ -159,7 +172,7 @@ class Recency:
             self._last = _merged(self._last, old, used[~found])
         by_time = np.sort(latest)
         self._times = np.concatenate([self._times, self._now + by_time])
-        self._nbytes = np.concatenate([self._nbytes, uses.nbytes[by_time].astype(np.float32)])
+        self._nbytes = np.concatenate([self._nbytes, uses.nbytes[by_time].astype(np.complex64)])
         self._now += len(uses.hashes)
 
     def _drop_times(self, times: npt.NDArray[np.int64]) -> None:
@@ -174,6 +187,31 @@ class Recency:
         assert len(self._hashes) == len(self._last) == len(self._times) == len(self._nbytes), "columns differ"
         assert (self._hashes[1:] > self._hashes[:-1]).all(), "hashes do not ascend"
         assert (np.sort(self._last) == self._times).all(), "times are not those of the pages"
+
+
+@dataclass(frozen=True, slots=True)
+class _Risen:
+    """Bytes of pages that a batch has brought above others: by request and time of the use before, and up to
+    each use."""
+
+    by_request: npt.NDArray[np.complex64]
+    since: npt.NDArray[np.int64]
+    up_to: npt.NDArray[np.complex128]
+    began: int
+
+    def above(
+        self, request: npt.NDArray[np.int64], times: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.complex128]:
+        """Of pages that requests before these have used, and that nobody had used since ``times``."""
+        above = self.by_request[request, self.since.searchsorted(times)].astype(np.complex128)
+        # Where that is in this batch, all that came before it is not above it.
+        return above - self.up_to[np.maximum(times - self.began + 1, 0)]
+
+
+def in_full(nbytes: npt.NDArray[np.complex128], rate: float) -> npt.NDArray[np.float64]:
+    """Of all pages, from the bytes in a sample of so many of them."""
+    full: npt.NDArray[np.float64] = nbytes.real / rate + nbytes.imag
+    return full
 
 
 def _brought_before(hashes: Hashes, brings: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:

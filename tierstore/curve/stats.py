@@ -41,7 +41,7 @@ class CurveStats:
     asked_tokens: int = 0  # that it is made of, those of long ago counting less
     sampled: int = 0  # pages and groups of pages that are in the sample
     rate: float = 1.0  # the share of all that they are
-    left_out: int = 0  # lookups and saves that came too fast to be looked at
+    left_out: int = 0  # lookups and saves that came before the sample was thin enough for so many
     measured_hit_rate: float = 0.0  # of the store as it is, since it was opened
     ceiling: float = 0.0  # of a cache as large as the curve looks back
     horizon_bytes: int = 0  # how far that is; 0: without an end

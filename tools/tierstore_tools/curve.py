@@ -7,8 +7,9 @@ Three figures for each length of prompts, all beside the same lookup without it:
 * stretches: as many lookups with as without, in processor time of the whole process. That has the thread that
   works off the notes in it, and nothing that other processes do to the clock.
 
-Lookups follow one another without a pause, which no engine does: the notes come faster than they are worked
-off, and most are left out. The last column says how many.
+Lookups follow one another without a pause, which no engine does: the notes come faster than they could be
+worked off, and so this is what a lookup costs under load, when only the prompts of a thin sample are noted.
+The last column says how many notes were left out before the sample was thin enough.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from tests.tierstore.curve.exact import (
 from tierstore.curve import ReuseCurve
 from tierstore.curve.curve import MOST_PAGES
 from tierstore.curve.groups import groups
+from tierstore.curve.notes import MOST
 from tierstore.testing.clock import ManualClock
 
 PAGE = 1 << 20
@@ -55,6 +56,33 @@ def errors(trace) -> np.ndarray:
 
 def test_within_two_points_of_an_exact_replay_of_real_conversations():
     assert np.abs(errors(mooncake())).max() < 0.02
+
+
+@pytest.mark.parametrize(("faster", "most"), [(4, 0.03), (8, 0.04)])
+def test_within_four_points_when_lookups_come_many_times_faster_than_they_can_be_worked_off(faster, most):
+    """The worker only comes when so many times as many notes as call it have come. The trace comes again and
+    again, with other keys, so that there is time to get used to it: to no distance does that make a
+    difference."""
+    trace = mooncake()
+    unique = len({page for prompt in trace for page in prompt})
+    capacities = [max(int(share * unique), 1) for share in SHARES]
+    curve = ReuseCurve()
+    came = 0
+    for salt in range(6):
+        for keys in keys_of(trace, salt):
+            asked, tokens = groups(keys), len(keys) * PAGE_TOKENS
+            curve.notes.looked_up(asked, tokens, 0, PAGE_TOKENS, PAGE)
+            curve.notes.saved(asked, tokens, PAGE_TOKENS, PAGE)
+            came += 2
+            if came >= faster * MOST // 2 and curve.notes.enough.is_set():
+                curve.work()
+                came = 0
+    curve.check()
+    stats = curve.stats({}, 0.0)
+    assert stats.left_out < 0.1 * 12 * len(trace)
+    assert stats.asked_tokens == pytest.approx(6 * PAGE_TOKENS * sum(map(len, trace)), rel=0.1)
+    found = curve.hit_rates([capacity * PAGE for capacity in capacities])
+    assert np.abs(np.array(found) - hit_rates(trace, capacities)).max() < most
 
 
 @pytest.mark.parametrize("make", [shared_beginnings, long_documents])

@@ -57,11 +57,47 @@ def test_notes_that_find_no_room_are_left_out_and_counted():
         note(notes, number)
     assert notes.left_out == 10
     assert notes.enough.is_set()
-    taken = notes.take(1e9)
+    taken = notes.take(1e9).notes
     assert [keys for keys, *_ in taken] == [[b"%016d" % number] for number in range(MOST)]
     assert not notes.enough.is_set()
-    note(notes, 0)
-    assert (len(notes.take(1e9)), notes.left_out) == (1, 10)
+
+
+def test_under_load_a_note_is_made_of_prompts_that_the_sample_has_a_group_of_and_of_some_others():
+    notes = Notes()
+    notes.sample_below(int.from_bytes(b"00000001", "big"))
+    for number in range(3 * MOST):
+        note(notes, number)
+    assert notes.take(1e9).left_out == 2 * MOST
+    for number in range(100):  # one in a hundred is in the sample
+        notes.saved([b"%016d" % (10**8 * at) for at in range(1, number)], 64, 64, 4096)
+        notes.saved([b"%016d" % (10**8 * 99), b"%016d" % (10**7 * number)], 128, 64, 4096)
+    taken = notes.take(1e9)
+    assert taken.came == 200
+    assert taken.left_out == 0
+    sampled = [keys for keys, *_, stands_for in taken.notes if min(keys, default=b"9") < b"00000001"]
+    others = [keys for keys, *_ in taken.notes if keys not in sampled]
+    assert sampled == [[b"%016d" % (10**8 * 99), b"%016d" % (10**7 * number)] for number in range(10)]
+    assert 200 / 8 < len(others) < 200 / 2  # about one in four
+    assert {stands_for for *_, stands_for in taken.notes} == {0, 4}
+
+
+def test_when_there_is_time_again_every_prompt_is_noted():
+    notes = Notes()
+    notes.sample_below(0)
+    for number in range(3 * MOST):
+        note(notes, number)
+    made = 0
+    for _ in range(10):
+        notes.take(1e9)
+        while not notes.enough.is_set():
+            note(notes, made)
+            made += 1
+    notes.take(1e9)
+    for number in range(10):
+        note(notes, number)
+    taken = notes.take(1e9)
+    assert [stands_for for *_, stands_for in taken.notes] == [1] * 10
+    assert notes.left_out == 2 * MOST
 
 
 def test_some_are_taken_at_a_time_and_nobody_is_called_for_a_few():
@@ -71,9 +107,9 @@ def test_some_are_taken_at_a_time_and_nobody_is_called_for_a_few():
     assert not notes.enough.is_set()
     note(notes, 0)
     assert notes.enough.is_set()
-    assert len(notes.take(0.5)) == 1
+    assert len(notes.take(0.5).notes) == 1
     assert notes.enough.is_set()
-    assert len(notes.take(3)) == 3
+    assert len(notes.take(3).notes) == 3
     assert not notes.enough.is_set()
 
 
