@@ -196,6 +196,21 @@ def test_tables_of_versions_that_tell_them_step_by_step():
         tables.of("a")
 
 
+def test_tables_of_the_version_that_tells_those_that_have_changed():
+    tables = Tables()
+
+    def step(**block_ids):
+        state = SimpleNamespace(block_ids=block_ids, boundary_state_offloads={})
+        tables.take(SimpleNamespace(kv_connector_block_state=state))
+
+    step(a=([1, 2],), b=([3],))
+    step(a=([1, 2, 4],))  # b goes on in the block it has
+    assert (tables.of("a"), tables.of("b")) == (([1, 2, 4],), ([3],))
+    tables.forget("b")
+    with pytest.raises(AssertionError):
+        tables.of("b")
+
+
 def test_counts_add_up():
     counts = Counts()
     counts.add("loads")
