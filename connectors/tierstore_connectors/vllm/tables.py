@@ -1,5 +1,5 @@
-"""Which blocks a request has: what vLLM's scheduler says when asked, or what it has said step by step (in 0.29
-the whole tables of requests that have got blocks, up to 0.28 the blocks that they have got)."""
+"""Which blocks a request has: what vLLM's scheduler says when asked, or what it has said step by step (in
+0.29 the whole tables of requests that have got blocks, up to 0.28 the blocks that they have got)."""
 
 from __future__ import annotations
 
