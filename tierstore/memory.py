@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tierstore.errors import UsageError
@@ -74,11 +74,13 @@ class Memory:
         """The bytes ``offset … offset + nbytes``, writable, without a copy."""
         return self._view[offset : offset + nbytes]
 
-    def populate(self, offset: int = 0, nbytes: int | None = None) -> None:
-        """Touch a range now, without the GIL, so that no copy pays for it later."""
-        stop = self.nbytes if nbytes is None else min(offset + nbytes, self.nbytes)
-        for start in range(offset // ALIGNMENT * ALIGNMENT, stop, _POPULATE_STEP):
-            length = min(_POPULATE_STEP, stop - start)
+    def populate(self, wanted: Callable[[], bool] = lambda: True) -> None:
+        """Touch all of it now, without the GIL, so that no copy pays for it later. Ends early when it is not
+        ``wanted`` any more."""
+        for start in range(0, self.nbytes, _POPULATE_STEP):
+            if not wanted():
+                return
+            length = min(_POPULATE_STEP, self.nbytes - start)
             _libc.madvise(self.address + start, length, _MADV_POPULATE_WRITE)
 
     def close(self) -> None:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from tierstore.curve.beginnings import Beginnings
-from tierstore.curve.groups import STRETCH_GROUPS, STRETCHES, Groups, group_counts, group_sizes
+from tierstore.curve.groups import ALL, STRETCH_GROUPS, STRETCHES, Groups, group_counts, group_sizes
 from tierstore.curve.notes import Note
 from tierstore.curve.recency import Hashes, Uses
 from tierstore.keys import KEY_BYTES
 
-ALL: Final = 1 << 64  # the border that every hash is below
 _HASH = np.dtype(">u8")  # what a key begins with
 _STRETCH_PAGES = np.diff(STRETCHES, prepend=0)
 _STRETCH_ENDS = np.array((0, *STRETCHES))

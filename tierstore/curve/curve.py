@@ -11,8 +11,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.curve.batch import ALL, Batch
+from tierstore.curve.batch import Batch
 from tierstore.curve.beginnings import Beginnings
+from tierstore.curve.groups import ALL
 from tierstore.curve.histogram import Histogram
 from tierstore.curve.notes import MOST, Notes, Taken
 from tierstore.curve.recency import Recency, in_full

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,9 @@ from tierstore.keys import PageKey
 
 Groups: TypeAlias = Sequence[PageKey]
 """One key for each group of pages of a prompt, from its start."""
+
+ALL: Final = 1 << 64
+"""What every key is below, read as a number from its first 8 bytes: the border of a sample that has all."""
 
 T = TypeVar("T")
 

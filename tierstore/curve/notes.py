@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from tierstore.curve.groups import Groups
+from tierstore.curve.groups import ALL, Groups
 
 Note: TypeAlias = tuple[Groups, int, int, int, int, bool, int]
 """A prompt was asked for or saved: the keys of its groups, tokens that were asked for or saved, how many of
@@ -20,7 +20,6 @@ MOST: Final = 128  # notes; each keeps up to 12 KiB of keys from being freed
 _ENOUGH = MOST // 2  # for it to be worth to work some of it off
 _AT_ONCE = _ENOUGH + _ENOUGH // 8  # wait at most, where whoever works them off comes as soon as he is called
 _FEWER = 4  # times as few spot checks, at most, the next time: a burst may be over soon
-_ALL = 1 << 64
 _SPOT_CHECKS = MOST // 4  # under load, about so many of the notes in a queue
 
 
@@ -61,11 +60,17 @@ class Notes:
         self._random = random.Random(0).random
 
     def looked_up(
-        self, groups: Groups, tokens: int, held_tokens: int, page_tokens: int, page_bytes: int
+        self,
+        groups: Groups,
+        tokens: int,
+        held_tokens: int,
+        page_tokens: int,
+        page_bytes: int,
+        save: bool = False,
     ) -> None:
         """``tokens`` tokens of a prompt were asked for, of which the first ``held_tokens`` were found. Of its
         groups there may be more than belong to whole pages of these tokens. They must not change, but others
-        may follow them."""
+        may follow them. ``save``: see :meth:`saved`."""
         stands_for = self._spot_checks
         if stands_for > 1 and self._random() >= self._share:
             if not groups or min(groups) >= self._border:
@@ -73,18 +78,11 @@ class Notes:
                 return
             stands_for = 0
         if len(self._notes) < _ENOUGH or self._has_room():
-            self._notes.append((groups, tokens, held_tokens, page_tokens, page_bytes, False, stands_for))
+            self._notes.append((groups, tokens, held_tokens, page_tokens, page_bytes, save, stands_for))
 
     def saved(self, groups: Groups, tokens: int, page_tokens: int, page_bytes: int) -> None:
         """The first ``tokens`` tokens of a prompt are being saved, or are there already."""
-        stands_for = self._spot_checks
-        if stands_for > 1 and self._random() >= self._share:
-            if not groups or min(groups) >= self._border:
-                self._passed_over += 1
-                return
-            stands_for = 0
-        if len(self._notes) < _ENOUGH or self._has_room():
-            self._notes.append((groups, tokens, tokens, page_tokens, page_bytes, True, stands_for))
+        self.looked_up(groups, tokens, tokens, page_tokens, page_bytes, True)
 
     def _has_room(self) -> bool:
         if len(self._notes) >= MOST:  # by as many more as there are threads that ask at the same time
@@ -99,16 +97,17 @@ class Notes:
         time."""
         self.enough.clear()
         waited = len(self._notes)
-        counted = self._passed_over + self.left_out
-        left_out = self.left_out - self._left_out_before
+        left_out_so_far = self.left_out
+        counted = self._passed_over + left_out_so_far
+        left_out = left_out_so_far - self._left_out_before
         taken: list[Note] = []
         while groups > 0 and self._notes:
             note = self._notes.popleft()
             groups -= len(note[0])
             taken.append(note)
         came = len(taken) + counted - self._counted
-        self._counted += counted - self._counted
-        self._left_out_before += left_out
+        self._counted = counted
+        self._left_out_before = left_out_so_far
         if left_out and not self._notes:  # else it is not their number that takes long
             self._check(min(_FEWER * self._spot_checks, -(-came // _SPOT_CHECKS)))
         elif _ENOUGH <= waited <= _AT_ONCE:
@@ -123,4 +122,4 @@ class Notes:
 
     def sample_below(self, border: int) -> None:
         """Groups whose keys begin with a smaller number of 8 bytes than ``border`` are in the sample."""
-        self._border = min(border, _ALL - 1).to_bytes(8, "big")
+        self._border = min(border, ALL - 1).to_bytes(8, "big")

@@ -11,8 +11,6 @@ import threading
 
 from tierstore.memory import Memory
 
-_POPULATE_STEP = 64 << 20
-
 _File = tuple[int, int, int]  # device, inode, bytes
 
 
@@ -44,10 +42,7 @@ class Mapping:
         # Fill this process's page tables: the first touch of each shared 4 KiB page costs 0.25 µs and more
         # in the middle of a copy. This is also where a GPU's driver is to be told of the mapping
         # (cudaHostRegister), and in let_go() that it goes.
-        for start in range(0, self.memory.nbytes, _POPULATE_STEP):
-            if not self.holders:
-                return
-            self.memory.populate(start, _POPULATE_STEP)
+        self.memory.populate(lambda: self.holders > 0)
 
 
 _lock = threading.Lock()

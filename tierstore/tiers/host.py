@@ -13,8 +13,6 @@ from tierstore import memory
 from tierstore.memory import Memory
 from tierstore.tiers.slabs import SlabAllocator
 
-_POPULATE_STEP = 64 << 20
-
 
 class HostTier:
     """``capacity_bytes`` of arena. Slots are named by their byte offset. Not thread-safe: the store locks.
@@ -72,7 +70,4 @@ class HostTier:
         self._memory.close()
 
     def _populate(self) -> None:
-        for start in range(0, self._memory.nbytes, _POPULATE_STEP):
-            if self._closing.is_set():
-                return
-            self._memory.populate(start, _POPULATE_STEP)
+        self._memory.populate(lambda: not self._closing.is_set())

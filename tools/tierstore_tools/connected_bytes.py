@@ -229,15 +229,14 @@ class _Client:
         return _Span(start, end, cpu, cpu_seconds(self._sample.pid) - daemon)
 
 
-def connect(url: str, spec: KVSpec, identity: Identity | None = None, *, ready: bool = True) -> Store:
-    """By default under an identity that nobody has used: what earlier runs left must not be found. ``ready``:
-    wait until copies are as fast as they get. Raises :class:`TierStoreError` when there is no daemon."""
+def connect(url: str, spec: KVSpec, identity: Identity | None = None) -> Store:
+    """By default under an identity that nobody has used: what earlier runs left must not be found. Copies are
+    as fast as they get. Raises :class:`TierStoreError` when there is no daemon."""
     if identity is None:
         identity = Identity.of(spec, model="tierstore-bench", revision=str(time.time_ns()))
     store = Store.connect(url, spec, identity=identity, lookup_s=_CONNECT_S)
     if not store.wait_connected(_CONNECT_S):
         store.close()
         raise TierStoreError(f"there is no daemon at {url}")
-    if ready:
-        store.wait_ready()
+    store.wait_ready()
     return store

@@ -61,7 +61,13 @@ class _Silence(Notes):
     """Takes no notes."""
 
     def looked_up(
-        self, groups: Groups, tokens: int, held_tokens: int, page_tokens: int, page_bytes: int
+        self,
+        groups: Groups,
+        tokens: int,
+        held_tokens: int,
+        page_tokens: int,
+        page_bytes: int,
+        save: bool = False,
     ) -> None:
         pass
 

@@ -66,11 +66,11 @@ def calibrate(payloads: Payloads, extents: ExtentFiles, *, io_threads: int) -> C
                 best[mode] = max(best[mode], _speed(payloads, extents, batch, mode))
     chosen = max(best, key=lambda mode: best[mode])
     of_direct, of_buffered = best.values()
-    queued = chosen.direct and extents.direct and _queue_is_faster(payloads, memory, chosen.streams)
+    queued = chosen.direct and extents.direct and _queue_is_worth_it(payloads, memory, chosen.streams)
     return Calibration(chosen.direct, chosen.streams, time.time(), of_direct, of_buffered, queued)
 
 
-def _queue_is_faster(payloads: Payloads, memory: Memory, streams: int) -> bool:
+def _queue_is_worth_it(payloads: Payloads, memory: Memory, streams: int) -> bool:
     """Whether small pages that lie apart come by a queue: unless threads are clearly faster. A queue costs
     less of the processor, and this is measured for some milliseconds of a machine that may be busy."""
     count = min(memory.nbytes // (2 * _SMALL_BYTES), _MOST_SMALL)
