@@ -204,9 +204,8 @@ class Writing:
                     given_up.append(page)
                     continue
                 page.checksum = done[position]
-                state.fills.end(page, filled=True)
-                state.leases.unlease(page, Tier.HOST)
                 committed.append(page)
+            state.fills.complete(committed)
             state.counters.saved_pages += len(committed)
             if self._write_behind is not None:
                 self._write_behind.enqueue(committed)

@@ -62,7 +62,8 @@ class Index:
             above.children += 1
         # A copy placed under children that are already in this tier (a hole being filled) has to know them.
         if page.children:
-            copy.children = sum(child.copies[tier] is not None for child in page.all_children())
+            for child in page.all_children():
+                copy.children += child.copies[tier] is not None
         if ready:
             self.exits.offer_all(page)
         return copy
@@ -72,6 +73,18 @@ class Index:
         self.copy(page, tier).ready = True
         self.changes += 1
         self.exits.offer_all(page)
+
+    def complete(self, pages: Sequence[Page], tier: Tier) -> None:
+        """The bytes of these copies are complete, and whoever was filling them lets go of his lease."""
+        for page in pages:
+            copy = self.copy(page, tier)
+            assert copy.leases > 0, f"{page} has no lease in {tier.label}"
+            copy.ready = True
+            copy.leases -= 1
+            self.leases[tier] -= copy.leases == 0
+        self.changes += 1
+        for page in pages:
+            self.exits.offer_all(page)
 
     def set_damaged(self, page: Page, tier: Tier) -> None:
         """The copy's bytes are not what was saved: nobody is to be served from it any more."""

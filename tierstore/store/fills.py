@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 from tierstore.index import Index, Page, Tier
 from tierstore.store.holdings import Holdings
@@ -30,6 +31,14 @@ class Fills:
             self._holdings.host_bytes[page.identity] += page.nbytes
             page.checksum = page.record.checksum if page.record is not None else None
         return place
+
+    def complete(self, pages: Sequence[Page]) -> None:
+        """The fillers of these pages are done, and let go of them: the copies are ready."""
+        self._index.complete(pages, Tier.HOST)
+        if self._holdings.feed is not None:
+            for page in pages:
+                self._holdings.feed.stored(page, Tier.HOST)
+        self._changed.notify_all()
 
     def end(self, page: Page, *, filled: bool) -> None:
         """The filler is done: the copy is ready, or gone. The filler's lease stays with it if filled."""

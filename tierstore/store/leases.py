@@ -64,8 +64,7 @@ class Leases:
         if not lease.released:
             lease.released = True
             self.open -= 1
-            for page, tier in self._index.unlease_all(lease.held):
-                self._holdings.drop_damaged(page, tier)
+            self._unlease(lease.held)
             lease.held.clear()
 
     def expire(self) -> None:
@@ -82,9 +81,14 @@ class Leases:
 
     def unlease(self, page: Page, tier: Tier) -> None:
         """Give up a hold on one copy that is no part of a :class:`Lease`."""
-        self._index.unlease(page, tier)
-        copy = page.copies[tier]
-        if copy is not None and copy.damaged:
+        self.unlease_all([page], tier)
+
+    def unlease_all(self, pages: Sequence[Page], tier: Tier) -> None:
+        """The same for one copy of each of these pages."""
+        self._unlease([(page, tier) for page in pages])
+
+    def _unlease(self, held: Sequence[tuple[Page, Tier]]) -> None:
+        for page, tier in self._index.unlease_all(held):
             self._holdings.drop_damaged(page, tier)
 
     def move(self, lease: Lease, position: int, tier: Tier) -> None:

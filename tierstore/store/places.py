@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -31,8 +32,7 @@ class Places:
         placed: list[Page] = []
         for start in range(0, len(batch), _AT_ONCE):
             some = batch[start : start + _AT_ONCE]
-            writable = self._state.health.writable
-            places = [self._reserve(page.nbytes) if writable else None for page in some]
+            places = self._reserve_all(some) if self._state.health.writable else [None] * len(some)
             with self._state.lock:
                 for page, place in zip(some, places, strict=True):
                     if self._put_in_place(page, place):
@@ -65,6 +65,15 @@ class Places:
             place=place,
             created_s=time.time(),
         )
+
+    def _reserve_all(self, pages: Sequence[Page]) -> list[int | None]:
+        places: list[int | None] = []
+        for nbytes, alike in itertools.groupby(page.nbytes for page in pages):
+            count = len(list(alike))
+            found = self._disk.reserve_many(nbytes, count)
+            places += found
+            places += [self._reserve(nbytes) for _ in range(count - len(found))]
+        return places
 
     def _reserve(self, nbytes: int) -> int | None:
         """A place for one page, making room when the disk is full; None when nothing may leave."""

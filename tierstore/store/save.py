@@ -178,10 +178,14 @@ class SaveJob:
         self.source.read_into([(fill.position, fill.address) for fill in wanted])
         with state.lock:
             self._copying -= 1
+            state.pending_saves -= len(piece)
+            if wanted:
+                self._stored([fill.page for fill in piece])
+            else:
+                self._give_up(piece)
             for fill in piece:
-                self._end_fill(fill, filled=bool(wanted))
-            if wanted and self.write_behind is not None:
-                self.write_behind.enqueue([fill.page for fill in piece])
+                if fill.on_hbm:
+                    state.leases.unlease(fill.page, Tier.HBM)
             last = self._end_piece()
             state.changed.notify_all()
         self.transfer.advance(len(wanted), len(wanted) * self.page_bytes)
@@ -193,18 +197,17 @@ class SaveJob:
         self._pieces -= 1
         return self._pieces == 0
 
-    def _end_fill(self, fill: _Fill, *, filled: bool) -> None:
-        state = self.state
-        state.pending_saves -= 1
-        state.fills.end(fill.page, filled=filled)
-        if filled:
-            state.leases.unlease(fill.page, Tier.HOST)
-            state.counters.saved_pages += 1
-        else:
-            state.counters.not_stored_pages += 1
+    def _stored(self, pages: Sequence[Page]) -> None:
+        self.state.fills.complete(pages)
+        self.state.counters.saved_pages += len(pages)
+        if self.write_behind is not None:
+            self.write_behind.enqueue(pages)
+
+    def _give_up(self, piece: Sequence[_Fill]) -> None:
+        for fill in piece:
+            self.state.fills.end(fill.page, filled=False)
             self.stored_tokens -= fill.page.num_tokens
-        if fill.on_hbm:
-            state.leases.unlease(fill.page, Tier.HBM)
+        self.state.counters.not_stored_pages += len(piece)
 
     def _settle(self, state: TransferState) -> int:
         with self.state.lock:

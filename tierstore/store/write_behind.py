@@ -24,6 +24,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from tierstore.index import Page, Tier
+from tierstore.policy import NO_HINT
 from tierstore.store.disk_moves import MoveStats
 from tierstore.store.places import Places, parent_on_disk
 from tierstore.store.state import StoreState
@@ -281,13 +282,13 @@ class WriteBehind:
         """These pages can be served from the disk."""
         state = self._state
         with state.lock:
+            state.index.complete(durable, Tier.DISK)
             for page in durable:
-                state.index.set_ready(page, Tier.DISK)
-                state.uses.pass_hint_on(page)
-                state.leases.unlease(page, Tier.DISK)
+                if page.hint is not NO_HINT:
+                    state.uses.pass_hint_on(page)
                 if state.holdings.feed is not None:
                     state.holdings.feed.stored(page, Tier.DISK)
-                self._queue.finish(page)
+            self._queue.finish(durable)
             state.counters.disk_written_pages += len(durable)
             if durable:
                 state.health.written()

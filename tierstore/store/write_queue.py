@@ -14,7 +14,7 @@ the disk is back, as far as it is still in the host tier then.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tierstore.index import Page, Tier
 from tierstore.store.state import StoreState
@@ -66,6 +66,8 @@ class WriteQueue:
         # would find out by going up the same long path.)
         stuck: dict[Page, bool] = {}
         for page in pages:
+            if page in self._pending:
+                continue  # it came with one before it
             if page.parent in stuck:
                 stuck[page] = stuck[page.parent]
                 self._state.counters.disk_dropped_pages += stuck[page]
@@ -136,17 +138,18 @@ class WriteQueue:
             most_bytes -= batch[-1].nbytes
         return batch
 
-    def finish(self, page: Page) -> None:
-        """The page is on disk, or will not be. (Who waits for the queue is told by the caller.)"""
-        if page in self._pending:
-            self._pending.remove(page)
-            self._pending_bytes -= page.nbytes
-        self._state.leases.unlease(page, Tier.HOST)
+    def finish(self, pages: Sequence[Page]) -> None:
+        """The pages are on disk, or will not be. (Who waits for the queue is told by the caller.)"""
+        for page in pages:
+            if page in self._pending:
+                self._pending.remove(page)
+                self._pending_bytes -= page.nbytes
+        self._state.leases.unlease_all(pages, Tier.HOST)
 
     def give_up(self, page: Page) -> None:
         """The page is not written."""
         self._drop(page)
-        self.finish(page)
+        self.finish([page])
 
     def give_up_all(self) -> None:
         """None of those that wait is written."""

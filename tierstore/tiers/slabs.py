@@ -117,15 +117,23 @@ class SlabAllocator:
 
     def allocate(self, nbytes: int) -> int | None:
         """The offset of a free slot for ``nbytes``, or None when there is none."""
+        return next(iter(self.allocate_many(nbytes, 1)), None)
+
+    def allocate_many(self, nbytes: int, count: int) -> list[int]:
+        """The offsets of up to ``count`` free slots for ``nbytes``: fewer when there are no more."""
         size = slot_bytes(nbytes)
-        slab = next(iter(self._open.get(size, {}).values()), None) or self._new_slab(size)
-        if slab is None:
-            return None
-        slot, _ = slab.free.popitem()
-        if not slab.free:
-            del self._open[size][slab.start]
-        self.used_bytes += size
-        return slab.start * self.unit_bytes + slot * size
+        offsets: list[int] = []
+        while len(offsets) < count:
+            slab = next(iter(self._open.get(size, {}).values()), None) or self._new_slab(size)
+            if slab is None:
+                break
+            first = slab.start * self.unit_bytes
+            for _ in range(min(count - len(offsets), len(slab.free))):
+                offsets.append(first + slab.free.popitem()[0] * size)
+            if not slab.free:
+                del self._open[size][slab.start]
+        self.used_bytes += size * len(offsets)
+        return offsets
 
     def free(self, offset: int, nbytes: int) -> None:
         """Return the slot that :meth:`allocate` or :meth:`claim` gave for ``nbytes``."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from operator import itemgetter
+from typing import Any, TypeAlias
 
 from tierstore.tiers.disk.records import (
     INLINE,
@@ -26,6 +28,8 @@ from tierstore.tiers.disk.trees import (
     page_key,
     payload_key,
 )
+
+_Entry: TypeAlias = "tuple[bytes, bytes | memoryview]"  # of a tree: key, value
 
 REMOVED_AT_ONCE = 64  # pages, when space is so short that a large transaction does not fit
 FREE_PER_PAGE = 500  # page numbers that one page of LMDB's free list holds
@@ -86,24 +90,35 @@ class Writing:
         added: Sequence[tuple[PageRecord, memoryview | None]],
         used: Mapping[int, PageUse],
     ) -> None:
-        last = {db: self._last_key(db) for db in (self._pages, self._facts, self._payload)}
-
-        def put(db: Any, key: bytes, value: bytes | memoryview) -> None:
-            # Serials mostly come in order: appending fills tree pages instead of splitting them in halves.
-            self._txn.put(key, value, db=db, append=key > last[db])
-            last[db] = max(last[db], key)
-
+        pages: list[_Entry] = []
+        facts: list[_Entry] = []
+        children: list[_Entry] = []
+        payloads: list[_Entry] = []
         for record, payload in sorted(added, key=lambda pair: pair[0].serial):
             key = page_key(record.serial)
-            put(self._pages, key, encode(record))
+            pages.append((key, encode(record)))
             use = used.get(record.serial) or PageUse(0, record.created_s, 0)
-            put(self._facts, key, encode_facts(record, use))
-            self._txn.put(link_of(record), b"", db=self._children)
+            facts.append((key, encode_facts(record, use)))
+            children.append((link_of(record), b""))
             if record.place == INLINE:
                 assert payload is not None, f"page {record.serial} is inline, but its payload was not given"
                 for piece, start in enumerate(range(0, record.nbytes, PIECE_BYTES)):
                     value = payload[start : min(start + PIECE_BYTES, record.nbytes)]
-                    put(self._payload, payload_key(record.serial, piece), value)
+                    payloads.append((payload_key(record.serial, piece), value))
+        self._append(self._pages, pages)
+        self._append(self._facts, facts)
+        self._append(self._payload, payloads)
+        with self._txn.cursor(self._children) as cursor:
+            cursor.putmulti(children)
+
+    def _append(self, db: Any, entries: Sequence[_Entry]) -> None:
+        """Put what is sorted by its keys, one after the other without a word of Python in between."""
+        # Serials mostly come in order: appending fills tree pages instead of splitting them in halves.
+        with self._txn.cursor(db) as cursor:
+            last = cursor.key() if cursor.last() else b""
+            new = bisect.bisect_right(entries, last, key=itemgetter(0))
+            cursor.putmulti(entries[:new])
+            cursor.putmulti(entries[new:], append=True)
 
     def _touch(self, used: Mapping[int, PageUse]) -> None:
         for serial in sorted(used):
@@ -111,10 +126,6 @@ class Writing:
             facts = self._txn.get(key, db=self._facts)
             if facts is not None:
                 self._txn.put(key, with_use(facts, used[serial]), db=self._facts)
-
-    def _last_key(self, db: Any) -> bytes:
-        with self._txn.cursor(db) as cursor:
-            return cursor.key() if cursor.last() else b""
 
 
 def small_steps(removed: Sequence[Removal]) -> Iterator[list[Removal]]:

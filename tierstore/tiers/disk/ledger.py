@@ -11,9 +11,10 @@ place until it is saved again under its old serial, or the last of them leaves.
 
 from __future__ import annotations
 
+import bisect
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -133,13 +134,28 @@ class Ledger:
 
     def add(self, records: Iterable[PageRecord], used: Mapping[int, PageUse]) -> None:
         """These pages are durable now. Their serials are above all others', or those of holes."""
+        records = sorted(records, key=lambda record: record.serial)
         with self._lock:
-            for record in records:
-                use = used.get(record.serial) or PageUse(0, record.created_s, 0)
-                row = self._row(record.serial)
-                if row is None:
-                    row = self._append(record.serial)
-                self._put(row, record, use)
+            if not records:
+                return
+            rows = self._rows_for([record.serial for record in records])
+            columns = self._columns
+            again = columns["alive"][rows]
+            assert not again.any(), f"page {columns['serial'][rows][again][0]} is added twice"
+            columns["parent"][rows] = parents = [record.parent for record in records]
+            columns["place"][rows] = [record.place for record in records]
+            columns["nbytes"][rows] = [record.nbytes for record in records]
+            uses = [used.get(record.serial) or PageUse(0, record.created_s, 0) for record in records]
+            for name, values in zip(PageUse._fields, zip(*uses, strict=True), strict=True):
+                columns[name][rows] = values
+            self._forget_hints(rows)
+            columns["alive"][rows] = True
+            self._alive += len(records)
+            above = self._find(np.array(parents, np.int64))
+            np.add.at(columns["children"], above[above >= 0], 1)
+            depth = columns["depth"]
+            for row, parent in zip(rows.tolist(), above.tolist(), strict=True):  # parents come first
+                depth[row] = depth[parent] + 1 if parent >= 0 else 0
 
     def remove(self, serial: int) -> Removal:
         """The page is to leave. Its row stays while pages below it are on disk."""
@@ -171,22 +187,20 @@ class Ledger:
         if not used:
             return
         with self._lock:
-            serials = np.fromiter(used, np.int64, len(used))
-            rows = np.searchsorted(self._columns["serial"][: self._rows], serials)
-            rows[rows == self._rows] = 0
-            known = self._columns["serial"][rows] == serials if self._rows else np.zeros(len(used), np.bool_)
+            rows = self._find(np.fromiter(used, np.int64, len(used)))
+            known = rows >= 0
+            rows = rows[known]
             uses = np.array(list(used.values()), np.float64)[known]
-            for at, name in enumerate(("tick", "used_s", "hits")):
-                self._columns[name][rows[known]] = uses[:, at]
-            for name, nothing in zip(("reuse", "priority", "expires_s"), NO_HINT, strict=True):
-                self._columns[name][rows[known]] = nothing  # a hint is about one use
+            for at, name in enumerate(PageUse._fields):
+                self._columns[name][rows] = uses[:, at]
+            self._forget_hints(rows)  # a hint is about one use
 
     def hint(self, serial: int, hint: PageHint) -> bool:
         """``hint`` is about the next use of a page. False when it is not here."""
         with self._lock:
             row = self._alive_row(serial)
             if row is not None:
-                for name, value in zip(("reuse", "priority", "expires_s"), hint, strict=True):
+                for name, value in zip(PageHint._fields, hint, strict=True):
                     self._columns[name][row] = value
                 self._expires_s = min(self._expires_s, hint.expires_s)
             return row is not None
@@ -202,39 +216,41 @@ class Ledger:
             expires_s[over] = np.inf
             self._expires_s = max(float(expires_s.min(initial=np.inf)), now_s + _EXPIRY_S)
 
-    def _put(self, row: int, record: PageRecord, use: PageUse) -> None:
-        columns = self._columns
-        assert not columns["alive"][row], f"page {record.serial} is added twice"
-        above = self._row(record.parent)
-        columns["parent"][row] = record.parent
-        columns["place"][row] = record.place
-        columns["nbytes"][row] = record.nbytes
-        columns["tick"][row], columns["used_s"][row], columns["hits"][row] = use
-        columns["depth"][row] = 0 if above is None else columns["depth"][above] + 1
-        columns["reuse"][row], columns["priority"][row], columns["expires_s"][row] = NO_HINT
-        columns["alive"][row] = True
-        if above is not None:
-            columns["children"][above] += 1
-        self._alive += 1
+    def _rows_for(self, serials: Sequence[int]) -> npt.NDArray[np.int64]:
+        """The rows of these pages, which ascend: those of holes, and new ones behind all others."""
+        latest = int(self._columns["serial"][self._rows - 1]) if self._rows else 0
+        new = len(serials) - bisect.bisect_right(serials, latest)
+        if self._rows + new > len(self._columns["serial"]):
+            self._make_room(new)
+        end = self._rows + new
+        self._columns["serial"][self._rows : end] = serials[len(serials) - new :]
+        self._columns["children"][self._rows : end] = 0
+        self._columns["alive"][self._rows : end] = False
+        self._rows = end
+        rows = self._find(np.array(serials, np.int64))
+        assert (rows >= 0).all(), f"serial {serials[int(rows.argmin())]} is old"
+        return rows
 
-    def _append(self, serial: int) -> int:
-        assert not self._rows or serial > self._columns["serial"][self._rows - 1], f"serial {serial} is old"
-        if self._rows == len(self._columns["serial"]):
-            self._make_room()
-        row = self._rows
-        self._columns["serial"][row] = serial
-        self._columns["children"][row] = 0
-        self._rows += 1
-        return row
-
-    def _make_room(self) -> None:
+    def _make_room(self, new: int) -> None:
         columns = self._columns
         kept = np.flatnonzero(columns["alive"][: self._rows] | (columns["children"][: self._rows] > 0))
-        size = max(len(kept) * 3 // 2, _LEAST_ROWS)
+        size = max((len(kept) + new) * 3 // 2, _LEAST_ROWS)
         for name, column in columns.items():
             columns[name] = np.zeros(size, column.dtype)
             columns[name][: len(kept)] = column[kept]
         self._rows = len(kept)
+
+    def _forget_hints(self, rows: npt.NDArray[np.int64]) -> None:
+        for name, nothing in zip(PageHint._fields, NO_HINT, strict=True):
+            self._columns[name][rows] = nothing
+
+    def _find(self, serials: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The row of each; -1 for one that has none."""
+        known = self._columns["serial"][: self._rows]
+        rows = np.searchsorted(known, serials)
+        rows[rows == self._rows] = 0
+        rows[known[rows] != serials if self._rows else slice(None)] = -1
+        return rows
 
     def _row(self, serial: int) -> int | None:
         serials = self._columns["serial"]

@@ -86,16 +86,22 @@ class Space:
 
     def reserve(self, nbytes: int) -> int | None:
         """A place for ``nbytes``, or None."""
+        return next(iter(self.reserve_many(nbytes, 1)), None)
+
+    def reserve_many(self, nbytes: int, count: int) -> list[int]:
+        """Up to ``count`` places for ``nbytes`` each: fewer when there are no more."""
+        places: list[int] = []
         with self._lock:
-            if nbytes <= self._inline_bytes and self._payload_fits(nbytes):
-                place: int | None = INLINE
-            elif self._slots is not None and self._index_fits(_RECORD_BYTES):
-                place = self._slots.allocate(nbytes)
-            else:
-                place = None
-            if place is not None:
-                self._count_reserved(place, nbytes, +1)
-            return place
+            while nbytes <= self._inline_bytes and len(places) < count and self._payload_fits(nbytes):
+                self._count_reserved(INLINE, nbytes, +1)
+                places.append(INLINE)
+            if self._slots is not None:
+                records = max(self._index_room() // _RECORD_BYTES, 0)
+                slots = self._slots.allocate_many(nbytes, min(count - len(places), records))
+                self._index_reserved += len(slots) * _RECORD_BYTES
+                self._reserved.update(dict.fromkeys(slots, slot_bytes(nbytes)))
+                places += slots
+        return places
 
     def reserve_outside(self, nbytes: int) -> int | None:
         """Like :meth:`reserve`, but never in the index."""
@@ -211,7 +217,10 @@ class Space:
             assert accounted == self.slots_used_bytes, f"{accounted} bytes are accounted for in {self._slots}"
 
     def _index_fits(self, nbytes: int) -> bool:
-        return self._index_reserved + nbytes <= index_room(self._index_bytes, self._index)
+        return nbytes <= self._index_room()
+
+    def _index_room(self) -> int:
+        return index_room(self._index_bytes, self._index) - self._index_reserved
 
     def _payload_fits(self, nbytes: int) -> bool:
         payload = self._index.used_bytes - self._index.tree_bytes + self._payload_reserved

@@ -174,6 +174,10 @@ class DiskTier:
         """A place for a payload of ``nbytes``, or None when there is no room. Does no I/O."""
         return self._space.reserve(nbytes)
 
+    def reserve_many(self, nbytes: int, count: int) -> list[int]:
+        """Up to ``count`` of them: fewer when there is no more room."""
+        return self._space.reserve_many(nbytes, count)
+
     def unreserve(self, place: int, nbytes: int) -> None:
         """Give back a place that :meth:`reserve` gave and no :meth:`commit` has added."""
         self._unsynced.forget([place])
