@@ -1,9 +1,10 @@
 """Write-behind: pages go from the host tier to disk in batches, without anybody waiting.
 
 One thread takes a batch from the queue, finds room (evicting in bulk, so that one commit frees space for many
-pages) and has the payloads written; meanwhile it finds room for the next batch. When enough has been written,
-or nothing waits, all of it is made durable with one commit, and only then the copies are ready. Nothing is
-written during a commit: beside other writes it took 30 ms and stalled them, after them it takes 3 ms.
+pages) and has the payloads written; as soon as more pages have come it does the same with them, beside the
+first. When enough has been written, or nothing waits, all of it is made durable with one commit, and only then
+the copies are ready. Nothing is written during a commit: beside other writes it took 30 ms and stalled them,
+after them it takes 3 ms.
 
 The queue (``write_queue.py``) is bounded: what does not fit is not written (counted in
 ``disk_dropped_pages``), which is how a disk slower than the engine shows. When the disk fails, the batch is
@@ -22,6 +23,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 from tierstore.index import Page, Tier
 from tierstore.policy import NO_HINT
@@ -35,7 +37,8 @@ from tierstore.tiers.disk.records import INLINE
 
 _log = logging.getLogger(__name__)
 
-_BATCH_BYTES = 64 << 20  # at most, and a quarter of the queue
+_BATCH_BYTES = 32 << 20  # at most, and a quarter of the queue
+_LEAST_BESIDE = 1 << 20  # bytes that wait while others are being written: fewer wait for more
 _COMMIT_BYTES = 256 << 20  # … and half of the queue: each commit costs some milliseconds
 _WRITES_AT_ONCE = 3  # so that the disk has something to do while one of them ends
 _STALLED_LOOK_S = 1.0  # how often this thread looks whether a disk that had stopped answering does again
@@ -129,30 +132,33 @@ class WriteBehind:
         durable yet, for whoever has to undo it."""
         writes: deque[_Write] = deque()  # under way, the oldest first
         written: list[Page] = []  # and not durable yet
-        coming: list[Page] = []  # have their places
+        nbytes = 0  # of both
         try:
             while True:
-                coming = coming or self._place_next(under_way)
-                due = _bytes(written) + sum(write.nbytes for write in writes) >= self._commit_bytes
-                if coming and not due and len(writes) < _WRITES_AT_ONCE:
-                    writes.append(self._begin(coming))
-                    coming = []
+                full = nbytes >= self._commit_bytes or len(writes) == _WRITES_AT_ONCE
+                write = None
+                if not full and (not writes or self._worth_beginning()):
+                    write = self._write_next(under_way)
+                if write is not None:
+                    writes.append(write)
+                    nbytes += write.nbytes
                 elif writes:
-                    write = writes.popleft()
-                    write.over.result()
-                    written += write.pages
+                    self._wait_for(writes[0], alone=full)
+                    while writes and writes[0].over.done():
+                        writes[0].over.result()
+                        written += writes.popleft().pages
                 elif written:
                     verified = self._verified(written)
                     durable = verified if self._commit(verified) else []
-                    under_way[:] = coming
-                    written = []
-                    try:
-                        if coming:  # before anything else: the disk has nothing to do
-                            writes.append(self._begin(coming))
-                            coming = []
+                    under_way.clear()
+                    written, nbytes = [], 0
+                    try:  # the next write before anything else: the disk has nothing to do
+                        if (write := self._write_next(under_way)) is not None:
+                            writes.append(write)
+                            nbytes = write.nbytes
                     finally:
                         self._finish(durable)
-                elif not coming:
+                else:
                     break
         finally:
             for write in writes:
@@ -160,9 +166,28 @@ class WriteBehind:
         if self._housekeeping_due():
             self._commit([])
 
-    def _begin(self, placed: list[Page]) -> _Write:
-        payloads = self._payloads(placed)
-        return _Write(placed, self._hands.submit(lambda: self._disk.write(payloads)))
+    def _write_next(self, under_way: list[Page]) -> _Write | None:
+        """Begin to write what waits, or some of it. None when nothing does."""
+        while self._queue:
+            placed = self._place_next(under_way)
+            if placed:
+                over = self._hands.submit(partial(self._disk.write, self._payloads(placed)))
+                over.add_done_callback(self._wake)
+                return _Write(placed, over)
+        return None
+
+    def _wake(self, over: Future[None]) -> None:
+        with self._state.lock:
+            self._state.changed.notify_all()
+
+    def _wait_for(self, write: _Write, *, alone: bool) -> None:
+        """Until this write is over or, unless it is for that ``alone``, another one is worth beginning."""
+        with self._state.lock:
+            self._state.changed.wait_for(lambda: write.over.done() or (not alone and self._worth_beginning()))
+
+    def _worth_beginning(self) -> bool:
+        """Whether enough waits for a write beside others."""
+        return self._queue.waiting_bytes >= _LEAST_BESIDE
 
     def _place_next(self, under_way: list[Page]) -> list[Page]:
         with self._state.lock:

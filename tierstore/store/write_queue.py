@@ -30,6 +30,7 @@ class WriteQueue:
         self._state = state
         self._most_bytes = most_bytes
         self._waiting: deque[Page] = deque()
+        self.waiting_bytes = 0  # of those that wait
         self._pending: set[Page] = set()  # waiting, or in a batch
         self._pending_bytes = 0
         self._owed: dict[Page, None] = {}
@@ -104,6 +105,7 @@ class WriteQueue:
             return False
         self._state.index.lease(page, Tier.HOST)
         self._waiting.append(page)
+        self.waiting_bytes += page.nbytes
         self._pending.add(page)
         self._pending_bytes += page.nbytes
         return True
@@ -134,7 +136,7 @@ class WriteQueue:
         """The next pages to write, each to be finished or given up: ``most_bytes``, or one that is larger."""
         batch: list[Page] = []
         while self._waiting and (not batch or self._waiting[0].nbytes <= most_bytes):
-            batch.append(self._waiting.popleft())
+            batch.append(self._pop())
             most_bytes -= batch[-1].nbytes
         return batch
 
@@ -154,7 +156,12 @@ class WriteQueue:
     def give_up_all(self) -> None:
         """None of those that wait is written."""
         while self._waiting:
-            self.give_up(self._waiting.popleft())
+            self.give_up(self._pop())
+
+    def _pop(self) -> Page:
+        page = self._waiting.popleft()
+        self.waiting_bytes -= page.nbytes
+        return page
 
     def _drop(self, page: Page) -> None:
         self._state.counters.disk_dropped_pages += not self._catching_up

@@ -13,6 +13,7 @@ from tests.tierstore.store.conftest import SPEC, load_bytes, pages_of
 from tierstore.errors import StoreUnavailableError, UsageError
 from tierstore.keys import Identity
 from tierstore.store import Store
+from tierstore.testing.faults.faulty_io import Fault, FaultyIO, Stall
 
 TOKENS = list(range(100, 170))
 LONG = list(range(16 * 32))
@@ -40,6 +41,25 @@ def test_closing_writes_what_is_queued(open_store):
     first.save(LONG, pages_of(LONG)).wait(10)
     first.close()
     assert open_store().lookup(LONG).tokens == len(LONG)
+
+
+def test_pages_are_written_beside_others_that_take_long(open_store, monkeypatch):
+    monkeypatch.setattr("tierstore.store.write_behind._LEAST_BESIDE", 1)
+    io = FaultyIO()
+    store = open_store(io=io, inline_bytes=0)
+    writes = Stall(), Stall()
+    prompts = TOKENS, list(range(900, 970))
+    for stall, tokens in zip(writes, prompts, strict=True):
+        io.set(Fault(lambda call: call.kind == "pwritev", stall))
+        store.save(tokens, pages_of(tokens)).wait(10)
+        assert stall.entered.wait(10)
+    io.clear()
+    for stall in writes:
+        stall.release()
+    assert store.flush(10)
+    store.evict("host")
+    for tokens in prompts:
+        assert load_bytes(store, store.lookup(tokens)) == (len(tokens), pages_of(tokens))
 
 
 def test_another_identity_finds_nothing_in_the_same_directory(open_store):

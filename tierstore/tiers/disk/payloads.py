@@ -25,6 +25,7 @@ _log = logging.getLogger(__name__)
 
 _LEAST_REQUEST = 1 * MIB
 _MOST_REQUEST = 4 * MIB
+_WRITERS = 2  # batches are mostly being written at once, and share the streams
 _MOST_QUEUED = 512 * KIB  # larger requests keep a thread busy, and the disk too
 _LEAST_QUEUED = 16  # fewer are read as fast by threads
 
@@ -63,7 +64,7 @@ class Payloads:
             self._extents.write(request.offset, batch.memory(request), direct=batch.aligned)
             batch.hash(request, request.nbytes)
 
-        requests = batch.plan(self._streams, self._extents.file_bytes)
+        requests = batch.plan(self._streams // _WRITERS, self._extents.file_bytes)
         _work_off(requests, work, self._writers, self._streams)
         for (record, _), buffer in zip(pages, batch.buffers, strict=True):
             assert buffer.checksum is not None, f"page {record.serial} was written in part"
@@ -154,7 +155,7 @@ class _Batch:
     def plan(self, streams: int, file_bytes: int) -> list[Request]:
         """The requests to make, and each page made ready for them."""
         # Large requests are faster, but only while there are enough of them to keep every stream busy.
-        share = sum(extent.nbytes for extent in self._extents) // (2 * streams)
+        share = sum(extent.nbytes for extent in self._extents) // (2 * max(streams, 1))
         request_bytes = min(max(share // _LEAST_REQUEST * _LEAST_REQUEST, _LEAST_REQUEST), _MOST_REQUEST)
         requests = plan(self._extents, request_bytes=request_bytes, file_bytes=file_bytes)
         for request in requests:
