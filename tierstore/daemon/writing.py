@@ -233,8 +233,7 @@ class Writing:
                 self._free(reservation.pages)
 
     def _free(self, pages: Sequence[Page]) -> None:
-        for page in reversed(pages):
-            self._state.fills.end(page, filled=False)
+        self._state.fills.give_up(reversed(pages))
         self._state.counters.not_stored_pages += len(pages)
 
 

@@ -68,20 +68,15 @@ class Index:
             self.exits.offer_all(page)
         return copy
 
-    def set_ready(self, page: Page, tier: Tier) -> None:
-        """The copy's bytes are complete."""
-        self.copy(page, tier).ready = True
-        self.changes += 1
-        self.exits.offer_all(page)
-
-    def complete(self, pages: Sequence[Page], tier: Tier) -> None:
-        """The bytes of these copies are complete, and whoever was filling them lets go of his lease."""
+    def complete(self, pages: Sequence[Page], tier: Tier, *, let_go: bool) -> None:
+        """The bytes of these copies are complete; whoever was filling them may ``let_go`` of his leases."""
         for page in pages:
             copy = self.copy(page, tier)
             assert copy.leases > 0, f"{page} has no lease in {tier.label}"
             copy.ready = True
-            copy.leases -= 1
-            self.leases[tier] -= copy.leases == 0
+            if let_go:
+                copy.leases -= 1
+                self.leases[tier] -= copy.leases == 0
         self.changes += 1
         for page in pages:
             self.exits.offer_all(page)

@@ -37,8 +37,8 @@ class HostLoad(LoadJob[int]):
             for move in moves:
                 if not self.hit.lease.released:
                     self.state.leases.move(self.hit.lease, move.position, move.tier)
-                self.state.leases.unlease(move.page, move.tier)
                 self._arrived[move.position] = True
+            self._unlease(moves)
         return len(moves)
 
     def _result(self, state: TransferState, pages: int, tokens: int) -> int:
@@ -66,8 +66,7 @@ class BufferLoad(LoadJob[Loaded]):
         _copy_to_memory(self.state, copies, self.page_bytes)
         with self.state.lock:
             self._copying -= 1
-            for move in moves:
-                self.state.leases.unlease(move.page, move.tier)
+            self._unlease(moves)
             for move, _ in wanted:
                 self._arrived[move.position] = True
             self.state.changed.notify_all()
@@ -146,8 +145,7 @@ class HbmLoad(LoadJob[Loaded]):
         for filling in fillings:
             filling.wait()
         with self.state.lock:
-            for move in moves:
-                self.state.leases.unlease(move.page, move.tier)
+            self._unlease(moves)
 
     def _arrive(self, move: Move, hbm_page: int) -> None:
         state = self.state

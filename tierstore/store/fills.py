@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from tierstore.index import Index, Page, Tier
 from tierstore.store.holdings import Holdings
@@ -32,21 +32,18 @@ class Fills:
             page.checksum = page.record.checksum if page.record is not None else None
         return place
 
-    def complete(self, pages: Sequence[Page]) -> None:
-        """The fillers of these pages are done, and let go of them: the copies are ready."""
-        self._index.complete(pages, Tier.HOST)
+    def complete(self, pages: Sequence[Page], *, let_go: bool = True) -> None:
+        """The fillers of these pages are done: the copies are ready. They ``let_go`` of them, or go on
+        holding them."""
+        self._index.complete(pages, Tier.HOST, let_go=let_go)
         if self._holdings.feed is not None:
             for page in pages:
                 self._holdings.feed.stored(page, Tier.HOST)
         self._changed.notify_all()
 
-    def end(self, page: Page, *, filled: bool) -> None:
-        """The filler is done: the copy is ready, or gone. The filler's lease stays with it if filled."""
-        if filled:
-            self._index.set_ready(page, Tier.HOST)
-            if self._holdings.feed is not None:
-                self._holdings.feed.stored(page, Tier.HOST)
-        else:
+    def give_up(self, pages: Iterable[Page]) -> None:
+        """The fillers of these pages have failed: the copies are gone."""
+        for page in pages:
             self._index.unlease(page, Tier.HOST)
             self._holdings.drop(page, Tier.HOST)
         self._changed.notify_all()

@@ -64,7 +64,7 @@ class Leases:
         if not lease.released:
             lease.released = True
             self.open -= 1
-            self._unlease(lease.held)
+            self.unlease_held(lease.held)
             lease.held.clear()
 
     def expire(self) -> None:
@@ -85,9 +85,10 @@ class Leases:
 
     def unlease_all(self, pages: Sequence[Page], tier: Tier) -> None:
         """The same for one copy of each of these pages."""
-        self._unlease([(page, tier) for page in pages])
+        self.unlease_held([(page, tier) for page in pages])
 
-    def _unlease(self, held: Sequence[tuple[Page, Tier]]) -> None:
+    def unlease_held(self, held: Sequence[tuple[Page, Tier]]) -> None:
+        """The same for each of these copies."""
         for page, tier in self._index.unlease_all(held):
             self._holdings.drop_damaged(page, tier)
 

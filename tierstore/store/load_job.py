@@ -14,7 +14,7 @@ their host slots and leases until they return, and are of use to later loads the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -232,22 +232,22 @@ class LoadJob(ABC, Generic[R]):
                 if (record := move.page.record) is not None
             ]
         read = state.disk.read(wanted)
-        here = []
+        outcomes = list(zip(reads, read.outcomes, strict=True))
+        good = [move for move, outcome in outcomes if outcome is PageRead.GOOD]
+        bad = [move for move, outcome in outcomes if outcome is not PageRead.GOOD]
         with state.lock:
-            for move, outcome in zip(reads, read.outcomes, strict=True):
-                good = outcome is PageRead.GOOD
-                state.fills.loading.discard(move.page)
-                state.fills.end(move.page, filled=good)
-                state.leases.unlease(move.page, Tier.DISK)
-                if good:
-                    here.append(Move(move.position, move.page, Tier.HOST))
-                else:
-                    self._cut_at(move.position)
+            state.fills.loading.difference_update([move.page for move in reads])
+            state.fills.complete([move.page for move in good], let_go=False)
+            state.fills.give_up(move.page for move in bad)
+            state.leases.unlease_all([move.page for move in reads], Tier.DISK)
+            for move in bad:
+                self._cut_at(move.position)
+            for move, outcome in outcomes:
                 if outcome is PageRead.DAMAGED:
                     state.holdings.damaged_on_disk(move.page)
             state.was_read(read)
         state.lookout.look()
-        return here
+        return [Move(move.position, move.page, Tier.HOST) for move in good]
 
     def _await_others(self, others: list[tuple[int, Page]]) -> list[Move]:
         """Wait for pages that other loads are reading, and hold them."""
@@ -270,6 +270,10 @@ class LoadJob(ABC, Generic[R]):
 
     def _cut_at(self, position: int) -> None:
         self._cut = min(self._cut, position)
+
+    def _unlease(self, moves: Sequence[Move]) -> None:
+        """The end of these moves' leases. Under the lock."""
+        self.state.leases.unlease_held([(move.page, move.tier) for move in moves])
 
     def _place(self, move: Move) -> int:
         return self.state.index.copy(move.page, move.tier).place

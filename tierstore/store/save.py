@@ -204,9 +204,8 @@ class SaveJob:
             self.write_behind.enqueue(pages)
 
     def _give_up(self, piece: Sequence[_Fill]) -> None:
-        for fill in piece:
-            self.state.fills.end(fill.page, filled=False)
-            self.stored_tokens -= fill.page.num_tokens
+        self.state.fills.give_up(fill.page for fill in piece)
+        self.stored_tokens -= sum(fill.page.num_tokens for fill in piece)
         self.state.counters.not_stored_pages += len(piece)
 
     def _settle(self, state: TransferState) -> int:

@@ -2,9 +2,9 @@
 
 One thread takes a batch from the queue, finds room (evicting in bulk, so that one commit frees space for many
 pages) and has the payloads written; as soon as more pages have come it does the same with them, beside the
-first. When enough has been written, or nothing waits, all of it is made durable with one commit, and only then
-the copies are ready. Nothing is written during a commit: beside other writes it took 30 ms and stalled them,
-after them it takes 3 ms.
+first. When enough has been written, or nothing waits, all of it is made durable with one commit, and only
+then the copies are ready. Nothing is written during a commit: beside other writes it took 30 ms and stalled
+them, after them it takes 3 ms.
 
 The queue (``write_queue.py``) is bounded: what does not fit is not written (counted in
 ``disk_dropped_pages``), which is how a disk slower than the engine shows. When the disk fails, the batch is
@@ -307,7 +307,7 @@ class WriteBehind:
         """These pages can be served from the disk."""
         state = self._state
         with state.lock:
-            state.index.complete(durable, Tier.DISK)
+            state.index.complete(durable, Tier.DISK, let_go=True)
             for page in durable:
                 if page.hint is not NO_HINT:
                     state.uses.pass_hint_on(page)
