@@ -38,10 +38,14 @@ test-vllm: $(VLLM_VENV)/vllm.stamp
 soak-vllm: $(VLLM_VENV)/vllm.stamp
 	$(VLLM_BIN)/python -m pytest -m soak --timeout 3600 tests/vllm
 
+# CUDA 13 needs a driver from 580 on.
+CUDA_EXTRA = $(shell grep -soE '[0-9]{3}\.[0-9]+' /proc/driver/nvidia/version | head -1 | \
+	awk -F. '{ print ($$1 >= 580 ? "cuda13" : "cuda12") }')
+
 # On a machine with a GPU: tests, benchmarks and compute-sanitizer there, into one JSON document (see docs/cuda.md).
 # On one without it says "not measured". GPU_CHECK="--budget-s 560 --only golden,decode" chooses.
 gpu-check: $(VENV)/dev.stamp
-	if [ -e /proc/driver/nvidia/version ]; then $(INSTALL) -e '.[dev,cuda13]'; fi
+	if [ -e /proc/driver/nvidia/version ]; then $(INSTALL) -e '.[dev,$(CUDA_EXTRA)]'; fi
 	$(BIN)/python -m tierstore_tools.gpu.check $(GPU_CHECK)
 
 $(VENV)/bin/python:

@@ -122,6 +122,8 @@ def build_engine(
     spec = model.kv_spec(chunk_tokens=chunk_tokens)
     settings = settings or EngineSettings()
     settings.check_chunk(chunk_tokens)
+    if model.device != "cpu":
+        torch.cuda.empty_cache()  # the pool's size goes by what is free, and so is what torch only keeps
     pages = _fitting_pages(spec, model.device) if pool_pages is None else pool_pages
     check_pool(spec, pages, model.device)
     connector = open_connector(

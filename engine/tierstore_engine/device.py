@@ -7,7 +7,6 @@ Thin on purpose, since it cannot be run without a GPU: what decides is in ``grap
 from __future__ import annotations
 
 import logging
-import statistics
 from collections.abc import Callable
 
 import numpy as np
@@ -21,13 +20,15 @@ from tierstore_engine.attention.cuda import CudaAttention
 from tierstore_engine.attention.gathered import EVERYWHERE, NOWHERE, LibraryRanges, choose
 from tierstore_engine.choices import kept_choice
 from tierstore_engine.config import ModelConfig
-from tierstore_engine.gather import LARGEST_BYTES, KernelGather, crossover
+from tierstore_engine.gather import LARGEST_BYTES, KernelGather, OnStream, crossover
 from tierstore_engine.graphs import DecodeGraphs
 from tierstore_engine.kernels.cubins import source_digest
 from tierstore_engine.kernels.cupy_launcher import CupyLauncher
 from tierstore_engine.model import Model
 from tierstore_engine.settings import EngineSettings
+from tierstore_engine.shortage import shortage_explained
 from tierstore_engine.step import Runner, Step
+from tierstore_engine.timing import per_call
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +44,17 @@ class CudaRunner(Runner):
         self, model: Model, attention: CudaAttention, pool: DevicePool, settings: EngineSettings
     ) -> None:
         self._model = model
+        self._pool = pool
+        self._settings = settings
         self._stream = external(pool.compute, pool.device)
+        # The weights were made on torch's default stream, which this one does not wait for by itself.
+        self._stream.wait_stream(torch.cuda.default_stream(torch.device(pool.device)))
         positions = min(model.config.max_positions, pool.num_pages * pool.spec.chunk_tokens)
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
+        with (
+            shortage_explained(pool, settings),
+            torch.inference_mode(),
+            torch.cuda.stream(self._stream),
+        ):
             attention.library_at = _prefill_ranges(attention, model.config, pool, settings, positions)
             pool.gather = _gather(pool)
             self.graphs = DecodeGraphs(
@@ -62,7 +71,7 @@ class CudaRunner(Runner):
         return self._model.config
 
     def compute(self, step: Step) -> torch.Tensor:
-        with torch.cuda.stream(self._stream):
+        with shortage_explained(self._pool, self._settings), torch.cuda.stream(self._stream):
             logits = self.graphs.compute(step)
             return self._model.compute(step) if logits is None else logits
 
@@ -101,6 +110,16 @@ def external(stream: Stream, device: str) -> torch.cuda.ExternalStream:
     return torch.cuda.ExternalStream(stream, torch.device(device))  # type: ignore[no-untyped-call]
 
 
+def on_stream(device: str) -> OnStream:
+    """What puts torch's and CuPy's work on a stream of the pool's."""
+
+    def call(stream: Stream, work: Callable[[], None]) -> None:
+        with torch.cuda.stream(external(stream, device)):
+            work()
+
+    return call
+
+
 def device_facts(device: str) -> dict[str, str]:
     """What a measurement on a device depends on, besides what was measured."""
     return {
@@ -112,18 +131,18 @@ def device_facts(device: str) -> dict[str, str]:
 
 
 def timed(work: Callable[[], object], repetitions: int = _REPETITIONS) -> float:
-    """Seconds that ``work`` takes on torch's current stream: the median, after one run that does not
-    count."""
-    work()
-    took = []
-    for _ in range(repetitions):
+    """Seconds that ``work`` takes on torch's current stream, by events."""
+
+    def seconds_of(calls: int) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
-        work()
+        for _ in range(calls):
+            work()
         end.record()
         end.synchronize()
-        took.append(float(begin.elapsed_time(end)) / 1e3)
-    return statistics.median(took)
+        return float(begin.elapsed_time(end)) / 1e3
+
+    return per_call(seconds_of, repetitions)
 
 
 def _prefill_ranges(
@@ -172,24 +191,24 @@ def _gather(pool: DevicePool) -> KernelGather | None:
     if nbytes > LARGEST_BYTES or not pool.runtime.host_pointers:
         return None
 
-    def on_stream(stream: Stream, work: Callable[[], None]) -> None:
-        with torch.cuda.stream(external(stream, pool.device)):
-            work()
-
-    gather = KernelGather(CupyLauncher(pool.device), on_stream, device=pool.device)
+    gather = KernelGather(CupyLauncher(pool.device), on_stream(pool.device), device=pool.device)
 
     def measure() -> int:
         host = Memory(fragments * nbytes, shared=False)
         host.populate()
-        pool.register(host.address, host.nbytes)
-        to = pool.array.__cuda_array_interface__["data"][0] + np.arange(fragments) * pool.spec.page_bytes
-        targets = to.astype(np.uint64)
-        sources = (host.address + np.arange(fragments) * nbytes).astype(np.uint64)
+        numbers = np.arange(fragments, dtype=np.uint64)
+        targets = numbers * np.uint64(pool.spec.page_bytes) + np.uint64(pool.address)
+        sources = numbers * np.uint64(nbytes) + np.uint64(host.address)
         sizes = np.full(fragments, nbytes, np.uint64)
         stream = pool.compute
-        engines_s = timed(lambda: pool.runtime.copy_many(stream, targets, sources, sizes, SourceOrder.ANY))
-        kernel_s = timed(lambda: gather.copy(stream, targets, sources, nbytes))
-        pool.unregister(host.address)
+        pool.register(host.address, host.nbytes)
+        try:
+            engines_s = timed(
+                lambda: pool.runtime.copy_many(stream, targets, sources, sizes, SourceOrder.ANY)
+            )
+            kernel_s = timed(lambda: gather.copy(stream, targets, sources, nbytes))
+        finally:
+            pool.unregister(host.address)
         return crossover(engines_s, kernel_s, nbytes)
 
     facts = {**device_facts(pool.device), "fragment_bytes": nbytes, "fragments": fragments}

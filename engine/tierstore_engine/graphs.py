@@ -14,8 +14,10 @@ Whatever is not plain decoding is computed without a capture, and counted with t
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -38,7 +40,10 @@ class Recorder(Protocol):
         """``numbers`` int32 in host memory, and as many on the device."""
 
     def record(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Run ``step`` and capture it. The result replays it and returns the same tensor, filled anew."""
+        """Run ``step`` and capture it. The result replays it and returns the same tensor, filled anew.
+
+        A capture holds addresses and nothing else: whatever ``step`` reads has to live as long as the result
+        is used. The caller sees to that by keeping ``step``."""
 
 
 class DecodeGraphs:
@@ -54,9 +59,10 @@ class DecodeGraphs:
     ) -> None:
         self.replayed = 0
         self.eager: Counter[str] = Counter()
-        self._buckets = [
-            _Bucket(model, attention, recorder, size, width) for size in bucket_sizes(max_sequences)
-        ]
+        with _collected():
+            self._buckets = [
+                _Bucket(model, attention, recorder, size, width) for size in bucket_sizes(max_sequences)
+            ]
         self._width = width
 
     @torch.inference_mode()
@@ -111,13 +117,16 @@ class _Bucket:
             max_count=1,
             max_length=width * attention.chunk_tokens,
         )
-        self._layout = attention.fix(slots, sequences)
+        layout = attention.fix(slots, sequences)
         everything = torch.arange(size, device=self._numbers.device)
 
         def step() -> torch.Tensor:
             tokens, positions = on_device["tokens"].long(), on_device["positions"].long()
-            return model.forward(StepInput(tokens, positions, self._layout, everything))
+            return model.forward(StepInput(tokens, positions, layout, everything))
 
+        # And with it all that the capture reads. It does not know this bucket: in a circle of references the
+        # device's memory would wait for the collector.
+        self._step = step
         self._replay = recorder.record(step)
 
     def replay(self, step: Step) -> torch.Tensor:
@@ -145,6 +154,20 @@ class _Bucket:
         first = count if known is table else 0
         self._tables[row, first : len(table)] = table[first:]
         self._known[row] = (table, len(table))
+
+
+@contextmanager
+def _collected() -> Iterator[None]:
+    """Without the garbage collector, and with nothing left for it. Device memory that it gave back in the
+    middle of a capture, on the capturing thread, would end the capture with an error."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def bucket_sizes(max_sequences: int) -> list[int]:

@@ -50,6 +50,10 @@ class PageKeeper:
         """Pages that hold the KV of ``tokens`` tokens."""
         return -(-tokens // self._chunk)
 
+    def arriving(self, sequence: Sequence) -> bool:
+        """Whether bytes of the sequence's pages are still on their way, although its load was taken over."""
+        return self._connector.pool.arrivals(sequence.pages).pending
+
     def admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its pages and start loading what the store holds of it: it is *loading* or
         *running* then. False, and nothing changed, when there is no room."""

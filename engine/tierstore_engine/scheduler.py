@@ -2,6 +2,10 @@
 
 Decoding comes first, one token per sequence, then prefill chunks as far as the budget goes, oldest request
 first in both. When decoding runs out of pages the youngest admitted sequence gives way.
+
+On a GPU a load is taken over while its bytes are on their way, and the model waits for them layer by layer.
+In a batch everybody would wait, so a sequence whose pages are still arriving is computed only where nobody
+else has anything to compute.
 """
 
 from __future__ import annotations
@@ -62,9 +66,9 @@ class Scheduler:
         self._settle()
         self._admit()
         self._settle()  # what was in HBM has loaded at once
-        budget = self._settings.batch_tokens
-        decodes = self._decodes()
-        return decodes + self._prefills(budget - len(decodes))
+        arriving = [s for s in self.admitted if self._keeper.arriving(s)]
+        others = [s for s in self.admitted if s not in arriving]
+        return self._work(others) or self._work(arriving)
 
     def wait(self) -> None:
         """Nothing can be computed now: wait briefly for a load or for room instead of spinning."""
@@ -90,9 +94,14 @@ class Scheduler:
                 return
             insort(self.admitted, self.waiting.pop(0), key=_age)
 
-    def _decodes(self) -> list[Work]:
+    def _work(self, sequences: list[Sequence]) -> list[Work]:
+        """One step of ``sequences``, by age."""
+        decodes = self._decodes(sequences)
+        return decodes + self._prefills(sequences, self._settings.batch_tokens - len(decodes))
+
+    def _decodes(self, sequences: list[Sequence]) -> list[Work]:
         work = []
-        for sequence in list(self.admitted):
+        for sequence in sequences:
             decoding = sequence.state is SequenceState.RUNNING and sequence.remaining == 1
             if decoding and self._make_room(sequence):
                 work.append(Work(sequence, sequence.computed, sequence.computed + 1))
@@ -113,10 +122,10 @@ class Scheduler:
                 return False
         return True
 
-    def _prefills(self, budget: int) -> list[Work]:
+    def _prefills(self, sequences: list[Sequence], budget: int) -> list[Work]:
         work = []
         chunk = self._settings.prefill_chunk
-        for sequence in self.admitted:
+        for sequence in sequences:
             if sequence.state is not SequenceState.RUNNING or sequence.remaining == 1:
                 continue
             stop = min((sequence.computed // chunk + 1) * chunk, len(sequence.tokens))

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from tierstore.tiers.hbm import HERE, Arrivals
-from tierstore_engine.attention.base import BatchLayout, Span, positions_of
+from tierstore_engine.attention.base import BatchLayout, Span, numbers_on, positions_of
 from tierstore_engine.config import ModelConfig
 
 
@@ -39,10 +39,10 @@ class Step:
     def on(self, device: str) -> StepInput:
         """As tensors."""
         return StepInput(
-            tokens=torch.tensor(self.tokens, dtype=torch.int64, device=device),
+            tokens=numbers_on(self.tokens, device),
             positions=positions_of(self.spans, device=device),
             layout=BatchLayout.of(self.spans, chunk_tokens=self.chunk_tokens, device=device),
-            logit_rows=torch.tensor(self.logit_rows, dtype=torch.int64, device=device),
+            logit_rows=numbers_on(self.logit_rows, device),
             arrivals=self.arrivals,
         )
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
 import torch
-import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tierstore.tiers.hbm import PagePool
@@ -22,6 +21,9 @@ from tierstore_engine.build import LoadedModel, load_model
 from tierstore_engine.engine import Engine
 from tierstore_engine.model import Model
 from tierstore_engine.settings import EngineSettings
+
+if TYPE_CHECKING:
+    import transformers
 
 # The first call of anything in torch takes longer than a test case usually may.
 hypothesis.settings.register_profile("engine", deadline=None)
@@ -132,8 +134,8 @@ def oracles(checkpoints: Callable[..., Path]) -> Callable[[str], Oracle]:
 
 @pytest.fixture(scope="session")
 def loaded() -> Callable[..., LoadedModel]:
-    """Loads a model, once."""
-    return cache(load_model)
+    """Loads a model on the CPU, wherever the tests run, once."""
+    return cache(partial(load_model, device="cpu"))
 
 
 @pytest.fixture(scope="session")
@@ -188,6 +190,8 @@ def rewrite_json(file: Path, **changes: Any) -> None:
 
 @cache
 def _model(name: str) -> transformers.PreTrainedModel:
+    import transformers  # seconds, and not everywhere where the kernels are tested
+
     transformers.utils.logging.disable_progress_bar()
     family, fields = ARCHITECTURES[name]
     config = getattr(transformers, f"{family}Config")(**_BASE, **fields)

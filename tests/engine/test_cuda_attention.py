@@ -29,6 +29,7 @@ from tierstore_engine.presets import preset
 from tierstore_engine.rope import Rope, rotate
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
+from tierstore_engine.weights import slots
 
 from .conftest import Oracle
 
@@ -71,7 +72,7 @@ def test_tiny_engine_beside_the_cpu_backend(dtype: str) -> None:
     The backends round differently, so the logits agree as far as ``dtype`` is precise, and the continuations
     are compared as long as they are the same.
     """
-    model = load_model("tiny", dtype=dtype)
+    model = load_model("tiny", device="cpu", dtype=dtype)
     prompts = [[(7 * i + n) % 250 for i in range(n)] for n in (100, 1, 33, 130)]
     launcher = kernel_launcher()
     launcher.seed = 3
@@ -100,6 +101,39 @@ def test_against_transformers(
     ]
     assert difference[0] < 1.5 * difference[1] + 1e-3
     assert difference[1] < 0.1
+
+
+def test_the_tiny_preset_against_transformers() -> None:
+    """The preset's own weights in transformers' model, in float32, over what we answered."""
+    import transformers
+
+    model = load_model("tiny", device="cpu", dtype="float16")
+    config = model.config
+    assert config.rope.kind == "default"
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_positions,
+            rms_norm_eps=config.norm_eps,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope.theta},
+            tie_word_embeddings=config.tied_embeddings,
+        )
+    ).eval()
+    theirs.load_state_dict({slot.name: slot.tensor.float() for slot in slots(config, model.weights)})
+    prompt = [(7 * i + 3) % 250 for i in range(130)]
+    engine = engine_over(model, lambda pool, config: cuda_attention(pool, config, kernel_launcher()))
+    [answer] = engine.generate([prompt], GREEDY)
+    engine.close()
+    assert answer.logits is not None
+    with torch.inference_mode():
+        rows = theirs(torch.tensor([[*prompt, *answer.tokens[:-1]]])).logits[0, len(prompt) - 1 :]
+    assert largest_difference(answer.logits, rows.numpy()) < 0.02
 
 
 def largest_difference(ours: np.ndarray, theirs: np.ndarray) -> float:

@@ -29,6 +29,7 @@ from tierstore_engine.engine import Engine
 from tierstore_engine.model import Model
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
+from tierstore_engine.step import Step
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no device to test with: {missing()}")
 
@@ -170,6 +171,40 @@ def test_parked_sequences_continue_with_their_bits(tiny: LoadedModel) -> None:
         answers.append([each.logits for each in done])
         run.engine.close()
     assert_equal(answers[1], answers[0])
+
+
+def test_nobody_waits_for_the_pages_of_another(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a hit is on its way others go on decoding; alone it is computed before all of it has arrived."""
+    run = open_run(tiny, device_pool(tiny, 0))  # lazy: nothing arrives that nobody waits for
+    run.ask([PROMPTS[0]])
+    run.forget_in_hbm()
+    asked = threading.Event()
+    original_let_go, original_compute = HbmLoad._let_go, DeferredRunner.compute
+    steps: list[list[bool]] = []  # of each: whether each of its sequences was arriving
+
+    def let_go(self: HbmLoad, *arguments: Any) -> None:
+        asked.wait(30)
+        original_let_go(self, *arguments)
+
+    def compute(self: DeferredRunner, step: Step) -> torch.Tensor:
+        steps.append([self._pool.arrivals(span.block_table).pending for span in step.spans])
+        return original_compute(self, step)
+
+    monkeypatch.setattr(HbmLoad, "_let_go", let_go)
+    monkeypatch.setattr(DeferredRunner, "compute", compute)
+    engine = run.engine
+    first = engine.add([9] * 40, SamplingParams(max_new_tokens=12, ignore_eos=True))
+    while engine.computed_tokens(first) < 40:
+        engine.step()
+    second = engine.add(PROMPTS[0], PARAMS)
+    done = []
+    while len(done) < 2:
+        done += [output.request_id for output in engine.step() if output.finished]
+    asked.set()
+    assert done == [first, second]
+    assert all(len(set(step)) == 1 for step in steps)
+    assert [True] in steps
+    run.close()
 
 
 def test_the_kernels_on_a_device_that_defers(loaded: Callable[..., LoadedModel]) -> None:

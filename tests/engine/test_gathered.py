@@ -78,6 +78,11 @@ def test_library_beside_the_other_backends(windowed: bool) -> None:
     prefills = sum(name.startswith("prefill") for name in launcher.launches)
     assert prefills == 2 * any(span.tokens > 1 for span in alone)
     assert len(ours._prepared(batch).gathered) == (0 if windowed else 3)
+    # Who needs the LSE gets it, from the kernels, and the next one the library again.
+    out, lse = ours.attend_with_lse(1, queries, batch)
+    torch.testing.assert_close(out, expected, atol=4e-3, rtol=4e-3)
+    assert lse.isfinite().all()
+    assert len(ours._prepared(batch).gathered) == (0 if windowed else 3)
 
 
 def test_gathered_keys_are_those_of_the_pages() -> None:
@@ -93,7 +98,7 @@ def test_gathered_keys_are_those_of_the_pages() -> None:
 
 def test_the_library_is_chosen_where_it_is_faster() -> None:
     kernels = {0: 1.0, 2048: 2.0, 8192: 4.0, 32768: 9.0}
-    library = {0: 0.98, 2048: 1.5, 8192: 3.0, 32768: 9.5}
+    library = {0: 0.98, 2048: 1.5, 8192: 3.0, 32768: 9.5, 96 * 1024: 30.0}
     chosen = choose(kernels.__getitem__, library.__getitem__, chunk=1024, limit=100_000)
     assert chosen == LibraryRanges(((2048, 32768),))  # 2 % are not worth it
     assert 2048 in chosen
@@ -102,6 +107,15 @@ def test_the_library_is_chosen_where_it_is_faster() -> None:
     assert choose(lambda _: 1.0, lambda _: 0.5, chunk=64, limit=3000).ranges == ((0, 3000),)
     assert 10**6 in EVERYWHERE
     assert 0 not in NOWHERE
+
+
+def test_the_library_is_not_chosen_for_lengths_that_it_has_no_memory_for() -> None:
+    def library(past: int) -> float:
+        return 0.5 if past < 90_000 else float("inf")
+
+    measured = choose(lambda _: 1.0, library, chunk=1024, limit=100_000)
+    assert measured == LibraryRanges(((0, 32768),))
+    assert choose(lambda _: 1.0, library, chunk=1024, limit=90_000) == LibraryRanges(((0, 90_000),))
 
 
 def test_a_choice_is_measured_once(tmp_path: Path) -> None:

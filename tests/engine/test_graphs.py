@@ -6,6 +6,8 @@ answer of the moment when it was captured.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -35,14 +37,21 @@ pytestmark = pytest.mark.skipif(
 
 
 class Rerun(Recorder):
-    """The step itself, run again. Its result is kept in one place, as a graph's is."""
+    """The step itself, run again. Its result is kept in one place, as a graph's is. Like a graph it keeps
+    nothing alive: a step that has been dropped cannot be replayed."""
 
     def buffers(self, numbers: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros(numbers, dtype=torch.int32), torch.zeros(numbers, dtype=torch.int32)
 
     def record(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        result = step().clone()
-        return lambda: result.copy_(step())
+        result, known = step().clone(), weakref.ref(step)
+
+        def replay() -> torch.Tensor:
+            kept = known()
+            assert kept is not None, "what the capture reads has been freed"
+            return result.copy_(kept())
+
+        return replay
 
 
 class GraphRunner(Model):
@@ -139,6 +148,32 @@ def test_a_table_is_written_again_when_it_is_another(model: LoadedModel) -> None
             table += [8]
         step = Step((Span(pages, start, start + 1),), [9], [0], HERE, CHUNK)
         assert torch.equal(replaying.compute(step), plain.compute(step))
+
+
+def test_capturing_and_dropping_need_no_collector(model: LoadedModel) -> None:
+    """Device memory must not be given back in the middle of a capture, nor wait for the collector later."""
+    pool = PagePool(model.kv_spec(chunk_tokens=CHUNK), 8)
+    attention = CudaAttention(
+        torch.from_numpy(pool.array), model.config, ExecutorLauncher(2), chunk_tokens=CHUNK
+    )
+    enabled: list[bool] = []
+
+    class Watching(Rerun):
+        def record(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+            enabled.append(gc.isenabled())
+            return super().record(step)
+
+    plain = Model(model.config, model.weights, attention, device="cpu")
+    graphs = DecodeGraphs(plain, attention, Watching(), max_sequences=2, width=20)
+    assert enabled == [False, False]
+    assert gc.isenabled()
+    left = [weakref.ref(graphs), weakref.ref(plain), weakref.ref(attention)]
+    gc.disable()
+    try:
+        del graphs, plain, attention
+        assert [each() for each in left] == [None, None, None]
+    finally:
+        gc.enable()
 
 
 def test_buckets() -> None:

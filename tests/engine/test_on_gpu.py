@@ -4,6 +4,7 @@ that does not fit."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +12,17 @@ import pytest
 import torch
 
 from tierstore.errors import UsageError
+from tierstore.memory import Memory
 from tierstore.tiers.device_pool import DevicePool
 from tierstore.tiers.hbm import open_pool
 from tierstore_engine.build import LoadedModel, build_engine, load_model
+from tierstore_engine.device import on_stream
 from tierstore_engine.engine import Engine
+from tierstore_engine.gather import KernelGather
+from tierstore_engine.kernels.cupy_launcher import CupyLauncher
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
+from tierstore_engine.weights import slots
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -29,7 +35,17 @@ POOL_PAGES = 64
 
 @pytest.fixture(scope="module")
 def models() -> Callable[[str], LoadedModel]:
-    return lambda device: load_model("tiny", dtype="float16", device=device)
+    return model_on
+
+
+def model_on(device: str) -> LoadedModel:
+    """The same model on any device: random numbers of one seed are others on a GPU."""
+    model, made = (load_model("tiny", dtype="float16", device=place) for place in (device, "cpu"))
+    for ours, theirs in zip(
+        slots(model.config, model.weights), slots(made.config, made.weights), strict=True
+    ):
+        ours.tensor.copy_(theirs.tensor)
+    return replace(model, digest=made.digest)
 
 
 @pytest.fixture
@@ -110,20 +126,30 @@ def test_a_pool_that_does_not_fit(models: Callable[[str], LoadedModel]) -> None:
         open_pool(spec, (1 << 44) // spec.page_bytes, device="cuda")
 
 
-def test_loaded_bytes_are_those_that_were_saved(models: Callable[[str], LoadedModel]) -> None:
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_loaded_bytes_are_those_that_were_saved(by_kernel: bool, engine: Engine) -> None:
     """Through the pool alone, layered and whole, both ways."""
-    pool = open_pool(models("cuda").kv_spec(), 16, device="cuda")
+    pool = engine.connector.pool
     assert isinstance(pool, DevicePool)
-    content = torch.randint(255, (2, 16, pool.spec.page_bytes), dtype=torch.uint8)
-    out, back = content[0], torch.zeros_like(content[1])
-    for tensor in (out, back):
-        pool.register(tensor.data_ptr(), tensor.nbytes)
+    pool.gather = KernelGather(CupyLauncher(pool.device), on_stream(pool.device), device=pool.device)
+    pool.gather.below_bytes = 1 << 30 if by_kernel else 0
+    page_bytes = pool.spec.page_bytes
+    memories = [
+        Memory(16 * page_bytes, shared=False) for _ in range(2)
+    ]  # whole pages of the machine, as arenas are
+    for memory in memories:
+        pool.register(memory.address, memory.nbytes)
+    out, back = (
+        np.frombuffer(memory.view(0, 16 * page_bytes), np.uint8).reshape(16, page_bytes)
+        for memory in memories
+    )
+    out[:] = np.random.default_rng(1).integers(256, size=out.shape)
     for layered in (0, 1 << 40):
         pool._layered_bytes = layered
-        back.zero_()
-        pool.write_pages([(page, out[15 - page].data_ptr()) for page in range(16)])
-        pool.read_pages([(page, back[page].data_ptr()) for page in range(16)])
-        assert torch.equal(back, out.flip(0))
+        back[:] = 0
+        pool.write_pages([(page, memories[0].address + (15 - page) * page_bytes) for page in range(16)])
+        pool.read_pages([(page, memories[1].address + page * page_bytes) for page in range(16)])
+        assert np.array_equal(back, out[::-1])
     assert pool.runtime.refused_batches == 0  # type: ignore[attr-defined]
-    for tensor in (out, back):
-        pool.unregister(tensor.data_ptr())
+    for memory in memories:
+        pool.unregister(memory.address)

@@ -2,7 +2,8 @@
 
 No CuPy and no torch: the store stays importable and small, and every call here releases the GIL. The device's
 *primary* context is used, which is the one that torch and CuPy compute in, so addresses and streams are
-theirs too. Signatures are those of ``cuda.h``; names with ``_v2`` are what the header makes of the plain
+theirs too. It is made current for each call alone: the thread is somebody else's, who may be computing on
+another device. Signatures are those of ``cuda.h``; names with ``_v2`` are what the header makes of the plain
 ones.
 
 Choices: memory by ``cuMemAlloc``, the only kind that ``cuIpcGetMemHandle`` exports; streams that do not wait
@@ -12,7 +13,6 @@ for the legacy default stream; events that let a waiting thread sleep and take n
 from __future__ import annotations
 
 import ctypes
-import threading
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
@@ -42,7 +42,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuDeviceGet": (POINTER(c_int), c_int),
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
-    "cuCtxSetCurrent": (c_void_p,),
+    "cuCtxPushCurrent_v2": (c_void_p,),
+    "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
     "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
     "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
@@ -75,12 +76,6 @@ class _CopyAttributes(ctypes.Structure):
     """``CUmemcpyAttributes``; the two hints are for managed memory."""
 
     _fields_ = (("order", c_int), ("source", _Location), ("to", _Location), ("flags", c_uint))
-
-
-class _Current(threading.local):
-    """Whether this thread has the device's context."""
-
-    set = False
 
 
 def open_driver(name: str = "libcuda.so.1") -> ctypes.CDLL:
@@ -117,7 +112,6 @@ class CudaDevice:
         self.name = f"cuda:{index}"
         self.refused_batches = 0
         self._driver = driver if driver is not None else open_driver()
-        self._current = _Current()
         self._context = c_void_p()
         device = c_int()
         self._call_bare("cuInit", 0)
@@ -192,7 +186,10 @@ class CudaDevice:
         self._call("cuEventSynchronize", event.handle)
 
     def _destroy_event(self, handle: int) -> None:
-        self._driver.cuEventDestroy_v2(handle)
+        """When the interpreter ends the driver may be gone first, and nobody is there to be told."""
+        if self._driver.cuCtxPushCurrent_v2(self._context) == 0:
+            self._driver.cuEventDestroy_v2(handle)
+            self._driver.cuCtxPopCurrent_v2(byref(c_void_p()))
 
     # -- copies --------------------------------------------------------------------------------------
 
@@ -231,10 +228,11 @@ class CudaDevice:
         self._require(function, self._try(function, *arguments))
 
     def _try(self, function: str, *arguments: Any) -> int:
-        if not self._current.set:
-            self._call_bare("cuCtxSetCurrent", self._context)
-            self._current.set = True
-        return int(getattr(self._driver, function)(*arguments))
+        self._call_bare("cuCtxPushCurrent_v2", self._context)
+        try:
+            return int(getattr(self._driver, function)(*arguments))
+        finally:
+            self._call_bare("cuCtxPopCurrent_v2", byref(c_void_p()))
 
     def _call_bare(self, function: str, *arguments: Any) -> None:
         self._require(function, int(getattr(self._driver, function)(*arguments)))

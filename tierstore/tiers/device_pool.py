@@ -120,8 +120,9 @@ class DevicePool(PagePool):
         self._layers = [spec.layer(layer) for layer in range(spec.num_layers)]
         self.compute = device.stream()
         self._up, self._down, self._across = (device.stream() for _ in range(3))
+        self._uploading = threading.Lock()
+        # Held for moments only: whoever computes takes it at every step. Guarded by it: everything below.
         self._lock = threading.Lock()
-        # Guarded by the lock: everything below.
         self._filling: dict[int, _DeviceFilling] = {}  # page -> the last copy into it, until it is done
         self._freed: dict[int, Event] = {}  # page -> what was under way when it was given back
         self._registered: dict[int, int] = {}  # address -> bytes
@@ -170,7 +171,7 @@ class DevicePool(PagePool):
             return HERE
         pages = [page for page, _ in copies]
         sources = [address for _, address in copies]
-        with self._lock:  # the events of one filling, with nothing of another between them
+        with self._uploading:  # the events of one filling, with nothing of another between them
             self._await_freed(self._up, pages)
             events = list(self._write(pages, sources))
             return self._fill(pages, events)
@@ -180,13 +181,12 @@ class DevicePool(PagePool):
             return HERE
         to, sources = [page for page, _ in copies], [page for _, page in copies]
         computed, under_way = self.computed(), self._under_way(sources)
-        with self._lock:
-            self.runtime.wait(self._across, computed)  # rule 1
-            for filling in under_way:
-                self.runtime.wait(self._across, filling.last)  # rule 4
-            self._await_freed(self._across, to)
-            self._copy(self._across, self._addresses(to), self._addresses(sources), SourceOrder.STREAM)
-            return self._fill(to, [self.runtime.record(self._across)])
+        self.runtime.wait(self._across, computed)  # rule 1
+        for filling in under_way:
+            self.runtime.wait(self._across, filling.last)  # rule 4
+        self._await_freed(self._across, to)
+        self._copy(self._across, self._addresses(to), self._addresses(sources), SourceOrder.STREAM)
+        return self._fill(to, [self.runtime.record(self._across)])
 
     def computed(self) -> Event:
         return self.runtime.record(self.compute)
@@ -222,17 +222,22 @@ class DevicePool(PagePool):
         return [filling for filling in found if filling not in done]
 
     def _fill(self, pages: Sequence[int], events: Sequence[Event]) -> _DeviceFilling:
-        """Remember that ``pages`` are being filled. Under the lock."""
+        """Remember that ``pages`` are being filled. They are the caller's until then, so nobody else can have
+        asked for this in vain."""
         filling = _DeviceFilling(self.runtime, events)
-        self._filling.update((page, filling) for page in pages)
+        with self._lock:
+            self._filling.update((page, filling) for page in pages)
         return filling
 
     def _await_freed(self, stream: Stream, pages: Sequence[int]) -> None:
         """What is put on ``stream`` happens after what computed with ``pages`` for somebody else, and after
-        copies into them from elsewhere. Under the lock."""
-        for event in {self._freed.pop(page) for page in pages if page in self._freed}:
+        copies into them from elsewhere."""
+        with self._lock:
+            freed = {self._freed.pop(page) for page in pages if page in self._freed}
+            fillings = {self._filling[page] for page in pages if page in self._filling}
+        for event in freed:
             self.runtime.wait(stream, event)  # rule 5
-        for filling in {self._filling[page] for page in pages if page in self._filling}:
+        for filling in fillings:
             self.runtime.wait(stream, filling.last)
 
     def _write(self, pages: Sequence[int], sources: Sequence[int]) -> Iterator[Event]:
@@ -273,7 +278,8 @@ class DevicePool(PagePool):
     def _pinned(self, addresses: Addresses) -> bool:
         """Whether the copy engines reach all of these: the pool itself, and registered memory."""
         low, high = int(addresses.min()), int(addresses.max())
-        spans = [(self._start, self.num_pages * self.spec.page_bytes), *self._registered.items()]
+        with self._lock:
+            spans = [(self._start, self.num_pages * self.spec.page_bytes), *self._registered.items()]
         return any(start <= low and high < start + nbytes for start, nbytes in spans)
 
     def _addresses(self, pages: Sequence[int]) -> Addresses:

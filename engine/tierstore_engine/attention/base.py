@@ -50,7 +50,7 @@ class BatchLayout:
 
     @classmethod
     def of(cls, spans: Sequence[Span], *, chunk_tokens: int, device: str) -> BatchLayout:
-        tables = tuple(torch.tensor(span.block_table, dtype=torch.int64, device=device) for span in spans)
+        tables = tuple(numbers_on(span.block_table, device) for span in spans)
         positions = positions_of(spans, device=device)
         owners = torch.cat(
             [table[_chunks_of(span, chunk_tokens, device)] for table, span in zip(tables, spans, strict=True)]
@@ -104,6 +104,13 @@ def make_attention(pool: PagePool, config: ModelConfig) -> Attention:
         assert pages.data_ptr() == pool.array.__cuda_array_interface__["data"][0], "torch copied the pool"
         return CudaAttention(pages, config, launcher, chunk_tokens=pool.spec.chunk_tokens)
     raise ModelError(f"no attention backend for device {pool.device!r} in this version: use cpu")
+
+
+def numbers_on(numbers: Sequence[int], device: str | torch.device) -> torch.Tensor:
+    """``numbers`` as int64 on ``device``. Does not wait for it, as a copy from ordinary memory would: for all
+    that is on its stream."""
+    host = torch.tensor(numbers, dtype=torch.int64)
+    return host if torch.device(device).type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def positions_of(spans: Sequence[Span], *, device: str) -> torch.Tensor:

@@ -12,7 +12,7 @@ which pages it has.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -35,6 +35,7 @@ class _Step:
     decoding: Sequences | None
     prefilling: Sequences | None
     gathered: Sequence[tuple[int, Span, torch.Tensor]] = ()  # first row, span and pages of each
+    with_lse: bool = False
 
 
 class CudaAttention(Attention):
@@ -104,7 +105,8 @@ class CudaAttention(Attention):
         self, layer: int, queries: torch.Tensor, batch: BatchLayout
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """:meth:`attend`, and the logarithm of each softmax denominator, float32 ``[tokens, heads]``: what it
-        takes to merge the result with attention over keys that are kept elsewhere (:meth:`merge`)."""
+        takes to merge the result with attention over keys that are kept elsewhere (:meth:`merge`). By the
+        kernels, always: torch's attention does not give it."""
         lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
         return self._attend(layer, queries, batch, lse), lse
 
@@ -119,31 +121,36 @@ class CudaAttention(Attention):
     def _attend(
         self, layer: int, queries: torch.Tensor, batch: BatchLayout, lse: torch.Tensor | None
     ) -> torch.Tensor:
-        step, window = self._prepared(batch), self._config.window(layer)
+        step = self._prepared(batch, with_lse=lse is not None)
+        window = self._config.window(layer)
         queries = queries.contiguous()
         out = torch.empty_like(queries)
         if step.prefilling is not None:
             self._kernels.prefill(self._layers[layer], queries, step.prefilling, out, lse, window=window)
         for row, span, table in step.gathered:
-            assert lse is None, "torch's attention does not give the LSE"
             rows = slice(row, row + span.tokens)
             out[rows] = self.library.attend(layer, queries[rows], table, span.stop)
         if step.decoding is not None:
             self._kernels.decode(self._layers[layer], queries, step.decoding, out, lse, window=window)
         return out
 
-    def _prepared(self, batch: BatchLayout) -> _Step:
+    def _prepared(self, batch: BatchLayout, *, with_lse: bool = False) -> _Step:
         fixed = self._fixed.get(id(batch))
         if fixed is not None:
             return fixed
-        if self._step is None or self._step.batch is not batch:
-            self._step = _prepare(batch, self.chunk_tokens, self._at_library)
+        if self._step is None or self._step.batch is not batch or self._step.with_lse != with_lse:
+            at_library = self._at_library if not with_lse else _nowhere
+            self._step = replace(_prepare(batch, self.chunk_tokens, at_library), with_lse=with_lse)
         return self._step
 
     def _at_library(self, span: Span) -> bool:
         """A matter of the span alone, so that the same tokens are always computed in the same way."""
         windowed = any(self._config.window(layer) is not None for layer in range(self._config.layers))
         return span.tokens > 1 and not windowed and span.start in self.library_at
+
+
+def _nowhere(span: Span) -> bool:
+    return False
 
 
 def _prepare(batch: BatchLayout, chunk_tokens: int, at_library: Callable[[Span], bool]) -> _Step:

@@ -8,12 +8,15 @@ the same way, or they would differ in their last bits.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
+
+from tierstore_engine.attention.base import numbers_on
 
 PASTS = (0, 2048, 8192, 32768, 131072)
 """Tokens before a chunk, at which the two are compared."""
@@ -64,12 +67,18 @@ class GatheredPrefill:
 def choose(
     kernels_s: Callable[[int], float], library_s: Callable[[int], float], *, chunk: int, limit: int
 ) -> LibraryRanges:
-    """Where the library is faster: each gives the seconds of a chunk behind so many tokens. ``limit`` is the
-    longest sequence. What holds at one length is taken to hold up to the next."""
+    """Where the library is faster: each gives the seconds of a chunk behind so many tokens, infinity where
+    it cannot be used. ``limit`` is the longest sequence.
+
+    What is faster at one length is taken to be so up to the next, if the library can be used there as well:
+    it needs room for what it gathers, and more with every token."""
     pasts = [past for past in PASTS if past + chunk <= limit] or [0]
+    longest = max(limit // chunk - 1, 0) * chunk
+    library = {past: library_s(past) for past in sorted({*pasts, longest})}
     ranges: list[tuple[int, int]] = []
     for past, stop in zip(pasts, [*pasts[1:], limit], strict=True):
-        if library_s(past) < _WORTH * kernels_s(past):
+        usable = math.isfinite(library[min(stop, longest)])
+        if usable and library[past] < _WORTH * kernels_s(past):
             first = ranges.pop()[0] if ranges and ranges[-1][1] == past else past
             ranges.append((first, stop))
     return LibraryRanges(tuple(ranges))
@@ -77,4 +86,4 @@ def choose(
 
 def pages_of(table: Sequence[int], stop: int, chunk_tokens: int, device: torch.device) -> torch.Tensor:
     """The pages of a sequence's first ``stop`` tokens, for :meth:`GatheredPrefill.attend`."""
-    return torch.tensor(list(table[: -(-stop // chunk_tokens)]), dtype=torch.int64, device=device)
+    return numbers_on(table[: -(-stop // chunk_tokens)], device)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,46 +19,63 @@ from tierstore_engine.kernels.errors import KernelError
 from tierstore_engine.kernels.launcher import Argument, Kernel, Launcher
 
 _DEFAULT_SHARED_BYTES = 48 * 1024  # what a block may have without asking
+_OLDEST = (8, 0)  # compute capability: cp.async and mma of bfloat16
 
 
 class CupyLauncher(Launcher):
     """The launcher of the CUDA device ``device`` (such as ``cuda`` or ``cuda:1``).
 
-    Raises :class:`KernelError` where CuPy or the device is missing.
+    Raises :class:`KernelError` where CuPy or the device is missing, or the device is too old.
     """
 
     def __init__(self, device: str, cubins: CubinCache | None = None) -> None:
-        self._cupy = _import_cupy()
+        self._cupy = import_cupy()
         if not torch.cuda.is_available():
             raise KernelError(
                 f"torch sees no CUDA device for {device!r}: check the driver and torch's CUDA build"
             )
         self._device = torch.device(device)
         self._index = self._device.index if self._device.index is not None else torch.cuda.current_device()
-        major, minor = torch.cuda.get_device_capability(self._index)
-        self._arch = f"sm_{major}{minor}"
+        self._arch = architecture(*torch.cuda.get_device_capability(self._index))
         driver = self._cupy.cuda.runtime.driverGetVersion() // 1000
         self._cubins = cubins or CubinCache(newest=driver)
-        # CuPy loads images from files only, and may come back to them.
-        self._folder = tempfile.TemporaryDirectory(prefix="tierstore-kernels-")
 
     def load(self, instance: Instance) -> Kernel:
         cubin = self._cubins.get(instance, self._arch)
-        file = Path(self._folder.name) / f"{cubin.symbol}.cubin"
-        file.write_bytes(cubin.image)
-        with self._cupy.cuda.Device(self._index):
-            function = self._cupy.RawModule(path=str(file)).get_function(cubin.symbol)
+        with self._cupy.cuda.Device(self._index), tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            # CuPy loads images from files only. It does so here and now, and not again for this device.
+            file.write(cubin.image)
+            file.flush()
+            function = self._cupy.RawModule(path=file.name).get_function(cubin.symbol)
             if instance.shared_bytes > _DEFAULT_SHARED_BYTES:
                 function.max_dynamic_shared_size_bytes = instance.shared_bytes
         block = (instance.threads,)
 
         def launch(grid: Sequence[int], arguments: Sequence[Argument]) -> None:
-            stream = torch.cuda.current_stream(self._index).cuda_stream
-            with self._cupy.cuda.Device(self._index), self._cupy.cuda.ExternalStream(stream):
-                values = tuple(_value(argument) for argument in arguments)
-                function(tuple(grid), block, values, shared_mem=instance.shared_bytes)
+            stream = _Stream(torch.cuda.current_stream(self._index).cuda_stream)
+            values = tuple(_value(argument) for argument in arguments)
+            with self._cupy.cuda.Device(self._index):
+                function(tuple(grid), block, values, shared_mem=instance.shared_bytes, stream=stream)
 
         return launch
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """A stream as CuPy's launch takes it: it asks for nothing but the handle. (CuPy's class for streams of
+    others, ``ExternalStream``, warns at every use from CuPy 14 on, and its successor is not in CuPy 13.)"""
+
+    ptr: int
+
+
+def architecture(major: int, minor: int) -> str:
+    """What NVRTC calls a compute capability. Raises :class:`KernelError` for one that is too old."""
+    if (major, minor) < _OLDEST:
+        raise KernelError(
+            f"the CUDA kernels need compute capability {_OLDEST[0]}.{_OLDEST[1]} (Ampere) or newer, and this "
+            f"device has {major}.{minor}: use --device cpu"
+        )
+    return f"sm_{major}{minor}"
 
 
 def _value(argument: Argument) -> Any:
@@ -69,7 +86,8 @@ def _value(argument: Argument) -> Any:
     return argument
 
 
-def _import_cupy() -> Any:
+def import_cupy() -> Any:
+    """CuPy. Raises :class:`KernelError`, naming the package to install, where there is none."""
     try:
         import cupy
     except ImportError as error:

@@ -1,4 +1,4 @@
-// Paged decode on CUDA cores, for groups of 1, 2 or 4 query heads: an mma would be mostly padding.
+// Paged decode on CUDA cores, for groups of 1 or 2 query heads: an mma would be mostly padding.
 //
 // Work is cut as in decode_mma.cu: a block attends to one split of one sequence for one KV head, its warps
 // take turns at tiles of 16 tokens, each with a cp.async ring of its own. Within a warp, LANES lanes share a

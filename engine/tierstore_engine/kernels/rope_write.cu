@@ -4,7 +4,8 @@
 // pages are bit for bit those of an unfused implementation, on whatever device.
 //
 // grid (tokens), any block of whole warps. Each thread takes 8 dimensions and the 8 that they pair with. A token
-// without a page (-1) is none: nothing is written for it.
+// without a page (-1) is none: nothing is written for it. Four blocks on an SM are enough: left to itself the
+// compiler spills to fit six.
 #include <ptx.cuh>
 
 #include "numbers.cuh"
@@ -25,7 +26,7 @@ __device__ __forceinline__ uint4 rotate8(const float (&mine)[8], const float (&o
 
 // ROTATE false: keys are taken as they are, and queries, cos and sin are not looked at.
 template <class T, int HEAD_DIM, int PAGE, bool ROTATE>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, 4)
     rope_write(const T* __restrict__ queries, const T* __restrict__ keys, const T* __restrict__ values,
                long long query_stride, long long key_stride, long long value_stride,  // numbers from token to token
                const T* __restrict__ cosines, const T* __restrict__ sines,            // [tokens, HEAD_DIM]

@@ -225,15 +225,22 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {
   *context = reinterpret_cast<CUcontext>(&driver.device_context);
   return CUDA_SUCCESS;
 }
-// A thread that has not set the context is refused, as it would be.
-thread_local bool has_context = false;
-CUresult cuCtxSetCurrent(CUcontext context) {
-  has_context = context != nullptr;
+// A thread whose current context is not the device's is refused, as it would be.
+thread_local std::vector<CUcontext> contexts;
+CUresult cuCtxPushCurrent(CUcontext context) {
+  contexts.push_back(context);
+  return CUDA_SUCCESS;
+}
+CUresult cuCtxPopCurrent(CUcontext* context) {
+  if (contexts.empty()) return CUDA_ERROR_INVALID_CONTEXT;
+  *context = contexts.back();
+  contexts.pop_back();
   return CUDA_SUCCESS;
 }
 #define NEEDS_CONTEXT \
   Guard guard(driver.mutex); \
-  if (!has_context) return CUDA_ERROR_INVALID_CONTEXT
+  if (contexts.empty() || contexts.back() != reinterpret_cast<CUcontext>(&driver.device_context)) \
+  return CUDA_ERROR_INVALID_CONTEXT
 
 CUresult cuGetErrorName(CUresult error, const char** name) {
   *name = error == CUDA_ERROR_OUT_OF_MEMORY    ? "CUDA_ERROR_OUT_OF_MEMORY"
@@ -310,6 +317,7 @@ CUresult cuEventCreate(CUevent* event, unsigned int) {
   return CUDA_SUCCESS;
 }
 CUresult cuEventDestroy(CUevent event) {  // waits that captured it go on
+  NEEDS_CONTEXT;
   event_of(event)->destroyed = true;
   return CUDA_SUCCESS;
 }
@@ -349,6 +357,9 @@ static CUresult copy_batch(CUdeviceptr* to, CUdeviceptr* from, size_t* bytes, si
   if (stream == nullptr || attribute_count != 1 || attribute_indexes[0] != 0 || count == 0) return CUDA_ERROR_INVALID_VALUE;
   const auto order = attributes[0].srcAccessOrder;
   if (order != CU_MEMCPY_SRC_ACCESS_ORDER_STREAM && order != CU_MEMCPY_SRC_ACCESS_ORDER_ANY) return CUDA_ERROR_INVALID_VALUE;
+  // What lies behind the order in the caller's structure, and should be there as cuda.h has it.
+  if (attributes[0].flags != CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE) return CUDA_ERROR_INVALID_VALUE;
+  if (attributes[0].srcLocHint.type || attributes[0].dstLocHint.type) return CUDA_ERROR_INVALID_VALUE;
   driver.batches++;
   std::vector<Piece> pieces;
   for (size_t i = 0; i < count; i++)

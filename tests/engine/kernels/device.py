@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 import torch
 
 from tests.engine.kernels.executor.launcher import ExecutorLauncher
@@ -17,6 +18,12 @@ from tierstore_engine.kernels.catalog import Instance
 from tierstore_engine.kernels.launcher import Argument, Kernel, Launcher
 
 DEVICE = os.environ.get("TIERSTORE_KERNEL_DEVICE", "executor")
+
+ABOUT_THE_EXECUTOR = [
+    pytest.mark.usefixtures("executor"),
+    pytest.mark.skipif(DEVICE != "executor", reason="says nothing about a device"),
+]
+"""Marks for tests that run on the executor wherever the others run."""
 
 
 class MirrorLauncher(Launcher):

@@ -28,6 +28,7 @@ SHAPES = {
     "mqa-narrow": Shape(heads=16, kv_heads=1, head_dim=16),
     "pairs-narrow": Shape(heads=2, kv_heads=1, head_dim=16),
     "small-pages": Shape(dtype="bfloat16", heads=6, page_tokens=16),
+    "odd-pages": Shape(heads=6, page_tokens=48),
 }
 ALL_SHAPES = [
     Shape(dtype, heads, kv_heads, head_dim)

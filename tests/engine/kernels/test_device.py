@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.engine.kernels.attention import Executed, one_token_each
-from tests.engine.kernels.device import MirrorLauncher
+from tests.engine.kernels.device import ABOUT_THE_EXECUTOR, MirrorLauncher
 from tests.engine.kernels.executor.launcher import ExecutorLauncher
 from tests.engine.kernels.problem import Problem, Shape
 
-pytestmark = pytest.mark.usefixtures("executor")
+pytestmark = ABOUT_THE_EXECUTOR
 
 
 def test_tensors_go_and_come_back() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.engine.kernels.device import ABOUT_THE_EXECUTOR
 from tests.engine.kernels.executor import SCHEDULES, ExecutionError, HostModule, guarded
 from tests.engine.kernels.executor.build import BuildError, build_library
 
@@ -32,7 +33,7 @@ KERNELS = (
     "copy_too_early",
 )
 
-pytestmark = pytest.mark.usefixtures("executor")
+pytestmark = ABOUT_THE_EXECUTOR
 
 
 @cache

@@ -14,6 +14,7 @@ import pytest
 from tests.engine.kernels import bugs
 from tests.engine.kernels.attention import Executed, one_token_each
 from tests.engine.kernels.bugs import Bug
+from tests.engine.kernels.device import ABOUT_THE_EXECUTOR
 from tests.engine.kernels.executor import SCHEDULES, ExecutionError
 from tests.engine.kernels.executor.build import build_library
 from tests.engine.kernels.executor.launcher import ExecutorLauncher
@@ -21,7 +22,7 @@ from tests.engine.kernels.problem import Problem, Shape
 from tierstore_engine.kernels import KERNEL_DIR
 from tierstore_engine.kernels.catalog import Instance, kernel_set
 
-pytestmark = pytest.mark.usefixtures("executor")
+pytestmark = ABOUT_THE_EXECUTOR
 
 Builds: TypeAlias = "dict[Bug, Future[None]]"
 

@@ -22,6 +22,7 @@ SHAPES = {
     "widest": Shape(dtype="bfloat16", heads=4, kv_heads=1, head_dim=256),
     "mqa-narrow": Shape(heads=16, kv_heads=1, head_dim=16),
     "small-pages": Shape(dtype="bfloat16", page_tokens=16),
+    "odd-pages": Shape(page_tokens=48),
 }
 ALL_SHAPES = [
     Shape(dtype, heads, kv_heads, head_dim)

@@ -13,13 +13,14 @@ import pytest
 
 from tests.engine.kernels import bugs
 from tests.engine.kernels.bugs import Bug
+from tests.engine.kernels.device import ABOUT_THE_EXECUTOR
 from tests.engine.kernels.executor.toolchain import compiler
 from tests.engine.kernels.test_planted_bugs import planted
 from tierstore_engine.kernels import KERNEL_DIR
 
 FOUND = 66
 
-pytestmark = pytest.mark.usefixtures("executor", "tsan")
+pytestmark = [*ABOUT_THE_EXECUTOR, pytest.mark.usefixtures("tsan")]
 
 
 @cache

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import re
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -298,6 +301,52 @@ def test_the_old_form_of_the_batch_call(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_the_driver_refuses_has_its_name() -> None:
     with pytest.raises(DeviceError, match="cuda:0: cuMemFree_v2 failed with CUDA_ERROR_UNKNOWN"):
         FakeDevice().free(4096)
+
+
+def test_who_computes_does_not_wait_while_copies_are_queued() -> None:
+    """A large hit is tens of thousands of copies: queueing them takes as long as steps of decoding."""
+    bench = Bench(0)
+    pool, queueing, go_on = bench.pool, threading.Event(), threading.Event()
+    original = bench.device.copy_many
+
+    def slow(*arguments: Any) -> None:
+        queueing.set()
+        assert go_on.wait(30)
+        original(*arguments)
+
+    bench.device.copy_many = slow  # type: ignore[method-assign]
+    taken = pool.allocate(4)
+    assert taken is not None
+    load = [(page, bench.address(page)) for page in taken[:2]]
+    with ThreadPoolExecutor(2) as threads:
+        loading = threads.submit(pool.start_writing, load)
+        assert queueing.wait(30)
+
+        def step() -> list[int] | None:
+            assert not pool.arrivals(taken[2:]).pending
+            pool.free(taken[3:])
+            return pool.allocate(1)
+
+        stepping = threads.submit(step)
+        try:
+            assert stepping.result(10) == taken[3:]
+        finally:
+            go_on.set()
+        loading.result(30).wait()
+    assert [bytes(pool.array[page]) for page in taken[:2]] == bench.content[:2]
+
+
+def test_a_thread_that_works_on_another_device_keeps_its_context() -> None:
+    """torch makes a device's context current when it computes there, and expects to find it again."""
+    bench = Bench(0)
+    driver, other = bench.device._driver, ctypes.c_void_p(4096)
+    driver.cuCtxPushCurrent_v2(other)
+    save_follows_compute(bench)
+    bench.finish()
+    found = ctypes.c_void_p()
+    assert driver.cuCtxPopCurrent_v2(ctypes.byref(found)) == 0
+    assert found.value == other.value
+    assert driver.cuCtxPopCurrent_v2(ctypes.byref(found)) != 0  # and that was all there was
 
 
 def test_the_array_as_other_libraries_take_it() -> None:

@@ -174,6 +174,30 @@ def test_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert document["machine"] is None
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_cannot_be_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = tmp_path / "version"
+    driver.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.82.07  Release Build\n")
+    monkeypatch.setattr(check, "DRIVER", driver)
+    target = tmp_path / "check.json"
+    assert check.main(["--json", str(target)]) == 1
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"failed: NVIDIA's driver 580.82.07 is loaded, but torch {torch.__version__}, ")
+    assert json.loads(target.read_text())["state"] == line
+
+
+def test_a_gpu_without_cupy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert check.main(["--json", str(tmp_path / "check.json")]) == 1
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("failed: CuPy, which launches the CUDA kernels, is not installed: pip install")
+
+
 def test_unknown_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         check.main(["--only", "golden,nothing"])

@@ -16,6 +16,7 @@ import torch
 
 from tierstore.tiers.cuda import CudaDevice
 from tierstore.tiers.device_pool import DevicePool
+from tierstore.units import format_size
 from tierstore_engine.device import external, timed
 from tierstore_engine.kernels.cupy_launcher import CupyLauncher
 from tierstore_engine.presets import preset
@@ -29,7 +30,12 @@ _SLOWDOWN_BATCH, _SLOWDOWN_CONTEXT = 16, 16384
 
 
 def decode_rows() -> Iterator[Any]:
-    yield from map(asdict, decode.run(CupyLauncher(DEVICE), DEVICE, timed))
+    free = torch.cuda.mem_get_info()[0]
+    fit = tuple(case for case in decode.CASES if decode.memory_needed(*case) <= free)
+    yield from map(asdict, decode.run(CupyLauncher(DEVICE), DEVICE, timed, cases=fit))
+    for batch, context in set(decode.CASES) - set(fit):
+        needed = format_size(decode.memory_needed(batch, context))
+        yield {"batch": batch, "context": context, "state": f"not measured: needs {needed} of memory"}
 
 
 def prefill_rows() -> Iterator[Any]:

@@ -37,6 +37,12 @@ class DecodeRow:
     largest_difference: float
 
 
+def memory_needed(batch: int, context: int) -> int:
+    """Bytes on the device for one case: K and V in pages, gathered from there and contiguous, what is left of
+    the case before, and the copy beside it."""
+    return 4 * decode_bytes(LLAMA_3_8B, batch, context) + 2 * COPY_BYTES
+
+
 def copy_rate(device: str, timer: Timer, nbytes: int = COPY_BYTES) -> float:
     """Bytes per second through the memory of one large copy within the device."""
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
@@ -50,8 +56,7 @@ class DecodeProblem:
     def __init__(
         self, launcher: Launcher, device: str, batch: int, context: int, *, shape: Heads, page_tokens: int
     ) -> None:
-        self._device = device
-        self._batch, self._context, self._shape = batch, context, shape
+        self._context = context
         pages = pages_for(context, page_tokens)
         generator = torch.Generator(device).manual_seed(batch * context)
         dtype = torch.bfloat16
@@ -61,6 +66,15 @@ class DecodeProblem:
         query = (batch, shape.heads, shape.head_dim)
         self._queries = torch.empty(query, dtype=dtype, device=device).normal_(generator=generator)
         self.out = torch.empty_like(self._queries)
+        everyone = torch.arange(batch, dtype=torch.int32, device=device)
+        self._sequences = Sequences(
+            everyone,
+            torch.ones_like(everyone),
+            torch.full_like(everyone, context),
+            tables=self._tables,
+            max_count=1,
+            max_length=context,
+        )
         self._kernels = AttentionKernels(
             launcher,
             dtype="bfloat16",
@@ -71,17 +85,8 @@ class DecodeProblem:
         )
 
     def ours(self) -> None:
-        everyone = torch.arange(self._batch, dtype=torch.int32, device=self._device)
-        sequences = Sequences(
-            everyone,
-            torch.ones_like(everyone),
-            torch.full_like(everyone, self._context),
-            tables=self._tables,
-            max_count=1,
-            max_length=self._context,
-        )
         layer = LayerPages(self._pool, page_stride=self._pool.stride(0), offset=0)
-        self._kernels.decode(layer, self._queries, sequences, self.out)
+        self._kernels.decode(layer, self._queries, self._sequences, self.out)
 
     def contiguous(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, K and V as torch's attention takes them: gathered, which is not timed."""

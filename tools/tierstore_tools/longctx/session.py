@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 import xxhash
 
 from tierstore.memory import Memory
@@ -86,6 +87,12 @@ class Run:
                 self._token_times += [self._spent] * len(output.tokens)
                 self._completion = output.completion or self._completion
 
+    def settle(self) -> None:
+        """Wait until all that the steps have put to work is done, so that it is not in the time of others."""
+        start = time.perf_counter()
+        self._engine.model.result(torch.empty(0))
+        self._spent += time.perf_counter() - start
+
     def answer(self) -> Answer:
         completion = self._completion
         assert completion is not None
@@ -121,6 +128,7 @@ def ask_in_turn(
             for _ in range(steps):
                 if not run.started:
                     run.step()
+            run.settle()
             progress(sum(each.share for each in runs) / len(runs))
         order.reverse()
     for run in runs:

@@ -1,0 +1,34 @@
+"""What to say when a device's memory runs out while something is computed.
+
+The pool has taken its part when the engine was made. What is computed shares the rest, with the weights and
+the captured steps, so the answer is a smaller pool or smaller steps. Nothing has changed for a sequence whose
+step failed: the engine can go on with other requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tierstore.tiers.device import DeviceMemoryError
+from tierstore.tiers.device_pool import DevicePool
+from tierstore.units import format_size
+from tierstore_engine.settings import EngineSettings
+
+
+@contextmanager
+def shortage_explained(pool: DevicePool, settings: EngineSettings) -> Iterator[None]:
+    """Turns torch's out-of-memory into a :class:`DeviceMemoryError` with the numbers that matter here."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        memory, pages = pool.runtime.memory(), pool.num_pages
+        raise DeviceMemoryError(
+            f"{pool.device} has no memory left to compute a step of up to {settings.batch_tokens} tokens: "
+            f"{format_size(memory.free)} of its {format_size(memory.total)} are free, and the page pool has "
+            f"{format_size(pages * pool.spec.page_bytes)} ({pages} pages); give it fewer pages, or a smaller "
+            f"prefill_chunk ({settings.prefill_chunk}) or max_sequences ({settings.max_sequences}), or take "
+            "prefill_backend kernels, which gathers nothing"
+        ) from error
