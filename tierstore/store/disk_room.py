@@ -23,6 +23,8 @@ leaves out of order is a hole, and at 95 % full cleaning writes each page many t
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -35,7 +37,8 @@ from tierstore.tiers.slabs import slot_bytes
 _log = logging.getLogger(__name__)
 
 _SHARE = 1 / 32  # of the disk's capacity is freed at once for one class at most …
-_MOST_PAGES = 512  # … and no more pages than this: the store is locked meanwhile
+_MOST_PAGES = 512  # … and no more pages than this: the next ones to be written wait for it
+_AT_ONCE = 32  # while the store is locked
 _ROUNDS = 2  # of evicting and moving, until a class has to do with what it has
 _MOST_MOVED = 1.0  # bytes, for each that a class can grow by
 _MOST_MOVED_TO_JOIN = 4.0  # bytes, for each that would lie idle otherwise
@@ -83,8 +86,7 @@ class DiskRoom:
         """The worst pages of the class that has most of them leave: each frees one record, of any size."""
         pages = min(max(sum(waiting.values()), 1), _LEAST_INDEX_PAGES)
         for _ in range(_INDEX_ROUNDS):
-            with self._state.lock:
-                evicted = self._state.room.evict_from_disk(pages, size_class=ledger.commonest_class())
+            evicted = self._leave(pages, size_class=ledger.commonest_class())
             if not evicted or not self._commit():
                 return False
             if self._space.shortage(nbytes) is not Shortage.INDEX:
@@ -108,8 +110,7 @@ class DiskRoom:
             if len(wanted) > 1 and self._empty_windows(nbytes, alone):
                 return True
             spare = 0
-        with self._state.lock:
-            evicted = self._state.room.evict_from_disk(1, size_class=slot_bytes(nbytes))
+        evicted = self._leave(1, size_class=slot_bytes(nbytes))
         return evicted > 0 and self._commit() and self._has_room(nbytes)
 
     def _has_room(self, nbytes: int) -> bool:
@@ -121,22 +122,44 @@ class DiskRoom:
         bytes. All with one commit. False when nothing could leave that had to."""
         policy = self._state.room.disk_policy
         free = self._space.free_slots()
-        evicted = 0
         with self._state.lock:
             until = ledger.near_worst(policy)
-            growth = 0
-            for each, pages in wanted.items():
-                size = slot_bytes(each)
-                lacking = min(pages - free[size], self._most_pages(each))
-                if lacking <= 0 or (each != nbytes and self._space.shortage(each) is not Shortage.SLOTS):
-                    continue
-                left = self._state.room.evict_from_disk(lacking, size_class=size, until=until)
-                evicted += left
-                if not left:
-                    growth += self._windows_for(each, lacking) * self._space.slab_bytes(each)
-            if growth > spare:
-                evicted += self._state.room.evict_from_disk(_MOST_PAGES, nbytes=growth - spare)
+        evicted = growth = 0
+        for each, pages in wanted.items():
+            size = slot_bytes(each)
+            lacking = min(pages - free[size], self._most_pages(each))
+            if lacking <= 0 or (each != nbytes and self._space.shortage(each) is not Shortage.SLOTS):
+                continue
+            left = self._leave(lacking, size_class=size, until=until)
+            evicted += left
+            if not left:
+                growth += self._windows_for(each, lacking) * self._space.slab_bytes(each)
+        if growth > spare:
+            evicted += self._leave(_MOST_PAGES, nbytes=growth - spare)
         return self._commit() if evicted else 0 < growth <= spare
+
+    def _leave(
+        self,
+        pages: int,
+        *,
+        nbytes: float = math.inf,
+        size_class: int | None = None,
+        until: float = math.inf,
+    ) -> int:
+        """Let pages leave as :meth:`~tierstore.store.room.Room.evict_from_disk` says, a few at a time: each
+        of them has to be taken out of the tree, and who looks something up would wait for all of them."""
+        evicted = 0
+        while evicted < pages and nbytes > 0:
+            with self._state.lock:
+                left = self._state.room.evict_from_disk(
+                    min(pages - evicted, _AT_ONCE), nbytes=nbytes, size_class=size_class, until=until
+                )
+            if not left.pages:
+                break
+            evicted += left.pages
+            nbytes -= left.nbytes
+            time.sleep(0)  # the lock goes to whoever is quickest: without this, to us again
+        return evicted
 
     def _most_pages(self, nbytes: int) -> int:
         """How many pages may leave at once."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 from tierstore.index import Index, Tier
 from tierstore.policy import Policy
@@ -15,6 +16,13 @@ from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.host import HostTier
 
 _MOST_PASSES = 3  # over the ledger, before an eviction gives up
+
+
+class Evicted(NamedTuple):
+    """Pages that left the disk, and the bytes they had."""
+
+    pages: int
+    nbytes: int
 
 
 class Room:
@@ -61,7 +69,7 @@ class Room:
     def evict(self, tier: Tier, count: int) -> int:
         """Let up to ``count`` copies leave ``tier``, the policy's worst first. Returns how many left."""
         if tier is Tier.DISK:
-            return self.evict_from_disk(count)
+            return self.evict_from_disk(count).pages
         self._leases.expire()
         self._index.hints.expire(self._clock())
         evicted = 0
@@ -78,29 +86,29 @@ class Room:
         nbytes: float = math.inf,
         size_class: int | None = None,
         until: float = math.inf,
-    ) -> int:
+    ) -> Evicted:
         """Let up to ``count`` pages leave the disk, no more than it takes to free ``nbytes``; of one size
-        class, and those that score up to ``until``. Returns how many left."""
+        class, and those that score up to ``until``. Returns what left."""
         ledger = self._uses.ledger
         if ledger is None:
-            return 0
+            return Evicted(0, 0)
         self._leases.expire()
         self._uses.note()
         self._index.exits.disk_accesses.tell(len(ledger))
         ledger.expire_hints(self._clock())
         removed = self._holdings.removed
         before = len(removed)
-        evicted = passes = 0
-        while evicted < count and nbytes > 0 and passes < _MOST_PASSES:
+        evicted = freed = passes = 0
+        while evicted < count and freed < nbytes and passes < _MOST_PASSES:
             serials = ledger.next_to_leave(
-                self.disk_policy, count - evicted, nbytes=nbytes, size_class=size_class, until=until
+                self.disk_policy, count - evicted, nbytes=nbytes - freed, size_class=size_class, until=until
             )
             evicted += sum(self.leaves_disk(serial) for serial in serials)
-            nbytes -= sum(removal.nbytes for removal in removed[before:])
+            freed += sum(removal.nbytes for removal in removed[before:])
             before = len(removed)
             passes += not serials  # an end was reached: what was held back, or is new since, gets its turn
         self._counters.evicted_pages[Tier.DISK.label] += evicted
-        return evicted
+        return Evicted(evicted, freed)
 
     def leaves_disk(self, serial: int) -> bool:
         """Let a page leave the disk, if it may."""

@@ -41,6 +41,7 @@ _BATCH_BYTES = 32 << 20  # at most, and a quarter of the queue
 _LEAST_BESIDE = 1 << 20  # bytes that wait while others are being written: fewer wait for more
 _COMMIT_BYTES = 256 << 20  # … and half of the queue: each commit costs some milliseconds
 _WRITES_AT_ONCE = 3  # so that the disk has something to do while one of them ends
+_AT_ONCE = 128  # pages that become ready while the store is locked
 _STALLED_LOOK_S = 1.0  # how often this thread looks whether a disk that had stopped answering does again
 _USE_FLUSH_S = 30.0  # use times reach the disk at least this often while nothing else is written
 
@@ -304,20 +305,22 @@ class WriteBehind:
         ]
 
     def _finish(self, durable: Sequence[Page]) -> None:
-        """These pages can be served from the disk."""
+        """These pages can be served from the disk. Who looks something up should not wait for all of them."""
         state = self._state
-        with state.lock:
-            state.index.complete(durable, Tier.DISK, let_go=True)
-            for page in durable:
-                if page.hint is not NO_HINT:
-                    state.uses.pass_hint_on(page)
-                if state.holdings.feed is not None:
-                    state.holdings.feed.stored(page, Tier.DISK)
-            self._queue.finish(durable)
-            state.counters.disk_written_pages += len(durable)
-            if durable:
+        for start in range(0, len(durable), _AT_ONCE):
+            some = durable[start : start + _AT_ONCE]
+            with state.lock:
+                state.index.complete(some, Tier.DISK, let_go=True)
+                for page in some:
+                    if page.hint is not NO_HINT:
+                        state.uses.pass_hint_on(page)
+                    if state.holdings.feed is not None:
+                        state.holdings.feed.stored(page, Tier.DISK)
+                self._queue.finish(some)
+                state.counters.disk_written_pages += len(some)
                 state.health.written()
-            state.changed.notify_all()
+                state.changed.notify_all()
+            time.sleep(0)  # the lock goes to whoever is quickest: without this, to us again
 
     # -- giving up -----------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import bisect
 import threading
-from collections import deque
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -22,11 +22,20 @@ import numpy.typing as npt
 
 from tierstore.policy import NO_HINT, PageFacts, PageHint, Policy, Reuse
 from tierstore.tiers.disk.ancestry import depths, parent_rows
-from tierstore.tiers.disk.order import Entry, Facts, NearWorst, commonest_class, size_classes, worst_first
+from tierstore.tiers.disk.order import (
+    Entry,
+    Facts,
+    NearWorst,
+    Order,
+    commonest_class,
+    size_classes,
+    worst_first,
+)
 from tierstore.tiers.disk.records import PageRecord, PageUse, Removal
 
 _LEAST_ROWS = 1024
 _ORDERED_FRACTION = 64  # of the pages are put in order at once: a pass over a million takes 50 ms
+_LEAST_ORDERED = 1024
 _END = Entry(np.inf, -1, 0)
 _EXPIRY_S = 1.0  # between two passes that look for hints whose time is over
 _COLUMNS = {
@@ -56,7 +65,7 @@ class Ledger:
         self._rows = 0 if facts is None else len(facts)
         self._alive = self._rows
         # What is left of the last time they were put in order: of all pages, and of single size classes.
-        self._orders: dict[int | None, deque[Entry]] = {}
+        self._orders: dict[int | None, Order] = {}
         self._near = NearWorst()
         self._expires_s = np.inf  # no hint ends before
         size = max(self._rows * 9 // 8, _LEAST_ROWS)
@@ -273,9 +282,10 @@ class Ledger:
         until: float = np.inf,
     ) -> list[int]:
         """The serials of up to ``count`` pages (of one size class), no more of them than it takes to free
-        ``nbytes``, worst first by ``policy``; among equals the deepest first. Those that have been used since
-        the pages were last put in order are passed over. An empty list says that the end, or the score
-        ``until``, is reached; the next call begins anew.
+        ``nbytes``, worst first by ``policy``; among equals the deepest first. A page that others are below
+        comes right after the last of them. Those that have been used since the pages were last put in order
+        are passed over. An empty list says that the end, or the score ``until``, is reached; the next call
+        begins anew.
 
         Whether each of them may leave is for the caller to find out: those that still have :meth:`children`
         must not.
@@ -283,22 +293,33 @@ class Ledger:
         with self._lock:
             order = self._order(policy, count, size_class)
             chosen: list[int] = []
-            while len(chosen) < count and nbytes > 0 and (order[0] is _END or order[0].score <= until):
-                entry = order[0]
+            left = Counter[int]()  # row → children of it that are chosen
+            while len(chosen) < count and nbytes > 0 and (order.first is _END or order.first.score <= until):
+                entry = order.first
                 if entry is _END:
                     if not chosen:
-                        order.popleft()
+                        order.take()
                     break
-                order.popleft()
-                if self._is_current(entry):
-                    facts = self._page_facts(entry.serial)
-                    policy.leaves(facts, entry.score, entry.latest)
-                    chosen.append(entry.serial)
-                    nbytes -= cast(int, facts.nbytes)
+                order.take()
+                row = self._alive_row(entry.serial)
+                if row is None or self._columns["tick"][row] != entry.tick:
+                    continue
+                if self._columns["children"][row] > left[row]:
+                    order.hold_up(entry)
+                    continue
+                facts = self._page_facts(row)
+                policy.leaves(facts, entry.score, entry.latest)
+                chosen.append(entry.serial)
+                nbytes -= cast(int, facts.nbytes)
+                parent = int(self._columns["parent"][row])
+                above = self._row(parent)
+                if above is not None:
+                    left[above] += 1
+                    if self._columns["children"][above] == left[above]:
+                        order.let_go(parent)
             return chosen
 
-    def _page_facts(self, serial: int) -> PageFacts:
-        row = self._row(serial)
+    def _page_facts(self, row: int) -> PageFacts:
         names = ("nbytes", "depth", "tick", "hits", "serial", "reuse", "priority")
         return PageFacts(*(self._columns[name][row].item() for name in names))
 
@@ -307,17 +328,13 @@ class Ledger:
         with self._lock:
             return self._near.score(policy, self._facts)
 
-    def _order(self, policy: Policy, count: int, size_class: int | None) -> deque[Entry]:
+    def _order(self, policy: Policy, count: int, size_class: int | None) -> Order:
         order = self._orders.get(size_class)
         if not order:
             facts = self._facts(size_class)
-            entries = worst_first(facts, policy, max(count, len(facts.serial) // _ORDERED_FRACTION))
-            order = self._orders[size_class] = deque([*entries, _END])
+            least = max(count, len(facts.serial) // _ORDERED_FRACTION, _LEAST_ORDERED)
+            order = self._orders[size_class] = Order([*worst_first(facts, policy, least), _END])
         return order
-
-    def _is_current(self, entry: Entry) -> bool:
-        row = self._alive_row(entry.serial)
-        return row is not None and bool(self._columns["tick"][row] == entry.tick)
 
     def _facts(self, size_class: int | None = None) -> Facts:
         """Of all pages, or of those of a size class."""

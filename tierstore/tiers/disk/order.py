@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,6 +54,36 @@ class Facts(NamedTuple):
 
     def take(self, rows: npt.NDArray[np.intp]) -> Facts:
         return Facts(*(column[rows] for column in self))
+
+
+class Order:
+    """Pages in the order in which they should leave. None leaves before those below it, and what comes last
+    in a prompt was mostly written last: so most of the worst pages have to wait for some that are better."""
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        self._entries = deque(entries)
+        self._held_up: dict[int, Entry] = {}  # by serial
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    @property
+    def first(self) -> Entry:
+        return self._entries[0]
+
+    def take(self) -> None:
+        """The first one is being dealt with."""
+        self._entries.popleft()
+
+    def hold_up(self, entry: Entry) -> None:
+        """There are pages below it."""
+        self._held_up[entry.serial] = entry
+
+    def let_go(self, serial: int) -> None:
+        """There are none any more: if it was held up it is the first one now."""
+        entry = self._held_up.pop(serial, None)
+        if entry is not None:
+            self._entries.appendleft(entry)
 
 
 def size_class(place: int, nbytes: int) -> int:

@@ -164,8 +164,22 @@ def test_children_leave_before_their_parents_and_the_longest_unused_first(open_s
     assert shelf.tier.ledger.next_to_leave(LRU(), 4) == []
     assert shelf.tier.ledger.next_to_leave(LRU(), 2) == order[:2]
     shelf.tier.ledger.touch({a_child.serial: PageUse(shelf.tick + 2, 60.0, 1)})
-    assert shelf.tier.ledger.next_to_leave(LRU(), 4) == [a.serial]  # the other one is worth more now
-    assert shelf.tier.ledger.next_to_leave(LRU(), 4) == []
+    assert shelf.tier.ledger.next_to_leave(LRU(), 4) == []  # it waits for its child, which is in use again
+    assert shelf.tier.ledger.next_to_leave(LRU(), 4) == order
+
+
+def test_a_page_leaves_right_after_the_last_one_below_it_however_long_it_was_not_used(open_shelf):
+    shelf = open_shelf()
+    (head,) = shelf.save([4096])
+    tails = [shelf.save([4096], parent=head.serial)[0] for _ in range(2)]
+    (other,) = shelf.save([4096])
+    for tick, page in enumerate((head, tails[0], other, tails[1])):
+        shelf.tier.ledger.touch({page.serial: PageUse(shelf.tick + tick, 50.0, 1)})
+    order = []
+    while chosen := shelf.tier.ledger.next_to_leave(LRU(), 1):
+        order += chosen
+        shelf.tier.ledger.remove(chosen[0])
+    assert order == [tails[0].serial, other.serial, tails[1].serial, head.serial]
 
 
 def test_a_page_without_its_parent_is_dropped_for_good(open_shelf):
