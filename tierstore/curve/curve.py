@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 import numpy as np
-import numpy.typing as npt
 
-from tierstore.curve.batch import Batch
+from tierstore.curve.asked import Asked, StoodFor
+from tierstore.curve.batch import Batch, Sample
 from tierstore.curve.beginnings import Beginnings
-from tierstore.curve.groups import ALL
-from tierstore.curve.histogram import Histogram
+from tierstore.curve.groups import ALL, CELL_GROUPS
 from tierstore.curve.notes import MOST, Notes, Taken
 from tierstore.curve.recency import Recency, in_full
 from tierstore.curve.stats import CurveStats
@@ -46,13 +45,14 @@ class ReuseCurve:
         self._most_pages = most_pages
         self._clock = clock
         self._lock = threading.Lock()
-        self._border = ALL  # hashes below it are in the sample
+        self._sample = Sample()
         self._recency = Recency()
         self._beginnings = Beginnings()
-        self._asked = _Asked()
+        self._asked = Asked()
+        self._stood_for = StoodFor()
         self._weighed_s = clock()
         self.notes = Notes()
-        self.notes.sample_below(self._border)
+        self.notes.sample_below(self._sample.border)
         self._looks = 0  # groups and stretches worked off so far
 
     # -- working it off (from any thread) -------------------------------------------------------------
@@ -75,9 +75,11 @@ class ReuseCurve:
             pass
 
     def _work_off(self, taken: Taken) -> None:
-        batch = Batch(taken.notes, self._beginnings, self._border)
+        batch = Batch(taken.notes, self._beginnings, self._sample)
         self._asked.tokens += batch.asked_tokens
+        self._asked.left_out += batch.asked_tokens * taken.left_out / len(taken.notes)
         self._asked.sampled_from += batch.sampled_from
+        self._stood_for.add(batch)
         if len(batch):
             self._looks += len(batch)
             self._measure(batch, taken.came)
@@ -86,10 +88,10 @@ class ReuseCurve:
             self._thin_out(taken)
 
     def _measure(self, batch: Batch, came: int) -> None:
-        rate = self._rate
+        rate = self._rate * self._stood_for.too_much
         seen = min(_NOTES_OF_A_REQUEST * max(batch.checks, 1) / came, 1.0)
         asked, above = self._recency.use(batch.uses(seen))
-        self._asked.note(batch, asked, in_full(above, rate) + batch.nbytes[asked], 1 / rate)
+        self._asked.note(batch, asked, in_full(above, rate) + batch.nbytes[asked], 1 / self._rate)
         self._recency.forget_behind(self.horizon_bytes, rate)
 
     def _fit(self, batch: Batch, notes: int) -> None:
@@ -98,7 +100,7 @@ class ReuseCurve:
         if border is not None:
             self._lower(border)
         elif self._looks > _CLOSE_LOOKS and self._too_many(batch, notes):
-            self._lower(self._border // 2)
+            self._lower(self._sample.border // 2)
 
     def _too_many(self, batch: Batch, notes: int) -> bool:
         mean = int(np.count_nonzero(~batch.common)) / notes
@@ -107,30 +109,41 @@ class ReuseCurve:
 
     def _thin_out(self, taken: Taken) -> None:
         """More came than there was room for. Where it took too long to work off what the sample has of each
-        prompt, less of each will do; else fewer prompts must have a group in the sample at all."""
+        prompt, less of each will do; else fewer prompts must have a cell in the sample at all."""
         share = len(taken.notes) / taken.came
         if len(taken.notes) < MOST:
             enough = self._rate * share
         else:
-            enough = share * len(taken.notes) / max(sum(len(note[0]) for note in taken.notes), 1)
+            self._use_cells()
+            cells = np.searchsorted(CELL_GROUPS, [len(note[0]) for note in taken.notes])
+            enough = share * len(taken.notes) / max(int(cells.sum()), 1)
         if enough < self._rate:
             self._lower(int(max(enough, self._rate * _THINNER) * ALL))
 
+    def _use_cells(self) -> None:
+        if not self._sample.in_cells:
+            self._sample = Sample(self._sample.border, in_cells=True)
+            self._recency.widen()
+            self._stood_for = StoodFor()
+
     def _lower(self, border: int) -> None:
-        self._border = max(min(border, self._border), _LOWEST)
-        self._recency.forget(self._border)
-        self.notes.sample_below(self._border)
+        border = max(min(border, self._sample.border), _LOWEST)
+        self._sample = Sample(border, self._sample.in_cells)
+        self._recency.forget(border)
+        self.notes.sample_below(border)
 
     @property
     def _rate(self) -> float:
         """The share of all groups that is in the sample."""
-        return self._border / ALL
+        return self._sample.rate
 
     def _weigh(self) -> None:
         """What is long past counts less."""
         now = self._clock()
         if now - self._weighed_s >= _HALF_LIFE_S / 64:
-            self._asked.scale(0.5 ** ((now - self._weighed_s) / _HALF_LIFE_S))
+            factor = 0.5 ** ((now - self._weighed_s) / _HALF_LIFE_S)
+            self._asked.scale(factor)
+            self._stood_for.scale(factor)
             self._weighed_s = now
 
     # -- reading (from any thread) -------------------------------------------------------------------
@@ -140,6 +153,18 @@ class ReuseCurve:
         with self._lock:
             self._work_all()
             return [self._asked.hit_rate(capacity) for capacity in capacities]
+
+    def errors(self, capacities: Sequence[float]) -> list[float]:
+        """How far each of these hit rates may be off: as a rule they are not."""
+        with self._lock:
+            self._work_all()
+            return [self._error(capacity) for capacity in capacities]
+
+    def _error(self, capacity: float) -> float:
+        whole = self._rate == 1 and not self._sample.in_cells
+        return self._asked.error(
+            capacity, math.inf if whole else self._recency.pages_within(capacity * self._rate)
+        )
 
     def stats(self, tiers: Mapping[str, int], measured_hit_rate: float) -> CurveStats:
         """A snapshot, for a store whose ``tiers`` have these capacities in bytes, fastest first."""
@@ -153,7 +178,7 @@ class ReuseCurve:
                 measured_hit_rate=measured_hit_rate,
                 ceiling=self._asked.hit_rate(math.inf),
                 horizon_bytes=0 if math.isinf(self.horizon_bytes) else int(self.horizon_bytes),
-                points=points(self._asked.hit_rate, tiers),
+                points=points(self._asked.hit_rate, self._error, tiers),
                 tiers=worth(self._asked.hit_rate, tiers),
             )
 
@@ -162,45 +187,3 @@ class ReuseCurve:
         with self._lock:
             self._recency.check()
             assert len(self._recency) <= self._most_pages, "the sample is too large"
-
-
-class _Asked:
-    """What was asked for, and at which distance it was asked for again. In tokens."""
-
-    def __init__(self) -> None:
-        self.tokens = 0.0  # in all
-        self.sampled_from = 0.0  # in whole pages that are in no common beginning
-        self._sampled = 0.0  # the same by the sample
-        self._common = Histogram()
-        self._groups = Histogram()
-
-    def note(
-        self,
-        batch: Batch,
-        again: npt.NDArray[np.int64],
-        distances: npt.NDArray[np.float64],
-        stands_for: float,
-    ) -> None:
-        """The uses ``again`` of a batch found their page at these distances. Each sampled group stands for so
-        many of them."""
-        common, tokens = batch.common[again], batch.tokens[again]
-        self._common.add(distances[common], tokens[common])
-        self._groups.add(distances[~common], tokens[~common] * stands_for)
-        self._sampled += float(batch.tokens[~batch.common & batch.asks].sum()) * stands_for
-
-    def hit_rate(self, capacity_bytes: float) -> float:
-        if not self.tokens:
-            return 0.0
-        groups = self._groups.within(capacity_bytes)
-        if self._sampled:
-            # The sample has a little more or less than its share. How much is known.
-            groups *= self.sampled_from / self._sampled
-        return min((self._common.within(capacity_bytes) + groups) / self.tokens, 1.0)
-
-    def scale(self, factor: float) -> None:
-        """Weigh all of it with ``factor``."""
-        self.tokens *= factor
-        self.sampled_from *= factor
-        self._sampled *= factor
-        self._common.scale(factor)
-        self._groups.scale(factor)

@@ -9,12 +9,18 @@ all sizes are odd.
 
     pages    0 … 31    32 … 126    127 … 501    502 …
     groups   of 1      of 5        of 15        of 63
+
+Under load one in five of the groups has to do, and stands for its *cell*: for itself and two groups before
+and behind it (three or four in the last cell of a range, so that there, too, the size is odd). Prompts that
+all end in the same part of a cell would be too long or too short by the same share; what they are is known,
+and made good (``asked.py``).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final, TypeAlias, TypeVar
 
 import numpy as np
@@ -97,3 +103,50 @@ STRETCH_GROUPS: tuple[int, ...] = tuple(
 
 STRETCHES: tuple[int, ...] = tuple(map(_group_end, STRETCH_GROUPS))
 """The same in pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    group: int  # that stands for it
+    page: int  # whose key that has
+    groups: int  # it has
+
+
+_CELL = 5
+_MOST_PAGES = 1 << 16  # of a prompt: what follows is in no cell
+
+
+def _cells() -> Iterator[_Cell]:
+    for first, (start, stop, size) in zip(_STARTS.tolist(), _RANGES, strict=True):
+        groups = (min(stop, _MOST_PAGES) - start) // size
+        at = 0
+        while at < groups:
+            wide = _CELL if groups - at >= 2 * _CELL else groups - at
+            middle = at + wide // 2
+            yield _Cell(first + middle, start + middle * size + size // 2, wide)
+            at += wide
+
+
+_CELLS = tuple(_cells())
+CELL_GROUPS: Final = tuple(cell.group for cell in _CELLS)
+"""The groups that stand for cells, by their numbers."""
+CELL_PAGES: Final = tuple(cell.page for cell in _CELLS)
+"""The pages that stand for these."""
+_CELL_SIZES = np.zeros(CELL_GROUPS[-1] + 2, np.int64)  # the last one is of those that are in none
+_CELL_SIZES[list(CELL_GROUPS)] = [cell.groups for cell in _CELLS]
+
+
+def cell_groups(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """How many groups each of these groups stands for under load: 0 for those that stand for none."""
+    return _CELL_SIZES[np.minimum(numbers, len(_CELL_SIZES) - 1)]
+
+
+def covered_pages(groups: npt.NDArray[np.int64], *, in_cells: bool) -> npt.NDArray[np.int64]:
+    """How many pages the first so many groups of a prompt stand for: themselves, or their cells."""
+    covered = _COVERED_IN_CELLS if in_cells else _COVERED
+    return covered[np.minimum(groups, len(covered) - 1)]
+
+
+_ALL_SIZES = group_sizes(np.arange(len(_CELL_SIZES)))
+_COVERED = np.concatenate([[0], np.cumsum(_ALL_SIZES)])
+_COVERED_IN_CELLS = np.concatenate([[0], np.cumsum(_ALL_SIZES * _CELL_SIZES)])

@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from tierstore.curve.groups import ALL, Groups
+from tierstore.curve.groups import ALL, CELL_GROUPS, CELL_PAGES, Groups, groups
+from tierstore.keys import PageKey
 
 Note: TypeAlias = tuple[Groups, int, int, int, int, bool, int]
 """A prompt was asked for or saved: the keys of its groups, tokens that were asked for or saved, how many of
@@ -39,11 +41,29 @@ class Notes:
     A lookup of a short prompt takes 40 µs, of which this may take a hundredth. So it takes no lock, copies
     nothing that is short, and wakes nobody for a single note.
 
-    **Under load**, when more comes than is worked off, only those prompts are noted that the sample has a
-    group of: nothing else would be done with the others. What has to be known of all prompts together (which
-    beginnings are common, how many tokens are asked for) is estimated from **spot checks**: every n-th note
-    or so, at random, is kept whatever is in it. As soon as there is time for more, n falls.
+    **Under load**, when more comes than is worked off, only those prompts are noted that have a cell in the
+    sample (``groups.py``): nothing else would be done with the others. To find out takes a look at three keys
+    of a prompt of 15 pages and at 17 of one of 1,500. It is done at once, not for many prompts together: a
+    moment later their keys are no longer in the processor's cache, which takes longer than all the rest.
+
+    What has to be known of all prompts together (which beginnings are common, how many tokens are asked for)
+    is estimated from **spot checks**: every n-th note or so, at random, is kept whatever is in it. As soon as
+    there is time for more, n falls.
     """
+
+    __slots__ = (
+        "_border",
+        "_counted",
+        "_drawn",
+        "_left_out_before",
+        "_notes",
+        "_picked",
+        "_random",
+        "_spot_checks",
+        "_unchecked",
+        "enough",
+        "left_out",
+    )
 
     def __init__(self) -> None:
         self.enough = threading.Event()
@@ -51,13 +71,38 @@ class Notes:
         self._notes: deque[Note] = deque()
         # Nearly: of threads that count at the same moment one may do so in vain.
         self.left_out = 0
-        self._passed_over = 0
-        self._counted = 0  # of both together, the last time some were taken
-        self._left_out_before = 0
         self._spot_checks = 1  # one note in so many
-        self._share = 1.0  # which is this share
+        self._unchecked = 0  # notes from here to the next spot check …
+        self._drawn = 0  # … and so many between all of them so far …
+        self._picked = 0  # … of which so many were worth a note
+        self._counted = 0  # of those that were not, and of those left out, the last time some were taken
+        self._left_out_before = 0
         self._border = b""  # keys below it are in the sample
-        self._random = random.Random(0).random
+        self._random = random.Random(0)
+
+    def prompt_looked_up(
+        self, keys: Sequence[PageKey], tokens: int, held_tokens: int, page_tokens: int, page_bytes: int
+    ) -> None:
+        """``tokens`` tokens of a prompt with these ``keys``, of all its pages, were asked for, of which the
+        first ``held_tokens`` were found. The keys must not change, but others may follow them."""
+        if self._unchecked > 0:
+            self._unchecked -= 1
+            border = self._border
+            count = len(keys)
+            for page in CELL_PAGES:
+                if page >= count:
+                    return
+                if keys[page] < border:
+                    break
+            else:
+                return
+            self._picked += 1
+            self._add((groups(keys), tokens, held_tokens, page_tokens, page_bytes, False, 0))
+        else:
+            stands_for = self._spot_checks
+            self._add((groups(keys), tokens, held_tokens, page_tokens, page_bytes, False, stands_for))
+            if self._spot_checks > 1:
+                self._draw()
 
     def looked_up(
         self,
@@ -68,21 +113,34 @@ class Notes:
         page_bytes: int,
         save: bool = False,
     ) -> None:
-        """``tokens`` tokens of a prompt were asked for, of which the first ``held_tokens`` were found. Of its
-        groups there may be more than belong to whole pages of these tokens. They must not change, but others
-        may follow them. ``save``: see :meth:`saved`."""
-        stands_for = self._spot_checks
-        if stands_for > 1 and self._random() >= self._share:
-            if not groups or min(groups) >= self._border:
-                self._passed_over += 1
-                return
-            stands_for = 0
-        if len(self._notes) < _ENOUGH or self._has_room():
-            self._notes.append((groups, tokens, held_tokens, page_tokens, page_bytes, save, stands_for))
+        """The same where only the keys of the prompt's groups are at hand. There may be more than belong to
+        whole pages of these tokens. ``save``: see :meth:`saved`."""
+        if self._unchecked > 0:
+            self._unchecked -= 1
+            if self._is_sampled(groups):
+                self._picked += 1
+                self._add((groups, tokens, held_tokens, page_tokens, page_bytes, save, 0))
+        else:
+            self._add((groups, tokens, held_tokens, page_tokens, page_bytes, save, self._spot_checks))
+            if self._spot_checks > 1:
+                self._draw()
 
     def saved(self, groups: Groups, tokens: int, page_tokens: int, page_bytes: int) -> None:
         """The first ``tokens`` tokens of a prompt are being saved, or are there already."""
         self.looked_up(groups, tokens, tokens, page_tokens, page_bytes, True)
+
+    def _is_sampled(self, groups: Groups) -> bool:
+        count = len(groups)
+        for group in CELL_GROUPS:
+            if group >= count:
+                return False
+            if groups[group] < self._border:
+                return True
+        return False
+
+    def _add(self, note: Note) -> None:
+        if len(self._notes) < _ENOUGH or self._has_room():
+            self._notes.append(note)
 
     def _has_room(self) -> bool:
         if len(self._notes) >= MOST:  # by as many more as there are threads that ask at the same time
@@ -98,7 +156,7 @@ class Notes:
         self.enough.clear()
         waited = len(self._notes)
         left_out_so_far = self.left_out
-        counted = self._passed_over + left_out_so_far
+        counted = self._drawn - self._unchecked - self._picked + left_out_so_far
         left_out = left_out_so_far - self._left_out_before
         taken: list[Note] = []
         while groups > 0 and self._notes:
@@ -110,15 +168,22 @@ class Notes:
         self._left_out_before = left_out_so_far
         if left_out and not self._notes:  # else it is not their number that takes long
             self._check(min(_FEWER * self._spot_checks, -(-came // _SPOT_CHECKS)))
-        elif _ENOUGH <= waited <= _AT_ONCE:
-            self._check(max(self._spot_checks // 2, 1))
+        elif _ENOUGH <= waited <= _AT_ONCE and self._spot_checks > 1:
+            self._check(self._spot_checks // 2)
         if len(self._notes) >= _ENOUGH:
             self.enough.set()
         return Taken(taken, came, left_out)
 
     def _check(self, one_in: int) -> None:
         self._spot_checks = one_in
-        self._share = 1 / one_in
+        self._drawn -= self._unchecked
+        self._unchecked = 0
+        if one_in > 1:
+            self._draw()
+
+    def _draw(self) -> None:
+        self._unchecked = self._random.randrange(2 * self._spot_checks - 1)
+        self._drawn += self._unchecked
 
     def sample_below(self, border: int) -> None:
         """Groups whose keys begin with a smaller number of 8 bytes than ``border`` are in the sample."""

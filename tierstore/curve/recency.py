@@ -20,11 +20,12 @@ class Uses:
 
     ``request`` ascends; uses of one request are found as it began, and ordered so that the last ones count as
     the most recent. ``asks`` says which of them are to be measured, ``brings`` which bring their page in if
-    it is not known. Bytes are a real number for a page of the sample, which stands for others, and an
-    imaginary one for a page that stands for itself: both are summed up together. Of the uses of the latter
-    only so many (0 to 1) are ``seen``."""
+    it is not known, ``widens`` how many times as large it becomes in :meth:`Recency.widen`. Bytes are a real
+    number for a page of the sample, which stands for others, and an imaginary one for a page that stands for
+    itself: both are summed up together. Of the uses of the latter only so many (0 to 1) are ``seen``."""
 
     hashes: Hashes
+    widens: npt.NDArray[np.int64]
     request: npt.NDArray[np.int64]
     nbytes: npt.NDArray[np.complex128]
     asks: npt.NDArray[np.bool_]
@@ -38,6 +39,7 @@ class Recency:
     def __init__(self) -> None:
         self._now = 0
         self._hashes: Hashes = np.zeros(0, np.uint64)  # ascending …
+        self._widens = np.zeros(0, np.uint8)  # … what widen() makes of each …
         self._last = np.zeros(0, np.int64)  # … and the time of each one's last use
         self._times = np.zeros(0, np.int64)  # the same times ascending …
         self._nbytes = np.zeros(0, np.complex64)  # … and the size of the page that each belongs to
@@ -68,6 +70,13 @@ class Recency:
         self._move(uses, order[last], at[first], found[first])
         return asked, distances
 
+    def pages_within(self, nbytes: float) -> float:
+        """How many pages that stand for others have so many bytes together. Where they are of different
+        sizes, the large ones decide."""
+        sizes = self._nbytes.real.astype(np.float64)
+        squares = float((sizes**2).sum())
+        return nbytes * float(sizes.sum()) / squares if squares else 0.0
+
     def limit(self, most: int) -> int | None:
         """Keep no more than ``most`` pages: those of the smallest hashes. Returns the smallest hash that has
         been given up; None when there was room for all."""
@@ -83,6 +92,17 @@ class Recency:
         kept = int(self._hashes.searchsorted(np.uint64(border)))
         self._drop_times(self._last[kept:])
         self._hashes, self._last = self._hashes[:kept].copy(), self._last[:kept].copy()
+        self._widens = self._widens[:kept].copy()
+
+    def widen(self) -> None:
+        """Each page is ``widens`` times as large from now on (see :class:`Uses`); those of which nothing
+        remains are given up."""
+        by_time = np.argsort(self._last)
+        self._nbytes = self._nbytes * self._widens[by_time].astype(np.float32)
+        gone = self._widens == 0
+        self._drop_times(self._last[gone])
+        self._keep(~gone)
+        self._widens = np.ones_like(self._widens)
 
     def forget_behind(self, nbytes: float, rate: float) -> None:
         """Give up the pages that lie more than ``nbytes`` back, for a sample of so many of all pages."""
@@ -91,10 +111,12 @@ class Recency:
         if kept == len(self):
             return
         self._times, self._nbytes = self._times[-kept or len(self) :], self._nbytes[-kept or len(self) :]
-        still = self._last >= (self._times[0] if kept else self._now)
-        self._hashes, self._last = self._hashes[still], self._last[still]
+        self._keep(self._last >= (self._times[0] if kept else self._now))
 
     # -- inside --------------------------------------------------------------------------------------
+
+    def _keep(self, kept: npt.NDArray[np.bool_]) -> None:
+        self._hashes, self._widens, self._last = self._hashes[kept], self._widens[kept], self._last[kept]
 
     def _find(self, hashes: Hashes) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
         """Where each hash is or would be, and whether it is there."""
@@ -169,6 +191,7 @@ class Recency:
             old = np.ones(len(self) + len(new), np.bool_)
             old[new] = False
             self._hashes = _merged(self._hashes, old, uses.hashes[latest[~found]])
+            self._widens = _merged(self._widens, old, uses.widens[latest[~found]].astype(np.uint8))
             self._last = _merged(self._last, old, used[~found])
         by_time = np.sort(latest)
         self._times = np.concatenate([self._times, self._now + by_time])
@@ -184,6 +207,7 @@ class Recency:
 
     def check(self) -> None:
         """Assert that both orders hold the same pages."""
+        assert len(self._hashes) == len(self._widens), "columns differ"
         assert len(self._hashes) == len(self._last) == len(self._times) == len(self._nbytes), "columns differ"
         assert (self._hashes[1:] > self._hashes[:-1]).all(), "hashes do not ascend"
         assert (np.sort(self._last) == self._times).all(), "times are not those of the pages"

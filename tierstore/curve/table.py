@@ -14,13 +14,17 @@ _ADDED = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)  # of a tier's capacity
 HitRate = Callable[[float], float]
 
 
-def points(hit_rate: HitRate, tiers: Mapping[str, int]) -> tuple[CurvePoint, ...]:
-    """The curve around the capacities of ``tiers``, with a point for each of them."""
+def points(hit_rate: HitRate, error: HitRate, tiers: Mapping[str, int]) -> tuple[CurvePoint, ...]:
+    """The curve, and its error, around the capacities of ``tiers``, with a point for each of them."""
     largest = max(tiers.values(), default=0) or GIB
     capacities = {largest >> step for step in range(1, _SMALLER + 1)}
     capacities |= {largest << step for step in range(_LARGER + 1)}
     capacities |= {capacity for capacity in tiers.values() if capacity}
-    return tuple(CurvePoint(capacity, hit_rate(capacity)) for capacity in sorted(capacities) if capacity)
+    return tuple(
+        CurvePoint(capacity, hit_rate(capacity), error(capacity))
+        for capacity in sorted(capacities)
+        if capacity
+    )
 
 
 def worth(hit_rate: HitRate, tiers: Mapping[str, int]) -> dict[str, TierWorth]:

@@ -34,9 +34,10 @@ at once, which would hold the store's lock for a second and more per million pag
 in a small cache and less in a large one. ``tenure`` is LRU in which used pages may rest longer, and is better
 wherever conversations go on or documents are shared; where what was used often is over, it is worse. So both
 run as shadow caches over a sample of the pages, and the better one orders the real ones; LRU while there is
-doubt, and while it is a matter of less than a fiftieth of all hits. Their worths only grow with a page's
-last use and its hits, and whoever uses a page uses all before it. So in a shadow cache pages leave from the
-end of a prompt without anybody knowing prompts, and a sample of pages is enough.
+doubt, while it is a matter of less than a fiftieth of all hits, and again as soon as the other one has fallen
+behind within two turnovers. Their worths only grow with a page's last use and its hits, and whoever uses a
+page uses all before it. So in a shadow cache pages leave from the end of a prompt without anybody knowing
+prompts, and a sample of pages is enough.
 
 Rejected: a method per event and lists in the policy, as caches in memory do it (it puts work on every use,
 and a disk would need millions of list nodes); ARC (2Q does the same with a fixed share, and no list has to

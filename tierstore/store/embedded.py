@@ -79,8 +79,8 @@ class EmbeddedStore(Store):
             hit = EmbeddedHit(state, self._loader, match, lease, self.spec.chunk_tokens)
             for label, tokens in hit.by_tier.items():
                 state.counters.hit_tokens[label] += tokens
-        self._notes.looked_up(
-            groups(prompt.keys), limit, match.tokens, prompt.chunk_tokens, self.spec.page_bytes
+        self._notes.prompt_looked_up(
+            prompt.keys, limit, match.tokens, prompt.chunk_tokens, self.spec.page_bytes
         )
         return hit
 

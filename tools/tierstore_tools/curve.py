@@ -23,10 +23,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from tierstore.curve import Notes
-from tierstore.curve.groups import Groups, groups
 from tierstore.curve.notes import MOST
 from tierstore.errors import UsageError
-from tierstore.keys import Identity, Prompt
+from tierstore.keys import Identity, PageKey, Prompt
 from tierstore.spec import KVSpec
 from tierstore.store import Store
 from tierstore.store.embedded import EmbeddedStore
@@ -58,16 +57,10 @@ class Cost:
 
 
 class _Silence(Notes):
-    """Takes no notes."""
+    """Takes no notes. Being asked to is on both sides: about 0.3 µs."""
 
-    def looked_up(
-        self,
-        groups: Groups,
-        tokens: int,
-        held_tokens: int,
-        page_tokens: int,
-        page_bytes: int,
-        save: bool = False,
+    def prompt_looked_up(
+        self, keys: Sequence[PageKey], tokens: int, held_tokens: int, page_tokens: int, page_bytes: int
     ) -> None:
         pass
 
@@ -214,6 +207,6 @@ def _note_s(prompt: Prompt) -> float:
         notes = Notes()
         began = time.perf_counter()
         for _ in range(MOST // 4):
-            notes.looked_up(groups(prompt.keys), tokens, tokens, prompt.chunk_tokens, _SPEC.page_bytes)
+            notes.prompt_looked_up(prompt.keys, tokens, tokens, prompt.chunk_tokens, _SPEC.page_bytes)
         best = min(best, (time.perf_counter() - began) / (MOST // 4))
     return best

@@ -78,7 +78,7 @@ def test_the_curve_says_what_more_memory_would_be_worth(daemon):
     assert document["ceiling"] == 1.0
     assert document["asked_tokens"] == 3 * len(TOKENS)
     assert document["tiers"]["host"]["more"][0].keys() == {"share", "added_bytes", "added_hit_rate"}
-    assert {"capacity_bytes": 4 << 20, "hit_rate": 1.0} in document["points"]
+    assert {"capacity_bytes": 4 << 20, "hit_rate": 1.0, "error": 0.0} in document["points"]
 
 
 def test_an_operators_session_ends_with_it(daemon):

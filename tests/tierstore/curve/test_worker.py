@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from tests.tierstore.curve.exact import keys_of
 from tierstore.curve import ReuseCurve, Worker
-from tierstore.curve.groups import group_counts, groups, groups_behind
+from tierstore.curve.groups import (
+    CELL_GROUPS,
+    CELL_PAGES,
+    cell_groups,
+    group_counts,
+    group_sizes,
+    groups,
+    groups_behind,
+)
 from tierstore.curve.notes import MOST, Notes
 from tierstore.curve.worker import Budget
 from tierstore.keys import Identity, Prompt
@@ -62,23 +70,48 @@ def test_notes_that_find_no_room_are_left_out_and_counted():
     assert not notes.enough.is_set()
 
 
-def test_under_load_a_note_is_made_of_prompts_that_the_sample_has_a_group_of_and_of_some_others():
+def keys_of_pages(*numbers: int) -> list[bytes]:
+    return [b"%016d" % number for number in numbers]
+
+
+@pytest.mark.parametrize("by_groups", [True, False])
+def test_under_load_a_note_is_made_of_prompts_that_the_sample_has_a_cell_of_and_of_some_others(by_groups):
     notes = Notes()
     notes.sample_below(int.from_bytes(b"00000001", "big"))
+
+    def look_up(keys):
+        if by_groups:
+            notes.looked_up(groups(keys), 64 * len(keys), 0, 64, 4096)
+        else:
+            notes.prompt_looked_up(keys, 64 * len(keys), 0, 64, 4096)
+
     for number in range(3 * MOST):
         note(notes, number)
     assert notes.take(1e9).left_out == 2 * MOST
-    for number in range(100):  # one in a hundred is in the sample
-        notes.saved([b"%016d" % (10**8 * at) for at in range(1, number)], 64, 64, 4096)
-        notes.saved([b"%016d" % (10**8 * 99), b"%016d" % (10**7 * number)], 128, 64, 4096)
+    few, most = 10**7, 10**9  # the first is in the sample, the other is not
+    sampled = [
+        keys_of_pages(most, most, few),  # in the middle of the first cell
+        keys_of_pages(*[most] * 7, few, most),  # in that of the second
+        keys_of_pages(*[most] * CELL_PAGES[9], few, *[most] * 400),
+    ]
+    others = [
+        keys_of_pages(),
+        keys_of_pages(few),  # groups that stand for no cell
+        keys_of_pages(*[few, few, most] * 2),
+        keys_of_pages(*[few] * 2, most, *[few] * 4, most),
+        keys_of_pages(*[most] * CELL_PAGES[9]),
+    ]
+    for _ in range(10):
+        for keys in others * 4 + sampled:
+            look_up(keys)
     taken = notes.take(1e9)
-    assert taken.came == 200
-    assert taken.left_out == 0
-    sampled = [keys for keys, *_, stands_for in taken.notes if min(keys, default=b"9") < b"00000001"]
-    others = [keys for keys, *_ in taken.notes if keys not in sampled]
-    assert sampled == [[b"%016d" % (10**8 * 99), b"%016d" % (10**7 * number)] for number in range(10)]
-    assert 200 / 8 < len(others) < 200 / 2  # about one in four
-    assert {stands_for for *_, stands_for in taken.notes} == {0, 4}
+    assert (taken.came, taken.left_out) == (230, 0)
+    kept = [keys for keys, *_, stands_for in taken.notes if not stands_for]
+    checked = [stands_for for *_, stands_for in taken.notes if stands_for]
+    assert all(keys in [groups(each) for each in sampled] for keys in kept)
+    assert 20 <= len(kept) <= 30  # those that were spot checks stand for others
+    assert 230 / 8 < len(checked) < 230 / 2  # about one in four
+    assert set(checked) == {4}
 
 
 def test_when_there_is_time_again_every_prompt_is_noted():
@@ -186,3 +219,23 @@ def test_groups_are_the_same_in_one_piece_and_in_two(pages, known):
     whole = groups(range(pages))
     assert [*groups(range(known)), *groups_behind(known, range(known, pages))] == list(whole)
     assert group_counts(np.array([pages])) == [len(whole)]
+
+
+def test_cells_are_all_groups_once_and_the_middle_one_stands_for_each():
+    pages = range(2000)
+    assert [groups(pages)[number] for number in CELL_GROUPS if number < len(groups(pages))] == [
+        page for page in CELL_PAGES if page < 2000 - 31
+    ]
+    numbers = np.arange(len(groups(pages)))
+    cells = cell_groups(numbers)
+    assert (cells[cells > 0] % 2 == 1).all()
+    middles = np.flatnonzero(cells)
+    starts = middles - cells[middles] // 2
+    assert starts[0] == 0
+    assert (starts[1:] == (starts + cells[middles])[:-1]).all()
+    # No cell has groups of two sizes.
+    whole = middles[starts + cells[middles] <= len(numbers)]
+    for middle in whole:
+        half = cells[middle] // 2
+        assert len(set(group_sizes(np.arange(middle - half, middle + half + 1)).tolist())) == 1
+    assert (cell_groups(np.array([CELL_GROUPS[-1] + 1, 10**6])) == 0).all()

@@ -31,6 +31,7 @@ def blocks(text: str, *, unique_blocks: int | None = 182_790, spec: KVSpec | Non
         ("1.5GiB", [6144]),
         ("1GB", [3814]),
         ("1610612736bytes", [6144]),
+        ("0.0001%", [1]),
         ("10kblocks, 2%, 256KiB", [10_000, 3655, 1]),
     ],
 )
@@ -51,6 +52,8 @@ def test_units_need_what_they_are_counted_in():
         blocks("10%", unique_blocks=None)
     with pytest.raises(UsageError, match="less than one block of 512 tokens"):
         blocks("511tokens")
+    with pytest.raises(UsageError, match="less than one block of 512 tokens"):
+        blocks("0%")
 
 
 def test_a_single_capacity_is_not_a_list():

@@ -203,6 +203,8 @@ def test_a_file_that_is_mostly_something_else_is_refused(tmp_path):
         (b'{"answer": 42}\n', "foreign:1: no hash_ids"),
         (b'[{"answer": 42}]', "is JSON, but not a trace"),
         (b'{"a":\n', "neither a JSON document nor JSON lines"),
+        (b'{"timestamp": 1, "hash_ids": ["\xff"]}\n' * 2, "neither a JSON document nor JSON lines"),
+        (b'{"requests": ' + b"[" * 5000 + b"]" * 5000 + b"}", "neither a JSON document nor JSON lines"),
         (b'{"requests": 5}', "no session that can be read, first foreign: Expected"),
         (b"TIMESTAMP,ContextTokens\n", "has no requests"),
     ],

@@ -31,9 +31,11 @@ class Capacity:
 
     def blocks(self, *, block_tokens: int, unique_blocks: int | None, spec: KVSpec | None) -> int:
         """Whole blocks of ``block_tokens`` tokens. ``unique_blocks`` is the trace's (None: unknown), ``spec``
-        the model's. Raises :class:`UsageError` when the unit needs one that is missing, and for less than
-        one block."""
+        the model's. A share of a tiny trace is one block at least. Raises :class:`UsageError` when the unit
+        needs one that is missing, and for less than one block."""
         count = int(self._blocks(block_tokens, unique_blocks, spec))
+        if self.unit == "%" and self.amount:
+            return max(count, 1)
         if count < 1:
             raise UsageError(f"{self.text} is less than one block of {block_tokens} tokens")
         return count

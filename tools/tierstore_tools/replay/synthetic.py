@@ -193,11 +193,30 @@ def mixed(requests: int = 12000, *, seed: int = 0) -> Recorded:
     return Recorded(made, BLOCK_TOKENS)
 
 
+def endings(conversations: int = 900, *, turns: int = 25, seed: int = 2) -> Recorded:
+    """Conversations that begin within an hour, of which a few go on and on: at the end there are no others,
+    and what was a small part of all hits is nearly all of them."""
+    generator = random.Random(seed)
+    ids = _Ids()
+    made: list[Request] = []
+    for number in range(conversations):
+        now = generator.uniform(0, 3600)
+        system = min(int(generator.expovariate(1)), 5)
+        blocks = ids.extend((), [("system", system, at) for at in range(4 + 6 * system)])
+        for turn in range(min(int(generator.paretovariate(1.1)), turns)):
+            blocks = ids.extend(blocks, [(number, turn, at) for at in range(generator.randint(8, 100))])
+            made.append(_request(now, blocks, f"chat {number}"))
+            now += generator.lognormvariate(4, 1.2)
+    made.sort(key=lambda request: request.timestamp_s)
+    return Recorded(made, BLOCK_TOKENS)
+
+
 GENERATORS: dict[str, Callable[[], Recorded]] = {
     "agents": agents,
     "chat": chat,
     "documents": documents,
     "drift": drift,
+    "endings": endings,
     "loop": loop,
     "mixed": mixed,
     "phases": phases,

@@ -22,7 +22,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from tierstore_tools.replay.formats.lines import Complaints, Progress, lines
+from tierstore_tools.replay.formats.lines import NOT_JSON, Complaints, Progress, lines
 from tierstore_tools.replay.packed import RawRequest
 
 MOONCAKE_BLOCK_TOKENS = 512
@@ -82,7 +82,7 @@ def _read(kind: type[_Line], path: Path, complaints: Complaints, progress: Progr
     for line in lines(path, progress):
         try:
             each = decoder.decode(line.text)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except NOT_JSON as error:
             complaints.add(path, line.number, error)
             continue
         complaints.read += 1

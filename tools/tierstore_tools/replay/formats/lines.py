@@ -9,9 +9,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from tierstore.errors import UsageError
 
 Progress = Callable[[float], None]  # the share that is done, 0 to 1
+
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding somebody else's bytes may end in: the last one where they are nested too deep."""
 
 _MOST_UNREADABLE = 0.1
 _GZIP = b"\x1f\x8b"

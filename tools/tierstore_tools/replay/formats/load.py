@@ -12,7 +12,7 @@ import msgspec
 from tierstore.errors import UsageError
 from tierstore_tools.replay.formats import jsonl, lengths, weka
 from tierstore_tools.replay.formats.lengths import LengthsTrace
-from tierstore_tools.replay.formats.lines import Complaints, Progress, lines, whole
+from tierstore_tools.replay.formats.lines import NOT_JSON, Complaints, Progress, lines, whole
 from tierstore_tools.replay.packed import PackedTrace, RawRequest
 
 FORMATS = ("mooncake", "bailian", "weka", "csv")
@@ -88,7 +88,7 @@ def detect(path: Path) -> str:
         raise UsageError(f"{path.name}:{first.number}: not a trace ({_KNOWN})")
     try:
         fields: Any = msgspec.json.decode(first.text)
-    except msgspec.DecodeError:
+    except NOT_JSON:
         return _detect_whole(path)
     if isinstance(fields, list):
         return _detect_whole(path)
@@ -106,7 +106,7 @@ def _detect_whole(path: Path) -> str:
     damaged."""
     try:
         document: Any = msgspec.json.decode(whole(path))
-    except msgspec.DecodeError:
+    except NOT_JSON:
         return _detect_later(path)
     if isinstance(document, list) and document:
         document = document[0]
@@ -119,7 +119,7 @@ def _detect_later(path: Path) -> str:
     for line, _ in zip(lines(path), range(10), strict=False):
         try:
             fields: Any = msgspec.json.decode(line.text)
-        except msgspec.DecodeError:
+        except NOT_JSON:
             continue
         if isinstance(fields, dict):
             if "requests" in fields:

@@ -31,7 +31,7 @@ import msgspec
 
 from tierstore.errors import UsageError
 from tierstore_tools.replay.formats.jsonl import Tokens
-from tierstore_tools.replay.formats.lines import Complaints, Line, Progress, lines, whole
+from tierstore_tools.replay.formats.lines import NOT_JSON, Complaints, Line, Progress, lines, whole
 from tierstore_tools.replay.packed import RawRequest
 
 WEKA_BLOCK_TOKENS = 64
@@ -151,7 +151,7 @@ def _in_file(path: Path, complaints: Complaints, progress: Progress) -> Iterator
         for line in lines(path, progress):
             try:
                 yield path, line.number, decoder.decode(line.text)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except NOT_JSON as error:
                 complaints.add(path, line.number, error)
         return
     try:
@@ -161,7 +161,7 @@ def _in_file(path: Path, complaints: Complaints, progress: Progress) -> Iterator
                 yield path, None, session
         else:
             yield path, None, msgspec.json.decode(text, type=_Session)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except NOT_JSON as error:
         complaints.add(path, None, error)
 
 
