@@ -163,6 +163,8 @@ def chunk_keys(
     parent: bytes, data: bytes, width: int, digest: Digest = xxhash.xxh3_128_digest
 ) -> list[PageKey]:
     """The keys of the full chunks (of ``width`` bytes) of ``data``, ``parent`` being the key before them."""
+    if len(data) < width:
+        return []
     # 0.2 µs a chunk: cutting is left to numpy, and everything that can be is kept out of the loop.
     chunks = np.frombuffer(data, f"V{width}", len(data) // width).tolist()
     return cast(list[PageKey], [parent := digest(parent + chunk) for chunk in chunks])
@@ -170,6 +172,8 @@ def chunk_keys(
 
 def encode_tokens(tokens: TokenIds) -> bytes:
     """Token ids as little-endian uint32 bytes. Arrays cost nothing; a list of 100K ints costs 1–2 ms."""
+    if isinstance(tokens, np.ndarray) and tokens.dtype == TOKEN_DTYPE and tokens.ndim == 1:
+        return tokens.tobytes()
     array = np.asarray(tokens)
     if array.size == 0:
         return b""

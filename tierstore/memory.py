@@ -70,6 +70,11 @@ class Memory:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
         _libc.madvise(self.address, nbytes, mmap.MADV_HUGEPAGE)
 
+    @property
+    def pages(self) -> mmap.mmap:
+        """The mapping itself, which lasts for as long as anybody refers to it."""
+        return self._map
+
     def view(self, offset: int, nbytes: int) -> memoryview:
         """The bytes ``offset … offset + nbytes``, writable, without a copy."""
         return self._view[offset : offset + nbytes]

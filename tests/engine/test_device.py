@@ -16,6 +16,8 @@ import torch
 from tests.engine.device import SCHEDULES, FakeDevice, missing
 from tests.engine.device.deferred import DeferredRunner
 from tests.engine.kernels.executor.launcher import ExecutorLauncher
+from tests.tierstore.daemon.client.conftest import DaemonProcess, shared_daemon  # noqa: F401  # a fixture
+from tierstore.keys import Identity
 from tierstore.store import Store
 from tierstore.store.destinations import HbmLoad
 from tierstore.store.save import HbmPages
@@ -90,6 +92,10 @@ def open_run(model: LoadedModel, pool: PagePool, path: Path | None = None) -> Ru
         host_bytes=4 << 20,
         disk_bytes=16 << 20,
     )
+    return run_over(store, model, pool)
+
+
+def run_over(store: Store, model: LoadedModel, pool: PagePool) -> Run:
     attention = CpuAttention(pool, model.config)
     runnable = Model(model.config, model.weights, attention, device="cpu")
     runner = DeferredRunner(runnable, pool) if isinstance(pool, DevicePool) else runnable
@@ -157,6 +163,27 @@ def test_from_disk(seed: int, tiny: LoadedModel, tmp_path: Path, without_overlap
     run.close()
     assert reused[0].get("disk", 0) > 0
     assert_equal(told + again, without_overlap[: len(told + again)])
+
+
+@pytest.mark.parametrize("seed", SCHEDULES[:4])
+def test_over_a_daemon(
+    seed: int,
+    tiny: LoadedModel,
+    shared_daemon: DaemonProcess,  # noqa: F811
+    without_overlap: list[np.ndarray],
+) -> None:
+    """Pages go between the device and another process's arena by the same copies as with one of ours."""
+    pool = device_pool(tiny, seed)
+    identity = Identity.of(pool.spec, model=f"tiny {seed}")
+    store = Store.connect(shared_daemon.url, pool.spec, identity=identity, pool=pool, lookup_s=5.0)
+    store.wait_ready()
+    run = run_over(store, tiny, pool)
+    try:
+        assert_equal(run.conversation(), without_overlap)
+    finally:
+        run.close()
+    assert isinstance(pool.runtime, FakeDevice)
+    assert (pool.runtime.copies, pool.runtime.strays) == (0, 0)  # all in batches
 
 
 def test_parked_sequences_continue_with_their_bits(tiny: LoadedModel) -> None:

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.tierstore.daemon.client.conftest import DaemonProcess, shared_daemon  # noqa: F401  # a fixture
 from tierstore.errors import UsageError
 from tierstore.memory import Memory
 from tierstore.tiers.device_pool import DevicePool
 from tierstore.tiers.hbm import open_pool
+from tierstore_connectors.bundled import StoreConnector
 from tierstore_engine.build import LoadedModel, build_engine, load_model
 from tierstore_engine.device import on_stream
 from tierstore_engine.engine import Engine
@@ -98,6 +100,26 @@ def test_every_tier_continues_as_the_cold_run(models: Callable[[str], LoadedMode
     again = open_engine(model, store)
     assert_same_tokens(logits_of(again, PROMPTS), cold)
     again.close()
+
+
+def test_over_a_daemon(models: Callable[[str], LoadedModel], shared_daemon: DaemonProcess) -> None:  # noqa: F811
+    """Its arena is registered here, and pages go up from it as from an arena of our own."""
+    engine = open_engine(models("cuda"), shared_daemon.url)
+    connector = engine.connector
+    assert isinstance(connector, StoreConnector)
+    pool, store = connector.pool, connector.store
+    assert isinstance(pool, DevicePool)
+    pool._layered_bytes = 0
+    store.wait_ready()
+    assert store.stats().counters["connection"]["unpinned_arenas"] == 0
+    cold = logits_of(engine, PROMPTS)
+    assert store.flush(30)
+    connector.evict(POOL_PAGES)
+    hit = store.lookup(PROMPTS[0])
+    assert "host" in hit.by_tier
+    hit.release()
+    assert_same_tokens(logits_of(engine, PROMPTS), cold)
+    engine.close()
 
 
 def assert_same_tokens(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:

@@ -3,25 +3,28 @@
 ::
 
     engine process                                daemon (tierstore serve)
-    ConnectedStore ── connection ──── ZMQ ──────── server ── service ── StoreState, Loader, WriteBehind
-          │              └──── unix socket ─────── arena listener                │
+    ConnectedStore ── connection ── unix socket ── arena listener ── server ── service ── StoreState, Loader,
+          │                                                                      │        WriteBehind
           └── copies pages ── the mapped arena ─────────────────────────────── HostTier
 
-**Control** goes over ZMQ: DEALER in the client, ROUTER in the daemon, messages as written down in
-``protocol.py``, one round trip for a prompt and not for a page. **Bytes** of an engine on the same host do
-not: it maps the daemon's arena and copies between its own memory and the slots it was told. An engine on
-another host gets and sends pages as frames.
+**Control** is messages as written down in ``protocol.py``, one round trip for a prompt and not for a page: on
+the same host over a unix socket (``line.py``), from others over ZMQ, DEALER in the client and ROUTER in the
+daemon (``wire.py``, ``endpoint.py``). **Bytes** of an engine on the same host are in no message: it maps the
+daemon's arena and copies between its own memory and the slots it was told. An engine on another host gets and
+sends pages as frames.
 
 **The arena's own socket.** Beside ``ipc://PATH`` the daemon listens on the unix socket ``PATH.arena``.
 Whoever connects there is handed the arena's file descriptor and a token, and keeps the connection: it is
-the sign of life. When a process dies, however it dies, the kernel closes it, and the daemon takes back what
-the process held in the same moment. The same the other way round: a client learns of the daemon's death at
-once, and answers "miss" from then on without waiting. No heartbeat can be that quick, and no stopped
-process is taken for a dead one. (Heartbeats are what a TCP client has instead.)
+the line that both talk over, and the sign of life. When a process dies, however it dies, the kernel closes
+it, and the daemon takes back what the process held in the same moment. The same the other way round: a client
+learns of the daemon's death at once, and answers "miss" from then on without waiting. No heartbeat can be
+that quick, and no stopped process is taken for a dead one. (Heartbeats are what a TCP client has instead.)
 
 **Reading under a lease.** A lease ends ``lease_s`` after the daemon gave it; the client counts from when it
 *asked*, so its own end is the earlier one. After copying it looks at its clock: before the end the bytes are
-those that were promised, after it they are not used. Nothing has to be asked or shared for that.
+those that were promised, after it they are not used. Nothing has to be asked or shared for that. A device
+copies after the engine was given its pages; there the lease is kept until the copies have ended
+(``copying.py``).
 
 **Writing under a reservation.** A reservation is never taken back from a living process: a write that was
 already under way could otherwise end in somebody else's page. What a client may hold in reservations is

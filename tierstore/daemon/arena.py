@@ -1,8 +1,9 @@
-"""The arena's own socket: hands the arena's file over, and is how a local client's death is seen.
+"""The arena's own socket: hands the arena's file over, is the line to local clients, and shows their death.
 
 ``PATH.arena`` beside ``ipc://PATH``, a unix stream socket of mode 0600. Whoever connects is sent the
-header and the file descriptor (see ``protocol.py``) and keeps the connection: the kernel closes it when
-the process dies, however it dies, and the event loop hears of it in the same moment.
+header and the file descriptor (see ``protocol.py``) and keeps the connection, to talk over it
+(``line.py``). The kernel closes it when the process dies, however it dies, and the event loop hears of it in
+the same moment.
 
 ``PATH.lock`` says whose the sockets are. It is locked for as long as the daemon lives, so a socket file
 that is found under a lock that is free is a dead daemon's, and may be replaced."""
@@ -17,16 +18,20 @@ import secrets
 import socket
 import stat
 import struct
+from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from tierstore.daemon.protocol import ARENA_HEADER, ARENA_MAGIC
+from tierstore.daemon.endpoint import Received
+from tierstore.daemon.line import Line, LineEnd
+from tierstore.daemon.protocol import ARENA_HEADER, ARENA_MAGIC, VERSION
 from tierstore.errors import StoreUnavailableError, UsageError
 
 _log = logging.getLogger(__name__)
 
 _BACKLOG = 128
+_BATCH = 32  # messages of one client, and then the others get their turn
 _MOST_CONNECTIONS = 1024
 _TOKEN_BYTES = 16
 _MOST_PATH_BYTES = 107  # of a unix socket's address
@@ -79,19 +84,39 @@ class SocketLock:
         os.close(self._fd)
 
 
-class ArenaListener:
-    """Listens at ``PATH.arena``. ``gone(token)`` is called when a client's connection ends. Belongs to the
-    event loop's thread."""
+@dataclass(slots=True, eq=False)
+class _Client:
+    """One connection. ``waiting`` are messages whose turn has not come; until then no more are received."""
 
-    def __init__(self, path: Path, fd: int, nbytes: int, gone: Callable[[bytes], None]) -> None:
+    socket: socket.socket
+    line: Line
+    pid: int
+    waiting: deque[memoryview] = field(default_factory=deque)
+    writing: bool = False  # the loop says when the socket takes more
+
+
+class ArenaListener:
+    """Listens at ``PATH.arena``. ``take(listener, message)`` is called for each message, ``peer`` being the
+    token of the connection that it came on; ``gone(token)`` when that has ended. Belongs to the event loop's
+    thread."""
+
+    def __init__(
+        self,
+        path: Path,
+        fd: int,
+        nbytes: int,
+        take: Callable[[ArenaListener, Received], None],
+        gone: Callable[[bytes], None],
+    ) -> None:
         """``fd`` is the arena's. Raises :class:`UsageError`."""
         self.path = path
         self._fd = fd
         self._nbytes = nbytes
+        self._take = take
         self._gone = gone
-        self._connections: dict[bytes, socket.socket] = {}  # by token
-        self._pids: dict[bytes, int] = {}
+        self._clients: dict[bytes, _Client] = {}  # by token
         self.refused = 0
+        self.received = self.received_bytes = self.sent = 0
         self._loop = asyncio.get_running_loop()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         mask = os.umask(0o177)
@@ -107,25 +132,27 @@ class ArenaListener:
         self._loop.add_reader(self._socket, self._accept)
 
     def __repr__(self) -> str:
-        return f"ArenaListener({self.path}, {len(self._connections)} clients)"
+        return f"ArenaListener({self.path}, {len(self._clients)} clients)"
 
     def __len__(self) -> int:
         """Connections."""
-        return len(self._connections)
+        return len(self._clients)
 
     def __contains__(self, token: bytes) -> bool:
-        return token in self._connections
+        return token in self._clients
 
     def pid(self, token: bytes) -> int:
         """The process at the other end, as the kernel says."""
-        return self._pids[token]
+        return self._clients[token].pid
 
     def close(self) -> None:
         """Hang up, by which clients learn that the daemon has gone."""
         self._loop.remove_reader(self._socket)
         self._socket.close()
-        for token in list(self._connections):
+        for token in list(self._clients):
             self._hang_up(token)
+
+    # -- connections ---------------------------------------------------------------------------------
 
     def _accept(self) -> None:
         try:
@@ -138,12 +165,12 @@ class ArenaListener:
             self._loop.remove_reader(self._socket)
             self._loop.call_later(1.0, self._accept_again)
             return
-        connection.setblocking(False)
         token = secrets.token_bytes(_TOKEN_BYTES)
         try:
-            if len(self._connections) >= _MOST_CONNECTIONS:
+            if len(self._clients) >= _MOST_CONNECTIONS:
                 raise OSError(f"{_MOST_CONNECTIONS} clients are connected")
             peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+            line = Line(connection)
             header = ARENA_HEADER.pack(ARENA_MAGIC, self._nbytes, token)
             socket.send_fds(connection, [header], [self._fd])
         except OSError as error:
@@ -151,23 +178,68 @@ class ArenaListener:
             _log.warning("an arena connection was refused: %s", error)
             connection.close()
             return
-        self._connections[token] = connection
-        self._pids[token] = _PEER.unpack(peer)[0]
+        self._clients[token] = _Client(connection, line, _PEER.unpack(peer)[0])
         self._loop.add_reader(connection, self._readable, token)
 
     def _accept_again(self) -> None:
         if self._socket.fileno() >= 0:
             self._loop.add_reader(self._socket, self._accept)
 
-    def _readable(self, token: bytes) -> None:
-        with suppress(OSError):  # a reset is an end, too
-            if self._connections[token].recv(1, socket.MSG_PEEK):
-                self.refused += 1  # a client has nothing to say here
-        self._hang_up(token)
-        self._gone(token)
-
     def _hang_up(self, token: bytes) -> None:
-        connection = self._connections.pop(token)
-        del self._pids[token]
-        self._loop.remove_reader(connection)
-        connection.close()
+        client = self._clients.pop(token)
+        self._loop.remove_reader(client.socket)
+        if client.writing:
+            self._loop.remove_writer(client.socket)
+        client.socket.close()
+
+    # -- messages ------------------------------------------------------------------------------------
+
+    def send(self, token: bytes, body: bytes) -> bool:
+        """Send one answer. False when the client has gone, or has too many unread ones."""
+        client = self._clients.get(token)
+        if client is None or not client.line.send(body):
+            return False
+        self.sent += 1
+        if client.line.unsent and not client.writing:
+            client.writing = True
+            self._loop.add_writer(client.socket, self._writable, token)
+        return True
+
+    def _writable(self, token: bytes) -> None:
+        client = self._clients[token]
+        if not client.line.flush() or not client.line.unsent:
+            client.writing = False
+            self._loop.remove_writer(client.socket)
+
+    def _readable(self, token: bytes) -> None:
+        client = self._clients[token]
+        try:
+            messages = client.line.receive()
+        except LineEnd as end:
+            _log.debug("an arena connection has ended: %s", end)
+            self._hang_up(token)
+            self._gone(token)
+            return
+        if len(messages) <= _BATCH:
+            for body in messages:
+                self._took(token, body)
+        else:
+            client.waiting.extend(messages)
+            self._loop.remove_reader(client.socket)
+            self._take_waiting(token)
+
+    def _take_waiting(self, token: bytes) -> None:
+        client = self._clients.get(token)
+        if client is None:
+            return
+        for _ in range(min(len(client.waiting), _BATCH)):
+            self._took(token, client.waiting.popleft())
+        if client.waiting:
+            self._loop.call_soon(self._take_waiting, token)
+        else:
+            self._loop.add_reader(client.socket, self._readable, token)
+
+    def _took(self, token: bytes, body: memoryview) -> None:
+        self.received += 1
+        self.received_bytes += len(body)
+        self._take(self, Received(token, VERSION, body, (), ""))

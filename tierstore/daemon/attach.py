@@ -2,8 +2,8 @@
 sign of life.
 
 The socket is opened once, hands over the arena's file descriptor and a token, and stays open for as long as
-the process wants the daemon to think that it lives. The daemon's end being closed (:meth:`Arena.fileno`
-becomes readable) means that the daemon is gone. The mapping outlives it: whoever is copying from it under a
+the process wants the daemon to think that it lives. All messages go over it (:attr:`Arena.line`). That the
+daemon has closed its end means that it is gone. The mapping outlives it: whoever is copying from it under a
 lease may finish (it has its own reference), because nobody is left to overwrite what it reads.
 
 A forked child has both, too, and would keep its dead parent's session alive. So it closes the socket, without
@@ -15,11 +15,17 @@ from __future__ import annotations
 import os
 import socket
 import weakref
+from collections.abc import Callable
 
+from tierstore.daemon.line import Line
 from tierstore.daemon.mapping import Mapping, map_arena
 from tierstore.daemon.protocol import ARENA_HEADER, ARENA_MAGIC
 from tierstore.errors import StoreUnavailableError, UsageError
 from tierstore.memory import Memory
+from tierstore.tiers.device import Device
+from tierstore.tiers.pinned import Pinned
+
+_SEND_BYTES = 1 << 20  # takes a prompt of 100K tokens at once, where the system permits
 
 _open_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
 
@@ -32,6 +38,7 @@ class ArenaSocket:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)  # not inherited on exec
         try:
             self._socket.setblocking(False)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
             self._socket.connect(path)
         except OSError:
             self._socket.close()
@@ -69,10 +76,12 @@ class ArenaSocket:
 
 
 class Arena:
-    """A daemon's arena, mapped as ``memory`` (None once closed). ``token`` is what to say in ``Hello``."""
+    """A daemon's arena, mapped as ``memory`` (None once closed). ``token`` is what to say in ``Hello``, over
+    ``line``."""
 
     def __init__(self, connection: socket.socket, mapping: Mapping, token: bytes) -> None:
         self.token = token
+        self.line = Line(connection)
         self._socket = connection
         self._mapping: Mapping | None = mapping
         _open_arenas.add(self)
@@ -82,15 +91,16 @@ class Arena:
         mapping = self._mapping
         return mapping.memory if mapping is not None else None
 
-    def fileno(self) -> int:
-        """Readable once the daemon is gone."""
-        return self._socket.fileno()
-
     def wait_populated(self) -> None:
         """Block until copies are as fast as they get."""
         mapping = self._mapping
         if mapping is not None:
             mapping.wait_populated()
+
+    def pin(self, device: Device, refused: Callable[[], None]) -> Pinned:
+        """See :meth:`Mapping.pin`. Not for one that is closed."""
+        assert self._mapping is not None, "the arena is closed"
+        return self._mapping.pin(device, refused)
 
     def close(self) -> None:
         """Tell the daemon, by hanging up, that nothing of this connection's is in use any more."""

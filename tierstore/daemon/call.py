@@ -40,6 +40,7 @@ class Call(Transfer["A | None"], Generic[A]):
     ) -> None:
         super().__init__(self._take, pages=0, nbytes=0, deadline_s=patience_s, clock=clock)
         self.number = 0  # the request's id
+        self.led = False  # the thread that waits for it receives the answer
         self.lead: Callable[[Call[A]], None] | None = None
         self.asked = clock()
         self.ends = self.asked + patience_s

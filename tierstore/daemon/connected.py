@@ -75,7 +75,8 @@ class ConnectedStore(Store):
         self._mover = Mover(mover_threads)
         self._remembered = Remembered(spec.chunk_tokens)
         registration = Registration(identity, spec.page_bytes, spec.chunk_tokens)
-        self.connection = Connection(address, [registration], patience_s=lookup_s)
+        reach = pool.reach if pool is not None else None
+        self.connection = Connection(address, [registration], patience_s=lookup_s, reach=reach)
         self._remote = Remote(self.connection, self._remembered, spec.page_bytes, clock)
         self._finder = Finder(self._local, self._remote)
         self._budget = Budget()
@@ -340,6 +341,7 @@ class ConnectedStore(Store):
                 return
             self._state.closed = True
             self._state.changed.wait_for(lambda: not self._state.pending_saves, _CLOSE_S)
+        self._mover.drain()  # copies go on after their load, and need the daemon's leases
         self.connection.close()
         self._mover.close()
 

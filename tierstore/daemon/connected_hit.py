@@ -13,6 +13,8 @@ from tierstore.store.leases import Lease
 from tierstore.store.state import StoreState
 from tierstore.transfer import Transfer, TransferState
 
+LABELS = tuple(tier.label for tier in Tier)
+
 _PREFETCH_S = 10.0  # how long the daemon is asked to try, where there is no deadline
 
 
@@ -33,20 +35,30 @@ class ConnectedHit(Hit):
         self._remote = remote
         self._local_lease = local_lease
         self._lease = lease
+        self._holds = 0  # guarded by the state's lock, as is the next
+        self._released = False  # while somebody held it
         self.chunk_tokens = question.chunk_tokens
         below = lease.tokens if lease is not None else 0
         self.tokens = max(match.tokens, below)
-        self.question = question.cut(self.tokens)
+        self._question = question
         whole = match.tokens // self.chunk_tokens
         self.local: tuple[Page, ...] = match.pages if match.tokens >= below else match.pages[:whole]
         self.by_tier = self._count()
 
+    @property
+    def question(self) -> Question:
+        """What was found of the prompt. Made when it is wanted: most hits are loaded, or let go, without."""
+        return self._question.cut(self.tokens)
+
     def _count(self) -> dict[str, int]:
-        counts = {tier.label: 0 for tier in Tier}
+        lease = self._lease
+        if lease is not None and len(lease.runs) == 1 and not self.local:  # as nearly always
+            return {lease.runs[0][0]: self.tokens}
+        counts = dict.fromkeys(LABELS, 0)
         position = len(self.local)
-        counts[Tier.HBM.label] = min(position * self.chunk_tokens, self.tokens)
-        while self._lease is not None and position < self._lease.pages:
-            tier, run = self._lease.run_at(position)
+        counts[LABELS[Tier.HBM]] = min(position * self.chunk_tokens, self.tokens)
+        while lease is not None and position < lease.pages:
+            tier, run = lease.run_at(position)
             start = position * self.chunk_tokens
             counts[tier] = counts.get(tier, 0) + min(run * self.chunk_tokens, self.tokens - start)
             position += run
@@ -67,6 +79,43 @@ class ConnectedHit(Hit):
         if old is not None:
             self._remote.release(old)
         return lease
+
+    @property
+    def lease_left_s(self) -> float:
+        """Seconds until the daemon's lease ends."""
+        lease = self._lease
+        return lease.ends - self._remote.clock() if lease is not None else 0.0
+
+    def hold(self) -> bool:
+        """Keep the daemon's lease until :meth:`let_go`, even if the hit is released before. False when there
+        is none any more."""
+        with self._state.lock:
+            self._holds += self._lease is not None
+            return self._lease is not None
+
+    def renew(self, then: Callable[[], None]) -> None:
+        """Exchange the daemon's lease for one that ends later, if it gives one and the hit is still held.
+        ``then`` is called at the end, on whatever thread knows it."""
+
+        def adopt(lease: RemoteLease | None) -> None:
+            with self._state.lock:
+                if lease is not None and lease.tokens >= self.tokens and self._holds:
+                    lease, self._lease = self._lease, lease
+            if lease is not None:
+                self._remote.release(lease)
+            then()
+
+        self._remote.renew(self.question, adopt)
+
+    def let_go(self) -> bool:
+        """Undo :meth:`hold`. False when the lease has ended meanwhile."""
+        left_s = self.lease_left_s
+        with self._state.lock:
+            self._holds -= 1
+            released = self._released and not self._holds
+        if released:
+            self.release()
+        return left_s > 0
 
     def prefetch(self, *, deadline_s: float | None = None) -> Transfer[int]:
         counts = dict(self.by_tier)
@@ -105,6 +154,9 @@ class ConnectedHit(Hit):
     def release(self) -> None:
         with self._state.lock:
             self._state.leases.release(self._local_lease)
+            self._released = self._holds > 0
+            if self._released:
+                return
             lease, self._lease = self._lease, None
         if lease is not None:
             self._remote.release(lease)

@@ -4,6 +4,9 @@ The daemon is asked where pages are in windows (everything that it has in its ar
 disk in pieces), and asked for the next window while the last one is being copied. Copies are tasks of the
 mover. Over TCP the pages come themselves, as frames of a message, and are copied and verified likewise.
 
+From memory that a pool's device reaches, all pages of a window are copied by it in one go, layer by layer,
+and the load ends when that has begun. What holds their source lasts until it has ended (``copying.py``).
+
 When a page cannot be had the load is *cut* there. Bytes copied from the arena count only if the lease had not
 ended when the copy had: after that, the slot may have been somebody else's.
 """
@@ -22,12 +25,14 @@ from tierstore import memory
 from tierstore.daemon import protocol
 from tierstore.daemon.call import Call, numbers
 from tierstore.daemon.connected_hit import ConnectedHit
+from tierstore.daemon.copying import LEAST_S, Copying
 from tierstore.daemon.remote import Remote, RemoteLease
 from tierstore.index import Page, Tier
 from tierstore.memory import Memory
 from tierstore.mover import Mover, Priority
 from tierstore.store.load import Loaded
 from tierstore.store.state import StoreState
+from tierstore.tiers.hbm import Filling
 from tierstore.transfer import Transfer, TransferState
 
 _WINDOW_PAGES = 4096  # of those in the daemon's arena
@@ -49,10 +54,12 @@ class LocalPage:
 
 @dataclass(frozen=True, slots=True)
 class _Until:
-    """Bytes of the arena may be copied until the lease ends. Keeps it mapped."""
+    """Bytes of the arena may be copied until the lease ends. Keeps it mapped. ``in_one_go``: all together,
+    and beside whoever has the pages by then."""
 
     ends: float
     mapped: Memory | None
+    in_one_go: bool
 
 
 class ConnectedLoad(ABC):
@@ -95,8 +102,16 @@ class ConnectedLoad(ABC):
         self._arrived[first : first + good] = [True] * good
 
     @abstractmethod
-    def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> None:
-        """Copy pages from host memory."""
+    def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> Filling:
+        """Copy pages from host memory. While that goes on the targets may be handed out."""
+
+    def _in_one_go(self, address: int) -> bool:
+        """Whether pages of the arena that is mapped at ``address`` are best copied together."""
+        return False
+
+    def _came_late(self, pages: int) -> None:
+        """Pages that were handed out were copied from what may have been somebody else's by then."""
+        raise AssertionError("copies to host memory have ended when pages are handed out")
 
     @abstractmethod
     def _fill_from_hbm(self, targets: Sequence[int], places: Sequence[int]) -> None:
@@ -182,7 +197,9 @@ class ConnectedLoad(ABC):
             addresses = [mapped.address + offset for offset in offsets[:good].tolist()]
         if len(addresses) < count:
             self._cut_at(start + len(addresses))
-        self._copy_in_tasks(start, addresses, until=_Until(lease.ends, mapped))
+        in_memory = lease.run_at(start)[0] == Tier.HOST.label
+        in_one_go = in_memory and mapped is not None and self._in_one_go(mapped.address)
+        self._copy_in_tasks(start, addresses, until=_Until(lease.ends, mapped, in_one_go))
 
     def _fetched(self, call: Call[protocol.Fetched], start: int, count: int) -> None:
         answer = call.wait()
@@ -202,6 +219,8 @@ class ConnectedLoad(ABC):
         checksums: Sequence[int] = (),
     ) -> None:
         step = max(_COPY_BYTES // self.page_bytes, 1)
+        if until is not None and until.in_one_go:
+            step = max(len(sources), 1)
         with self.state.lock:
             self._windows -= 1
             self._under_way += -(-len(sources) // step)
@@ -223,7 +242,8 @@ class ConnectedLoad(ABC):
             targets = () if self.closed else self._targets(first, len(sources))
             self._copying += 1
         good = min(len(targets), _intact(sources, checksums) if until is None else len(targets))
-        self._fill(targets[:good], [_address(source) for source in sources[:good]])
+        filling = self._fill(targets[:good], [_address(source) for source in sources[:good]])
+        copying = self._leave_alone(filling, until)
         in_time = until is None or self.remote.clock() < until.ends
         with self.state.lock:
             self._copying -= 1
@@ -234,8 +254,24 @@ class ConnectedLoad(ABC):
             if good < len(sources):
                 self._cut = min(self._cut, first + good)
             self.state.changed.notify_all()
+        if copying is not None:
+            self.mover.submit(Priority.LOAD, partial(self._await_copies, copying, good))
         self.transfer.advance(good, good * self.page_bytes)
         self._step_done()
+
+    def _leave_alone(self, filling: Filling, until: _Until | None) -> Copying | None:
+        """Wait for copies, unless they can go on by themselves."""
+        beside = until is not None and until.in_one_go and not filling.done
+        if until is None or not beside or self.hit.lease_left_s < LEAST_S or not self.hit.hold():
+            filling.wait()
+            return None
+        return Copying(self.hit, filling, until.mapped)
+
+    def _await_copies(self, copying: Copying, pages: int) -> None:
+        if not copying.wait():
+            with self.state.lock:
+                self.state.counters.expired_leases += 1
+            self._came_late(pages)
 
     def _copy_local(self, local: Sequence[LocalPage]) -> None:
         state = self.state

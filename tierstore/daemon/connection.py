@@ -1,4 +1,4 @@
-"""The client's connection: one ZMQ socket, a thread that looks after it, and requests from any thread.
+"""The client's connection: a wire to the daemon, a thread that looks after it, requests from any thread.
 
 The thread sleeps until there is something to receive, or a deadline: an idle connection costs nothing (over
 TCP: one ping a second). It is always in one of two states. *Away*: it tries to open a session,
@@ -20,6 +20,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import zmq
@@ -30,6 +31,8 @@ from tierstore.daemon.greeting import Address, Greeting, Session
 from tierstore.daemon.protocol import Message
 from tierstore.daemon.registration import Registration
 from tierstore.daemon.serving import ConnectionCounters, Serving
+from tierstore.tiers.device import Device
+from tierstore.tiers.pinned import Pinned
 
 _PAUSES_S = (0.05, 0.1, 0.2, 0.4)  # a daemon that is back has its clients within a second
 
@@ -38,10 +41,19 @@ A = TypeVar("A", bound=Message)
 
 class Connection:
     """Thread-safe. ``registrations`` are the identities that every session begins with; ``patience_s`` is how
-    long any request waits for the daemon to be quick, on top of what the daemon was told to take."""
+    long any request waits for the daemon to be quick, on top of what the daemon was told to take. ``reach``
+    is :meth:`~tierstore.tiers.hbm.PagePool.reach` of the pool that pages of the arena are copied to."""
 
-    def __init__(self, address: Address, registrations: Sequence[Registration], *, patience_s: float) -> None:
+    def __init__(
+        self,
+        address: Address,
+        registrations: Sequence[Registration],
+        *,
+        patience_s: float,
+        reach: Callable[[Callable[[Device], Pinned]], None] | None = None,
+    ) -> None:
         self.address = address
+        self._reach = reach
         self.patience_s = patience_s
         self.counters = ConnectionCounters()
         self._registrations = {each.identity.digest: each for each in registrations}
@@ -164,6 +176,8 @@ class Connection:
     def _serve(self, session: Session) -> None:
         serving = Serving(session, self._wake_fd, self._ids, self.counters, lambda: self._closing)
         self._serving = serving
+        if session.arena is not None and self._reach is not None:
+            self._reach(partial(session.arena.pin, refused=self._refused))
         self._become(session)
         try:
             serving.run()
@@ -171,6 +185,9 @@ class Connection:
             self._become(None)
             session.close()
             serving.fail_all()
+
+    def _refused(self) -> None:
+        self.counters.unpinned_arenas += 1
 
     def _become(self, session: Session | None) -> None:
         with self._changed:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from tierstore.daemon import keys, logs
-from tierstore.daemon.arena import ArenaListener, SocketLock
+from tierstore.daemon.arena import SocketLock
 from tierstore.daemon.assembly import arena_fd, assemble
 from tierstore.daemon.endpoint import Url
 from tierstore.daemon.events import EventPublisher
@@ -90,12 +90,9 @@ class Daemon:
         )
         self.server = Server(self.service, keys=pair, tenants=tenants)
         for url in urls:
-            # The arena first: a client that finds it will look for the other one.
             if url.path is not None:
                 path = Path(f"{url.path}.arena")
-                self.server.add_arena(
-                    ArenaListener(path, arena_fd(self.assembly), settings.host_bytes, self.server.arena_gone)
-                )
+                self.server.listen_at_arena(path, arena_fd(self.assembly), settings.host_bytes)
             endpoint = self.server.listen(url)
             _log.info("listening at %s", endpoint.address)
         if settings.metrics_port:

@@ -14,6 +14,7 @@ from tierstore.mover import Mover
 from tierstore.store.endpoints import Buffers, PageTarget
 from tierstore.store.load import Loaded
 from tierstore.store.state import StoreState
+from tierstore.tiers.hbm import HERE, Filling
 from tierstore.transfer import TransferState
 
 
@@ -44,8 +45,9 @@ class BufferLoad(ConnectedLoad):
     def _targets(self, first: int, count: int) -> Sequence[int]:
         return self._addresses[first : first + count]
 
-    def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> None:
+    def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> Filling:
         memory.copy_all(zip(targets, addresses, strict=True), self.page_bytes)
+        return HERE
 
     def _fill_from_hbm(self, targets: Sequence[int], places: Sequence[int]) -> None:
         assert self.state.pool is not None
@@ -80,8 +82,9 @@ class TargetLoad(ConnectedLoad):
     def _targets(self, first: int, count: int) -> Sequence[int]:
         return range(first, first + count)
 
-    def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> None:
+    def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> Filling:
         self._target.write(list(zip(targets, addresses, strict=True)))
+        return HERE
 
     def _fill_from_hbm(self, targets: Sequence[int], places: Sequence[int]) -> None:
         raise AssertionError("there is no pool")
@@ -161,9 +164,19 @@ class HbmLoad(ConnectedLoad):
                 self.state.pool.free([hbm_page])
                 self._share(position)  # another load brought it meanwhile
 
-    def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> None:
+    def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> Filling:
         assert self.state.pool is not None
-        self.state.pool.write_pages(zip(targets, addresses, strict=True))
+        return self.state.pool.start_writing(list(zip(targets, addresses, strict=True)))
+
+    def _in_one_go(self, address: int) -> bool:
+        assert self.state.pool is not None
+        return self.state.pool.reaches(address)  # layer by layer: layer 0 of all pages is to come first
+
+    def _came_late(self, pages: int) -> None:
+        assert self.state.pool is not None
+        self.state.pool.distrust(
+            f"{pages} pages may be others': the daemon's lease ended while they were copied"
+        )
 
     def _fill_from_hbm(self, targets: Sequence[int], places: Sequence[int]) -> None:
         assert self.state.pool is not None

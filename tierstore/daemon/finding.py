@@ -75,9 +75,8 @@ class Search:
         session = self._remote.connection.session
         lease_s = session.lease_s if session is not None else DEFAULT_LEASE_S
         with state.lock:
-            held = state.use(match, question.num_tokens, lease_s)
-        hit = ConnectedHit(state, self._remote, question, match, held, lease)
-        with state.lock:
+            held = self._local.use(match, question.num_tokens, lease_s)
+            hit = ConnectedHit(state, self._remote, question, match, held, lease)
             for label, tokens in hit.by_tier.items():
                 state.counters.hit_tokens[label] += tokens
         return hit

@@ -18,8 +18,10 @@ import zmq
 from tierstore.daemon import protocol
 from tierstore.daemon.attach import Arena, ArenaSocket
 from tierstore.daemon.keys import KeyPair, read_pair, read_public
+from tierstore.daemon.line import LineEnd
 from tierstore.daemon.protocol import Message
 from tierstore.daemon.registration import Registration
+from tierstore.daemon.wire import LineWire, Wire, ZmqWire
 from tierstore.errors import StoreUnavailableError, UsageError
 
 _GREETING_S = 2.0
@@ -77,24 +79,15 @@ class Session:
     server: str
     lease_s: float
     reserve_bytes: int
-    socket: zmq.Socket[bytes]
+    wire: Wire
     arena: Arena | None
-    monitor: zmq.Socket[bytes] | None
     identities: dict[bytes, int] = field(default_factory=dict)
     current: bool = True
     silent: bool = False  # a request was not answered in time, and nothing has come since
 
-    @property
-    def sign_of_life(self) -> Arena | zmq.Socket[bytes]:
-        """Becomes readable when the daemon has gone."""
-        if self.arena is not None:
-            return self.arena
-        assert self.monitor is not None
-        return self.monitor
-
     def close(self) -> None:
         self.current = False
-        _close(self.socket, self.monitor)
+        self.wire.close()
         if self.arena is not None:
             self.arena.close()
 
@@ -118,10 +111,10 @@ class Greeting:
             arena = self._attach(self._address.arena)
             if arena is None:
                 return None
-        socket, monitor = self._connect()
-        session = self._greet(socket, monitor, arena, registrations)
+        wire = self._connect() if arena is None else LineWire(arena.line)
+        session = self._greet(wire, arena, registrations)
         if session is None:
-            _close(socket, monitor)
+            wire.close()
             if arena is not None:
                 arena.close()
         return session
@@ -139,7 +132,7 @@ class Greeting:
         except StoreUnavailableError:
             return None
 
-    def _connect(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes] | None]:
+    def _connect(self) -> Wire:
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
         socket.reconnect_ivl = _SECOND_TRY_MS
@@ -149,68 +142,57 @@ class Greeting:
             socket.curve_publickey = curve.client.public
             socket.curve_secretkey = curve.client.secret
             socket.curve_serverkey = curve.server
-        monitor = None
-        if self._address.arena is None:
-            monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        wire = ZmqWire(socket)
         socket.connect(self._address.url)
-        return socket, monitor
+        return wire
 
     def _greet(
         self,
-        socket: zmq.Socket[bytes],
-        monitor: zmq.Socket[bytes] | None,
+        wire: Wire,
         arena: Arena | None,
         registrations: Sequence[Registration],
     ) -> Session | None:
         token = arena.token if arena is not None else b""
-        welcome = self._ask(
-            socket, protocol.Hello(1, token, f"tierstore client, pid {os.getpid()}"), protocol.Welcome
-        )
+        hello = protocol.Hello(1, token, f"tierstore client, pid {os.getpid()}")
+        welcome = self._ask(wire, hello, protocol.Welcome)
         if welcome is None:
             return None
+        wire.welcomed()
         session = Session(
             welcome.session,
             welcome.server,
             welcome.lease_s,
             welcome.reserve_bytes,
-            socket,
+            wire,
             arena,
-            monitor,
         )
         for registration in registrations:
-            registered = self._ask(socket, registration.message(), protocol.Registered)
+            registered = self._ask(wire, registration.message(), protocol.Registered)
             if registered is None:
                 return None
             session.identities[registration.identity.digest] = registered.identity
         return session
 
-    def _ask(self, socket: zmq.Socket[bytes], message: Message, expected: type[A]) -> A | None:
-        socket.send_multipart([protocol.VERSION, protocol.encode(message)])
-        while self._readable(socket):
-            frames = socket.recv_multipart()
-            try:
-                answer = protocol.decode_answer(frames[1])
-            except (IndexError, msgspec.MsgspecError):
-                return None
-            return answer if isinstance(answer, expected) else None
-        return None
+    def _ask(self, wire: Wire, message: Message, expected: type[A]) -> A | None:
+        wire.send(protocol.encode(message))
+        try:
+            while not (messages := wire.receive()):
+                if not self._readable(wire.fd):
+                    return None
+            answer = protocol.decode_answer(messages[0][0])
+        except (LineEnd, IndexError, msgspec.MsgspecError):
+            return None
+        return answer if isinstance(answer, expected) else None
 
-    def _readable(self, what: zmq.Socket[bytes] | int) -> bool:
+    def _readable(self, fd: int) -> bool:
         """Wait for something to read; False when the time is over or the connection is being closed."""
         while not self._closing():
             left = self._ends - time.monotonic()
             if left <= 0:
                 return False
-            ready, _, _ = zmq.select([what, self._wake_fd], [], [], left)
-            if what in ready:
+            ready, _, _ = zmq.select([fd, self._wake_fd], [], [], left)
+            if fd in ready:
                 return True
             if ready and not self._closing():
                 os.eventfd_read(self._wake_fd)
         return False
-
-
-def _close(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes] | None) -> None:
-    if monitor is not None:
-        socket.disable_monitor()
-        monitor.close(0)
-    socket.close()  # its own linger: 0, or what the last word needs

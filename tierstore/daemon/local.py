@@ -6,6 +6,7 @@ from tierstore.daemon.remembered import Question
 from tierstore.daemon.sources import HbmSource
 from tierstore.index import Match, Page, Tier
 from tierstore.keys import PageKey
+from tierstore.store.leases import Lease
 from tierstore.store.state import StoreState
 from tierstore.store.telling import NOTHING_TOLD, Teller, Told
 
@@ -32,6 +33,14 @@ class LocalPages:
                 question.num_tokens,
                 whole=question.identity.whole_pages,
             )
+
+    def use(self, match: Match, lookup_tokens: int, lease_s: float) -> Lease:
+        """Lease what a lookup has found here. Under the state's lock."""
+        if self.state.pool is not None:
+            return self.state.use(match, lookup_tokens, lease_s)
+        self.state.counters.lookups += 1
+        self.state.counters.lookup_tokens += lookup_tokens
+        return Lease()
 
     def publish(
         self,

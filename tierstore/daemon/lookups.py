@@ -117,7 +117,7 @@ class Lookups:
         state.counters.lookup_tokens += limit
         self.lookup_tokens[session.tenant] += limit
         match = found.match
-        self._later(lambda: self._note(prompt, limit, match.tokens))
+        self._later(lambda: self._follow_up(prompt, limit, match))
         if not match.pages or session.ended:
             return p.Found(number, 0, 0, 0, [], 0, 0)
         self._require_room(session)
@@ -125,7 +125,6 @@ class Lookups:
         lease = session.keep(Held(match.pages, state.leases.take(held, self._lease_s), prompt.registration))
         self._count(session.tenant, prompt.chunk_tokens, match, found.runs)
         path, known = self._remember(session, prompt, found)
-        self._later(lambda: self._touch(match.pages))
         tiers = []
         start = 0
         for tier, end in found.runs:
@@ -158,21 +157,20 @@ class Lookups:
             self.hit_tokens[tenant, LABELS[tier]] += tokens
             start = end
 
-    def _note(self, prompt: AskedPrompt, limit: int, found: int) -> None:
-        """Take note of a lookup, which has found so many tokens, for the curve."""
+    def _follow_up(self, prompt: AskedPrompt, limit: int, match: Match) -> None:
+        """Take note of a lookup: for the curve, and of the use of what it has found."""
         self._notes.looked_up(
             prompt.groups(),
             limit,
-            found,
+            match.tokens,
             prompt.chunk_tokens,
             prompt.registration.page_bytes,
         )
-
-    def _touch(self, pages: Sequence[Page]) -> None:
-        with self._state.lock:
-            if not self._state.closed:
-                self._state.uses.touch(pages, hit=True)
-                self._state.let_sleep()
+        if match.pages:
+            with self._state.lock:
+                if not self._state.closed:
+                    self._state.uses.touch(match.pages, hit=True)
+                    self._state.let_sleep()
 
     def release(self, session: Session, leases: Sequence[int]) -> None:
         """Those that are not the session's are passed over."""

@@ -1,6 +1,7 @@
 """The daemon's messages: the one place where they are defined.
 
-A message is a ZMQ multipart: ``[VERSION] [msgpack] [page bytes …]``. The version is one byte; a peer of
+A message is a ZMQ multipart: ``[VERSION] [msgpack] [page bytes …]``; on the arena's own socket it is the
+second of these, behind its length (``line.py``). The version is one byte; a peer of
 another version gets :class:`Refused` and is disconnected. The second frame is one of the structs below, as a
 msgpack array with its tag first. Frames after it are page payloads, for the two messages of clients on other
 hosts that have any (:class:`Write`, :class:`Fetched`).
@@ -20,7 +21,7 @@ from typing import TypeAlias
 
 import msgspec
 
-VERSION = b"\x01"
+VERSION = b"\x02"
 
 MAX_MESSAGE_BYTES = 64 << 20  # of one message with its payload frames: a prompt of 1M tokens needs 5 MB
 MAX_CHUNKS = 1 << 17  # in one prompt
@@ -34,7 +35,7 @@ ARENA_MAGIC = b"tierkv\x00" + VERSION
 ARENA_HEADER = struct.Struct("<8sQ16s")
 """What the unix socket ``PATH.arena`` (a stream) sends, once, to whoever connects: ``ARENA_MAGIC``, the
 arena's size in bytes and the token for :class:`Hello`, with the arena's file descriptor (SCM_RIGHTS) on the
-first byte. A client sends nothing; either side's end of file is its death."""
+first byte. Messages follow, both ways; either side's end of file is its death."""
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import msgspec
 import zmq
@@ -31,6 +32,10 @@ _BULKY = {cls.__name__.encode() for cls in (p.Lookup, p.Reserve, p.Pin, p.Commit
 _SWEEP_S = 1.0  # how often clients without an arena are looked after
 
 
+Way: TypeAlias = Endpoint | ArenaListener
+"""How messages come, and answers go."""
+
+
 class Server:
     """Sockets in, service out. Belongs to the event loop's thread."""
 
@@ -42,8 +47,8 @@ class Server:
         self._doorkeeper = Doorkeeper(self._context, tenants) if keys is not None else None
         self.endpoints: list[Endpoint] = []
         self.listeners: list[ArenaListener] = []
-        self._sessions: dict[tuple[Endpoint, bytes], Session] = {}
-        self._routes: dict[int, tuple[Endpoint, bytes]] = {}  # by the session's number
+        self._sessions: dict[tuple[Way, bytes], Session] = {}
+        self._routes: dict[int, tuple[Way, bytes]] = {}  # by the session's number
         self._by_token: dict[bytes, Session] = {}
         self._seen: dict[int, float] = {}  # when sessions without an arena were last heard of
         self._sweeping: asyncio.TimerHandle | None = None
@@ -56,15 +61,18 @@ class Server:
         self.endpoints.append(endpoint)
         return endpoint
 
-    def add_arena(self, listener: ArenaListener) -> None:
-        self.listeners.append(listener)
+    def listen_at_arena(self, path: Path, fd: int, nbytes: int) -> None:
+        """Hand over the arena (a file of ``nbytes``) at ``path``. Raises
+        :class:`~tierstore.errors.UsageError`."""
+        self.listeners.append(ArenaListener(path, fd, nbytes, self._take, self._arena_gone))
 
     def stats(self) -> ServerStats:
         """A snapshot. From any thread."""
+        ways: list[Way] = [*self.endpoints, *self.listeners]
         return ServerStats(
-            received=sum(endpoint.received for endpoint in self.endpoints),
-            received_bytes=sum(endpoint.received_bytes for endpoint in self.endpoints),
-            sent=sum(endpoint.sent for endpoint in self.endpoints),
+            received=sum(way.received for way in ways),
+            received_bytes=sum(way.received_bytes for way in ways),
+            sent=sum(way.sent for way in ways),
             malformed=self._malformed,
             unsent=self._unsent,
             silent_sessions=self._silent,
@@ -94,29 +102,31 @@ class Server:
     def _count_malformed(self) -> None:
         self._malformed += 1
 
-    def _take(self, endpoint: Endpoint, received: Received) -> None:
+    def _take(self, way: Way, received: Received) -> None:
         if received.version != p.VERSION:
             self._malformed += 1
-            self._refuse(endpoint, received.peer, 0, "version", f"this daemon speaks version {p.VERSION[0]}")
+            self._refuse(way, received.peer, 0, "version", f"this daemon speaks version {p.VERSION[0]}")
             return
-        message = self._decode(endpoint, received)
+        message = self._decode(way, received)
         if message is None:
             return
-        session = self._sessions.get((endpoint, received.peer))
+        session = self._sessions.get((way, received.peer))
         if isinstance(message, p.Hello):
-            self._hello(endpoint, received, message, session)
+            self._hello(way, received, message, session)
         elif session is None:
             if not isinstance(message, p.OneWay):
-                self._refuse(endpoint, received.peer, message.id, "session", "say Hello first")
+                self._refuse(way, received.peer, message.id, "session", "say Hello first")
+        elif isinstance(way, ArenaListener) and isinstance(message, p.Fetch | p.Write):
+            self._refuse(way, received.peer, message.id, "usage", "pages go through the arena here")
         elif isinstance(message, p.Bye):
             if not session.local:  # who has mapped the arena may be writing there until it hangs up
                 self._end(session)
         else:
             if not session.local:
                 self._seen[session.number] = self._loop.time()
-            self._answer(endpoint, received.peer, session, message, received.frames)
+            self._answer(way, received.peer, session, message, received.frames)
 
-    def _decode(self, endpoint: Endpoint, received: Received) -> p.Request | None:
+    def _decode(self, way: Way, received: Received) -> p.Request | None:
         body = received.body
         try:
             if len(body) > _MOST_SMALL_BYTES and _tag(bytes(body[:_HEAD_BYTES])) not in _BULKY:
@@ -126,15 +136,15 @@ class Server:
             self._malformed += 1
             number = _id(bytes(body[:_HEAD_BYTES]))
             if number is not None:
-                self._refuse(endpoint, received.peer, number, "usage", f"not a request: {error}")
+                self._refuse(way, received.peer, number, "usage", f"not a request: {error}")
             return None
 
-    def _refuse(self, endpoint: Endpoint, peer: bytes, number: int, kind: str, message: str) -> None:
-        self._send(endpoint, peer, self._service.refuse(number, kind, message))
+    def _refuse(self, way: Way, peer: bytes, number: int, kind: str, message: str) -> None:
+        self._send(way, peer, self._service.refuse(number, kind, message))
 
     def _answer(
         self,
-        endpoint: Endpoint,
+        way: Way,
         peer: bytes,
         session: Session,
         message: p.Request,
@@ -142,28 +152,29 @@ class Server:
     ) -> None:
         reply = self._service.handle(session, message, frames)
         if reply is None or isinstance(reply, p.Message | PageFrames):
-            self._send(endpoint, peer, reply)
+            self._send(way, peer, reply)
             return
-        task = self._loop.create_task(self._answer_later(endpoint, peer, reply))
+        task = self._loop.create_task(self._answer_later(way, peer, reply))
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 
-    async def _answer_later(self, endpoint: Endpoint, peer: bytes, reply: Awaitable[Reply]) -> None:
-        self._send(endpoint, peer, await reply)
+    async def _answer_later(self, way: Way, peer: bytes, reply: Awaitable[Reply]) -> None:
+        self._send(way, peer, await reply)
 
-    def _send(self, endpoint: Endpoint, peer: bytes, reply: Reply) -> None:
+    def _send(self, way: Way, peer: bytes, reply: Reply) -> None:
         if reply is None:
             return
         if isinstance(reply, PageFrames):
-            sent = endpoint.send_pages(peer, p.encode(reply.answer), reply.frames, reply.sent)
+            assert isinstance(way, Endpoint), "refused on the others"
+            sent = way.send_pages(peer, p.encode(reply.answer), reply.frames, reply.sent)
         else:
-            sent = endpoint.send(peer, p.encode(reply))
+            sent = way.send(peer, p.encode(reply))
         if not sent:
             self._unsent += 1
 
     # -- sessions ------------------------------------------------------------------------------------
 
-    def _hello(self, endpoint: Endpoint, received: Received, m: p.Hello, before: Session | None) -> None:
+    def _hello(self, way: Way, received: Received, m: p.Hello, before: Session | None) -> None:
         if not m.token:
             if before is not None:
                 self._end(before)
@@ -171,8 +182,9 @@ class Server:
             self._seen[session.number] = self._loop.time()
             self._sweep_later()
         else:
-            if not any(m.token in listener for listener in self.listeners):
-                self._refuse(endpoint, received.peer, m.id, "session", "this token is not (any more) known")
+            own = isinstance(way, Endpoint) or m.token == received.peer
+            if not own or not any(m.token in listener for listener in self.listeners):
+                self._refuse(way, received.peer, m.id, "session", "this token is not (any more) known")
                 return
             known = self._by_token.get(m.token)
             if before is not None and before is not known:
@@ -180,14 +192,14 @@ class Server:
             # Once more from the same process: what it holds it still holds, it may be writing there.
             session = known or self._service.begin(m.client, local=True, tenant=received.tenant)
             self._by_token[m.token] = session
-            self._sessions.pop(self._routes.get(session.number, (endpoint, received.peer)), None)
-        route = (endpoint, received.peer)
+            self._sessions.pop(self._routes.get(session.number, (way, received.peer)), None)
+        route = (way, received.peer)
         self._sessions[route] = session
         self._routes[session.number] = route
         _log.info("session %d: %s", session.number, m.client)
-        self._send(endpoint, received.peer, self._service.welcome(session, m.id))
+        self._send(way, received.peer, self._service.welcome(session, m.id))
 
-    def arena_gone(self, token: bytes) -> None:
+    def _arena_gone(self, token: bytes) -> None:
         """The process behind an arena connection has ended: so has its session."""
         session = self._by_token.pop(token, None)
         if session is not None:

@@ -1,11 +1,11 @@
 """One session's time: what is sent, what comes back, and what does not.
 
-Any thread sends: the socket is guarded by a lock, and a request costs no hand-over to another thread. What
+Any thread sends: the wire is guarded by a lock, and a request costs no hand-over to another thread. What
 comes back is received by the connection's thread, or by the thread that waits for it: that one *leads*, and
-takes its own answer from the socket. (Two hand-overs cost as much as the daemon needs for a short prompt.)
-Answers to others that a leader comes across are left to the connection's thread, which also looks at the
-clock: when the next request could be late, and soon after something was given back, but never without a
-reason.
+takes its own answer from the wire. (Two hand-overs cost as much as the daemon needs for a short prompt.)
+Answers to others that a leader comes across are left to the connection's thread. That one watches the wire
+only while there are requests that nobody leads for. It also looks at the clock: when the next request could
+be late, and soon after something was given back, but never without a reason.
 
 Leases are given back several at once: with the next lookup, before any other request, or 0.1 s later.
 """
@@ -25,24 +25,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import zmq
 
 from tierstore.daemon import protocol
 from tierstore.daemon.call import Call
 from tierstore.daemon.greeting import Session
+from tierstore.daemon.line import LineEnd
 from tierstore.daemon.protocol import Message
 
 _log = logging.getLogger(__name__)
 
+_LOOK_S = 0.1  # how long the connection's thread sleeps at most, while there are requests
 _RELEASE_S = 0.1  # a lease is given back this late at most …
 _MOST_RELEASED = 64  # … and earlier when there are so many
-_BYE_MS = 200  # to send the last word
 
-# As bare numbers: with ZMQ's enums, combining two flags takes longer than sending a frame.
-_NOBLOCK = int(zmq.NOBLOCK)
-_MORE = int(zmq.SNDMORE) | _NOBLOCK
-_EVENTS = int(zmq.EVENTS)
-_POLLIN = int(zmq.POLLIN)
+# As bare numbers: combining two enums takes longer than sending a message.
+_READ, _WRITE = int(select.POLLIN), int(select.POLLOUT)  # the same for poll and epoll
 
 
 @dataclass(slots=True)
@@ -58,6 +55,7 @@ class ConnectionCounters:
     malformed_answers: int = 0
     unsent_messages: int = 0  # the daemon did not read
     failed_callbacks: int = 0  # by a bug of ours
+    unpinned_arenas: int = 0  # refused by the device's driver: loads from them go up by plain copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,29 +83,29 @@ class Serving:
         self._ids = ids
         self._counters = counters
         self._closing = closing
-        self._socket = session.socket
+        self._wire = session.wire
         self._heard = self._pinged = time.monotonic()
         self._arrived: deque[_Arrived] = deque()  # received by a leader, for others
         self._leading = threading.Lock()
         self._led_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # wakes the leader
         self._lock = threading.Lock()
-        # Guarded by _lock: the socket, and everything below.
+        # Guarded by _lock: the wire, and everything below.
         self._pending: dict[int, Call[Any]] = {}
         self._released: list[int] = []
         self._release_by = math.inf
-        self._releasing = False  # since the last look: the next one is soon, and nobody has to ask for it
+        self._active = False  # since the last look: the next one is soon, and nobody has to ask for it
         self._next_look = -math.inf  # when the connection's thread will look by itself
         self._over = False
-        # ZMQ's descriptor tells of changes only: whoever uses the socket looks for messages afterwards.
-        self._socket_fd = int(self._socket.fd)
-        sign = session.sign_of_life
-        self._sign_fd = int(sign.fd) if isinstance(sign, zmq.Socket) else sign.fileno()
+        self._unsent = False  # what the wire has not taken yet is to be flushed
+        self._watched = _READ  # what the connection's thread watches the wire for
         self._epoll = select.epoll()
-        for fd in (self._socket_fd, wake_fd, self._sign_fd):
-            self._epoll.register(fd, select.EPOLLIN)
+        self._epoll.register(wake_fd, select.EPOLLIN)
+        self._epoll.register(self._wire.fd, self._watched)
+        if self._wire.sign_fd != self._wire.fd:
+            self._epoll.register(self._wire.sign_fd, select.EPOLLIN)
         self._leader_poll = select.poll()
-        for fd in (self._socket_fd, self._led_fd):
-            self._leader_poll.register(fd, select.POLLIN)
+        for fd in (self._wire.fd, self._led_fd):
+            self._leader_poll.register(fd, _READ)
 
     # -- the connection's thread -----------------------------------------------------------------------
 
@@ -120,7 +118,7 @@ class Serving:
                 ready = [fd for fd, _ in self._epoll.poll(self._sleep_s())]
                 if self._wake_fd in ready:
                     _quiet(self._wake_fd)
-                if self._has_gone(ready):
+                if self._wire.gone():
                     self._take_in()
                     return
             self._say_bye()
@@ -128,6 +126,8 @@ class Serving:
             self._end()
 
     def _take_in(self) -> None:
+        if self._unsent:
+            self._flush()
         arrived = self._receive()
         while self._arrived:
             self._dispatch(self._arrived.popleft())
@@ -136,25 +136,19 @@ class Serving:
         if self._leading.locked():
             os.eventfd_write(self._led_fd, 1)  # its answer may have been among them
 
-    def _has_gone(self, ready: Sequence[int]) -> bool:
-        sign = self.session.sign_of_life
-        if isinstance(sign, zmq.Socket):
-            return bool(int(sign.get(_EVENTS)) & _POLLIN)
-        return self._sign_fd in ready
-
     def _say_bye(self) -> None:
         """Without an arena's socket to hang up, our end would only be noticed after a silence."""
         if self._closing() and self.session.arena is None:
             with self._lock:
-                self._socket.linger = _BYE_MS
                 self._give_back_released()
-                self._put(protocol.encode(protocol.Bye()))
+                self._over = True  # nobody may touch a closed wire
+                self._wire.close(protocol.encode(protocol.Bye()))
 
     def _end(self) -> None:
         with self._lock:
             self._over = True
         os.eventfd_write(self._led_fd, 1)
-        with self._leading:  # the leader has left the socket
+        with self._leading:  # the leader has left the wire
             self._epoll.close()
             os.close(self._led_fd)
 
@@ -184,19 +178,26 @@ class Serving:
         with self._lock:
             if self._over:
                 return False
-            if call is not None:
-                self._pending[call.number] = call
             self._give_back_released()
             self._put(body, frames)
-            if call is not None and not led:
-                self._look_by(call.ends)
+            if call is not None:
+                call.led = led
+                self._pending[call.number] = call
+                if not led:
+                    self._look_after(call)
         return True
+
+    def _look_after(self, call: Call[Any]) -> None:
+        """Have the connection's thread see to it that ``call`` ends."""
+        call.led = False
+        self._watch()
+        self._look_by(call.ends)
 
     def release(self, lease: int) -> None:
         """Give a lease back, soon."""
         with self._lock:
             if not self._over:
-                self._releasing = True
+                self._active = True
                 if not self._released:
                     self._release_by = time.monotonic() + _RELEASE_S
                     self._look_by(self._release_by)
@@ -219,18 +220,33 @@ class Serving:
         return leases
 
     def _put(self, body: bytes, frames: Sequence[memoryview] = ()) -> None:
-        socket = self._socket
-        try:
-            socket.send(protocol.VERSION, _MORE)
-            socket.send(body, _MORE if frames else _NOBLOCK)
-            for left, frame in zip(range(len(frames), 0, -1), frames, strict=True):
-                socket.send(frame, _MORE if left > 1 else _NOBLOCK, copy=False)
-        except zmq.Again:
+        if not self._wire.send(body, frames):
             self._counters.unsent_messages += 1  # the call it belongs to ends by its deadline
-        if int(socket.get(_EVENTS)) & _POLLIN:
-            os.eventfd_write(self._wake_fd, 1)  # sending may have taken the sign that there is something
+        if self._wire.flush():
+            self._unsent = True
+            self._watch()
+        if self._wire.hidden():
+            os.eventfd_write(self._wake_fd, 1)
+
+    def _flush(self) -> None:
+        with self._lock:
+            if not self._over:
+                self._unsent = self._wire.flush()
 
     # -- receiving -------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Have the connection's thread woken by what nobody else waits for. Between requests that are led it
+        is left alone; what comes all the same is found when it looks again, which is soon."""
+        watched = 0
+        if not self._leading.locked():
+            if not self._active or self._pings or any(not call.led for call in self._pending.values()):
+                watched = _READ
+            if self._unsent:
+                watched |= _WRITE
+        if watched != self._watched:
+            self._watched = watched
+            self._epoll.modify(self._wire.fd, watched)  # which costs more than the rest of this
 
     def lead(self, call: Call[Any]) -> None:
         """Receive until ``call`` has ended, on the thread that waits for it. While another thread leads, the
@@ -238,20 +254,34 @@ class Serving:
         if not self._leading.acquire(blocking=False):
             with self._lock:
                 if not self._over:
-                    self._look_by(call.ends)
+                    self._look_after(call)
             return
         try:
-            if not self._over:
-                self._epoll.modify(self._socket_fd, 0)
-                try:
-                    self._lead(call)
-                finally:
-                    self._epoll.modify(self._socket_fd, select.EPOLLIN)
+            if self._watched:
+                self._leads()
+            self._lead(call)
         finally:
             self._leading.release()
+            self._leads()
+
+    def _leads(self) -> None:
+        """Somebody has begun to lead, or has ended it."""
+        with self._lock:
+            if not self._over:
+                self._active = True
+                if self._watched:
+                    self._look_by(time.monotonic() + _LOOK_S)
+                self._watch()
 
     def _lead(self, call: Call[Any]) -> None:
-        while True:
+        while not call.done and not self._over:
+            self._leader_poll.modify(self._wire.fd, _READ | _WRITE if self._unsent else _READ)
+            left = max(call.ends - time.monotonic(), 0.0)
+            for fd, _ in self._leader_poll.poll(math.ceil(left * 1e3)):
+                if fd == self._led_fd:
+                    _quiet(fd)
+            if self._unsent:
+                self._flush()
             for each in self._receive():
                 if each.answer.id == call.number:
                     self._dispatch(each)
@@ -259,36 +289,30 @@ class Serving:
                     self._arrived.append(each)
             if self._arrived or self._over:
                 os.eventfd_write(self._wake_fd, 1)
-            if call.done or self._over:
-                break
-            left = max(call.ends - time.monotonic(), 0.0)
-            for fd, _ in self._leader_poll.poll(math.ceil(left * 1e3)):
-                if fd == self._led_fd:
-                    _quiet(fd)
         if call.late:
             self._note_late([call.number])
 
     def _receive(self) -> list[_Arrived]:
-        raw: list[list[zmq.Frame]] = []
-        socket = self._socket
         with self._lock:
-            while not self._over and int(socket.get(_EVENTS)) & _POLLIN:
-                frames = [socket.recv(_NOBLOCK, copy=False)]
-                while frames[-1].more:
-                    frames.append(socket.recv(_NOBLOCK, copy=False))
-                raw.append(frames)
-        if raw:
+            if self._over:
+                return []
+            try:
+                messages = self._wire.receive()
+            except LineEnd:
+                self._over = True
+                return []
+        if messages:
             self._heard = time.monotonic()
             self.session.silent = False
         arrived = []
-        for frames in raw:
+        for frames in messages:
             try:
-                answer = protocol.decode_answer(frames[1].buffer)
+                answer = protocol.decode_answer(frames[0])
             except (IndexError, msgspec.MsgspecError):
                 self._counters.malformed_answers += 1
                 self._over = True  # whatever this is, it is no daemon of ours
                 break
-            arrived.append(_Arrived(answer, [frame.buffer for frame in frames[2:]]))
+            arrived.append(_Arrived(answer, frames[1:]))
         return arrived
 
     def _dispatch(self, arrived: _Arrived) -> None:
@@ -338,13 +362,16 @@ class Serving:
 
     def _sleep_s(self) -> float | None:
         with self._lock:
+            if self._over:
+                return 0.0
+            self._watch()
             times = [self._release_by, *(call.ends for call in self._pending.values())]
             if self._pings:
                 times.append(self._pinged + protocol.PING_S)
             now = time.monotonic()
-            if self._releasing:
-                self._releasing = False
-                times.append(now + _RELEASE_S)
+            if self._active:
+                self._active = False
+                times.append(now + _LOOK_S)
             self._next_look = min(times)
             return None if math.isinf(self._next_look) else max(self._next_look - now, 0.0)
 

@@ -110,6 +110,7 @@ class CudaDevice:
 
     def __init__(self, index: int = 0, *, driver: ctypes.CDLL | None = None) -> None:
         self.name = f"cuda:{index}"
+        self.kind = "cuda"
         self.refused_batches = 0
         self._driver = driver if driver is not None else open_driver()
         self._context = c_void_p()

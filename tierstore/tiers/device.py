@@ -69,6 +69,10 @@ class Device(Protocol):
     def name(self) -> str: ...
 
     @property
+    def kind(self) -> str:
+        """The devices whose driver is the same: what one of them has registered, all of them reach."""
+
+    @property
     def host_pointers(self) -> bool:
         """Whether kernels may use the addresses of registered host memory as they are."""
 
@@ -89,7 +93,8 @@ class Device(Protocol):
         """The handle by which another process opens memory of :meth:`allocate`."""
 
     def register(self, address: int, nbytes: int) -> None:
-        """Pin host memory, so that copies from and to it need no detour."""
+        """Pin host memory, populated or not, so that copies from and to it need no detour. Takes a while
+        for many GiB, and is refused for what is registered already."""
 
     def unregister(self, address: int) -> None:
         """Unpin what begins at ``address``."""

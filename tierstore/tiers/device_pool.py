@@ -17,14 +17,16 @@ bytes right are these six rules, each an event that a stream or a thread waits f
 The owner of the *source* of a copy up keeps it until ``Filling.wait`` returns.
 
 Large loads go up layer by layer, layer 0 of all pages first, with an event after each layer: the model begins
-with layer 0 while the others are on their way. Small ones and single layers go whole.
+with layer 0 while the others are on their way. Small ones, single layers, and what comes from memory that the
+driver does not know of (see ``pinned.py``) go whole.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -34,13 +36,17 @@ from tierstore.spec import KVSpec
 from tierstore.tiers.device import (
     Addresses,
     Device,
+    DeviceError,
     DeviceMemoryError,
     Event,
     SourceOrder,
     Stream,
 )
 from tierstore.tiers.hbm import HERE, Arrivals, Filling, PagePool
+from tierstore.tiers.pinned import Pinned
 from tierstore.units import format_size
+
+_log = logging.getLogger(__name__)
 
 LAYERED_BYTES = 16 << 20
 """From this size on a load is worth cutting into layers: below it arrives within a millisecond."""
@@ -125,7 +131,8 @@ class DevicePool(PagePool):
         self._lock = threading.Lock()
         self._filling: dict[int, _DeviceFilling] = {}  # page -> the last copy into it, until it is done
         self._freed: dict[int, Event] = {}  # page -> what was under way when it was given back
-        self._registered: dict[int, int] = {}  # address -> bytes
+        self._distrusted = ""  # why, once it is so
+        self._pinned: tuple[Pinned, ...] = ()  # replaced, never changed: read without the lock
 
     def share(self) -> bytes:
         """The handle by which another process on this machine opens the pool's memory."""
@@ -192,23 +199,38 @@ class DevicePool(PagePool):
         return self.runtime.record(self.compute)
 
     def arrivals(self, pages: Iterable[int]) -> Arrivals:
+        if self._distrusted:
+            raise DeviceError(self._distrusted)
         fillings = self._under_way(pages)  # rule 3
         return _DeviceArrivals(self.runtime, self.compute, fillings) if fillings else HERE
+
+    def distrust(self, why: str) -> None:
+        _log.error("%s: %s", self, why)
+        self._distrusted = f"{self.device}: {why}"
 
     # -- memory ----------------------------------------------------------------------------------------
 
     def register(self, address: int, nbytes: int) -> None:
-        self.runtime.register(address, nbytes)
-        with self._lock:
-            self._registered[address] = nbytes
+        pinned = Pinned(self.runtime, address, nbytes)
+        pinned.register()
+        self._know(pinned)
 
     def unregister(self, address: int) -> None:
-        with self._lock:
-            known = self._registered.pop(address, None) is not None
-        if known:
-            self.runtime.unregister(address)
+        for pinned in self._pinned:
+            if pinned.address == address and not pinned.over:
+                pinned.unregister()
+
+    def reach(self, pin: Callable[[Device], Pinned]) -> None:
+        self._know(pin(self.runtime))
+
+    def reaches(self, address: int) -> bool:
+        return any(pinned.covers(address, address) for pinned in self._pinned)
 
     # -- inside ----------------------------------------------------------------------------------------
+
+    def _know(self, pinned: Pinned) -> None:
+        with self._lock:
+            self._pinned = (*(each for each in self._pinned if not each.over and each is not pinned), pinned)
 
     def _under_way(self, pages: Iterable[int]) -> list[_DeviceFilling]:
         """The copies into ``pages`` that are not done, each once."""
@@ -243,7 +265,8 @@ class DevicePool(PagePool):
     def _write(self, pages: Sequence[int], sources: Sequence[int]) -> Iterator[Event]:
         """Put the copies up on their stream; the event after each layer, or after all."""
         to, of = self._addresses(pages), np.array(sources, np.uint64)
-        if len(self._layers) < 2 or len(pages) * self.spec.page_bytes < self._layered_bytes:
+        small = len(pages) * self.spec.page_bytes < self._layered_bytes
+        if len(self._layers) < 2 or small or not self._in_reach(of):
             self._copy(self._up, to, of, SourceOrder.ANY)
             yield self.runtime.record(self._up)
             return
@@ -263,7 +286,7 @@ class DevicePool(PagePool):
         """Put copies of ``nbytes`` (None: a page) each on ``stream``, by the way that is best for them."""
         nbytes = nbytes or self.spec.page_bytes
         targets, origins = np.asarray(to, np.uint64), np.asarray(sources, np.uint64)
-        if not (self._pinned(targets) and self._pinned(origins)):
+        if not (self._in_reach(targets) and self._in_reach(origins)):
             # Only a plain copy may have pageable memory at its other end.
             for target, origin in zip(targets.tolist(), origins.tolist(), strict=True):
                 self.runtime.copy(stream, target, origin, nbytes)
@@ -275,12 +298,12 @@ class DevicePool(PagePool):
         targets, origins, sizes = merge_neighbours(targets, origins, nbytes)
         self.runtime.copy_many(stream, targets, origins, sizes, order)
 
-    def _pinned(self, addresses: Addresses) -> bool:
+    def _in_reach(self, addresses: Addresses) -> bool:
         """Whether the copy engines reach all of these: the pool itself, and registered memory."""
         low, high = int(addresses.min()), int(addresses.max())
-        with self._lock:
-            spans = [(self._start, self.num_pages * self.spec.page_bytes), *self._registered.items()]
-        return any(start <= low and high < start + nbytes for start, nbytes in spans)
+        if self._start <= low and high < self._start + self.num_pages * self.spec.page_bytes:
+            return True
+        return any(pinned.covers(low, high) for pinned in self._pinned)
 
     def _addresses(self, pages: Sequence[int]) -> Addresses:
         start, nbytes = np.uint64(self._start), np.uint64(self.spec.page_bytes)

@@ -7,7 +7,7 @@ GPU is :class:`tierstore.tiers.device_pool.DevicePool`; :func:`open_pool` makes 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +16,8 @@ from tierstore import memory
 from tierstore.errors import UsageError
 from tierstore.memory import Memory
 from tierstore.spec import KVSpec
-from tierstore.tiers.device import Event
+from tierstore.tiers.device import Device, Event
+from tierstore.tiers.pinned import Pinned
 from tierstore.units import format_size
 
 
@@ -144,8 +145,13 @@ class PagePool:
         return None
 
     def arrivals(self, pages: Iterable[int]) -> Arrivals:
-        """What has to be waited for before computing with these pages."""
+        """What has to be waited for before computing with these pages. Raises
+        :class:`~tierstore.tiers.device.DeviceError` when pages cannot be trusted any more."""
         return HERE
+
+    def distrust(self, why: str) -> None:
+        """Pages that somebody computes with have wrong bytes, perhaps: nobody is to go on."""
+        raise AssertionError("copies are done when the call returns")
 
     # -- memory ----------------------------------------------------------------------------------------
 
@@ -154,6 +160,15 @@ class PagePool:
 
     def unregister(self, address: int) -> None:
         """Host memory that begins at ``address`` is about to go."""
+
+    def reach(self, pin: Callable[[Device], Pinned]) -> None:
+        """Pages will be copied from and to host memory that other pools use too: ``pin`` prepares it for a
+        device, once for all of them, and gives it back when it goes."""
+
+    def reaches(self, address: int) -> bool:
+        """Whether host memory at ``address`` is prepared by now: large loads from it come layer by layer,
+        beside what computes."""
+        return False
 
     def _address(self, page: int) -> int:
         return self._start + page * self.spec.page_bytes

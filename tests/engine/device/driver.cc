@@ -14,10 +14,14 @@
 // read their source when they are called. So a missing wait, an event that is recorded too early and a page that
 // is used again too early show as wrong bytes under one seed or another.
 //
+// Registered host memory must be mapped from before it is registered until after it is unregistered, and copies
+// that need it registered must find it so until they have ended: what is not so is counted (fake_strays).
+//
 // What computes is a function of the caller's, queued by fake_launch. What it queues on its own stream takes
 // effect where it stands: it is what the stream is doing. cuda.h is included so that every signature here is the
 // header's; only the old cuMemcpyBatchAsync is not, which the header hides behind _v2.
 #include <cuda.h>
+#include <sys/mman.h>
 
 #include <cstdlib>
 #include <cstring>
@@ -74,9 +78,32 @@ struct Driver {
   std::map<void*, size_t> registered;
   size_t total = size_t(1) << 30, used = 0;
   size_t old_streams = 0;
-  long long batches = 0, copies = 0;
+  long long batches = 0, copies = 0, registrations = 0, strays = 0;
+  bool refuses_registrations = false;
   bool batch_supported = true;
   int device_context = 0;
+
+  static bool mapped(void* memory, size_t bytes) { return msync(memory, bytes, MS_ASYNC) == 0; }
+
+  template <typename Ranges>
+  static bool within(const Ranges& ranges, const unsigned char* start, size_t bytes) {
+    for (const auto& [at, size] : ranges) {
+      const auto first = reinterpret_cast<const unsigned char*>(at);
+      if (first <= start && start + bytes <= first + size) return true;
+    }
+    return false;
+  }
+  bool reached_by_engines(const unsigned char* start, size_t bytes) const {
+    return within(allocated, start, bytes) || within(registered, start, bytes);
+  }
+  bool under_way(unsigned char* start, size_t bytes) const {
+    const std::map<void*, size_t> range{{start, bytes}};
+    for (auto& stream : streams)
+      for (auto& item : stream->items)
+        for (const Piece& copy : item->copies)
+          if (within(range, copy.to, 1) || within(range, copy.from, 1)) return true;
+    return false;
+  }
 
   size_t below(size_t bound) { return random() % bound; }
 
@@ -278,13 +305,21 @@ CUresult cuMemFree(CUdeviceptr address) {
 }
 CUresult cuMemHostRegister(void* memory, size_t bytes, unsigned int) {
   NEEDS_CONTEXT;
+  if (driver.refuses_registrations) return CUDA_ERROR_OUT_OF_MEMORY;
   if (driver.registered.count(memory)) return CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
   driver.registered[memory] = bytes;
+  driver.registrations++;
+  driver.strays += !Driver::mapped(memory, bytes);
   return CUDA_SUCCESS;
 }
 CUresult cuMemHostUnregister(void* memory) {
   NEEDS_CONTEXT;
-  return driver.registered.erase(memory) ? CUDA_SUCCESS : CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
+  const auto found = driver.registered.find(memory);
+  if (found == driver.registered.end()) return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
+  driver.strays += !Driver::mapped(memory, found->second);
+  driver.strays += driver.under_way(static_cast<unsigned char*>(memory), found->second);
+  driver.registered.erase(found);
+  return CUDA_SUCCESS;
 }
 CUresult cuIpcGetMemHandle(CUipcMemHandle* handle, CUdeviceptr address) {
   NEEDS_CONTEXT;
@@ -364,6 +399,8 @@ static CUresult copy_batch(CUdeviceptr* to, CUdeviceptr* from, size_t* bytes, si
   std::vector<Piece> pieces;
   for (size_t i = 0; i < count; i++)
     pieces.push_back({reinterpret_cast<unsigned char*>(to[i]), reinterpret_cast<const unsigned char*>(from[i]), bytes[i]});
+  for (const Piece& piece : pieces)
+    driver.strays += !driver.reached_by_engines(piece.to, piece.bytes) || !driver.reached_by_engines(piece.from, piece.bytes);
   return driver.queue(stream_of(stream), driver.copy(pieces, order == CU_MEMCPY_SRC_ACCESS_ORDER_ANY));
 }
 CUresult cuMemcpyBatchAsync(CUdeviceptr* to, CUdeviceptr* from, size_t* bytes, size_t count, CUmemcpyAttributes* attributes,
@@ -388,7 +425,8 @@ void fake_reset(unsigned long long seed, size_t total_bytes, int batch_supported
   driver.random.seed(seed);
   driver.total = driver.used + total_bytes;
   driver.batch_supported = batch_supported != 0;
-  driver.batches = driver.copies = 0;
+  driver.batches = driver.copies = driver.registrations = driver.strays = 0;
+  driver.refuses_registrations = false;
   driver.registered.clear();
 }
 CUresult fake_launch(CUstream stream, Callback callback, long long number) {
@@ -402,4 +440,7 @@ CUresult fake_launch(CUstream stream, Callback callback, long long number) {
 long long fake_batches() { return driver.batches; }
 long long fake_copies() { return driver.copies; }
 size_t fake_registered() { return driver.registered.size(); }
+long long fake_registrations() { return driver.registrations; }
+long long fake_strays() { return driver.strays; }
+void fake_refuse_registrations() { driver.refuses_registrations = true; }
 }

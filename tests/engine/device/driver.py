@@ -68,6 +68,20 @@ class FakeDevice(CudaDevice):
         """Ranges of host memory that are pinned."""
         return int(_library().fake_registered())
 
+    @property
+    def registrations(self) -> int:
+        """How often that was done."""
+        return int(_library().fake_registrations())
+
+    @property
+    def strays(self) -> int:
+        """Registered memory that was not mapped, and copies that found theirs not registered."""
+        return int(_library().fake_strays())
+
+    def refuse_registrations(self) -> None:
+        """From now on."""
+        _library().fake_refuse_registrations()
+
     def _run(self, number: int) -> None:
         try:
             self._calls.pop(number)()
@@ -84,5 +98,6 @@ def missing() -> str | None:
 def _library() -> ctypes.CDLL:
     library = open_driver(str(build_plain(HERE / "driver.cc")))
     library.fake_batches.restype = library.fake_copies.restype = ctypes.c_longlong
+    library.fake_registrations.restype = library.fake_strays.restype = ctypes.c_longlong
     library.fake_registered.restype = ctypes.c_size_t
     return library

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
 import time
 
-import zmq
-
 from tierstore.daemon import protocol as p
+from tierstore.daemon.line import Line, LineEnd
 from tierstore.memory import Memory
 
 
 class FakeDaemon:
-    """Listens at ``ipc://PATH`` and ``PATH.arena``. ``answers`` maps a message type to a function from the
+    """Listens at ``PATH.arena``. ``answers`` maps a message type to a function from the
     message to an answer (None: none); without one there are harmless defaults. ``received`` is all it got."""
 
     def __init__(self, path, *, arena_bytes=1 << 20, header_bytes=None, magic=p.ARENA_MAGIC):
@@ -23,18 +23,13 @@ class FakeDaemon:
         self.received = []
         self.arena = Memory(arena_bytes, shared=True)
         self._header = p.ARENA_HEADER.pack(magic, header_bytes or self.arena.nbytes, b"t" * 16)
-        self._held = []
+        self._lines = {}  # with their sockets, by descriptor
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(f"{path}.arena")
         self._listener.listen()
-        self._context = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        self._router.linger = 0
-        self._router.bind(self.url)
         self._stop = threading.Event()
-        self._threads = [threading.Thread(target=each) for each in (self._accept, self._serve)]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
 
     def of(self, kind):
         """The messages of one type that have come."""
@@ -42,36 +37,40 @@ class FakeDaemon:
 
     def close(self):
         self._stop.set()
-        self._listener.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join()
+        self._thread.join()
         self._listener.close()
-        for connection in self._held:
+        for connection, _ in self._lines.values():
             connection.close()
-        self._router.close(0)
-        self._context.term()
         self.arena.close()
-
-    def _accept(self):
-        while not self._stop.is_set():
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            socket.send_fds(connection, [self._header], [self.arena.fd])
-            self._held.append(connection)
 
     def _serve(self):
         while not self._stop.is_set():
-            if not self._router.poll(20):
-                continue
-            peer, _, body, *_ = self._router.recv_multipart()
+            ready, _, _ = select.select([self._listener, *self._lines], [], [], 0.02)
+            for each in ready:
+                if each is self._listener:
+                    self._accept()
+                else:
+                    self._hear(each)
+
+    def _accept(self):
+        connection, _ = self._listener.accept()
+        socket.send_fds(connection, [self._header], [self.arena.fd])
+        self._lines[connection.fileno()] = connection, Line(connection)
+
+    def _hear(self, number):
+        connection, line = self._lines[number]
+        try:
+            bodies = line.receive()
+        except LineEnd:
+            del self._lines[number]
+            connection.close()
+            return
+        for body in bodies:
             message = p.decode_request(body)
             self.received.append(message)
             answer = self.answers.get(type(message), self._default)(message)
             if answer is not None:
-                raw = answer if isinstance(answer, bytes) else p.encode(answer)
-                self._router.send_multipart([peer, p.VERSION, raw])
+                line.send(answer if isinstance(answer, bytes) else p.encode(answer))
 
     def _default(self, m):
         match m:

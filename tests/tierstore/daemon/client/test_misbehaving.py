@@ -169,7 +169,7 @@ def test_garbage_ends_the_session(fake, connect, garbage):
     wait_until(lambda: store.lookup(TOKENS).tokens == 70)
 
 
-@pytest.mark.parametrize("options", [{"magic": b"tierkv\0\2"}, {"header_bytes": 1 << 40}])
+@pytest.mark.parametrize("options", [{"magic": b"tierkv\0\1"}, {"header_bytes": 1 << 40}])
 def test_an_arena_that_cannot_be_mapped_is_no_session(fake, connect, options):
     daemon = fake(**options)
     store = connect(daemon.url, connected=False)

@@ -124,13 +124,13 @@ def test_one_that_raises_leaves_no_lease(shared_daemon, connect, prompts):
 def test_one_whose_answer_cannot_be_taken_leaves_no_lease(shared_daemon, connect, prompts, monkeypatch):
     store, failing = connect(shared_daemon.url), connect(shared_daemon.url)
     save_some(store, prompts[:20])
-    use, uses = failing._state.use, iter([None, None])
+    use, uses = failing._local.use, iter([None, None])
 
     def use_twice(*args):
         next(uses)
         return use(*args)
 
-    monkeypatch.setattr(failing._state, "use", use_twice)
+    monkeypatch.setattr(failing._local, "use", use_twice)
     with pytest.raises(StopIteration):
         lookup_all((failing if at > 10 else store, prompt) for at, prompt in enumerate(prompts[:20]))
     wait_until(lambda: leases(store) == 0)

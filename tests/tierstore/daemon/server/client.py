@@ -1,11 +1,13 @@
-"""A client that is nothing but a DEALER and the protocol: says exactly what a test tells it to."""
+"""Clients that are nothing but a socket and the protocol: they say exactly what a test tells them to."""
 
 from __future__ import annotations
 
 import itertools
 import mmap
 import os
+import select
 import socket
+from collections import deque
 from dataclasses import asdict
 
 import numpy as np
@@ -13,6 +15,7 @@ import xxhash
 import zmq
 
 from tierstore.daemon import protocol as p
+from tierstore.daemon.line import LENGTH, Line
 from tierstore.keys import Identity, Prompt
 
 CHUNK_TOKENS = 16
@@ -54,7 +57,8 @@ class ArenaConnection:
 
 
 class Client:
-    """``ask`` sends a request and returns its answer; ``tell`` sends without waiting."""
+    """Over ZMQ, also on the daemon's own host. ``ask`` sends a request and returns its answer; ``tell`` sends
+    without waiting."""
 
     def __init__(self, url: str, *, arena: bool | None = None, hello: bool = True, context=None, **options):
         self.url = url
@@ -132,10 +136,55 @@ class Client:
         assert isinstance(located, p.Located), located
         return [self.arena.map[offset : offset + nbytes] for offset in offsets(located.offsets)]
 
+    def drain(self):
+        """Leave nothing unread."""
+        while self.socket.poll(0):
+            self.socket.recv_multipart(zmq.NOBLOCK)
+
     def close(self):
         self.socket.close(0)
         if self.arena is not None:
             self.arena.close()
+
+
+class LineClient(Client):
+    """Over the arena's own socket, as a client of ours does on the daemon's host."""
+
+    def __init__(self, url: str, *, hello: bool = True):
+        self.url = url
+        self.ids = itertools.count(1)
+        self.arena = ArenaConnection(url.removeprefix("ipc://") + ".arena")
+        self.line = Line(self.arena.socket)
+        self._heard = deque()
+        self.welcome = None
+        if hello:
+            self.hello()
+
+    def tell(self, message, *frames, version=p.VERSION):
+        body = message if isinstance(message, bytes) else p.encode(message)
+        self.send_bytes(LENGTH.pack(len(body)) + body)
+
+    def send_bytes(self, data):
+        """Whatever it is. Waits for as long as the daemon does not read."""
+        while data:
+            _, ready, _ = select.select([], [self.line], [], 10)
+            assert ready, "the daemon does not read"
+            data = data[self.arena.socket.send(data) :]
+
+    def hear(self, timeout=10.0):
+        while not self._heard:
+            ready, _, _ = select.select([self.line], [], [], timeout)
+            if not ready:
+                return None, []
+            self._heard.extend(self.line.receive())
+        return p.decode_answer(self._heard.popleft()), []
+
+    def drain(self):
+        while self.hear(0)[0] is not None:
+            pass
+
+    def close(self):
+        self.arena.close()
 
 
 def positions(reserved) -> list[int]:

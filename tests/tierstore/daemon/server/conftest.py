@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.tierstore.daemon.server.client import Client
+from tests.tierstore.daemon.server.client import Client, LineClient
 from tierstore.daemon.daemon import Daemon
 from tierstore.daemon.settings import Settings
 
@@ -99,8 +99,8 @@ def start(tmp_path):
 def connect():
     clients = []
 
-    def connect_(url, **kwargs):
-        clients.append(Client(url, **kwargs))
+    def connect_(url, *, line=False, **kwargs):
+        clients.append((LineClient if line else Client)(url, **kwargs))
         return clients[-1]
 
     yield connect_

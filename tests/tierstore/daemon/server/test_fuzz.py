@@ -9,7 +9,6 @@ from dataclasses import asdict
 import msgspec
 import numpy as np
 import pytest
-import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -94,17 +93,23 @@ def test_the_id_of_a_cut_message_can_be_read(seed):
 
 
 def campaign(start, connect, messages: int, seed: int) -> float:
-    """Mutated messages from a client with a session and one without, beside an honest client that goes on
-    looking up what it saved. Returns the seconds it took."""
+    """Mutated messages from clients with a session and without, over ZMQ and over the arena's socket, beside
+    an honest client that goes on looking up what it saved. Returns the seconds it took."""
     daemon = start(disk=True, pages=64, lease_s=1.0)
-    honest = connect(daemon.url)
+    honest = connect(daemon.url, line=True)
     honest.register()
     honest.save(TOKENS)
     assert honest.ask(p.Flush(0, 10.0)).done
     honest.ask(p.Pin(0, part(PROMPT)))
     mine = list(range(5000, 5080))
     honest.save(mine)
-    rude = [connect(daemon.url), connect(daemon.url, hello=False, arena=False)]
+    rude = [
+        connect(daemon.url),
+        connect(daemon.url, hello=False, arena=False),
+        connect(daemon.url, line=True),
+        connect(daemon.url, line=True, hello=False),
+    ]
+    rude[2].register()
     rude[0].register()
     rng = random.Random(seed)
     started = time.monotonic()
@@ -117,8 +122,7 @@ def campaign(start, connect, messages: int, seed: int) -> float:
             client.tell(mutated(rng), *frames, version=version)
             sent += 1
         for client in rude:
-            while client.socket.poll(0):
-                client.socket.recv_multipart(zmq.NOBLOCK)
+            client.drain()
         found = honest.lookup(PROMPT)
         assert isinstance(found, p.Found), found
         pages = honest.load(found.lease, 5, wait_s=5.0)

@@ -354,7 +354,7 @@ def test_a_fetch_is_answered_when_its_time_is_over(start, connect):
 def test_messages_of_another_version_are_refused(start, connect):
     daemon = start()
     client = connect(daemon.url, hello=False)
-    client.tell(p.Hello(1), version=b"\x02")
+    client.tell(p.Hello(1), version=bytes([p.VERSION[0] + 1]))
     answer, _ = client.hear()
     assert (type(answer), answer.kind) == (p.Refused, "version")
 

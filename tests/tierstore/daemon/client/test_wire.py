@@ -1,0 +1,82 @@
+"""Who receives which answer, on a socket that takes little at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from tests.tierstore.daemon.client.conftest import TOKENS, in_threads, pages_of, wait_until
+from tierstore.daemon import attach
+from tierstore.daemon import protocol as p
+
+LONG = list(range(60_000))  # 240 KB of tokens, many times what the socket takes
+
+
+@pytest.fixture
+def small_buffers(monkeypatch):
+    monkeypatch.setattr(attach, "_SEND_BYTES", 1)  # the kernel makes a few KiB of it
+
+
+@pytest.fixture
+def store(make_daemon, connect, small_buffers):
+    store = connect(make_daemon(disk=False).url, lookup_s=20.0)
+    assert store.save(TOKENS, pages_of(TOKENS)).wait(10) == len(TOKENS)
+    return store
+
+
+def test_a_message_that_the_socket_does_not_take_at_once_is_sent_by_who_waits(store):
+    for number in range(5):
+        assert store.lookup([*TOKENS[:64], number, *LONG]).tokens == 64
+
+
+def test_and_by_the_connections_thread_where_nobody_waits(store):
+    async def ask():
+        prompts = [[*TOKENS[:64], number, *LONG] for number in range(5)]
+        return await asyncio.gather(*(store.lookup_async(prompt) for prompt in prompts))
+
+    assert [hit.tokens for hit in asyncio.run(ask())] == [64] * 5
+
+
+def test_threads_that_wait_for_different_answers_all_get_theirs(store):
+    """Short and long ones, led and not led, on one connection."""
+    barrier = threading.Barrier(6)
+
+    def look_up(number):
+        barrier.wait(10)
+        for turn in range(40):
+            more = LONG if (turn + number) % 10 == 0 else LONG[:100]
+            with store.lookup([*TOKENS[:64], number, *more]) as hit:
+                assert hit.tokens == 64
+
+    def look_up_async():
+        async def ask():
+            for _ in range(40):
+                hit = await store.lookup_async(TOKENS)
+                assert hit.tokens == len(TOKENS)
+                hit.release()
+
+        barrier.wait(10)
+        asyncio.run(ask())
+
+    in_threads(*(lambda number=number: look_up(number) for number in range(4)), look_up_async, look_up_async)
+    assert store.connection.counters.late_requests == 0
+    assert store.connection.counters.unsent_messages == 0
+
+
+def test_an_answer_that_nobody_waits_for_any_more_is_received_soon(make_daemon, connect):
+    """Between requests of threads that receive for themselves, the connection's thread does not listen, and
+    after them it does again."""
+    store = connect(make_daemon(disk=False).url)
+    connection = store.connection
+
+    def send_and_do_not_wait():
+        return connection.call(connection.session, p.Ping(0), p.Pong, led=True)
+
+    store.lookup(TOKENS).release()
+    call = send_and_do_not_wait()
+    wait_until(lambda: call._answer is not None, 5)
+    wait_until(lambda: connection._serving._watched, 5)
+    call = send_and_do_not_wait()
+    wait_until(lambda: call._answer is not None, 5)
