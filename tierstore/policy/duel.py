@@ -19,6 +19,8 @@ _WORTH_IT = 1 / 50  # … and the share of all hits: what a change costs may be 
 _MOST_AHEAD = 2.0  # times that: a longer lead would be followed for long after it is over
 _LATELY = 2  # turnovers, in which a challenger that is behind by …
 _TOO_MUCH = 1.0  # … standard deviations (and its share of all hits) has lost, whatever its lead was
+_CAUTION = 1.5  # times as long a lead as before is asked for when it has lost …
+_FORGIVEN = 4  # … windows, until two thirds of that are forgiven
 
 
 class _Score:
@@ -53,8 +55,9 @@ class _Score:
 class Duel(Policy):
     """LRU, unless :class:`Tenure` has lately found more pages. Both run as small shadow caches over a sample
     of the pages. LRU leads while there is doubt, and again at once when the other falls behind: where
-    conversations come to their end all at the same time, half a window of waiting cost 3 %. Hints come before
-    either."""
+    conversations come to their end all at the same time, half a window of waiting cost 3 %. And each time it
+    has, it needs a longer lead the next time: every change costs some hits, and five in a row cost 2 %. Hints
+    come before either."""
 
     name = "default"
 
@@ -64,6 +67,7 @@ class Duel(Policy):
         self._led_by = 0
         self._long = _Score()
         self._lately = _Score()
+        self._caution = 1.0
         self.watched = MOST_WATCHED
 
     @property
@@ -88,13 +92,16 @@ class Duel(Policy):
         for score, turnovers in ((self._long, _WINDOW), (self._lately, _LATELY)):
             score.fade(len(pages) / (turnovers * max(room, 16)))
             score.note(found, more)
+        forgiven = len(pages) / (_FORGIVEN * _WINDOW * max(room, 16))
+        self._caution = 1 + (self._caution - 1) * math.exp(-forgiven)
         leads = self._second_leads()
         if leads != self._led_by:
             self._led_by = int(leads)
+            self._caution *= 1 if leads else _CAUTION
             self.switches += 1
 
     def _second_leads(self) -> bool:
-        enough = self._long.enough(_CONFIDENCE)
+        enough = self._long.enough(_CONFIDENCE) * self._caution
         self._long.ahead = min(self._long.ahead, _MOST_AHEAD * enough)
         if self._lately.ahead < -self._lately.enough(_TOO_MUCH):
             self._long.ahead = min(self._long.ahead, 0.0)

@@ -346,7 +346,15 @@ class Catalog:
         # LMDB reuses what a transaction freed only in the second one after it (the one before must stay
         # readable until then). So remove in small steps, and let two transactions pass.
         for removed in small_steps(change.removed):
-            self._apply(Change(removed=removed, next_serial=change.next_serial, tick=change.tick))
+            try:
+                self._apply(Change(removed=removed, next_serial=change.next_serial, tick=change.tick))
+            except lmdb.MapFullError:  # what was freed just before cannot be used yet
+                for removal in removed:
+                    self._let_turns_pass()
+                    self._apply(Change(removed=[removal], next_serial=change.next_serial, tick=change.tick))
+        self._let_turns_pass()
+
+    def _let_turns_pass(self) -> None:
         for _ in range(2):
             with self._env.begin(write=True, db=self._meta) as txn:
                 txn.put(b"turn", (txn.id() % 256).to_bytes(1, "big"))
