@@ -77,7 +77,7 @@ SMALLER_INDEX = Scene("smaller index", [inline_life(), _CROWDED_INDEX], _SHRINKI
 """A life whose cap is below the size that the index has grown to."""
 
 HARDLY_SMALLER_INDEX = Scene(
-    "hardly smaller index", [inline_life(), replace(inline_life(), disk_bytes=864 * KIB)], _SHRINKING
+    "hardly smaller index", [inline_life(), replace(inline_life(), disk_bytes=840 * KIB)], _SHRINKING
 )
 """The same, but most pages are kept: the old index and the new one do not fit side by side."""
 
