@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tierstore_engine.errors import RequestError
@@ -29,7 +29,7 @@ uniforms = st.floats(0, 1, exclude_max=True)
 def expected(logits: list[float], params: SamplingParams) -> dict[int, float]:
     """The filtered distribution, written down as the parameters are documented."""
     weights = [math.exp((value - max(logits)) / params.temperature) for value in logits]
-    ranked = sorted(range(len(logits)), key=lambda token: -weights[token])
+    ranked = sorted(range(len(logits)), key=lambda token: -logits[token])  # weights may be rounded to equals
     ranked = ranked[: params.top_k or len(ranked)]
     total = sum(weights[token] for token in ranked)
     kept, before = {}, 0.0
@@ -42,6 +42,7 @@ def expected(logits: list[float], params: SamplingParams) -> dict[int, float]:
 
 
 @given(logit_rows, filters)
+@example(torch.tensor([-1.4013e-45, 0.0]), SamplingParams(temperature=1.0, top_p=0.25))
 def test_candidates_are_the_filtered_distribution(logits: torch.Tensor, params: SamplingParams) -> None:
     tokens, probabilities = candidates(logits, params)
     found = dict(zip(tokens.tolist(), probabilities.tolist(), strict=True))
