@@ -40,7 +40,9 @@ from tierstore.store.load import Loaded
 from tierstore.store.state import StoreState
 from tierstore.store.stats import StoreStats
 from tierstore.store.telling import Told, finish
+from tierstore.tiers.device import Device
 from tierstore.tiers.hbm import PagePool
+from tierstore.tiers.pinned import Pinned
 from tierstore.transfer import Transfer
 
 M = TypeVar("M", bound=protocol.Message)
@@ -62,6 +64,7 @@ class ConnectedStore(Store):
         pool: PagePool | None,
         lookup_s: float,
         mover_threads: int,
+        reach: Callable[[Callable[[Device], Pinned]], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.spec = spec
@@ -75,7 +78,8 @@ class ConnectedStore(Store):
         self._mover = Mover(mover_threads)
         self._remembered = Remembered(spec.chunk_tokens)
         registration = Registration(identity, spec.page_bytes, spec.chunk_tokens)
-        reach = pool.reach if pool is not None else None
+        if pool is not None:
+            reach = pool.reach
         self.connection = Connection(address, [registration], patience_s=lookup_s, reach=reach)
         self._remote = Remote(self.connection, self._remembered, spec.page_bytes, clock)
         self._finder = Finder(self._local, self._remote)
@@ -93,9 +97,12 @@ class ConnectedStore(Store):
         mover_threads: int = 2,
         keys: str | Path | None = None,
         server_key: str | Path | None = None,
+        reach: Callable[[Callable[[Device], Pinned]], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> ConnectedStore:
-        """See :meth:`Store.connect`. ``clock`` is what the ends of leases are compared with."""
+        """See :meth:`Store.connect`. ``reach`` is for those who have no pool but copy between pages and the
+        memory of a device all the same: :meth:`~tierstore.tiers.pinned.Reach.share` of that device's.
+        ``clock`` is what the ends of leases are compared with."""
         if pool is not None and pool.spec != spec:
             raise UsageError("the page pool was made for another KV spec than the store's")
         if lookup_s <= 0 or mover_threads < 1:
@@ -107,6 +114,7 @@ class ConnectedStore(Store):
             pool=pool,
             lookup_s=lookup_s,
             mover_threads=mover_threads,
+            reach=reach,
             clock=clock,
         )
 

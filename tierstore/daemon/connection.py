@@ -42,7 +42,7 @@ A = TypeVar("A", bound=Message)
 class Connection:
     """Thread-safe. ``registrations`` are the identities that every session begins with; ``patience_s`` is how
     long any request waits for the daemon to be quick, on top of what the daemon was told to take. ``reach``
-    is :meth:`~tierstore.tiers.hbm.PagePool.reach` of the pool that pages of the arena are copied to."""
+    is :meth:`~tierstore.tiers.pinned.Reach.share` of the device that pages of the arena are copied to."""
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ from tierstore.tiers.device import (
     Stream,
 )
 from tierstore.tiers.hbm import HERE, Arrivals, Filling, PagePool
-from tierstore.tiers.pinned import Pinned
+from tierstore.tiers.pinned import Pinned, Reach
 from tierstore.units import format_size
 
 _log = logging.getLogger(__name__)
@@ -116,6 +116,7 @@ class DevicePool(PagePool):
     ) -> None:
         self._number(spec, num_pages, device=device.name)
         self.runtime = device
+        self._reach = Reach(device)
         self.gather: Gather | None = None
         """Set by whoever has one."""
         self._start = _allocate(spec, num_pages, device)
@@ -132,7 +133,6 @@ class DevicePool(PagePool):
         self._filling: dict[int, _DeviceFilling] = {}  # page -> the last copy into it, until it is done
         self._freed: dict[int, Event] = {}  # page -> what was under way when it was given back
         self._distrusted = ""  # why, once it is so
-        self._pinned: tuple[Pinned, ...] = ()  # replaced, never changed: read without the lock
 
     def share(self) -> bytes:
         """The handle by which another process on this machine opens the pool's memory."""
@@ -211,26 +211,18 @@ class DevicePool(PagePool):
     # -- memory ----------------------------------------------------------------------------------------
 
     def register(self, address: int, nbytes: int) -> None:
-        pinned = Pinned(self.runtime, address, nbytes)
-        pinned.register()
-        self._know(pinned)
+        self._reach.register(address, nbytes)
 
     def unregister(self, address: int) -> None:
-        for pinned in self._pinned:
-            if pinned.address == address and not pinned.over:
-                pinned.unregister()
+        self._reach.unregister(address)
 
     def reach(self, pin: Callable[[Device], Pinned]) -> None:
-        self._know(pin(self.runtime))
+        self._reach.share(pin)
 
     def reaches(self, address: int) -> bool:
-        return any(pinned.covers(address, address) for pinned in self._pinned)
+        return self._reach.covers(address, address)
 
     # -- inside ----------------------------------------------------------------------------------------
-
-    def _know(self, pinned: Pinned) -> None:
-        with self._lock:
-            self._pinned = (*(each for each in self._pinned if not each.over and each is not pinned), pinned)
 
     def _under_way(self, pages: Iterable[int]) -> list[_DeviceFilling]:
         """The copies into ``pages`` that are not done, each once."""
@@ -303,7 +295,7 @@ class DevicePool(PagePool):
         low, high = int(addresses.min()), int(addresses.max())
         if self._start <= low and high < self._start + self.num_pages * self.spec.page_bytes:
             return True
-        return any(pinned.covers(low, high) for pinned in self._pinned)
+        return self._reach.covers(low, high)
 
     def _addresses(self, pages: Sequence[int]) -> Addresses:
         start, nbytes = np.uint64(self._start), np.uint64(self.spec.page_bytes)

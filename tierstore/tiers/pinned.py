@@ -8,6 +8,8 @@ refuses, copies from and to that memory are plain ones: slower, one by one, and 
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Callable
 
 from tierstore.tiers.device import Device
 
@@ -51,3 +53,39 @@ class Pinned:
     def covers(self, low: int, high: int) -> bool:
         """Whether the copy engines reach the addresses ``low … high`` here."""
         return self._there and self.address <= low and high < self.address + self.nbytes
+
+
+class Reach:
+    """The host memory that the copy engines of ``device`` reach, as far as it goes through here. Thread-safe;
+    :meth:`covers` takes no lock."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._lock = threading.Lock()
+        self._pinned: tuple[Pinned, ...] = ()  # replaced, never changed
+
+    def register(self, address: int, nbytes: int) -> None:
+        """Pin memory that must stay until it is unregistered. Raises
+        :class:`~tierstore.tiers.device.DeviceError` when the driver refuses."""
+        pinned = Pinned(self.device, address, nbytes)
+        pinned.register()
+        self._know(pinned)
+
+    def unregister(self, address: int) -> None:
+        """The memory that begins at ``address`` is about to go."""
+        for pinned in self._pinned:
+            if pinned.address == address and not pinned.over:
+                pinned.unregister()
+
+    def share(self, pin: Callable[[Device], Pinned]) -> None:
+        """Take in memory that others use too: ``pin`` prepares it, once for all of them, and takes care of
+        its end."""
+        self._know(pin(self.device))
+
+    def covers(self, low: int, high: int) -> bool:
+        """Whether the addresses ``low … high`` are all in one range that is pinned by now."""
+        return any(pinned.covers(low, high) for pinned in self._pinned)
+
+    def _know(self, pinned: Pinned) -> None:
+        with self._lock:
+            self._pinned = (*(each for each in self._pinned if not each.over and each is not pinned), pinned)

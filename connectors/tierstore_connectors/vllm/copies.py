@@ -10,6 +10,8 @@ from typing import Protocol
 import xxhash
 
 from tierstore import memory
+from tierstore.tiers.device import Device
+from tierstore.tiers.pinned import Pinned
 from tierstore_connectors.vllm.layout import PageLayout
 from tierstore_connectors.vllm.work import NULL_BLOCK
 
@@ -29,6 +31,9 @@ class Blocks(Protocol):
     def computed(self) -> None:
         """Called on the model's thread in each step with loads or saves: what the step writes is to be
         waited for by the copies that follow."""
+
+    def share(self, pin: Callable[[Device], Pinned]) -> None:
+        """An arena has been mapped: ``pin`` prepares it for a device, if these are on one."""
 
 
 class HostBlocks:
@@ -64,6 +69,9 @@ class HostBlocks:
 
     def computed(self) -> None:
         """The processor has computed what it has computed."""
+
+    def share(self, pin: Callable[[Device], Pinned]) -> None:
+        """The processor reaches it."""
 
 
 class SavedBlocks:

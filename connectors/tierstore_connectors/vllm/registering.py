@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,7 @@ def keep(
     device = devices.pop()
     model = model_digest(config, version, _backends(config, groups), _device_name(device), namespace)
     revision = revision_of(config)
+    blocks_on = _blocks_on(device)
     kept = {}
     for group in groups.groups:
         own = _own(group, tensors)
@@ -68,7 +69,7 @@ def keep(
             shard=rank.shard(group.number),
         )
         pages = GroupPages(group.number, identity, layout.page_bytes, group.windowed)
-        kept[group.number] = KeptGroup(pages, layout, _blocks(device, layout, list(own.values())))
+        kept[group.number] = KeptGroup(pages, layout, blocks_on(layout, list(own.values())))
     return kept
 
 
@@ -93,14 +94,16 @@ def _shape(name: str, tensor: torch.Tensor) -> TensorShape:
     return TensorShape(name, tensor.data_ptr(), tuple(tensor.shape), strides, size, str(tensor.dtype))
 
 
-def _blocks(device: torch.device, layout: PageLayout, tensors: Sequence[torch.Tensor]) -> Blocks:
+def _blocks_on(device: torch.device) -> Callable[[PageLayout, Sequence[torch.Tensor]], Blocks]:
+    """What makes a group's blocks on this device."""
     if device.type == "cpu":
-        return HostBlocks(layout)
-    if device.type == "cuda":
-        from tierstore_connectors.vllm.cuda import CudaBlocks
+        return lambda layout, tensors: HostBlocks(layout)
+    if device.type == "cuda" and torch.version.hip is None:
+        from tierstore_connectors.vllm.cuda import CudaMaker
 
-        return CudaBlocks(layout, tensors)
-    raise UnknownLayoutError(f"KV caches on {device.type} are not supported")
+        return CudaMaker(device).blocks
+    kind = "ROCm" if device.type == "cuda" else device.type
+    raise UnknownLayoutError(f"KV caches on {kind} are not supported")
 
 
 def _backends(config: Any, groups: Groups) -> list[str]:

@@ -7,20 +7,31 @@ from collections.abc import Callable
 from tierstore.daemon.connected import ConnectedStore
 from tierstore.keys import Identity
 from tierstore.spec import KVSpec
-from tierstore.store.base import Store
+from tierstore.tiers.device import Device
+from tierstore.tiers.pinned import Pinned
 from tierstore_connectors.vllm.settings import Settings
 
 _RENEW_S = 0.1  # a daemon that is well has answered by then
 
 
 class Stores:
-    """Belongs to the thread that opens them; the stores themselves are thread-safe. The daemon remembers what
-    identities it was told of for as long as a session lasts, and takes so many only: who changes them begins
-    new sessions."""
+    """``reach`` is :class:`~tierstore.daemon.connected.ConnectedStore`'s.
 
-    def __init__(self, settings: Settings, *, threads: int) -> None:
+    Belongs to the thread that opens them; the stores themselves are thread-safe. The daemon remembers what
+    identities it was told of for as long as a session lasts, and takes so many only: who changes them begins
+    new sessions.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        threads: int,
+        reach: Callable[[Callable[[Device], Pinned]], None] | None = None,
+    ) -> None:
         self._settings = settings
         self._threads = threads
+        self._reach = reach
         self._stores: dict[KVSpec, ConnectedStore] = {}
 
     def open(self, identity: Identity, page_bytes: int, chunk_tokens: int) -> ConnectedStore:
@@ -30,7 +41,7 @@ class Stores:
         store = self._stores.get(spec)
         if store is None:
             settings = self._settings
-            store = self._stores[spec] = Store.connect(
+            store = self._stores[spec] = ConnectedStore.connect(
                 settings.store,
                 spec,
                 identity=identity,
@@ -38,6 +49,7 @@ class Stores:
                 mover_threads=self._threads,
                 keys=settings.keys,
                 server_key=settings.server_key,
+                reach=self._reach,
             )
         return store
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from tierstore.hints import Hint
 from tierstore.keys import TOKEN_BYTES, Identity, PageKey
+from tierstore.tiers.device import Device
+from tierstore.tiers.pinned import Pinned
 from tierstore_connectors.vllm.copies import Blocks, LoadedBlocks, SavedBlocks, sound
 from tierstore_connectors.vllm.guard import Faults
 from tierstore_connectors.vllm.layout import PageLayout
@@ -86,7 +88,7 @@ class WorkerHalf:
         self._chunk_tokens = chunk_tokens
         self._faults = faults
         self._counts = counts
-        self._stores = Stores(settings, threads=settings.threads)
+        self._stores = Stores(settings, threads=settings.threads, reach=self._share)
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="tierstore-save")
         self._loader = ThreadPoolExecutor(2, thread_name_prefix="tierstore-load")
         self._saves = Saves(self._saver, counts, faults)
@@ -223,6 +225,10 @@ class WorkerHalf:
             del known.tokens[grown.first * self._chunk_tokens * TOKEN_BYTES :]
             known.keys += grown.keys
             known.tokens += grown.tokens
+
+    def _share(self, pin: Callable[[Device], Pinned]) -> None:
+        for group in self._groups.values():
+            group.blocks.share(pin)
 
     def _open(self) -> None:
         for group in self._groups.values():

@@ -75,11 +75,25 @@ def step(new=(), cached=(), scheduled=None, tables=None, preempted=(), tokens=No
     )
 
 
+class HostMemory:
+    """KV memory on the processor, and who computes with it."""
+
+    def array(self, shape):
+        return np.zeros(shape, np.float32)
+
+    def blocks(self, layout, array):
+        return HostBlocks(layout)
+
+    def compute(self, work):
+        work()
+
+
 class Engine:
     """One scheduler's half, one worker's, and the KV memory of ``windowed`` groups. ``lacking``: groups whose
     layers are in other pipeline stages."""
 
-    def __init__(self, url, model, *, windowed=(False,), lacking=(), **settings):
+    def __init__(self, url, model, *, windowed=(False,), lacking=(), on=None, **settings):
+        self.on = on or HostMemory()
         self.settings = Settings(store=url, **{"lookup_s": 5.0, **settings})
         self.faults, self.counts = Faults(), Counts()
         groups = tuple(
@@ -88,7 +102,7 @@ class Engine:
         self.groups = Groups(groups, len(groups), BLOCK, CHUNK)
         self.memory, kept = [], {}
         for group in groups:
-            array = np.zeros((NUM_BLOCKS, 2, BLOCK, 32), np.float32)
+            array = self.on.array((NUM_BLOCKS, 2, BLOCK, 32))
             self.memory.append(array)
             pointer = array.__array_interface__["data"][0]
             shape = TensorShape(group.layers[0], pointer, array.shape, array.strides, 4, "float32")
@@ -97,7 +111,7 @@ class Engine:
             identity = Identity.of(spec, model=model, shard=f"group{group.number}")
             pages = GroupPages(group.number, identity, layout.page_bytes, group.windowed)
             if group.number not in lacking:
-                kept[group.number] = KeptGroup(pages, layout, HostBlocks(layout))
+                kept[group.number] = KeptGroup(pages, layout, self.on.blocks(layout, array))
         self.worker = WorkerHalf(self.settings, kept, len(groups), CHUNK, self.faults, self.counts)
         self.scheduler = SchedulerHalf(self.settings, self.groups, self.faults, self.counts)
         self.scheduler.connect([self.worker.shard])
@@ -113,11 +127,15 @@ class Engine:
         return tokens
 
     def fill(self, table, value):
-        """Write ``value + n`` to the n-th block of a table, in each group."""
-        for array, blocks in zip(self.memory, table, strict=True):
-            for at, block in enumerate(blocks):
-                if block:
-                    array[block] = value + at
+        """Compute ``value + n`` as the n-th block of a table, in each group."""
+
+        def compute():
+            for array, blocks in zip(self.memory, table, strict=True):
+                for at, block in enumerate(blocks):
+                    if block:
+                        array[block] = value + at
+
+        self.on.compute(compute)
 
     def run(self, output, *, between=lambda: None):
         """A step, as the worker goes through it; the results."""

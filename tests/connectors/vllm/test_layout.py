@@ -125,8 +125,8 @@ def test_block_numbers_are_checked():
     assert not sound([(1,)], 9, 2)
 
 
-def test_a_gpus_copies_do_the_same():
-    """Over host memory: the indexing is torch's on every device. (Streams and events are not tested here.)"""
+def test_pieces_that_are_collected_on_a_gpu_make_the_same_page():
+    """Over host memory: the indexing is torch's on every device."""
     torch = pytest.importorskip("torch")
     from tierstore_connectors.vllm import cuda
 

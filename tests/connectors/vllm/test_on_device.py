@@ -1,0 +1,213 @@
+"""KV blocks in a device's memory: the right bytes whenever the device does what it was asked for."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from tests.connectors.vllm.conftest import BLOCK, Request, step
+from tests.connectors.vllm.test_halves import OTHER, TABLE, TOKENS, equal_blocks, load
+from tests.engine.device import SCHEDULES, FakeDevice, missing
+from tests.tierstore.daemon.client.conftest import wait_until
+from tierstore.tiers.device import DeviceError
+from tierstore.tiers.pinned import Reach
+from tierstore_connectors.vllm.layout import TensorShape, page_layout
+
+torch = pytest.importorskip("torch")
+cuda = pytest.importorskip("tierstore_connectors.vllm.cuda")
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no device to test with: {missing()}")
+
+
+class DeviceMemory:
+    """KV memory on a device; what computes there is put on a stream of its own."""
+
+    def __init__(self, device):
+        self.device = device
+        self.stream = device.stream()
+        self.reach = Reach(device)
+        self.addresses = []
+
+    def array(self, shape):
+        nbytes = int(np.prod(shape)) * 4
+        self.addresses.append(self.device.allocate(nbytes))
+        array = self.device.view(self.addresses[-1], (nbytes,)).view(np.float32).reshape(shape)
+        array[:] = 0
+        return array
+
+    def blocks(self, layout, array):
+        return cuda.make_blocks(
+            layout,
+            [torch.from_numpy(array)],
+            self.reach,
+            computing=lambda: self.stream,
+            on_stream=self.device.launch,
+        )
+
+    def compute(self, work):
+        self.device.launch(self.stream, work)
+
+    def finish(self):
+        self.device.finish(self.stream)
+
+
+@pytest.fixture(params=["straight", "collected"])
+def way(request, monkeypatch):
+    """Both ways to copy, whatever the size of the pieces."""
+    monkeypatch.setattr(cuda, "LEAST_PIECE", 0 if request.param == "straight" else 1 << 30)
+    return request.param
+
+
+@pytest.fixture
+def on_device(engine, way):
+    """``on_device(seed)``: engines with their memory on a device of that schedule, and the truth told to its
+    driver."""
+    engines, devices = [], []
+
+    def make(seed=1, device=None, *, ready=True, **options):
+        devices.append(device or FakeDevice(seed))
+        engines.append(engine(on=DeviceMemory(devices[-1]), **options))
+        if ready:
+            for store in engines[-1].worker._stores._stores.values():
+                store.wait_ready()
+        return engines[-1]
+
+    yield make
+    for each in engines:
+        each.close()
+        each.on.finish()
+    for device in devices:
+        wait_until(lambda device=device: device.registered == 0)
+        assert device.strays == 0
+
+
+@pytest.mark.parametrize("seed", SCHEDULES)
+def test_a_step_is_saved_after_it_was_computed_and_loaded_after_the_one_before(on_device, seed):
+    first = on_device(seed)
+    second = on_device(device=first.on.device)
+    first.save(Request("warm", list(range(200, 270))), TABLE, 70, value=20.0)
+    first.save(Request("a", TOKENS), TABLE, 70)
+    second.fill(OTHER, -50.0)  # a step of the blocks' last owner, which nobody waits for
+    results = load(second, Request("b", TOKENS), OTHER)
+    assert (results.finished, results.failed, results.blocks) == ({"b"}, set(), set())
+    first.on.finish()
+    second.on.finish()
+    assert equal_blocks(first, second, zip(TABLE[0][:8], OTHER[0][:8], strict=True))
+    assert second.memory[0][OTHER[0][0], 0, 0, 0] == 1.0
+    assert second.memory[0][OTHER[0][8], 0, 0, 0] == -42.0  # the tail is vLLM's to compute
+
+
+@pytest.mark.parametrize("seed", SCHEDULES[:6])
+def test_a_step_that_writes_to_blocks_waits_for_the_saves_that_read_them(on_device, seed):
+    first = on_device(seed)
+    second = on_device(device=first.on.device)
+    request = Request("a", TOKENS)
+    first.matched(request)
+    first.scheduler.allocated(request, TABLE, 0)
+    computed = step(new=[("a", 0, TABLE)], scheduled={"a": 70}, tables={"a": TABLE})
+    first.run(computed, between=lambda: first.fill(TABLE, 1.0))
+    first.run(step(cached=[("z", 0, ([5, 6],))]), between=lambda: first.fill(TABLE, 99.0))
+    first.settle()
+    if found := second.matched(Request("b", TOKENS)):
+        second.scheduler.allocated(Request("b", TOKENS), OTHER, found)
+        second.until_loaded()
+        second.on.finish()
+        assert (second.memory[0][OTHER[0][: found // BLOCK]] < 50).all()
+
+
+@pytest.mark.parametrize("seed", SCHEDULES[:6])
+def test_blocks_that_vllm_has_itself_and_those_outside_of_windows_are_left_alone(on_device, seed):
+    options = {"windowed": (False, True)}
+    first = on_device(seed, **options)
+    second = on_device(device=first.on.device, **options)
+    table = (TABLE[0], [30, 31, 32, 33, 34, 35, 36, 37, 38])
+    first.save(Request("a", TOKENS), table, 70)
+    second.fill((OTHER[0][:3], []), -1.0)
+    second.on.finish()
+    before = second.memory[0].copy()
+    outside = ([*OTHER[0]], [0, 0, 0, 0, 0, 45, 46, 47, 48])
+    load(second, Request("b", TOKENS), outside, local=24)  # in the middle of a chunk
+    for each in (first, second):
+        each.on.finish()
+    untouched = [block for block in range(len(before)) if block not in OTHER[0][3:8]]
+    assert (second.memory[0][untouched] == before[untouched]).all()
+    assert equal_blocks(first, second, zip(TABLE[0][3:8], OTHER[0][3:8], strict=True))
+    assert equal_blocks(first, second, [(35, 45), (36, 46), (37, 47)], group=1)
+    assert not second.memory[1][:45].any()
+
+
+def test_pages_go_over_by_the_copy_engines_once_the_arena_is_pinned(on_device, way):
+    first = on_device()
+    second = on_device(device=first.on.device)
+    first.save(Request("a", TOKENS), TABLE, 70)
+    load(second, Request("b", TOKENS), OTHER)
+    device = first.on.device
+    assert (device.registered, device.registrations) == (1, 1)  # one process, one mapping
+    assert (device.batches, device.copies) == ((8, 0) if way == "straight" else (0, 8))
+
+
+@pytest.mark.parametrize("seed", SCHEDULES[:4])
+def test_an_arena_that_the_driver_does_not_take_is_slower_and_the_same(on_device, seed):
+    device = FakeDevice(seed)
+    device.refuse_registrations()
+    first, second = (on_device(device=device) for _ in range(2))
+    first.save(Request("a", TOKENS), TABLE, 70)
+    load(second, Request("b", TOKENS), OTHER)
+    first.on.finish()
+    assert equal_blocks(first, second, zip(TABLE[0][:8], OTHER[0][:8], strict=True))
+    assert (device.batches, device.registered) == (0, 0)
+    (store,) = first.worker._stores._stores.values()
+    assert store.stats().counters["connection"]["unpinned_arenas"] >= 1
+
+
+def test_a_driver_that_fails_costs_a_hit_and_its_copies_end_first(on_device, monkeypatch, caplog):
+    first = on_device()
+    second = on_device(device=first.on.device)
+    first.save(Request("a", TOKENS), TABLE, 70)
+    ended = []
+    blocks = second.worker._groups[0].blocks
+
+    def refused(stream, chunk, address):
+        raise DeviceError("no")
+
+    monkeypatch.setattr(type(blocks._way), "up", lambda self, *ends: refused(*ends))
+    monkeypatch.setattr(second.on.device, "synchronize", ended.append)
+    results = load(second, Request("b", TOKENS), OTHER)
+    monkeypatch.undo()
+    assert results.finished == {"b"}
+    assert results.blocks == set(OTHER[0][:8])
+    assert ended
+    assert second.faults.counts.pop("copying to KV blocks")
+    caplog.clear()  # the frames in it hold on to the mapping
+    assert second.matched(Request("c", TOKENS)) == 0  # it is not tried again at once
+
+
+def test_streams_and_pages_are_used_again(on_device):
+    first = on_device()
+    made = []
+    device = first.on.device
+    original = device.stream
+    device.stream = lambda: made.append(1) or original()
+    for number in range(6):
+        first.save(Request(f"a{number}", [number, *TOKENS]), TABLE, 70)
+    assert 1 <= len(made) <= first.settings.threads
+    del device.stream
+
+
+def test_pieces_are_collected_where_they_are_small():
+    def way(run, *, layers=1):
+        array = np.zeros((layers, 8, run), np.uint8)
+        shapes = [
+            TensorShape(str(at), each.__array_interface__["data"][0], each.shape, each.strides, 1, "uint8")
+            for at, each in enumerate(array)
+        ]
+        layout = page_layout(shapes, num_blocks=8, blocks=4)
+        tensors = [torch.from_numpy(each) for each in array]
+        reach = Reach(FakeDevice())
+        return type(cuda.make_blocks(layout, tensors, reach, computing=int, on_stream=print)._way)
+
+    sizes = (cuda.LEAST_PIECE - 1, cuda.LEAST_PIECE)
+    found = [way(run, layers=layers) for run, layers in itertools.product(sizes, (1, 3))]
+    assert found == [cuda.Collected] * 2 + [cuda.Straight] * 2
