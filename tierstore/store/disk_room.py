@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
@@ -158,7 +157,7 @@ class DiskRoom:
                 break
             evicted += left.pages
             nbytes -= left.nbytes
-            time.sleep(0)  # the lock goes to whoever is quickest: without this, to us again
+            self._state.give_way()
         return evicted
 
     def _most_pages(self, nbytes: int) -> int:

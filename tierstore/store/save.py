@@ -8,7 +8,6 @@ next one.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -160,7 +159,7 @@ class SaveJob:
         """Decide, and have it copied. Without the lock."""
         decided = False
         while not decided:
-            time.sleep(0)  # the lock goes to whoever is quickest: without this, to us again
+            self.state.give_way()
             with self.state.lock:
                 self._step()
                 self._submit(mover)

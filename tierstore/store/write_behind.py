@@ -132,15 +132,14 @@ class WriteBehind:
         """Write what waits, until nothing does. ``under_way`` are the pages taken from the queue that are not
         durable yet, for whoever has to undo it."""
         writes: deque[_Write] = deque()  # under way, the oldest first
-        written: list[Page] = []  # and not durable yet
-        nbytes = 0  # of both
+        written: list[Page] = []  # not durable yet
+        durable: list[Page] = []  # not served yet
+        nbytes = 0  # of writes and written
         try:
             while True:
                 full = nbytes >= self._commit_bytes or len(writes) == _WRITES_AT_ONCE
-                write = None
-                if not full and (not writes or self._worth_beginning()):
-                    write = self._write_next(under_way)
-                if write is not None:
+                beginning = not full and (not writes or self._worth_beginning())
+                if beginning and (write := self._write_next(under_way)) is not None:
                     writes.append(write)
                     nbytes += write.nbytes
                 elif writes:
@@ -149,23 +148,25 @@ class WriteBehind:
                         writes[0].over.result()
                         written += writes.popleft().pages
                 elif written:
-                    verified = self._verified(written)
-                    durable = verified if self._commit(verified) else []
+                    durable = self._make_durable(written)
                     under_way.clear()
                     written, nbytes = [], 0
-                    try:  # the next write before anything else: the disk has nothing to do
-                        if (write := self._write_next(under_way)) is not None:
-                            writes.append(write)
-                            nbytes = write.nbytes
-                    finally:
-                        self._finish(durable)
-                else:
+                    continue  # with the next write: the disk has nothing to do
+                elif not durable:
                     break
+                served, durable = durable, []
+                self._finish(served)
         finally:
             for write in writes:
                 write.over.exception()  # it holds on to the slots until it is over, however it goes
+            self._finish(durable)
         if self._housekeeping_due():
             self._commit([])
+
+    def _make_durable(self, written: Sequence[Page]) -> list[Page]:
+        """Those of the written pages that are."""
+        verified = self._verified(written)
+        return verified if self._commit(verified) else []
 
     def _write_next(self, under_way: list[Page]) -> _Write | None:
         """Begin to write what waits, or some of it. None when nothing does."""
@@ -320,7 +321,7 @@ class WriteBehind:
                 state.counters.disk_written_pages += len(some)
                 state.health.written()
                 state.changed.notify_all()
-            time.sleep(0)  # the lock goes to whoever is quickest: without this, to us again
+            state.give_way()
 
     # -- giving up -----------------------------------------------------------------------------------
 
