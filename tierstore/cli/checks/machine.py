@@ -61,12 +61,17 @@ def _shm() -> Check:
         info = os.statvfs("/dev/shm")
     except OSError as error:
         return warn(
-            "/dev/shm", error.strerror or str(error), "mount a tmpfs there: engines share memory by it"
+            "/dev/shm",
+            error.strerror or str(error),
+            "mount a tmpfs there, for engines of several processes",
         )
     size, free = info.f_blocks * info.f_frsize, info.f_bavail * info.f_frsize
     found = f"{format_size(free)} free of {format_size(size)}"
     if size < _LEAST_SHM:
-        advice = "too small to share pages by: in a container, start it with --shm-size=16g or --ipc=host"
+        advice = (
+            "too small for an engine of several processes (the arena is not in it): in a container, start it "
+            "with --shm-size=16g or --ipc=host"
+        )
         return warn("/dev/shm", found, advice, free_bytes=free, size_bytes=size)
     return ok("/dev/shm", found, free_bytes=free, size_bytes=size)
 

@@ -15,6 +15,7 @@ from tierstore.tiers.disk.records import (
     Removal,
     encode,
     encode_facts,
+    first_use,
     stored_names,
     stored_place,
     with_use,
@@ -97,8 +98,7 @@ class Writing:
         for record, payload in sorted(added, key=lambda pair: pair[0].serial):
             key = page_key(record.serial)
             pages.append((key, encode(record)))
-            use = used.get(record.serial) or PageUse(0, record.created_s, 0)
-            facts.append((key, encode_facts(record, use)))
+            facts.append((key, encode_facts(record, first_use(record, used))))
             children.append((link_of(record), b""))
             if record.place == INLINE:
                 assert payload is not None, f"page {record.serial} is inline, but its payload was not given"

@@ -31,11 +31,11 @@ from tierstore.tiers.disk.order import (
     size_classes,
     worst_first,
 )
-from tierstore.tiers.disk.records import PageRecord, PageUse, Removal
+from tierstore.tiers.disk.records import PageRecord, PageUse, Removal, first_use
 
 _LEAST_ROWS = 1024
-_ORDERED_FRACTION = 64  # of the pages are put in order at once: a pass over a million takes 50 ms
-_LEAST_ORDERED = 1024
+_ORDERED_FRACTION = 64  # of the pages are put in order at once: a pass over a million takes 50 ms …
+_LEAST_ORDERED = 1024  # … and over a few no longer than to put this many in order
 _END = Entry(np.inf, -1, 0)
 _EXPIRY_S = 1.0  # between two passes that look for hints whose time is over
 _COLUMNS = {
@@ -154,7 +154,7 @@ class Ledger:
             columns["parent"][rows] = parents = [record.parent for record in records]
             columns["place"][rows] = [record.place for record in records]
             columns["nbytes"][rows] = [record.nbytes for record in records]
-            uses = [used.get(record.serial) or PageUse(0, record.created_s, 0) for record in records]
+            uses = [first_use(record, used) for record in records]
             for name, values in zip(PageUse._fields, zip(*uses, strict=True), strict=True):
                 columns[name][rows] = values
             self._forget_hints(rows)

@@ -9,6 +9,7 @@ free; all of them are read at every open, so they are small and kept apart.
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,6 +66,11 @@ class PageUse(NamedTuple):
     tick: int  # of the store's logical clock, which goes on from life to life
     used_s: float  # wall clock
     hits: int
+
+
+def first_use(record: PageRecord, used: Mapping[int, PageUse]) -> PageUse:
+    """Of a page that is being added: what was noted of its serial, if anything was."""
+    return used.get(record.serial) or PageUse(0, record.created_s, 0)
 
 
 class Removal(NamedTuple):
