@@ -73,9 +73,17 @@ def wait_cached(engine, tokens, expected):
         (models.LLAMA, {"dtype": "bfloat16"}, EXACT),
         (models.LLAMA, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}, EXACT),
         (models.GEMMA, {"blocks": 1024}, EXACT),
+        (models.GEMMA, {"blocks": 1024, "prefix_match_unit": 8}, EXACT),
         (models.LLAMA, {"tensor_parallel_size": 2}, EXACT),
     ],
-    ids=["llama-float32", "llama-bfloat16", "llama-fp8-kv", "gemma-windows", "llama-tp2"],
+    ids=[
+        "llama-float32",
+        "llama-bfloat16",
+        "llama-fp8-kv",
+        "gemma-windows",
+        "gemma-finer-hashes",
+        "llama-tp2",
+    ],
 )
 def test_what_comes_back_is_what_was_computed(model, daemon, kind, options, tolerance):
     with Engine(model(kind), connector=patient(daemon.url), **options) as engine:

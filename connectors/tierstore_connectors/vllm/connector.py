@@ -98,7 +98,7 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         config = self._vllm_config
         try:
             settings = Settings.parse(config.kv_transfer_config.kv_connector_extra_config or {})
-            groups = read_groups(self._kv_cache_config, config.cache_config.block_size, settings.chunk_tokens)
+            groups = read_groups(self._kv_cache_config, config.cache_config, settings.chunk_tokens)
             if not _REPORTS_REQUESTS and (len(groups.groups) > 1 or groups.groups[0].windowed):
                 # Earlier ones do not say which blocks have gone.
                 raise UnknownLayoutError("sliding windows need vLLM 0.30 or later")

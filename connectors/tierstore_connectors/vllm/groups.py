@@ -44,21 +44,28 @@ class Groups:
         return self.chunk_tokens // group.block_tokens
 
 
-def read_groups(kv_cache_config: Any, block_size: int, chunk_tokens: int) -> Groups:
-    """``block_size`` is vLLM's own, for versions that do not say how many tokens a hash covers. Raises
-    :class:`UnknownLayoutError` for groups that cannot be kept."""
+def read_groups(kv_cache_config: Any, cache_config: Any, chunk_tokens: int) -> Groups:
+    """Both are vLLM's. Raises :class:`UnknownLayoutError` for groups that cannot be kept."""
     described = kv_cache_config.kv_cache_groups
     groups = [_group(number, each) for number, each in enumerate(described)]
     if not groups:
         raise UnknownLayoutError("the model has no KV cache")
-    hash_tokens = int(vars(kv_cache_config).get("hash_block_size") or math.gcd(*_sizes(groups)))
-    if len(groups) == 1:
-        hash_tokens = int(vars(kv_cache_config).get("hash_block_size") or block_size)
+    hash_tokens = _hash_tokens(kv_cache_config, cache_config, groups)
     unit = math.lcm(hash_tokens, *_sizes(groups))
     if chunk_tokens % unit:
         raise UnknownLayoutError(f"chunk_tokens is {chunk_tokens}: it has to be a multiple of {unit}")
     chunk = chunk_tokens or -(-_MIN_CHUNK_TOKENS // unit) * unit
     return Groups(tuple(groups), len(groups), hash_tokens, chunk)
+
+
+def _hash_tokens(kv_cache_config: Any, cache_config: Any, groups: Sequence[Group]) -> int:
+    """How many tokens a block hash covers. Before 0.32 vLLM does not say; this is how it decides there."""
+    told = vars(kv_cache_config).get("hash_block_size")
+    if told:
+        return int(told)
+    if len(groups) == 1:
+        return int(cache_config.block_size)
+    return int(vars(cache_config).get("prefix_match_unit") or math.gcd(*_sizes(groups)))
 
 
 def _sizes(groups: Sequence[Group]) -> list[int]:

@@ -80,22 +80,32 @@ def kv_config(*specs, **more):
     return SimpleNamespace(kv_cache_groups=groups, **more)
 
 
+CACHE = SimpleNamespace(block_size=16, prefix_match_unit=None)
+
+
 def kind(name, **fields):
     return type(name, (SimpleNamespace,), {})(**fields)
 
 
 def test_groups_of_attention_are_understood():
     full, window = kind("FullAttentionSpec", block_size=16), kind("SlidingWindowSpec", block_size=16)
-    one = read_groups(kv_config(full), 16, 0)
+    one = read_groups(kv_config(full), CACHE, 0)
     assert (one.hash_tokens, one.chunk_tokens, one.count) == (16, 64, 1)
-    two = read_groups(kv_config(full, window, hash_block_size=16), 16, 0)
+    two = read_groups(kv_config(full, window, hash_block_size=16), CACHE, 0)
     assert [group.windowed for group in two.groups] == [False, True]
     assert two.blocks_per_chunk(two.groups[1]) == 4
-    uneven = read_groups(kv_config(full, kind("SlidingWindowSpec", block_size=48), hash_block_size=16), 16, 0)
+    uneven = read_groups(
+        kv_config(full, kind("SlidingWindowSpec", block_size=48), hash_block_size=16), CACHE, 0
+    )
     assert uneven.chunk_tokens == 96
+    # Before 0.32: finer, where the user asks for it, but not of a model with one group.
+    finer = SimpleNamespace(block_size=16, prefix_match_unit=8)
+    assert read_groups(kv_config(full, window), CACHE, 0).hash_tokens == 16
+    assert read_groups(kv_config(full, window), finer, 0).hash_tokens == 8
+    assert read_groups(kv_config(full), finer, 0).hash_tokens == 16
     mixed = kind("UniformTypeKVCacheSpecs", block_size=16, kv_cache_specs={"l0": full})
-    assert read_groups(kv_config(mixed), 16, 0).groups[0].windowed is False
-    assert read_groups(kv_config(full), 16, 128).chunk_tokens == 128
+    assert read_groups(kv_config(mixed), CACHE, 0).groups[0].windowed is False
+    assert read_groups(kv_config(full), CACHE, 128).chunk_tokens == 128
 
 
 def test_groups_of_anything_else_are_refused():
@@ -110,7 +120,7 @@ def test_groups_of_anything_else_are_refused():
         (kv_config(full), 40),
     ):
         with pytest.raises(UnknownLayoutError):
-            read_groups(config, 16, chunk)
+            read_groups(config, CACHE, chunk)
 
 
 def test_the_breaker_opens_after_two_failures_and_tries_again():
