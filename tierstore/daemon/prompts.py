@@ -131,8 +131,18 @@ class AskedPrompt:
             head_tokens + below.tokens,
             below.tail_tokens or (self.chunk_tokens if self.head else 0),
         )
-        more = match.tokens < max_tokens and frontier(state, parent, below, self.chunk_tokens) is not None
+        more = match.tokens < max_tokens and self._may_be_on_disk(state, parent, below)
         return _reachable(state, Found(match, _joined(head_runs, below.runs), more), self.chunk_tokens)
+
+    def _may_be_on_disk(self, state: StoreState, parent: Page, below: Match) -> bool:
+        """Whether the pages that follow a match ``below`` the head may be on disk."""
+
+        def chunk(index: int) -> tuple[PageKey | None, bytes]:
+            key = self.keys[index] if index < len(self.keys) else None
+            return key, self.tokens[index * self._width : (index + 1) * self._width]
+
+        identity = self.registration.identity
+        return frontier(state, parent, below, identity, self.chunk_tokens, chunk) is not None
 
     def _head_runs(self, state: StoreState) -> list[tuple[Tier, int]]:
         path = self.path

@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tierstore.index import Match, Page, Tier, common_tokens
-from tierstore.keys import Prompt
+from tierstore.keys import Identity, PageKey, Prompt
 from tierstore.store.state import StoreState
 from tierstore.tiers.disk import PageRecord
 
 _LOOK_S = 2.0  # the longest look at the disk; it goes on alone, so that the next lookup finds more in memory
 _MOST_LOOKS = 4  # at the disk; more than one only while others evict or save the same prompt
 _MOST_COUNTED = 16  # children, to find out whether a look at the disk can be spared
+
+ChunkAt = Callable[[int], "tuple[PageKey | None, bytes]"]
+"""Key and token bytes of a prompt's chunk; no key for the partial one at the end, and nothing beyond it."""
 
 
 @contextmanager
@@ -26,6 +29,10 @@ def find(state: StoreState, prompt: Prompt, max_tokens: int, page_bytes: int) ->
 
     Raises :class:`~tierstore.errors.StoreClosedError`.
     """
+
+    def chunk(index: int) -> tuple[PageKey | None, bytes]:
+        return prompt.keys[index] if index < len(prompt.keys) else None, prompt.chunk(index)
+
     looks = 0
     match: Match | None = None
     seen = -1
@@ -36,7 +43,9 @@ def find(state: StoreState, prompt: Prompt, max_tokens: int, page_bytes: int) ->
             if match is None or state.index.changes != seen:
                 match = state.index.tree.match(root, prompt, max_tokens)
                 seen = state.index.changes
-            parent = frontier(state, root, match, prompt.chunk_tokens) if looks < _MOST_LOOKS else None
+            parent = None
+            if looks < _MOST_LOOKS:
+                parent = frontier(state, root, match, prompt.identity, prompt.chunk_tokens, chunk)
             if parent is None or match.tokens >= max_tokens:
                 yield match
                 return
@@ -44,17 +53,22 @@ def find(state: StoreState, prompt: Prompt, max_tokens: int, page_bytes: int) ->
         looks = looks + 1 if woken else _MOST_LOOKS
 
 
-def frontier(state: StoreState, root: Page, match: Match, chunk_tokens: int) -> Page | None:
-    """The last whole page of a match below ``root`` (or below any page), if there may be pages below it that
-    are only on disk. Under the lock."""
+def frontier(
+    state: StoreState, root: Page, match: Match, identity: Identity, chunk_tokens: int, chunk: ChunkAt
+) -> Page | None:
+    """The last whole page of a match below ``root`` (or below any page), if there may be a page below it that
+    is only on disk and that the prompt goes on with. ``chunk(0)`` of the prompt is the one below ``root``.
+    Under the lock."""
     whole = match.tokens // chunk_tokens
     page = match.pages[whole - 1] if whole else root
     on_disk = page.copies[Tier.DISK] is not None or page.parent is None
     if state.disk is None or not state.health.readable:
         return None
-    if not page.serial or not on_disk or _all_awake(state, page):
+    if not page.serial or not on_disk:
         return None
-    return page
+    if not state.disk.links.may_lead(page.serial, *chunk(whole), whole=identity.whole_pages):
+        return None
+    return None if _all_awake(state, page) else page
 
 
 def _all_awake(state: StoreState, page: Page) -> bool:

@@ -19,6 +19,7 @@ sees to it that there is one at a time). Readers are never blocked.
 from __future__ import annotations
 
 import errno
+import itertools
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -213,6 +214,15 @@ class Catalog:
             if cursor.set_range(start):
                 for key, value in cursor:
                     yield bytes(key), value
+
+    def links(self, start: bytes, count: int) -> tuple[list[bytes], bytes | None]:
+        """Up to ``count`` keys of the tree ``children``, from ``start`` on, and where to go on; None at the
+        end. What is added behind ``start`` between two calls is found."""
+        with _os_errors(), self._env.begin(db=self._children) as txn, txn.cursor() as cursor:
+            if not cursor.set_range(start):
+                return [], None
+            found = list(itertools.islice(cursor.iternext(keys=True, values=False), count))
+        return found, found[-1] + b"\0" if len(found) == count else None
 
     def misfiled(self, tree: bytes) -> int:
         """How many entries of a tree are out of order, or not to be found by their keys."""

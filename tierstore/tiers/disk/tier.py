@@ -22,6 +22,7 @@ from tierstore.tiers.disk.crew import Crew
 from tierstore.tiers.disk.io import FileIO, QueuedIO
 from tierstore.tiers.disk.layout import Layout, split
 from tierstore.tiers.disk.ledger import Ledger
+from tierstore.tiers.disk.links import Links
 from tierstore.tiers.disk.opening import OpenedParts, open_parts
 from tierstore.tiers.disk.probe import Presence, try_out
 from tierstore.tiers.disk.reads import PageRead, ReadBatch
@@ -56,6 +57,7 @@ class DiskTier:
         self._payloads = parts.payloads
         self._space = parts.space
         self._survey = parts.survey
+        self.links = Links(parts.catalog, watch)  # what need not be looked for in the index
         self.serials = Serials(parts.catalog.next_serial, parts.catalog.roots())
         self._unsynced = Unsynced()
         self._commit_lock = threading.Lock()
@@ -262,6 +264,7 @@ class DiskTier:
             new = self.serials.unwritten()
             with self.watch.call():
                 self._catalog.apply(Change(added, removed, used, new.roots, new.next_serial, tick))
+            self.links.add(records)
             self._space.settle(records, removed, index=self._catalog.usage)
             if self.ledger is not None:
                 self.ledger.add(records, used)
@@ -352,6 +355,8 @@ class DiskTier:
                     held += [places[serial]] if serial in places else []
                     continue
                 place = (record.place, record.nbytes)
+                lead = self.links.may_lead(record.parent, record.key, record.tokens, whole=True)
+                assert lead, f"page {serial} is said not to be there"
                 # Holes have no record, but they have a row in the ledger as long as there are pages below.
                 rooted = record.parent in serials or ledger.children(record.parent)
                 assert rooted, f"page {serial} has lost its parent {record.parent}"
@@ -376,3 +381,4 @@ class DiskTier:
             closing.callback(self._payloads.close)
             closing.callback(self._lookers.close)
             self._survey.wait()
+            self.links.close()
