@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from tierstore.daemon.service import Service
 from tierstore.daemon.settings import Settings
 from tierstore.daemon.stats import DaemonStats, version
 from tierstore.errors import TierStoreError, UsageError
+from tierstore.memory import shared_huge_pages
 from tierstore.store.assembly import Assembly
 from tierstore.units import format_size
 
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
     from tierstore.daemon.metrics import MetricsServer
 
 _log = logging.getLogger(__name__)
+
+_SWITCH_S = 0.0005  # with Python's 5 ms a lookup waits that long for each turn of whoever writes to disk
 
 
 class Daemon:
@@ -197,6 +201,8 @@ async def run(settings: Settings, reload: Callable[[], Settings]) -> bool:
         else ""
     )
     _log.info("tierstore %s serves %s of host memory%s", version(), format_size(settings.host_bytes), disk)
+    if not shared_huge_pages():
+        _log.info("the arena has no huge pages, which slows the disk and copies: see `tierstore doctor`")
     await ending.wait()
     _log.info("ending")
     orderly = await daemon.stop()
@@ -206,5 +212,6 @@ async def run(settings: Settings, reload: Callable[[], Settings]) -> bool:
 
 def serve(settings: Settings, reload: Callable[[], Settings]) -> None:
     """:func:`run` as the whole of a process."""
+    sys.setswitchinterval(_SWITCH_S)
     if not asyncio.run(run(settings, reload)):
         os._exit(1)  # threads that wait for a disk would keep the process

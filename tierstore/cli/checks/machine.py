@@ -84,7 +84,9 @@ def _huge_pages(name: str, setting: str, what: str) -> Check:
     value = chosen.group(1) if chosen is not None else text
     if value in ("never", "deny"):
         wanted = "advise" if setting == "shmem_enabled" else "madvise"
-        return warn(name, value, f"as root: echo {wanted} > {_THP}/{setting} ({what} copies faster with)")
+        return warn(
+            name, value, f"as root: echo {wanted} > {_THP}/{setting} ({what}: faster disk and copies)"
+        )
     return ok(name, value)
 
 
