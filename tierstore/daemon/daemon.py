@@ -21,6 +21,7 @@ import msgspec
 from tierstore.daemon import keys, logs
 from tierstore.daemon.arena import SocketLock
 from tierstore.daemon.assembly import arena_fd, assemble
+from tierstore.daemon.collecting import Collecting
 from tierstore.daemon.endpoint import Url
 from tierstore.daemon.events import EventPublisher
 from tierstore.daemon.server import Server
@@ -203,7 +204,10 @@ async def run(settings: Settings, reload: Callable[[], Settings]) -> bool:
     _log.info("tierstore %s serves %s of host memory%s", version(), format_size(settings.host_bytes), disk)
     if not shared_huge_pages():
         _log.info("the arena has no huge pages, which slows the disk and copies: see `tierstore doctor`")
+    assert daemon.service is not None
+    collecting = asyncio.ensure_future(Collecting(daemon.service.lookups).run())
     await ending.wait()
+    collecting.cancel()
     _log.info("ending")
     orderly = await daemon.stop()
     _log.info("ended")

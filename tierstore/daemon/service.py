@@ -111,6 +111,10 @@ class Service:
         session.leases.clear()
         session.paths.clear()
 
+    def lookups(self) -> int:
+        """How many have come: while none come, no engine begins anything."""
+        return self._requests[p.Lookup.__name__]
+
     # -- requests ------------------------------------------------------------------------------------
 
     def handle(

@@ -137,7 +137,7 @@ class HbmLoad(LoadJob[Loaded]):
             for move, hbm_page in wanted:
                 self._arrive(move, hbm_page)
         if moves:
-            self._later(lambda: self._let_go(fillings, moves))
+            self._do(lambda: self._let_go(fillings, moves))
         return len(wanted)
 
     def _let_go(self, fillings: list[Filling], moves: list[Move]) -> None:

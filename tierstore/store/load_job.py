@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 from tierstore.index import Page, Tier
@@ -64,8 +65,7 @@ class LoadJob(ABC, Generic[R]):
         self._cut = len(self.pages)
         self._pieces = 0
         self._copying = 0
-        self._submit: Callable[[int, int, Lane], None] = _not_started
-        self._later: Callable[[Callable[[], None]], None] = _no_mover
+        self._do: Callable[..., None] = _not_started  # gives the mover a task
         self.page_bytes = self.pages[0].nbytes if self.pages else 1
         nbytes = len(self.pages) * self.page_bytes
         self.transfer: Transfer[R] = Transfer(
@@ -94,11 +94,7 @@ class LoadJob(ABC, Generic[R]):
     # -- running -------------------------------------------------------------------------------------
 
     def start(self, mover: Mover, priority: Priority) -> Transfer[R]:
-        def submit(start: int, stop: int, lane: Lane) -> None:
-            mover.submit(priority, lambda: self._run(start, stop, lane), lane=lane)
-
-        self._submit = submit
-        self._later = lambda task: mover.submit(priority, task)
+        self._do = partial(mover.submit, priority)
         with self.state.lock:
             missing = self._take_present()
             self._reserve(missing)
@@ -109,8 +105,11 @@ class LoadJob(ABC, Generic[R]):
         if not pieces:
             self.transfer.finish()
         for (start, stop), lane in zip(pieces, lanes, strict=True):
-            submit(start, stop, lane)
+            self._submit(start, stop, lane)
         return self.transfer
+
+    def _submit(self, start: int, stop: int, lane: Lane) -> None:
+        self._do(lambda: self._run(start, stop, lane), lane=lane)
 
     def _take_present(self) -> list[int]:
         """Take note of the pages that are where they should be. Returns the positions of the others."""
@@ -295,9 +294,5 @@ class LoadJob(ABC, Generic[R]):
             return self._result(state, pages, tokens)
 
 
-def _not_started(start: int, stop: int, lane: Lane) -> None:
-    raise AssertionError("the load was not started")
-
-
-def _no_mover(task: Callable[[], None]) -> None:
+def _not_started(task: Callable[[], None]) -> None:
     raise AssertionError("the load was not started")

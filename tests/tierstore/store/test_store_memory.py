@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import numpy as np
 import pytest
@@ -109,6 +110,25 @@ def test_what_a_lease_holds_is_not_evicted_and_nobody_waits(open_store):
     assert store.stats().counters["not_stored_pages"] == 4
     assert load_bytes(store, hit) == (64, pages_of(list(range(64))))
     assert save(store, range(1000, 1064)) == 64
+
+
+def test_nothing_waits_for_pythons_collector(store):
+    """Neither a load's buffers nor pages that have left."""
+    save(store, range(64))  # whatever is made once
+    load_bytes(store, store.lookup(range(64)))
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        for n in range(1, 20):
+            save(store, range(1000 * n, 1000 * n + 64))
+            load_bytes(store, store.lookup(range(1000 * n, 1000 * n + 64)))
+        store.evict("host")
+        gc.collect()
+        left = [found for found in gc.garbage if type(found).__module__.startswith("tierstore")]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+    assert left == []
 
 
 def test_a_lease_ends_by_itself_and_the_load_brings_what_is_still_there(open_store):
