@@ -26,7 +26,7 @@ from tierstore.store.leases import Lease
 from tierstore.store.state import StoreState
 from tierstore.store.write_behind import WriteBehind
 
-_AT_ONCE = 256  # pages; then other requests get their turn
+_AT_ONCE = 64  # pages, a few milliseconds beside others; then other requests get their turn
 _LOOK_S = 1.0  # on disk, for what is there already
 _INLINE_BYTES = 64 << 10  # frames of less are copied on the event loop
 
