@@ -40,9 +40,8 @@ from tierstore.store.load import Loaded
 from tierstore.store.state import StoreState
 from tierstore.store.stats import StoreStats
 from tierstore.store.telling import Told, finish
-from tierstore.tiers.device import Device
 from tierstore.tiers.hbm import PagePool
-from tierstore.tiers.pinned import Pinned
+from tierstore.tiers.pinned import Pin
 from tierstore.transfer import Transfer
 
 M = TypeVar("M", bound=protocol.Message)
@@ -64,7 +63,7 @@ class ConnectedStore(Store):
         pool: PagePool | None,
         lookup_s: float,
         mover_threads: int,
-        reach: Callable[[Callable[[Device], Pinned]], None] | None = None,
+        reach: Callable[[Pin], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.spec = spec
@@ -97,7 +96,7 @@ class ConnectedStore(Store):
         mover_threads: int = 2,
         keys: str | Path | None = None,
         server_key: str | Path | None = None,
-        reach: Callable[[Callable[[Device], Pinned]], None] | None = None,
+        reach: Callable[[Pin], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> ConnectedStore:
         """See :meth:`Store.connect`. ``reach`` is for those who have no pool but copy between pages and the

@@ -31,8 +31,7 @@ from tierstore.daemon.greeting import Address, Greeting, Session
 from tierstore.daemon.protocol import Message
 from tierstore.daemon.registration import Registration
 from tierstore.daemon.serving import ConnectionCounters, Serving
-from tierstore.tiers.device import Device
-from tierstore.tiers.pinned import Pinned
+from tierstore.tiers.pinned import Pin
 
 _PAUSES_S = (0.05, 0.1, 0.2, 0.4)  # a daemon that is back has its clients within a second
 
@@ -50,7 +49,7 @@ class Connection:
         registrations: Sequence[Registration],
         *,
         patience_s: float,
-        reach: Callable[[Callable[[Device], Pinned]], None] | None = None,
+        reach: Callable[[Pin], None] | None = None,
     ) -> None:
         self.address = address
         self._reach = reach

@@ -203,8 +203,11 @@ class CudaDevice:
         for start in range(0, len(to), _MOST_COPIES):
             part = slice(start, start + _MOST_COPIES)
             if not self._copy_batch(stream, to[part], sources[part], sizes[part], order):
-                for copy in zip(to[part].tolist(), sources[part].tolist(), sizes[part].tolist(), strict=True):
-                    self.copy(stream, *copy)
+                self.copy_each(stream, to[part], sources[part], sizes[part])
+
+    def copy_each(self, stream: Stream, to: Addresses, sources: Addresses, sizes: Addresses) -> None:
+        for copy in zip(to.tolist(), sources.tolist(), sizes.tolist(), strict=True):
+            self.copy(stream, *copy)
 
     def _copy_batch(
         self, stream: Stream, to: Addresses, sources: Addresses, sizes: Addresses, order: SourceOrder

@@ -122,3 +122,6 @@ class Device(Protocol):
     ) -> None:
         """Many copies in one call, as the next thing on ``stream`` and in no order among themselves. Host
         memory must be registered."""
+
+    def copy_each(self, stream: Stream, to: Addresses, sources: Addresses, sizes: Addresses) -> None:
+        """Many copies one by one, between any two memories."""

@@ -26,7 +26,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -43,7 +43,7 @@ from tierstore.tiers.device import (
     Stream,
 )
 from tierstore.tiers.hbm import HERE, Arrivals, Filling, PagePool
-from tierstore.tiers.pinned import Pinned, Reach
+from tierstore.tiers.pinned import Pin, Reach
 from tierstore.units import format_size
 
 _log = logging.getLogger(__name__)
@@ -216,7 +216,7 @@ class DevicePool(PagePool):
     def unregister(self, address: int) -> None:
         self._reach.unregister(address)
 
-    def reach(self, pin: Callable[[Device], Pinned]) -> None:
+    def reach(self, pin: Pin) -> None:
         self._reach.share(pin)
 
     def reaches(self, address: int) -> bool:
@@ -280,8 +280,7 @@ class DevicePool(PagePool):
         targets, origins = np.asarray(to, np.uint64), np.asarray(sources, np.uint64)
         if not (self._in_reach(targets) and self._in_reach(origins)):
             # Only a plain copy may have pageable memory at its other end.
-            for target, origin in zip(targets.tolist(), origins.tolist(), strict=True):
-                self.runtime.copy(stream, target, origin, nbytes)
+            self.runtime.copy_each(stream, targets, origins, np.full(len(targets), nbytes, np.uint64))
             return
         gather = self.gather
         if gather is not None and nbytes < gather.below_bytes:

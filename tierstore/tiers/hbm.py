@@ -7,7 +7,7 @@ GPU is :class:`tierstore.tiers.device_pool.DevicePool`; :func:`open_pool` makes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,8 +16,8 @@ from tierstore import memory
 from tierstore.errors import UsageError
 from tierstore.memory import Memory
 from tierstore.spec import KVSpec
-from tierstore.tiers.device import Device, Event
-from tierstore.tiers.pinned import Pinned
+from tierstore.tiers.device import Event
+from tierstore.tiers.pinned import Pin
 from tierstore.units import format_size
 
 
@@ -161,7 +161,7 @@ class PagePool:
     def unregister(self, address: int) -> None:
         """Host memory that begins at ``address`` is about to go."""
 
-    def reach(self, pin: Callable[[Device], Pinned]) -> None:
+    def reach(self, pin: Pin) -> None:
         """Pages will be copied from and to host memory that other pools use too: ``pin`` prepares it for a
         device, once for all of them, and gives it back when it goes."""
 

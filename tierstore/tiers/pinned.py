@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from typing import TypeAlias
 
 from tierstore.tiers.device import Device
 
@@ -55,6 +56,10 @@ class Pinned:
         return self._there and self.address <= low and high < self.address + self.nbytes
 
 
+Pin: TypeAlias = Callable[[Device], Pinned]
+"""Prepares memory that others use too for a device, once for all of them, and takes care of its end."""
+
+
 class Reach:
     """The host memory that the copy engines of ``device`` reach, as far as it goes through here. Thread-safe;
     :meth:`covers` takes no lock."""
@@ -77,9 +82,8 @@ class Reach:
             if pinned.address == address and not pinned.over:
                 pinned.unregister()
 
-    def share(self, pin: Callable[[Device], Pinned]) -> None:
-        """Take in memory that others use too: ``pin`` prepares it, once for all of them, and takes care of
-        its end."""
+    def share(self, pin: Pin) -> None:
+        """Take in memory that others use too."""
         self._know(pin(self.device))
 
     def covers(self, low: int, high: int) -> bool:

@@ -10,8 +10,7 @@ from typing import Protocol
 import xxhash
 
 from tierstore import memory
-from tierstore.tiers.device import Device
-from tierstore.tiers.pinned import Pinned
+from tierstore.tiers.pinned import Pin
 from tierstore_connectors.vllm.layout import PageLayout
 from tierstore_connectors.vllm.work import NULL_BLOCK
 
@@ -32,7 +31,7 @@ class Blocks(Protocol):
         """Called on the model's thread in each step with loads or saves: what the step writes is to be
         waited for by the copies that follow."""
 
-    def share(self, pin: Callable[[Device], Pinned]) -> None:
+    def share(self, pin: Pin) -> None:
         """An arena has been mapped: ``pin`` prepares it for a device, if these are on one."""
 
 
@@ -70,7 +69,7 @@ class HostBlocks:
     def computed(self) -> None:
         """The processor has computed what it has computed."""
 
-    def share(self, pin: Callable[[Device], Pinned]) -> None:
+    def share(self, pin: Pin) -> None:
         """The processor reaches it."""
 
 

@@ -25,7 +25,7 @@ import torch
 
 from tierstore.tiers.cuda import CudaDevice
 from tierstore.tiers.device import Addresses, Device, Event, SourceOrder, Stream
-from tierstore.tiers.pinned import Pinned, Reach
+from tierstore.tiers.pinned import Pin, Reach
 from tierstore_connectors.vllm.layout import PageLayout
 from tierstore_connectors.vllm.work import NULL_BLOCK
 
@@ -62,7 +62,7 @@ class DeviceBlocks:
     def computed(self) -> None:
         self._computed = self._device.record(self._computing())
 
-    def share(self, pin: Callable[[Device], Pinned]) -> None:
+    def share(self, pin: Pin) -> None:
         self._reach.share(pin)
 
     def gather(self, chunk: Sequence[int], address: int) -> None:
@@ -133,9 +133,8 @@ class Straight:
         device = self._reach.device
         if len(to) and self._reach.covers(address, address + self._last):
             device.copy_many(stream, to, sources, sizes, order)
-            return
-        for copy in zip(to.tolist(), sources.tolist(), sizes.tolist(), strict=True):  # pageable memory
-            device.copy(stream, *copy)
+        else:
+            device.copy_each(stream, to, sources, sizes)
 
 
 class Collected:

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from tierstore.daemon.connected import ConnectedStore
 from tierstore.keys import Identity
 from tierstore.spec import KVSpec
-from tierstore.tiers.device import Device
-from tierstore.tiers.pinned import Pinned
+from tierstore.tiers.pinned import Pin
 from tierstore_connectors.vllm.settings import Settings
 
 _RENEW_S = 0.1  # a daemon that is well has answered by then
@@ -27,7 +26,7 @@ class Stores:
         settings: Settings,
         *,
         threads: int,
-        reach: Callable[[Callable[[Device], Pinned]], None] | None = None,
+        reach: Callable[[Pin], None] | None = None,
     ) -> None:
         self._settings = settings
         self._threads = threads

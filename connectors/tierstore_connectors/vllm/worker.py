@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from tierstore.hints import Hint
 from tierstore.keys import TOKEN_BYTES, Identity, PageKey
-from tierstore.tiers.device import Device
-from tierstore.tiers.pinned import Pinned
+from tierstore.tiers.pinned import Pin
 from tierstore_connectors.vllm.copies import Blocks, LoadedBlocks, SavedBlocks, sound
 from tierstore_connectors.vllm.guard import Faults
 from tierstore_connectors.vllm.layout import PageLayout
@@ -226,7 +225,7 @@ class WorkerHalf:
             known.keys += grown.keys
             known.tokens += grown.tokens
 
-    def _share(self, pin: Callable[[Device], Pinned]) -> None:
+    def _share(self, pin: Pin) -> None:
         for group in self._groups.values():
             group.blocks.share(pin)
 

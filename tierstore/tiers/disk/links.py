@@ -120,8 +120,7 @@ class Links:
         self._lock = threading.Lock()
         self._filter: LinkFilter | None = None
         self._next: LinkFilter | None = None
-        self._thread = threading.Thread(target=self._read, name="tierstore-links", daemon=True)
-        self._thread.start()
+        self._thread = self._begin_reading()
 
     def may_lead(self, parent: int, key: bytes | None, tokens: bytes, *, whole: bool) -> bool:
         """Whether there may be a page right below ``parent`` that has this key or, unless only ``whole``
@@ -146,8 +145,7 @@ class Links:
                     each.add(links)
             outgrown = self._filter is not None and self._filter.added > self._filter.pages
             if outgrown and not self._thread.is_alive() and not self._closing:
-                self._thread = threading.Thread(target=self._read, name="tierstore-links", daemon=True)
-                self._thread.start()
+                self._thread = self._begin_reading()
 
     def wait(self) -> None:
         """Block until what is being read has been."""
@@ -158,6 +156,11 @@ class Links:
         self._closing = True
         self._thread.join()
 
+    def _begin_reading(self) -> threading.Thread:
+        thread = threading.Thread(target=self._read, name="tierstore-links", daemon=True)
+        thread.start()
+        return thread
+
     def _read(self) -> None:
         try:
             self._read_all()
@@ -167,8 +170,11 @@ class Links:
                 self._next = None
 
     def _read_all(self) -> None:
+        with self._watch.call():
+            pages = len(self._catalog)
+        fresh = LinkFilter(max(2 * pages, _LEAST_PAGES))
         with self._lock:
-            fresh = self._next = LinkFilter(max(2 * len(self._catalog), _LEAST_PAGES))
+            self._next = fresh
         start: bytes | None = b""
         while start is not None and not self._closing:
             with self._watch.call():

@@ -132,6 +132,11 @@ def connect(request):
         return store
 
     yield connect_
+    close_all(stores)
+
+
+def close_all(stores):
+    """Close those that are open, after seeing that all is where it belongs in them."""
     for store in stores:
         if not store.closed:
             store.check()

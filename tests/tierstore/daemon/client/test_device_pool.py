@@ -8,7 +8,14 @@ import threading
 import pytest
 
 from tests.engine.device import SCHEDULES, FakeDevice, missing
-from tests.tierstore.daemon.client.conftest import SPEC, TOKENS, pages_of, right_bytes, wait_until
+from tests.tierstore.daemon.client.conftest import (
+    SPEC,
+    TOKENS,
+    close_all,
+    pages_of,
+    right_bytes,
+    wait_until,
+)
 from tests.tierstore.daemon.client.test_mapping import arenas_mapped
 from tests.tierstore.daemon.client.test_processes import fork
 from tierstore.daemon import connected_load
@@ -44,11 +51,7 @@ def attach(request):
         return store
 
     yield attach_
-    for store in stores:
-        if not store.closed:
-            store.check()
-        store.close()
-        assert store.stats().failed_tasks == 0
+    close_all(stores)
     for device in devices:
         wait_until(lambda device=device: device.registered == 0)
         assert device.strays == 0
