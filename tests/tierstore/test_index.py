@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import gc
+import sys
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -237,3 +240,25 @@ def test_a_twin_is_never_taken_for_the_other():
         index.drop_copy(pages[n], Tier.HOST)
         assert index.tree.child(root, key, encode_tokens([n, n])) is None
         index.check()
+
+
+def test_pages_that_the_collector_does_not_know_go_all_the_same():
+    """Those that leave the tree, and those that are in it when it goes."""
+    identity = bytes(range(32))  # every page refers to it
+    free = sys.getrefcount(identity)
+    index = Index([LRU() for _ in Tier])
+    page = root = index.tree.root(identity, PAGE_BYTES)
+    for n in range(100):
+        page = index.add(page, PageKey(bytes([n]) * 16), encode_tokens([n]))
+        index.add_copy(page, Tier.HOST, n, ready=True)
+        put(index, page, Tier.DISK, n)
+    assert not any(map(gc.is_tracked, [page, page.children, *filter(None, page.copies), page.record]))
+    del page, root
+    assert sys.getrefcount(identity) >= free + 200  # pages and records
+    for _ in range(50):
+        index.drop_copy(index.victim(Tier.HOST), Tier.HOST)
+        index.sleep(next(page for page in index.exits.idle if page.may_sleep()))
+    index.check()
+    assert sys.getrefcount(identity) < free + 110
+    del index
+    assert sys.getrefcount(identity) == free

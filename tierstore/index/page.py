@@ -6,8 +6,10 @@ import enum
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from msgspec import Struct, field
+
 from tierstore.keys import TOKEN_BYTES, PageKey
-from tierstore.policy import NO_HINT
+from tierstore.policy import NO_HINT, PageHint
 from tierstore.policy.departed import MOST_WATCHED, fingerprint
 from tierstore.policy.queue import Standing
 
@@ -27,72 +29,58 @@ class Tier(enum.IntEnum):
         return self.name.lower()
 
 
-class Copy(Standing):
+class Copy(Standing, gc=False, eq=False):
     """One page in one tier. ``place`` means something to that tier only. Only ``ready`` copies are served."""
 
-    __slots__ = ("children", "damaged", "leases", "page", "place", "ready")
-
-    def __init__(self, page: Page, place: int, *, ready: bool, leases: int) -> None:
-        super().__init__()
-        self.page = page
-        self.place = place
-        self.ready = ready  # False while it is being filled, and again once it is found damaged
-        self.damaged = False  # to be dropped with its last lease
-        self.leases = leases
-        self.children = 0  # copies of child pages in the same tier
+    page: Page
+    place: int
+    ready: bool  # False while it is being filled, and again once it is found damaged
+    leases: int
+    damaged: bool = False  # to be dropped with its last lease
+    children: int = 0  # copies of child pages in the same tier
 
 
-class Page:
-    """A node of the tree: ``tokens`` (uint32 bytes, possibly less than a full chunk) after ``parent``."""
+class Page(Struct, gc=False, eq=False):
+    """A node of the tree: ``tokens`` (uint32 bytes, possibly less than a full chunk) after ``parent``.
 
-    __slots__ = (
-        "checksum",
-        "children",
-        "copies",
-        "depth",
-        "fingerprint",
-        "hint",
-        "hinted",
-        "hits",
-        "hole",
-        "identity",
-        "key",
-        "last_use",
-        "nbytes",
-        "parent",
-        "pins",
-        "record",
-        "sampled",
-        "serial",
-        "session",
-        "tokens",
-        "twin",
-    )
+    Python's garbage collector knows neither pages nor copies: there may be hundreds of thousands, and each of
+    its full passes would stop the process for as long as it takes to look at them all. The circles they form
+    (page and child, page and copy) are undone by the index, and by the tree when it goes.
+    """
 
-    def __init__(
-        self, parent: Page | None, identity: bytes, key: PageKey, tokens: bytes, nbytes: int
-    ) -> None:
-        self.parent = parent
-        self.identity = identity
-        self.key = key
-        self.tokens = tokens
-        self.nbytes = nbytes  # of every copy, and of all pages under one identity
-        self.depth: int = 0 if parent is None else parent.depth + 1
-        self.children: dict[PageKey, Page] = {}
-        self.twin: Page | None = None
-        self.copies: list[Copy | None] = [None, None, None]
-        self.pins = 0
-        self.last_use = 0
-        self.hits = 0
-        self.fingerprint = fingerprint(int.from_bytes(key[:8], "big"))
-        self.sampled = self.fingerprint < MOST_WATCHED
-        self.hint = NO_HINT  # about its next use: void once it was used after tick ``hinted``
-        self.hinted = 0
-        self.session = 0  # that alone has saved it or a page behind it; 0: nobody alone
-        self.serial = 0  # what the disk tier knows it by; 0: nothing of it is on disk
-        self.record: PageRecord | None = None  # of its disk copy
-        self.checksum: int | None = None  # XXH3-64 of its host copy, where that came with it
-        self.hole = False  # its disk copy was lost, pages below it are still there
+    parent: Page | None
+    identity: bytes
+    key: PageKey
+    tokens: bytes
+    nbytes: int  # of every copy, and of all pages under one identity
+    depth: int
+    fingerprint: int
+    sampled: bool
+    children: dict[PageKey, Page] = field(default_factory=dict)
+    twin: Page | None = None
+    copies: list[Copy | None] = field(default_factory=lambda: [None, None, None])
+    pins: int = 0
+    last_use: int = 0
+    hits: int = 0
+    hint: PageHint = NO_HINT  # about its next use: void once it was used after tick ``hinted``
+    hinted: int = 0
+    session: int = 0  # that alone has saved it or a page behind it; 0: nobody alone
+    serial: int = 0  # what the disk tier knows it by; 0: nothing of it is on disk
+    record: PageRecord | None = None  # of its disk copy
+    checksum: int | None = None  # XXH3-64 of its host copy, where that came with it
+    hole: bool = False  # its disk copy was lost, pages below it are still there
+
+    @classmethod
+    def root(cls, identity: bytes, nbytes: int) -> Page:
+        """What all pages of ``nbytes`` under an identity are below."""
+        return cls(None, identity, PageKey(b""), b"", nbytes, 0, 0, False)
+
+    @classmethod
+    def below(cls, parent: Page, key: PageKey, tokens: bytes) -> Page:
+        """A page that ``parent`` does not know of yet."""
+        mark = fingerprint(int.from_bytes(key[:8], "big"))
+        depth = parent.depth + 1
+        return cls(parent, parent.identity, key, tokens, parent.nbytes, depth, mark, mark < MOST_WATCHED)
 
     def __repr__(self) -> str:
         where = ",".join(tier.label for tier in Tier if self.copies[tier] is not None)

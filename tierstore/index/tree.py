@@ -20,13 +20,19 @@ class Tree:
         self.pages = 0  # without the roots
         self.key_collisions = 0
 
+    def __del__(self) -> None:
+        """The garbage collector does not know pages (see Page): without this they would stay for good."""
+        for page in [*self._roots.values(), *self.walk()]:
+            page.children.clear()
+            page.copies.clear()
+
     # -- finding -------------------------------------------------------------------------------------
 
     def root(self, identity: bytes, nbytes: int) -> Page:
         """The root of everything stored under an identity digest, whose pages have ``nbytes``."""
         page = self._roots.get(identity)
         if page is None:
-            page = self._roots[identity] = Page(None, identity, PageKey(b""), b"", nbytes)
+            page = self._roots[identity] = Page.root(identity, nbytes)
         return page
 
     def match(self, root: Page, prompt: Prompt, max_tokens: int) -> Match:
@@ -124,7 +130,7 @@ class Tree:
 
     def make(self, parent: Page, key: PageKey, tokens: bytes, tick: int) -> Page:
         """A new child of ``parent``, which must have none with ``tokens``; in use since ``tick``."""
-        page = Page(parent, parent.identity, key, tokens, parent.nbytes)
+        page = Page.below(parent, key, tokens)
         page.twin = parent.children.get(key)
         parent.children[key] = page
         page.last_use = tick

@@ -14,19 +14,18 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeAlias, TypeVar, cast
 
+from msgspec import Struct
+
 from tierstore.policy.base import PageFacts, Policy
 
 
-class Standing:
+class Standing(Struct, kw_only=True, gc=False, eq=False):
     """What is kept of one copy's place in line, besides the facts of its page."""
 
-    __slots__ = ("arrived", "queued", "segment", "spent")
-
-    def __init__(self) -> None:
-        self.arrived = 0  # tick at which it came, or was let go round once more
-        self.segment = 0
-        self.spent = 0  # of its page's hits, those from before it came, or that have bought it another round
-        self.queued = False
+    arrived: int = 0  # tick at which it came, or was let go round once more
+    segment: int = 0
+    spent: int = 0  # of its page's hits, those from before it came, or that have bought it another round
+    queued: bool = False
 
 
 S = TypeVar("S", bound=Standing)

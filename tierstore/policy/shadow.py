@@ -9,15 +9,11 @@ from tierstore.policy.departed import Departed
 from tierstore.policy.queue import Queue, Standing
 
 
-class _Shadow(Standing):
-    __slots__ = ("depth", "hits", "last_use", "page")
-
-    def __init__(self, page: int, hits: int) -> None:
-        super().__init__()
-        self.page = page
-        self.depth = 0
-        self.hits = hits
-        self.last_use = 0
+class _Shadow(Standing, gc=False, eq=False):
+    page: int
+    hits: int
+    depth: int
+    last_use: int
 
 
 class ShadowCache:
@@ -61,10 +57,8 @@ class ShadowCache:
             known.depth = depth
             return True
         hits = self._departed.recall(page)
-        known = self._pages[page] = _Shadow(page, 0 if hits is None else hits + 1)
+        known = self._pages[page] = _Shadow(page, 0 if hits is None else hits + 1, depth, self._tick)
         self._departed.make_room(len(self._pages))
-        known.last_use = self._tick
-        known.depth = depth
         self._queue.arrive(known, self._tick, known.hits)
         self._queue.offer(known)
         return False

@@ -10,7 +10,9 @@ finds out.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from tierstore.index import Page, Tier
 from tierstore.memory import Memory

@@ -9,7 +9,8 @@ next one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from tierstore.index import Match, Page, Tier
 from tierstore.keys import PageKey, Prompt
@@ -39,8 +40,7 @@ class HbmPages:
         self.pool.read_pages(copies, after=self._computed)
 
 
-@dataclass(slots=True)
-class _Fill:
+class _Fill(Struct, gc=False, eq=False):
     """One page to copy into its host slot."""
 
     position: int

@@ -9,12 +9,10 @@ from tierstore.policy import PageFacts, Policy
 from tierstore.policy.queue import Queue, Standing
 
 
-class Entry(Standing):
-    def __init__(self, name: int) -> None:
-        super().__init__()
-        self.name = name
-        self.hits = 0
-        self.last_use = 0
+class Entry(Standing, eq=False):
+    name: int
+    hits: int = 0
+    last_use: int = 0
 
 
 class PlainCache:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
+from msgspec import Struct
 
 INLINE = -1  # as a place: the payload is in the index itself
 
@@ -40,9 +40,8 @@ FACTS_DTYPE = np.dtype(
 )
 
 
-@dataclass(slots=True)
-class PageRecord:
-    """One page on disk.
+class PageRecord(Struct, gc=False):
+    """One page on disk. (It refers to no other object, so Python's garbage collector need not know it.)
 
     ``serial`` is unique within the directory and greater than ``parent``: the serial of the page before it in
     the prompt, or of its root for a first chunk. A page is valid only as long as its parent's record is.

@@ -119,14 +119,10 @@ class Memory:
         return over
 
 
-class _Copy(Standing):
-    __slots__ = ("block", "children", "held")
-
-    def __init__(self, block: Block) -> None:
-        super().__init__()
-        self.block = block
-        self.children = 0
-        self.held = True
+class _Copy(Standing, eq=False):
+    block: Block
+    children: int = 0
+    held: bool = True
 
 
 class Cache:

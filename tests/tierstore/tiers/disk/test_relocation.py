@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import shutil
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from tests.tierstore.tiers.disk.shelf import Shelf
 from tests.tierstore.tiers.disk.test_faults import FlakyIO
