@@ -2,8 +2,8 @@
 
 A full collection looks at every object that may be part of a cycle while it holds the interpreter. Pages are
 none of them (index/page.py), but one list of each is: 40 ms for 49,000 pages. Python begins one whenever the
-number of such objects has grown by a quarter. But pages, jobs and transfers go when the last who refers to them
-does; what is left to collect is little (300 objects after five minutes of saves and lookups). So a full
+number of such objects has grown by a quarter. But pages, jobs and transfers go when the last who refers to
+them does; what is left to collect is little (300 objects after five minutes of saves and lookups). So a full
 collection runs while nobody asks for anything, or after hours.
 """
 
