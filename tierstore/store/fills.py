@@ -20,17 +20,37 @@ class Fills:
         self._changed = changed
         self.loading: set[Page] = set()  # being read from disk by a load that is running
         self.in_transit = 0  # pages that loads are bringing through the host tier
+        self._ahead: list[int] = []  # slots taken for pages that are about to begin
+        self._ahead_bytes = 0  # of each
 
-    def begin(self, page: Page) -> int | None:
-        """Reserve a host slot for ``page`` and lease it to whoever fills it; None when there is no room."""
-        page.pins += 1  # making room may take the last page below a hole, and with it the hole itself
-        place = self._room.host_slot(page.nbytes)
-        page.pins -= 1
+    def begin(self, page: Page, *, following: int = 0) -> int | None:
+        """Reserve a host slot for ``page`` and lease it to whoever fills it; None when there is no room.
+
+        ``following`` pages of the same size are likely to begin next: as far as there is free room, slots are
+        taken for them too. Who says so calls :meth:`none_follows` before the lock is released.
+        """
+        if self._ahead:
+            assert page.nbytes == self._ahead_bytes, f"slots of {self._ahead_bytes} bytes were taken ahead"
+            place: int | None = self._ahead.pop()
+        else:
+            page.pins += 1  # making room may take the last page below a hole, and with it the hole itself
+            place = self._room.host_slot(page.nbytes)
+            page.pins -= 1
+            if following and place is not None:
+                self._ahead = self._room.free_host_slots(page.nbytes, following)
+                self._ahead.reverse()  # in order: what lies side by side is copied and written together
+                self._ahead_bytes = page.nbytes
         if place is not None:
             self._index.add_copy(page, Tier.HOST, place, ready=False, leases=1)
             self._holdings.host_bytes[page.identity] += page.nbytes
             page.checksum = page.record.checksum if page.record is not None else None
         return place
+
+    def none_follows(self) -> None:
+        """Give back the slots that were taken ahead and not needed."""
+        for place in self._ahead:
+            self._room.give_back(place, self._ahead_bytes)
+        self._ahead.clear()
 
     def complete(self, pages: Sequence[Page], *, let_go: bool = True) -> None:
         """The fillers of these pages are done: the copies are ready. They ``let_go`` of them, or go on

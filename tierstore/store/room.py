@@ -59,6 +59,16 @@ class Room:
                 return None
         return place
 
+    def free_host_slots(self, nbytes: int, count: int) -> list[int]:
+        """Up to ``count`` host slots, as many as there are without evicting anything."""
+        assert self._host is not None
+        return self._host.allocate_many(nbytes, count)
+
+    def give_back(self, place: int, nbytes: int) -> None:
+        """A host slot is not needed after all."""
+        assert self._host is not None
+        self._host.free(place, nbytes)
+
     def hbm_pages(self, count: int) -> list[int] | None:
         """``count`` pages of the pool, evicting cached ones; None when that many cannot be had."""
         assert self._pool is not None

@@ -96,21 +96,23 @@ class SaveJob:
         state = self.state
         stop = min(self._position + _STEP_PAGES, len(self.chunks))
         while self._position < stop:
-            page = None if state.closed else self._next_page()
+            page = None if state.closed else self._next_page(following=stop - self._position - 1)
             if page is None:
                 state.counters.not_stored_pages += len(self.chunks) - self._position
                 self._position = len(self.chunks)
                 break
             self._branch.grow(page)
             self._position += 1
+        state.fills.none_follows()
         self._branch.end_step(last=self._position == len(self.chunks))
 
-    def _next_page(self) -> Page | None:
+    def _next_page(self, *, following: int) -> Page | None:
         page = self._branch.next(*chunk_of(self.prompt, self.chunks[self._position]))
-        return page if page is not None and self._plan_page(self._position, page) else None
+        return page if page is not None and self._plan_page(self._position, page, following) else None
 
-    def _plan_page(self, position: int, page: Page) -> bool:
-        """Publish and reserve for one page. False when the page is in no tier and cannot be put in one."""
+    def _plan_page(self, position: int, page: Page, following: int) -> bool:
+        """Publish and reserve for one page, which ``following`` pages come after in this step. False when the
+        page is in no tier and cannot be put in one."""
         state = self.state
         on_hbm = isinstance(self.source, HbmPages) and self._publish(self.source, position, page)
         if state.host is None:
@@ -119,7 +121,7 @@ class SaveJob:
             state.counters.already_stored_pages += 1
             self.stored_tokens += page.num_tokens
             return True
-        place = state.fills.begin(page)
+        place = state.fills.begin(page, following=following)
         if place is None:
             kept = any(page.copies)
             state.counters.not_stored_pages += kept  # the caller counts the rest

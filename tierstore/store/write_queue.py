@@ -79,7 +79,7 @@ class WriteQueue:
                 self._state.counters.disk_dropped_pages += stuck[page]
             elif not all(self._append(each) for each in missing):
                 stuck[page] = True
-            elif missing:
+            elif missing and page.children:
                 self._append_below(page)
 
     def put_owed(self) -> None:

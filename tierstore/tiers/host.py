@@ -46,6 +46,10 @@ class HostTier:
         """The offset of a free slot, or None."""
         return self._space.allocate(nbytes)
 
+    def allocate_many(self, nbytes: int, count: int) -> list[int]:
+        """The offsets of up to ``count`` of them: fewer when there are no more."""
+        return self._space.allocate_many(nbytes, count)
+
     def free(self, place: int, nbytes: int) -> None:
         self._space.free(place, nbytes)
 

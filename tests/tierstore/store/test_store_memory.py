@@ -140,20 +140,33 @@ def test_a_lease_ends_by_itself_and_the_load_brings_what_is_still_there(open_sto
     assert store.stats().counters["expired_leases"] == 1
 
 
+def damage_first(store, tokens):
+    """Take the first of these pages out of the host tier, those below it stay."""
+    state = store._state
+    with state.lock:
+        root = state.root(store.identity, store.spec.page_bytes)
+        first, *_ = state.index.tree.match(root, store.prompt(tokens), len(tokens)).pages
+        state.index.set_damaged(first, Tier.HOST)
+        state.holdings.drop(first, Tier.HOST)
+
+
 def test_filling_a_hole_may_evict_the_page_below_it(open_store):
     store = open_store(None, pages=2)
     save(store, range(32))
-    state = store._state
-    with state.lock:
-        (first, _) = state.index.tree.match(
-            state.root(store.identity, store.spec.page_bytes), store.prompt(range(32)), 32
-        ).pages
-        state.index.set_damaged(first, Tier.HOST)
-        state.holdings.drop(first, Tier.HOST)
+    damage_first(store, range(32))
     save(store, range(900, 916))
     assert save(store, range(16)) == 16
     store.check()
     assert load_bytes(store, store.lookup(range(32))) == (16, pages_of(list(range(16))))
+
+
+def test_slots_taken_ahead_and_not_needed_are_given_back(open_store):
+    store = open_store(None, pages=8)
+    save(store, range(64))
+    damage_first(store, range(64))
+    assert save(store, range(64)) == 64  # of its four pages, only the first is filled again
+    assert store.stats().tiers["host"].used_bytes == 4 * SPEC.page_bytes
+    assert load_bytes(store, store.lookup(range(64))) == (64, pages_of(list(range(64))))
 
 
 def test_pins_outlast_pressure(open_store):
