@@ -23,7 +23,8 @@ from tierstore_engine.kernels.operations import PageCopy, Slots
 SHAPES = {
     "plain": Shape(heads=2, kv_heads=1),
     "other": Shape(dtype="bfloat16", heads=4, kv_heads=1, head_dim=96),
-    "single": Shape(heads=1, kv_heads=1),
+    "single": Shape(dtype="bfloat16", heads=1, kv_heads=1, head_dim=128),
+    "wide": Shape(heads=5, kv_heads=1, head_dim=32),
 }
 
 

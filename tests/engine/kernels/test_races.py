@@ -4,6 +4,7 @@ found on its first run, whatever the order was."""
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from functools import cache
@@ -15,8 +16,10 @@ from tests.engine.kernels import bugs
 from tests.engine.kernels.bugs import Bug
 from tests.engine.kernels.device import ABOUT_THE_EXECUTOR
 from tests.engine.kernels.executor.toolchain import compiler
+from tests.engine.kernels.races import SHAPES
 from tests.engine.kernels.test_planted_bugs import planted
 from tierstore_engine.kernels import KERNEL_DIR
+from tierstore_engine.kernels.catalog import PAGE_COPY, Instance, kernel_set
 
 FOUND = 66
 
@@ -54,13 +57,47 @@ def under_tsan(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=280)
 
 
-@pytest.mark.parametrize("shape", ["plain", pytest.param("other", marks=pytest.mark.soak)])
-def test_no_races(shape: str) -> None:
-    jobs = [f"{kernel}:{shape}" for kernel in ("prefill", "decode", "write", "merge", "copy")]
-    if shape == "plain":
-        jobs.append("decode:other")  # the other decode kernel
-    done = under_tsan(str(KERNEL_DIR), *jobs)
+# Two shapes of each kernel. Which of the decode kernels it is goes by the heads per KV head.
+JOBS = {
+    "first": ("prefill:plain", "decode:plain", "decode:other", "write:plain", "merge:plain", "copy:plain"),
+    "second": ("prefill:other", "decode:single", "decode:wide", "write:other", "merge:other", "copy:other"),
+}
+
+
+@pytest.mark.parametrize("shapes", JOBS)
+def test_no_races(shapes: str) -> None:
+    done = under_tsan(str(KERNEL_DIR), *JOBS[shapes])
     assert done.returncode == 0, done.stderr[-8000:]
+
+
+def test_both_shapes_of_every_kernel_are_raced() -> None:
+    """Each set of jobs launches every kernel, and no instance of the attention kernels is in both."""
+    launched = [
+        {instance for job in jobs for instance in launched_by(*job.split(":"))} for jobs in JOBS.values()
+    ]
+    names = [{instance.name.split("<")[0] for instance in instances} for instances in launched]
+    kernels = re.findall(
+        r"__launch_bounds__\([^)]*\)\s+(\w+)\(", "".join(f.read_text() for f in KERNEL_DIR.glob("*.cu"))
+    )
+    assert names == [set(kernels)] * 2
+    assert launched[0] & launched[1] == {PAGE_COPY}  # which has no template arguments: other fragments
+
+
+def launched_by(job: str, shape: str) -> list[Instance]:
+    """The kernels of one job of races.py."""
+    if job == "copy":
+        return [PAGE_COPY]
+    of = SHAPES[shape]
+    found = kernel_set(
+        dtype=of.dtype, head_dim=of.head_dim, group=of.heads // of.kv_heads, page_tokens=of.page_tokens
+    )
+    launched = {
+        "prefill": [found.prefill],
+        "decode": [found.decode, found.combine],
+        "write": [found.write, found.rope_write],
+        "merge": [found.merge],
+    }
+    return launched[job]
 
 
 def test_races_are_found() -> None:
