@@ -24,14 +24,30 @@ __global__ void __launch_bounds__(HEAD_DIM)
   const int splits = split_count<PAGE>(lengths[sequence], window, min_split_pages, max_splits);
   if (splits == 0) return;
   const long long first = static_cast<long long>(sequence) * part_splits * heads + head;
+  // Read several at once: one after the other, each a trip to memory, 64 splits take as long as attending to
+  // thousands of tokens. Where there are fewer the last one is read again, and has no weight.
+  constexpr int AT_ONCE = 8;
   float most = NEGATIVE_INFINITY;
-  for (int split = 0; split < splits; split++) most = fmaxf(most, part_log2[first + split * heads]);
+#pragma unroll 1
+  for (int begin = 0; begin < splits; begin += AT_ONCE)
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) most = fmaxf(most, part_log2[first + min(begin + i, splits - 1) * heads]);
   float sum = 0.f, value = 0.f;
-  for (int split = 0; split < splits; split++) {
-    const long long part = first + split * heads;
-    const float weight = ptx::exp2_approx(part_log2[part] - most);
-    sum += weight;
-    value += weight * part_out[part * HEAD_DIM + dim];
+#pragma unroll 1
+  for (int begin = 0; begin < splits; begin += AT_ONCE) {
+    float logs[AT_ONCE], values[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const long long part = first + min(begin + i, splits - 1) * heads;
+      logs[i] = part_log2[part];
+      values[i] = part_out[part * HEAD_DIM + dim];
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const float weight = begin + i < splits ? ptx::exp2_approx(logs[i] - most) : 0.f;
+      sum += weight;
+      value += weight * values[i];
+    }
   }
   const long long query = static_cast<long long>(rows[sequence]) * heads + head;
   out[query * HEAD_DIM + dim] = Numbers<T>::narrow(value / sum);

@@ -204,12 +204,13 @@ SPLITS = [
     Bug("splits leave a gap", "split.cuh", "min(end * PAGE, length)", "min(end * PAGE - 1, length)"),
     Bug("window one too wide", "split.cuh", "? length - window : 0", "? length - window - 1 : 0"),
     Bug("warps not rescaled", "split.cuh", "ptx::exp2_approx(maximum[warp * ROWS + row] - most)", "1.f"),
-    Bug("splits not weighted", "merge.cu", "ptx::exp2_approx(part_log2[part] - most)", "1.f"),
+    Bug("splits not weighted", "merge.cu", "ptx::exp2_approx(logs[i] - most)", "1.f"),
+    Bug("last split forgotten", "merge.cu", "= begin + i < splits ?", "= begin + i < splits - 1 ?"),
     Bug(
-        "last split forgotten",
+        "last split counted again",
         "merge.cu",
-        "split < splits; split++) {\n    const long long part",
-        "split < splits - 1; split++) {\n    const long long part",
+        "begin + i < splits ? ptx::exp2_approx(logs[i] - most) : 0.f",
+        "ptx::exp2_approx(logs[i] - most)",
     ),
     Bug(
         "LSE in base 2",

@@ -70,6 +70,14 @@ def test_any_group(group: int, lengths: list[int], window: int | None, seed: int
     executed(shape).decode(problem, seed=seed).check()
 
 
+@pytest.mark.parametrize("max_splits", [1, 7, 8, 9, 64])
+def test_any_number_of_splits(max_splits: int) -> None:
+    """They are combined eight at a time: less than that, just that, one more, almost twice."""
+    problem = Problem(SHAPES["pairs"], one_token_each([1, 448, 512, 513, 900]))
+    rule = SplitRule(min_pages=1, max_splits=max_splits)
+    Executed(problem.shape, split_rule=rule).decode(problem, seed=max_splits).check()
+
+
 @given(
     length=st.integers(1, 5000),
     window=st.none() | st.integers(1, 5000),
