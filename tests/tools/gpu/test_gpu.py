@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,10 @@ from tests.engine.kernels.executor import missing_tools
 from tests.engine.kernels.executor.launcher import ExecutorLauncher
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
 from tierstore.tiers.device_pool import DevicePool
-from tierstore_tools.gpu import arithmetic, check, decode, prefill
+from tierstore_tools.gpu import arithmetic, check, decode, lines, prefill
 from tierstore_tools.gpu.arithmetic import LLAMA_3_8B, Heads
-from tierstore_tools.gpu.transfers import TransferBench
+from tierstore_tools.gpu.transfers import SlowdownRow, TransferBench, TransferRow
+from tierstore_tools.longctx.cases import Result, Row
 
 TINY = Heads(4, 2, 16)
 executed = pytest.mark.skipif(
@@ -170,10 +173,18 @@ def test_steps_exist() -> None:
 def test_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "check.json"
     assert check.main(["--json", str(target)]) == 0
-    assert capsys.readouterr().out == "not measured: no CUDA device\n"
+    assert capsys.readouterr().out.splitlines() == [
+        "1. decode: not measured: no CUDA device",
+        "2. prefill: not measured: no CUDA device",
+        "3. transfers: not measured: no CUDA device",
+        "4. longctx: not measured: no CUDA device",
+    ]
     document = json.loads(target.read_text())
-    assert document["state"] == check.NOT_MEASURED
+    assert document["state"] == "not measured: no CUDA device"
     assert document["machine"] is None
+    told = [(line["line"], line["state"]) for line in document["lines"]]
+    assert told == [(each.name, "not measured: no CUDA device") for each in lines.LINES]
+    assert not any("figures" in line for line in document["lines"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -187,7 +198,9 @@ def test_a_gpu_that_cannot_be_used(
     assert check.main(["--json", str(target)]) == 1
     [line] = capsys.readouterr().out.splitlines()
     assert line.startswith(f"failed: NVIDIA's driver 580.82.07 is loaded, but torch {torch.__version__}, ")
-    assert json.loads(target.read_text())["state"] == line
+    document = json.loads(target.read_text())
+    assert document["state"] == line
+    assert {line["state"] for line in document["lines"]} == {"not measured: the device cannot be used"}
 
 
 def test_a_gpu_without_cupy(
@@ -204,3 +217,107 @@ def test_unknown_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         check.main(["--only", "golden,nothing"])
     assert "no step nothing (there are: golden, engine" in capsys.readouterr().err
+
+
+# -- the lines that must hold -------------------------------------------------------------------------------
+
+DECODE = [
+    {"kv_bytes": 16e6, "fraction": 0.2, "kernel_s": 1.0, "best_torch_s": 1.0},  # too little KV for the first
+    {"kv_bytes": 2e9, "fraction": 0.85, "kernel_s": 1.0, "best_torch_s": None},
+    {"batch": 64, "context": 131072, "state": "not measured: needs 70 GiB of memory"},
+]
+PREFILL = [{"fraction": 0.9, "library_overhead": 0.03}, {"fraction": 1.2, "library_overhead": -0.01}]
+TRANSFERS = [
+    {"case": "load", "fraction": 0.9},
+    {"case": "save", "fraction": 0.1},
+    {"case": "both", "fraction": 0.85},
+    {"alone_s": 1.0, "while_loading_s": 1.03, "slowdown": 0.03},
+    {"refused_batches": 0},
+]
+LONGCTX = {
+    "rows": [
+        {"case": "cold", "identical": True},
+        {"case": "hbm", "identical": True, "pages_identical": True},
+        {"case": "host", "identical": True, "pages_identical": True, "speedup": 20.0},
+        {"case": "disk", "identical": True, "pages_identical": True, "limit_fraction": 0.9},
+    ],
+    "save_overhead": 0.02,
+}
+RESULTS = {"decode": DECODE, "prefill": PREFILL, "transfers": TRANSFERS, "longctx": LONGCTX}
+
+
+def states(results: dict[str, Any]) -> dict[str, str]:
+    """Of each line."""
+    steps = [{"step": name, "state": "ok", "result": result} for name, result in results.items()]
+    return {line["line"]: line["state"] for line in lines.judged(json.loads(json.dumps(steps)))}
+
+
+def test_lines_that_hold() -> None:
+    assert states(RESULTS) == dict.fromkeys(RESULTS, "holds")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("decode", lambda r: r[1].update(fraction=0.849), "of the copy's speed, from 1 GB of KV on 0.849"),
+        ("decode", lambda r: r[0].update(best_torch_s=0.99), "as fast as torch's attention 0.99"),
+        ("decode", lambda r: r[1].update(fraction=math.nan), "from 1 GB of KV on nan"),
+        ("prefill", lambda r: r[0].update(fraction=0.89), "of flash attention's speed 0.89"),
+        ("prefill", lambda r: r[1].update(library_overhead=0.031), "added by gathering 0.031"),
+        ("transfers", lambda r: r[0].update(fraction=0.899), "of one plain copy, loading 0.899"),
+        ("transfers", lambda r: r[2].update(fraction=0.84), "both directions at once 0.84"),
+        ("transfers", lambda r: r[3].update(slowdown=0.04), "decoding slower while loading 0.04"),
+        ("longctx", lambda r: r["rows"][2].update(speedup=19.9), "times faster from host memory 19.9"),
+        ("longctx", lambda r: r["rows"][3].update(limit_fraction=0.8), "of the disk's limit 0.8"),
+        ("longctx", lambda r: r["rows"][1].update(identical=False), "answers other than cold 1"),
+        ("longctx", lambda r: r["rows"][3].update(pages_identical=False), "with other page bytes 1"),
+        ("longctx", lambda r: r.update(save_overhead=0.021), "added by saving 0.021"),
+    ],
+)
+def test_lines_that_do_not_hold(name: str, change: Callable[[Any], None], told: str) -> None:
+    results = copy.deepcopy(RESULTS)
+    change(results[name])
+    found = states(results)
+    assert found.pop(name).startswith("does not hold: ")
+    assert told in states(results)[name]
+    assert set(found.values()) == {"holds"}
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("decode", lambda r: r.pop(1)),
+        ("prefill", lambda r: r.clear()),
+        ("transfers", lambda r: r.pop(2)),
+        ("transfers", lambda r: r.pop(3)),
+        ("longctx", lambda r: r["rows"].pop(2)),
+        ("longctx", lambda r: r["rows"][3].update(limit_fraction=None)),
+        ("longctx", lambda r: r.pop("save_overhead")),
+    ],
+)
+def test_half_of_a_line_is_not_measured(name: str, missing: Callable[[Any], None]) -> None:
+    results = copy.deepcopy(RESULTS)
+    missing(results[name])
+    assert states(results)[name].startswith(f"not measured: {name} has not measured all of it (")
+
+
+def test_lines_without_their_steps() -> None:
+    steps = [{"step": "decode", "state": "not run: the time was over"}, {"step": "golden", "state": "ok"}]
+    told = {line["line"]: line["state"] for line in lines.judged(steps)}
+    assert told["decode"] == "not measured: step decode: not run: the time was over"
+    assert told["prefill"] == "not measured: step prefill: not asked for"
+
+
+@executed
+def test_rows_are_what_the_lines_read() -> None:
+    """The names in the rows that the benchmarks write."""
+    tiny = {"shape": TINY, "page_tokens": 16}
+    decoded = decode.run(ExecutorLauncher(), "cpu", on_the_cpu, cases=((1, 20),), copy_nbytes=1 << 12, **tiny)
+    (row,) = map(asdict, decoded)
+    assert row.keys() >= DECODE[0].keys()
+    (row,) = map(asdict, prefill.run(ExecutorLauncher(), "cpu", on_the_cpu, cases=((20, 0),), **tiny))
+    assert row.keys() >= PREFILL[0].keys()
+    assert {field.name for field in fields(TransferRow)} >= TRANSFERS[0].keys()
+    assert {field.name for field in fields(SlowdownRow)} >= {"slowdown"}
+    assert {field.name for field in fields(Row)} >= {name for row in LONGCTX["rows"] for name in row}
+    assert {field.name for field in fields(Result)} >= LONGCTX.keys()

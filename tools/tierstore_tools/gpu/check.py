@@ -9,9 +9,12 @@ In the order of what would make the rest pointless: first what the tests without
 (``golden``), then the engine on the device, the benchmarks, the whole suite of the kernels, and
 compute-sanitizer.
 
-Without a CUDA device it says so and ends with 0: nothing was found to be wrong, and nothing is claimed.
-Where there is one that cannot be used (torch does not see it, CuPy or NVRTC is missing) it says that and ends
-with 1.
+At the end it says of each line that must hold on a GPU (``lines.py``) whether it does, and ends with 1 where
+one does not or a step failed.
+
+Without a CUDA device each line is ``not measured`` and it ends with 0: nothing was found to be wrong, and
+nothing is claimed. Where there is one that cannot be used (torch does not see it, CuPy or NVRTC is missing)
+it says that and ends with 1.
 """
 
 from __future__ import annotations
@@ -31,8 +34,9 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.errors import TierStoreError, UsageError
+from tierstore_tools.gpu import lines
 
-NOT_MEASURED = "not measured: no CUDA device"
+NO_DEVICE = "no CUDA device"
 DRIVER = Path("/proc/driver/nvidia/version")
 _TAIL = 4000  # characters of a step's output that are kept
 _KERNEL_TESTS = "tests/engine/kernels"
@@ -220,15 +224,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         machine = document["machine"] = describe()
     except TierStoreError as error:
-        write(document | {"state": f"failed: {error}"})
+        unusable = lines.not_measured("the device cannot be used")
+        write(document | {"state": f"failed: {error}", "lines": unusable})
         print(f"failed: {error}")  # noqa: T201
         return 1
     if machine is None:
-        write(document | {"state": NOT_MEASURED})
-        print(NOT_MEASURED)  # noqa: T201
+        nothing = lines.not_measured(NO_DEVICE)
+        write(document | {"state": f"not measured: {NO_DEVICE}", "lines": nothing})
+        print(lines.shown(nothing), end="")  # noqa: T201
         return 0
     write(document)
-    return 0 if run(wanted, document, budget_s=given.budget_s, write=write) else 1
+    well = run(wanted, document, budget_s=given.budget_s, write=write)
+    document["lines"] = lines.judged(document["steps"])
+    write(document)
+    print(lines.shown(document["lines"]), end="")  # noqa: T201
+    hold = not any(line["state"].startswith("does not hold") for line in document["lines"])
+    return 0 if well and hold else 1
 
 
 if __name__ == "__main__":

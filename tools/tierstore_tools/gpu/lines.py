@@ -1,0 +1,145 @@
+"""What must hold on a GPU, line by line, and whether it did: read from what the steps of a check measured.
+
+A line is *not measured* unless all that it takes was. What was found is a list of figures, each beside the
+bound that it must keep, so that nobody has to believe the verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+Result = Any
+"""What a step wrote: parsed JSON."""
+
+_LARGE_KV_BYTES = 1e9
+_MISSING = (LookupError, ValueError, TypeError)
+"""What a row, a figure, or a number in place of null that is not there raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """``value`` must be at least ``least``, or at most ``most``: one of the two is given."""
+
+    what: str
+    value: float
+    least: float | None = None
+    most: float | None = None
+
+    @property
+    def holds(self) -> bool:
+        above = self.least is None or self.value >= self.least
+        return above and (self.most is None or self.value <= self.most)  # NaN holds nothing
+
+    def __str__(self) -> str:
+        bound = f"at least {self.least:g}" if self.least is not None else f"at most {self.most:g}"
+        return f"{self.what} {self.value:.3g} ({bound})"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """``figures`` takes the result of ``step`` and gives its figures; it raises one of ``_MISSING`` where
+    something is missing."""
+
+    name: str
+    must: str
+    step: str
+    figures: Callable[[Result], Iterator[Figure]]
+
+    def outcome(self, result: Result, why_not: str) -> dict[str, Any]:
+        """For the document. ``why_not`` is said where ``result``, the step's, is None."""
+        told: dict[str, Any] = {"line": self.name, "must": self.must}
+        if result is None:
+            return told | {"state": f"not measured: {why_not}"}
+        try:
+            found = list(self.figures(result))
+        except _MISSING as error:
+            return told | {"state": f"not measured: {self.step} has not measured all of it ({error!r})"}
+        figures = [asdict(figure) | {"holds": figure.holds} for figure in found]
+        wrong = [str(figure) for figure in found if not figure.holds]
+        state = f"does not hold: {'; '.join(wrong)}" if wrong else "holds"
+        return told | {"state": state, "figures": figures}
+
+
+def _decode(rows: Result) -> Iterator[Figure]:
+    measured = [row for row in rows if "fraction" in row]
+    large = [row["fraction"] for row in measured if row["kv_bytes"] >= _LARGE_KV_BYTES]
+    yield Figure("of the copy's speed, from 1 GB of KV on", min(large), least=0.85)
+    theirs = [row["best_torch_s"] / row["kernel_s"] for row in measured if row["best_torch_s"] is not None]
+    yield Figure("times as fast as torch's attention", min(theirs), least=1.0)
+
+
+def _prefill(rows: Result) -> Iterator[Figure]:
+    yield Figure("of flash attention's speed", min(row["fraction"] for row in rows), least=0.9)
+    yield Figure("added by gathering", max(row["library_overhead"] for row in rows), most=0.03)
+
+
+def _transfers(rows: Result) -> Iterator[Figure]:
+    of = {row["case"]: row["fraction"] for row in rows if "case" in row}
+    (slowdown,) = (row["slowdown"] for row in rows if "slowdown" in row)
+    yield Figure("of one plain copy, loading", of["load"], least=0.9)
+    yield Figure("of plain copies, both directions at once", of["both"], least=0.85)
+    yield Figure("decoding slower while loading", slowdown, most=0.03)
+
+
+def _longctx(result: Result) -> Iterator[Figure]:
+    rows: Mapping[str, Any] = {row["case"]: row for row in result["rows"]}
+    yield Figure("times faster from host memory", rows["host"]["speedup"], least=20)
+    yield Figure("of the disk's limit", float(rows["disk"]["limit_fraction"]), least=0.9)
+    tiers = [rows[tier] for tier in ("hbm", "host", "disk")]
+    yield Figure("answers other than cold", sum(not row["identical"] for row in tiers), most=0)
+    yield Figure("tiers with other page bytes", sum(not row["pages_identical"] for row in tiers), most=0)
+    yield Figure("added by saving", result["save_overhead"], most=0.02)
+
+
+LINES = (
+    Line(
+        "decode",
+        "K+V bytes/s at least 0.85 of a large copy within the device from 1 GB of KV on; never slower than "
+        "torch's attention",
+        "decode",
+        _decode,
+    ),
+    Line(
+        "prefill",
+        "at least 0.9 of torch's flash attention on contiguous tensors; the library backend within 3 % of "
+        "calling the library",
+        "prefill",
+        _prefill,
+    ),
+    Line(
+        "transfers",
+        "a 100K-token hit at 0.9 of one plain pinned copy, both directions at once at 0.85 of both, decoding "
+        "of others at most 3 % slower meanwhile",
+        "transfers",
+        _transfers,
+    ),
+    Line(
+        "longctx",
+        "TTFT of 100,000 tokens from host memory 20 times below cold, from disk within 10 % of the disk's "
+        "limit, pages and tokens as cold, saving at most 2 %",
+        "longctx",
+        _longctx,
+    ),
+)
+
+
+def judged(steps: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Every line, from the outcomes of ``steps``."""
+    outcomes = {step["step"]: step for step in steps}
+    told = []
+    for line in LINES:
+        outcome = outcomes.get(line.step, {"state": "not asked for"})
+        told.append(line.outcome(outcome.get("result"), f"step {line.step}: {outcome['state']}"))
+    return told
+
+
+def not_measured(why: str) -> list[dict[str, Any]]:
+    """Every line where nothing could be measured."""
+    return [line.outcome(None, why) for line in LINES]
+
+
+def shown(lines: Sequence[Mapping[str, Any]]) -> str:
+    """For people: one line each."""
+    return "".join(f"{number}. {line['line']}: {line['state']}\n" for number, line in enumerate(lines, 1))
