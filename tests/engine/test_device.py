@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -184,6 +185,21 @@ def test_over_a_daemon(
         run.close()
     assert isinstance(pool.runtime, FakeDevice)
     assert (pool.runtime.copies, pool.runtime.strays) == (0, 0)  # all in batches
+
+
+def test_an_engine_that_goes_leaves_no_stream(tiny: LoadedModel) -> None:
+    gc.collect()  # what tests before this one have left
+    before = FakeDevice(0).streams
+    pool = device_pool(tiny, 3)
+    run = open_run(tiny, pool)
+    device = pool.runtime
+    assert isinstance(device, FakeDevice)
+    assert device.streams == before + 4
+    run.conversation()
+    run.close()
+    del run, pool
+    gc.collect()
+    assert device.streams == before
 
 
 def test_parked_sequences_continue_with_their_bits(tiny: LoadedModel) -> None:

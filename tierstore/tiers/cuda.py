@@ -52,6 +52,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemHostUnregister": (c_void_p,),
     "cuIpcGetMemHandle": (c_void_p, c_uint64),
     "cuStreamCreateWithPriority": (POINTER(c_void_p), c_uint, c_int),
+    "cuStreamDestroy_v2": (c_void_p,),
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
     "cuEventCreate": (POINTER(c_void_p), c_uint),
     "cuEventDestroy_v2": (c_void_p,),
@@ -166,6 +167,9 @@ class CudaDevice:
         stream = c_void_p()
         self._call("cuStreamCreateWithPriority", byref(stream), _STREAM_NON_BLOCKING, 0)
         return Stream(_handle(stream))
+
+    def release(self, stream: Stream) -> None:
+        self._call("cuStreamDestroy_v2", stream)
 
     def record(self, stream: Stream) -> Event:
         created = c_void_p()

@@ -102,6 +102,10 @@ class Device(Protocol):
     def stream(self) -> Stream:
         """A new stream, which never waits for the default one."""
 
+    def release(self, stream: Stream) -> None:
+        """Give a stream of :meth:`stream` back. What is on it still happens, and its events stay; nothing may
+        be put on it any more."""
+
     def record(self, stream: Stream) -> Event:
         """The point after all that has been put on ``stream`` so far."""
 

@@ -121,12 +121,15 @@ class DevicePool(PagePool):
         """Set by whoever has one."""
         self._start = _allocate(spec, num_pages, device)
         self.array = device.view(self._start, (num_pages, spec.page_bytes))
-        # With the last view of it. At the interpreter's end the driver may be gone first: no need to ask it.
-        weakref.finalize(self.array, device.free, self._start).atexit = False
+        streams: list[Stream] = []
+        # With the last view of it, and not with the pool: who computes with pages does so on its stream, and
+        # torch comes back to that stream as long as it has tensors that were used there. At the interpreter's
+        # end the driver may be gone first: no need to ask it.
+        weakref.finalize(self.array, _give_back, device, streams, self._start).atexit = False
         self._layered_bytes = layered_bytes
         self._layers = [spec.layer(layer) for layer in range(spec.num_layers)]
-        self.compute = device.stream()
-        self._up, self._down, self._across = (device.stream() for _ in range(3))
+        streams += (device.stream() for _ in range(4))
+        self.compute, self._up, self._down, self._across = streams
         self._uploading = threading.Lock()
         # Held for moments only: whoever computes takes it at every step. Guarded by it: everything below.
         self._lock = threading.Lock()
@@ -318,6 +321,12 @@ def merge_neighbours(
 def pages_that_fit(spec: KVSpec, device: Device, fraction: float = FRACTION) -> int:
     """How many pages ``fraction`` of the device's free memory holds."""
     return int(device.memory().free * fraction) // spec.page_bytes
+
+
+def _give_back(device: Device, streams: Sequence[Stream], address: int) -> None:
+    device.free(address)  # waits for what is on the streams
+    for stream in streams:
+        device.release(stream)
 
 
 def _allocate(spec: KVSpec, num_pages: int, device: Device) -> int:

@@ -64,7 +64,7 @@ struct Item {
 
 struct FakeStream {
   std::deque<std::unique_ptr<Item>> items;
-  bool busy = false, eager = false;
+  bool busy = false, eager = false, destroyed = false;
   std::thread::id owner;
 };
 
@@ -232,6 +232,9 @@ struct Driver {
 Driver driver;
 
 FakeStream* stream_of(CUstream stream) { return reinterpret_cast<FakeStream*>(stream); }
+// Handles are never used again, so one that was destroyed is known for what it is.
+#define NEEDS_STREAM(stream) \
+  if (stream_of(stream)->destroyed) return CUDA_ERROR_INVALID_HANDLE
 FakeEvent* event_of(CUevent event) { return reinterpret_cast<FakeEvent*>(event); }
 using Guard = std::lock_guard<std::recursive_mutex>;
 
@@ -272,6 +275,7 @@ CUresult cuCtxPopCurrent(CUcontext* context) {
 CUresult cuGetErrorName(CUresult error, const char** name) {
   *name = error == CUDA_ERROR_OUT_OF_MEMORY    ? "CUDA_ERROR_OUT_OF_MEMORY"
           : error == CUDA_ERROR_LAUNCH_TIMEOUT ? "CUDA_ERROR_LAUNCH_TIMEOUT"
+          : error == CUDA_ERROR_INVALID_HANDLE ? "CUDA_ERROR_INVALID_HANDLE"
                                                : "CUDA_ERROR_UNKNOWN";
   return CUDA_SUCCESS;
 }
@@ -336,8 +340,15 @@ CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned int, int) {
   *stream = reinterpret_cast<CUstream>(driver.streams.back().get());
   return CUDA_SUCCESS;
 }
+CUresult cuStreamDestroy(CUstream stream) {  // what is on it still happens
+  NEEDS_CONTEXT;
+  NEEDS_STREAM(stream);
+  stream_of(stream)->destroyed = true;
+  return CUDA_SUCCESS;
+}
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int) {
   NEEDS_CONTEXT;
+  NEEDS_STREAM(stream);
   auto item = std::make_unique<Item>();
   item->kind = Item::WAIT;
   item->event = event_of(event);
@@ -358,6 +369,7 @@ CUresult cuEventDestroy(CUevent event) {  // waits that captured it go on
 }
 CUresult cuEventRecord(CUevent event, CUstream stream) {
   NEEDS_CONTEXT;
+  NEEDS_STREAM(stream);
   auto item = std::make_unique<Item>();
   item->kind = Item::RECORD;
   item->event = event_of(event);
@@ -380,6 +392,7 @@ CUresult cuEventSynchronize(CUevent event) {
 
 CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
   NEEDS_CONTEXT;
+  NEEDS_STREAM(stream);
   driver.copies++;
   const Piece piece{reinterpret_cast<unsigned char*>(to), reinterpret_cast<const unsigned char*>(from), bytes};
   return driver.queue(stream_of(stream), driver.copy({piece}, false));
@@ -390,6 +403,7 @@ static CUresult copy_batch(CUdeviceptr* to, CUdeviceptr* from, size_t* bytes, si
   NEEDS_CONTEXT;
   if (!driver.batch_supported) return CUDA_ERROR_NOT_SUPPORTED;
   if (stream == nullptr || attribute_count != 1 || attribute_indexes[0] != 0 || count == 0) return CUDA_ERROR_INVALID_VALUE;
+  NEEDS_STREAM(stream);
   const auto order = attributes[0].srcAccessOrder;
   if (order != CU_MEMCPY_SRC_ACCESS_ORDER_STREAM && order != CU_MEMCPY_SRC_ACCESS_ORDER_ANY) return CUDA_ERROR_INVALID_VALUE;
   // What lies behind the order in the caller's structure, and should be there as cuda.h has it.
@@ -431,6 +445,7 @@ void fake_reset(unsigned long long seed, size_t total_bytes, int batch_supported
 }
 CUresult fake_launch(CUstream stream, Callback callback, long long number) {
   NEEDS_CONTEXT;
+  NEEDS_STREAM(stream);
   auto item = std::make_unique<Item>();
   item->kind = Item::CALL;
   item->callback = callback;
@@ -439,6 +454,11 @@ CUresult fake_launch(CUstream stream, Callback callback, long long number) {
 }
 long long fake_batches() { return driver.batches; }
 long long fake_copies() { return driver.copies; }
+size_t fake_streams() {
+  size_t count = 0;
+  for (auto& stream : driver.streams) count += !stream->destroyed;
+  return count;
+}
 size_t fake_registered() { return driver.registered.size(); }
 long long fake_registrations() { return driver.registrations; }
 long long fake_strays() { return driver.strays; }

@@ -64,6 +64,11 @@ class FakeDevice(CudaDevice):
         return int(_library().fake_copies())
 
     @property
+    def streams(self) -> int:
+        """Those that were made, by whatever device, and have not been given back."""
+        return int(_library().fake_streams())
+
+    @property
     def registered(self) -> int:
         """Ranges of host memory that are pinned."""
         return int(_library().fake_registered())
@@ -99,5 +104,5 @@ def _library() -> ctypes.CDLL:
     library = open_driver(str(build_plain(HERE / "driver.cc")))
     library.fake_batches.restype = library.fake_copies.restype = ctypes.c_longlong
     library.fake_registrations.restype = library.fake_strays.restype = ctypes.c_longlong
-    library.fake_registered.restype = ctypes.c_size_t
+    library.fake_registered.restype = library.fake_streams.restype = ctypes.c_size_t
     return library

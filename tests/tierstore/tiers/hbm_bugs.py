@@ -83,4 +83,8 @@ BUGS = (
         "            self._filling.update((page, filling) for page in pages)\n", "            pass\n"),
     Bug("a load waits for nobody",
         "self._await_freed(self._up, pages)", "pass"),
+    Bug("streams go with the pool while its pages are computed with",
+        "weakref.finalize(self.array, _give_back,", "weakref.finalize(self, _give_back,"),
+    Bug("streams are never given back", "        device.release(stream)\n", "        pass\n"),
+    Bug("a stream is forgotten", "for stream in streams:", "for stream in streams[1:]:"),
 )  # fmt: skip

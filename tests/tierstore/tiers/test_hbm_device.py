@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import re
 import threading
 from collections.abc import Callable
@@ -171,6 +172,26 @@ def source_stays_until_the_end(bench: Bench) -> None:
     assert [bytes(bench.pool.array[page]) for page in range(2)] == bench.content[:2]
 
 
+def streams_live_as_long_as_pages(bench: Bench) -> None:
+    """A pool is dropped while something is under way on its streams and somebody computes with its pages."""
+    old, bench.pool = bench.pool, type(bench.pool)(SPEC, PAGES, bench.device, layered_bytes=0)
+    views, compute, streams = [old.array], old.compute, bench.device.streams
+    read: list[bytes] = []
+    filling = old.start_writing([(0, bench.address(0))])
+    old.arrivals([0]).wait(LAYERS - 1)
+    del old
+    gc.collect()
+    bench.device.launch(compute, lambda: read.append(bytes(views[0][0])))
+    filling.wait()
+    bench.device.finish(compute)
+    assert read == [bench.content[0]]
+    assert bench.device.streams == streams
+    bench.device.launch(compute, lambda: read.append(b"last"))
+    views.clear()
+    assert bench.device.streams == streams - 4
+    assert read[1:] == [b"last"]
+
+
 SCENES = {
     scene.__name__: scene
     for scene in (
@@ -183,6 +204,7 @@ SCENES = {
         load_follows_former_copy,
         compute_follows_abandoned_load,
         source_stays_until_the_end,
+        streams_live_as_long_as_pages,
     )
 }
 
@@ -296,6 +318,29 @@ def test_the_old_form_of_the_batch_call(monkeypatch: pytest.MonkeyPatch) -> None
     device.finish(stream)
     assert bytes(target) == bytes(source)
     assert (device.batches, device.refused_batches) == (1, 0)
+
+
+def test_a_stream_that_was_given_back_is_not_used() -> None:
+    """The test of the scene above: the driver here knows such a stream, as a real one need not."""
+    bench = Bench(1)
+    device, page = bench.device, bench.pool.address
+    stream, event = device.stream(), bench.pool.computed()
+    device.release(stream)
+    one = np.array([page], np.uint64)
+    for use in (
+        lambda: device.record(stream),
+        lambda: device.wait(stream, event),
+        lambda: device.copy(stream, page, page, 1),
+        lambda: device.launch(stream, lambda: None),
+        lambda: device.release(stream),
+    ):
+        with pytest.raises(DeviceError, match="failed with CUDA_ERROR_INVALID_HANDLE"):
+            use()
+    device.copy_many(bench.pool.compute, one, one, np.ones(1, np.uint64), SourceOrder.STREAM)
+    assert device.refused_batches == 0
+    with pytest.raises(DeviceError):  # it is refused as a batch, and then as a copy
+        device.copy_many(stream, one, one, np.ones(1, np.uint64), SourceOrder.STREAM)
+    assert device.refused_batches == 1
 
 
 def test_what_the_driver_refuses_has_its_name() -> None:

@@ -57,6 +57,8 @@ class TransferBench:
         self._streams: list[Stream] = [self._device.stream(), self._device.stream()]
 
     def close(self) -> None:
+        for stream in self._streams:
+            self._device.release(stream)
         for memory in (self._host, self._back):
             self._pool.unregister(memory.address)
 
