@@ -25,6 +25,8 @@ def build_step(work: Sequence[Work], pool: PagePool) -> Step:
         spans=tuple(Span(item.sequence.pages, item.start, item.stop) for item in work),
         tokens=[token for item in work for token in item.sequence.tokens[item.start : item.stop]],
         logit_rows=rows,
-        arrivals=pool.arrivals(page for item in work for page in item.sequence.pages),
+        arrivals=pool.arrivals(
+            page for item in work if item.sequence.arriving for page in item.sequence.pages
+        ),
         chunk_tokens=pool.spec.chunk_tokens,
     )

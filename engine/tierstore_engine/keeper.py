@@ -51,8 +51,13 @@ class PageKeeper:
         return -(-tokens // self._chunk)
 
     def arriving(self, sequence: Sequence) -> bool:
-        """Whether bytes of the sequence's pages are still on their way, although its load was taken over."""
-        return self._connector.pool.arrivals(sequence.pages).pending
+        """Whether bytes of the sequence's pages are still on their way, although its load was taken over.
+
+        Once they are there that is so for good, and the pool is not asked again: while a load goes on it
+        would look for every page of everybody who decodes, at every step."""
+        if sequence.arriving:
+            sequence.arriving = self._connector.pool.arrivals(sequence.pages).pending
+        return sequence.arriving
 
     def admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its pages and start loading what the store holds of it: it is *loading* or
@@ -90,6 +95,7 @@ class PageKeeper:
             return
         self._account(sequence, loading, loaded)
         sequence.pages = [*loaded.pages, *loading.fresh, *more]
+        sequence.arriving = True
         sequence.restore(loaded.tokens)
         sequence.saved_pages = loaded.tokens // self._chunk
         sequence.state = SequenceState.RUNNING
@@ -123,6 +129,7 @@ class PageKeeper:
             self._parking.append(saving)
         self._connector.release(sequence.pages)
         sequence.pages = []
+        sequence.arriving = False
         sequence.computed = sequence.saved_pages = 0
         sequence.state = SequenceState.WAITING
 

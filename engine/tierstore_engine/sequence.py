@@ -90,6 +90,7 @@ class Sequence:
         self.computed = 0
         self.saved_pages = 0
         self.loading: Loading | None = None
+        self.arriving = False  # whether pages that were loaded may still be on their way
         self.tally = Tally(added)
         self.finish_reason: FinishReason | None = None
         self._most_computed = 0

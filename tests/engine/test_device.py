@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from tierstore.store import Store
 from tierstore.store.destinations import HbmLoad
 from tierstore.store.save import HbmPages
 from tierstore.tiers.device_pool import DevicePool
-from tierstore.tiers.hbm import HERE, PagePool
+from tierstore.tiers.hbm import HERE, Arrivals, PagePool
 from tierstore_connectors.bundled import StoreConnector
 from tierstore_engine.attention.cpu import CpuAttention
 from tierstore_engine.attention.cuda import CudaAttention
@@ -247,6 +247,47 @@ def test_nobody_waits_for_the_pages_of_another(tiny: LoadedModel, monkeypatch: p
     assert done == [first, second]
     assert all(len(set(step)) == 1 for step in steps)
     assert [True] in steps
+    run.close()
+
+
+def test_who_decodes_is_not_looked_for_among_the_pages_of_a_load(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a step costs the host while a load goes on does not grow with the tokens of all the others."""
+    run = open_run(tiny, device_pool(tiny, 0))  # lazy: the load stays under way until somebody waits for it
+    run.ask([PROMPTS[1]])
+    run.forget_in_hbm()
+    asked: list[int] = []
+    loaded = threading.Event()
+    original_arrivals, original_let_go = DevicePool.arrivals, HbmLoad._let_go
+
+    def arrivals(self: DevicePool, pages: Iterable[int]) -> Arrivals:
+        listed = list(pages)
+        asked.extend(listed)
+        return original_arrivals(self, listed)
+
+    def let_go(self: HbmLoad, *arguments: Any) -> None:
+        loaded.wait(30)
+        original_let_go(self, *arguments)
+
+    monkeypatch.setattr(DevicePool, "arrivals", arrivals)
+    monkeypatch.setattr(HbmLoad, "_let_go", let_go)
+    engine = run.engine
+    first = engine.add([9] * 100, SamplingParams(max_new_tokens=12, ignore_eos=True))
+    while engine.computed_tokens(first) < 100:
+        engine.step()
+    assert asked == []
+    second = engine.add(PROMPTS[1], PARAMS)
+    pages = set(engine._sequences[first].pages)
+    done = []
+    while not done:
+        done += [output.request_id for output in engine.step() if output.finished]
+    assert done == [first]
+    assert asked  # those of the second, which was on its way all the time
+    assert not pages & set(asked)
+    loaded.set()
+    while second not in done:
+        done += [output.request_id for output in engine.step() if output.finished]
     run.close()
 
 
