@@ -7,7 +7,7 @@ Thin on purpose, since it cannot be run without a GPU: what decides is in ``grap
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from tierstore_engine.graphs import DecodeGraphs
 from tierstore_engine.kernels.cubins import source_digest
 from tierstore_engine.kernels.cupy_launcher import CupyLauncher
 from tierstore_engine.model import Model
+from tierstore_engine.sampling import Choice, Draw, sample
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.shortage import shortage_explained
 from tierstore_engine.step import Runner, Step
@@ -75,9 +76,14 @@ class CudaRunner(Runner):
             logits = self.graphs.compute(step)
             return self._model.compute(step) if logits is None else logits
 
-    def result(self, logits: torch.Tensor) -> torch.Tensor:
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[Choice]:
+        with shortage_explained(self._pool, self._settings), torch.cuda.stream(self._stream):
+            sampled = sample(logits, draws).to_host()
+        self.wait()
+        return sampled.choices()
+
+    def wait(self) -> None:
         self._stream.synchronize()
-        return logits
 
 
 class CudaRecorder:

@@ -226,9 +226,10 @@ class Engine:
         if not ending:
             return []  # and no need to wait
         outputs = []
-        for item, row in zip(ending, self.model.result(logits), strict=True):
+        choices = self.model.sample(logits, [item.sequence.draw() for item in ending])
+        for item, choice in zip(ending, choices, strict=True):
             sequence = item.sequence
-            text = sequence.append(row)
+            text = sequence.append(choice)
             newest = (sequence.tokens[-1],)
             if sequence.finish_reason is None:
                 outputs.append(StepOutput(sequence.request_id, text, newest))

@@ -15,6 +15,7 @@ import torch
 from tierstore.tiers.device import Addresses, Stream
 from tierstore_engine.kernels.launcher import Launcher
 from tierstore_engine.kernels.operations import PageCopy
+from tierstore_engine.moving import to_device
 
 LARGEST_BYTES = 64 << 10
 """Fragments that the copy engines are best for on any device: not even measured."""
@@ -34,11 +35,9 @@ class KernelGather:
 
     def copy(self, stream: Stream, to: Addresses, sources: Addresses, nbytes: int) -> None:
         host = torch.from_numpy(np.stack([to, sources]).view(np.int64))
-        if self._device.type == "cuda":
-            host = host.pin_memory()
 
         def launch() -> None:
-            targets, origins = host.to(self._device, non_blocking=True)
+            targets, origins = to_device(host, self._device)
             self._kernel.copy(targets, origins, nbytes)
 
         self._on_stream(stream, launch)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn.functional import linear, silu
 
 from tierstore_engine.attention.base import Attention, BatchLayout
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.rope import Rope
+from tierstore_engine.sampling import Choice, Draw, sample
 from tierstore_engine.step import Step, StepInput
 from tierstore_engine.weights import LayerWeights, ModelWeights
 
@@ -27,8 +30,11 @@ class Model:
     def compute(self, step: Step) -> torch.Tensor:
         return self.forward(step.on(self.device))
 
-    def result(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[Choice]:
+        return sample(logits, draws).choices()
+
+    def wait(self) -> None:
+        """On the CPU nothing is under way when :meth:`compute` returns."""
 
     @torch.inference_mode()
     def forward(self, step: StepInput) -> torch.Tensor:

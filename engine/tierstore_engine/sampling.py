@@ -1,17 +1,22 @@
-"""Which token comes next: the parameters of a request, and the choice from one row of logits.
+"""Which tokens come next: the parameters of a request, and the choice from each row of a step's logits.
 
-The choice is made by inverting the cumulative distribution at one uniform number per token. A request draws
+A choice is made by inverting the cumulative distribution at one uniform number per token. A request draws
 those from its own generator, so its tokens depend on its seed and its logits, never on its batch mates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tierstore_engine.errors import RequestError
+from tierstore_engine.moving import to_device, to_host
 from tierstore_engine.outputs import StepLogprobs, TokenLogprob
+
+_ROWS_AT_ONCE = 16
+"""Sampled together: each takes some fifty bytes for every token of the vocabulary while it lasts."""
 
 
 @dataclass(frozen=True)
@@ -47,37 +52,112 @@ class SamplingParams:
         _require(all(self.stop), "a stop string must not be empty")
 
 
-def choose(logits: torch.Tensor, params: SamplingParams, uniform: float) -> int:
-    """The next token from ``logits`` (float32 ``[vocab_size]``) and a number in [0, 1) drawn for it."""
-    if params.temperature == 0:
-        return int(logits.argmax())
-    tokens, probabilities = candidates(logits, params)
-    cumulative = probabilities.cumsum(0)
-    rank = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
-    return int(tokens[min(rank, len(tokens) - 1)])
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What one sequence's next token is chosen by: ``uniform`` is a number in [0, 1) drawn for it."""
+
+    params: SamplingParams
+    uniform: float = 0.0
 
 
-def candidates(logits: torch.Tensor, params: SamplingParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens that may come next, likeliest first, and their probabilities (float64, summing to 1)."""
-    scaled = (logits.double() - logits.max()) / params.temperature
-    count = min(params.top_k, len(logits)) or len(logits)
-    ranked = scaled.sort(descending=True, stable=True)
-    tokens, probabilities = ranked.indices[:count], ranked.values[:count].softmax(0)
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One sequence's next token. ``logits`` (float32 ``[vocab_size]``, in host memory) are its own."""
+
+    token: int
+    logprobs: StepLogprobs | None = None
+    logits: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The choices of one step, as tensors: ``tokens`` (int64) for all rows; for rows that asked, the log
+    probability of the chosen token (float32 ``[1]``), the likeliest tokens and theirs; and rows of logits."""
+
+    tokens: torch.Tensor
+    logprobs: Mapping[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    logits: Mapping[int, torch.Tensor]
+
+    def to_host(self) -> Sampled:
+        """The same in host memory. Waits for nothing: whoever looks at it has to."""
+        return Sampled(
+            to_host(self.tokens),
+            {row: (to_host(a), to_host(b), to_host(c)) for row, (a, b, c) in self.logprobs.items()},
+            {row: to_host(logits) for row, logits in self.logits.items()},
+        )
+
+    def choices(self) -> list[Choice]:
+        """By row. Everything has arrived; nothing of it is used again."""
+        kept = {row: logits.clone() for row, logits in self.logits.items()}
+        tokens = enumerate(self.tokens.tolist())
+        return [Choice(token, self._logprobs(row, token), kept.get(row)) for row, token in tokens]
+
+    def _logprobs(self, row: int, token: int) -> StepLogprobs | None:
+        if row not in self.logprobs:
+            return None
+        of_chosen, best, of_best = self.logprobs[row]
+        top = tuple(map(TokenLogprob, best.tolist(), of_best.tolist()))
+        return StepLogprobs(TokenLogprob(token, float(of_chosen)), top)
+
+
+@torch.inference_mode()
+def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> Sampled:
+    """The next tokens from ``logits`` (float32 ``[len(draws), vocab_size]``), on their device.
+
+    Nothing here looks at a number that is on the device, so nothing waits for it: no shape depends on the
+    logits, filtered tokens are not taken out but have no weight. A row's choice is a matter of that row
+    alone."""
+    tokens = logits.argmax(-1)
+    random = [row for row, draw in enumerate(draws) if draw.params.temperature > 0]
+    for start in range(0, len(random), _ROWS_AT_ONCE):
+        rows = random[start : start + _ROWS_AT_ONCE]
+        where = to_device(torch.tensor(rows), logits.device)
+        ranked = weights(logits[where], [draws[row].params for row in rows])
+        tokens[where] = _invert(*ranked, [draws[row].uniform for row in rows])
+    wanted = {row: draw.params.logprobs for row, draw in enumerate(draws)}
+    return Sampled(
+        tokens,
+        {row: _logprobs(logits[row], tokens[row], top) for row, top in wanted.items() if top is not None},
+        {row: logits[row] for row, draw in enumerate(draws) if draw.params.keep_logits},
+    )
+
+
+def weights(logits: torch.Tensor, params: Sequence[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor]:
+    """For each row of logits the tokens, likeliest first, and their probabilities (float64): after the
+    temperature and ``top_k`` these sum to 1, and those that the other filters take out are 0 instead."""
+    vocab_size = logits.shape[1]
+    numbers = [(p.temperature, p.top_k or vocab_size, p.top_p, p.min_p) for p in params]
+    on_device = to_device(torch.tensor(numbers, dtype=torch.float64), logits.device)
+    temperature, top_k, top_p, min_p = torch.split(on_device, 1, dim=1)
+    scaled = (logits.double() - logits.amax(-1, keepdim=True)) / temperature
+    ranked = scaled.sort(dim=-1, descending=True, stable=True)
+    among = torch.arange(vocab_size, device=logits.device) < top_k
+    probabilities = ranked.values.masked_fill(~among, -torch.inf).softmax(-1)
     # A token stays while those before it have not filled top_p: the likeliest always does.
-    before = probabilities.cumsum(0) - probabilities
-    kept = (before < params.top_p) & (probabilities >= params.min_p * probabilities[0])
-    kept[0] = True
-    return tokens[kept], probabilities[kept] / probabilities[kept].sum()
+    before = probabilities.cumsum(-1) - probabilities
+    kept = (before < top_p) & (probabilities >= min_p * probabilities[:, :1])
+    kept[:, 0] = True
+    return ranked.indices, probabilities * kept
 
 
-def logprobs_of(logits: torch.Tensor, chosen: int, top: int) -> StepLogprobs:
-    """The log probabilities of ``chosen`` and of the ``top`` likeliest tokens under the raw ``logits``."""
+def _invert(tokens: torch.Tensor, weights: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
+    """The token of each row at which the weights that came before first exceed that share of all weights."""
+    shares = to_device(torch.tensor(uniforms, dtype=torch.float64), tokens.device).unsqueeze(1)
+    cumulative = weights.cumsum(-1)
+    rank = (cumulative <= shares * cumulative[:, -1:]).sum(-1, keepdim=True)
+    # A share of almost 1 may be rounded to all of it, behind the last token that has a weight.
+    places = torch.arange(weights.shape[1], device=weights.device)
+    last = (places * (weights > 0)).amax(-1, keepdim=True)
+    return tokens.gather(1, torch.minimum(rank, last)).squeeze(1)
+
+
+def _logprobs(
+    logits: torch.Tensor, token: torch.Tensor, top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The log probability of ``token``, the ``top`` likeliest tokens and theirs, under the raw ``logits``."""
     logs = logits.log_softmax(-1)
     best = logs.topk(min(top, len(logs)))
-    return StepLogprobs(
-        chosen=TokenLogprob(chosen, float(logs[chosen])),
-        top=tuple(map(TokenLogprob, best.indices.tolist(), best.values.tolist())),
-    )
+    return logs.gather(0, token.unsqueeze(0)), best.indices, best.values
 
 
 def _require(condition: bool, message: str) -> None:

@@ -28,7 +28,7 @@ from tierstore_engine.outputs import (
     RequestMetrics,
     StepLogprobs,
 )
-from tierstore_engine.sampling import SamplingParams, choose, logprobs_of
+from tierstore_engine.sampling import Choice, Draw, SamplingParams
 from tierstore_engine.stops import StopMatcher
 from tierstore_engine.tokenizer import Detokenizer
 
@@ -130,10 +130,14 @@ class Sequence:
         """The KV of the first ``loaded`` tokens has come from the store."""
         self.computed = loaded
 
-    def append(self, logits: torch.Tensor) -> str:
-        """Choose the next token from ``logits [vocab_size]``; the text that became certain. May finish."""
-        token = choose(logits, self.params, self._random.random())
-        self._note(logits, token)
+    def draw(self) -> Draw:
+        """What the next token is to be chosen by. Once for each: the request's own generator goes on."""
+        return Draw(self.params, self._random.random())
+
+    def append(self, choice: Choice) -> str:
+        """Go on with the next token; the text that became certain. May finish."""
+        token = choice.token
+        self._note(choice)
         self.tokens.append(token)
         self.tally.token_times.append(time.monotonic())
         if token in self._stop_ids:
@@ -165,11 +169,11 @@ class Sequence:
             logits=torch.stack(self._logits).numpy() if self._logits else None,
         )
 
-    def _note(self, logits: torch.Tensor, token: int) -> None:
-        if self.params.logprobs is not None:
-            self._logprobs.append(logprobs_of(logits, token, self.params.logprobs))
-        if self.params.keep_logits:
-            self._logits.append(logits.cpu().clone())
+    def _note(self, choice: Choice) -> None:
+        if choice.logprobs is not None:
+            self._logprobs.append(choice.logprobs)
+        if choice.logits is not None:
+            self._logits.append(choice.logits)
 
     def _metrics(self) -> RequestMetrics:
         tally, times = self.tally, self.tally.token_times

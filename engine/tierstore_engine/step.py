@@ -11,6 +11,7 @@ import torch
 from tierstore.tiers.hbm import HERE, Arrivals
 from tierstore_engine.attention.base import BatchLayout, Span, numbers_on, positions_of
 from tierstore_engine.config import ModelConfig
+from tierstore_engine.sampling import Choice, Draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,9 @@ class Runner(Protocol):
         """Logits, float32 ``[len(logit_rows), vocab_size]``, and the KV of all its tokens in its pages: all
         that may still be under way when this returns."""
 
-    def result(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits of the last ``compute``, to be looked at. The one place where a step waits for its
-        device."""
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[Choice]:
+        """The next tokens from the logits of the last ``compute``, one draw for each row. The one place where
+        a step waits for its device, once for all of them."""
+
+    def wait(self) -> None:
+        """Block until all that was computed is done."""

@@ -22,6 +22,7 @@ from tierstore.keys import Identity
 from tierstore.store import Store
 from tierstore.store.destinations import HbmLoad
 from tierstore.store.save import HbmPages
+from tierstore.tiers.device import Event
 from tierstore.tiers.device_pool import DevicePool
 from tierstore.tiers.hbm import HERE, Arrivals, PagePool
 from tierstore_connectors.bundled import StoreConnector
@@ -291,6 +292,36 @@ def test_who_decodes_is_not_looked_for_among_the_pages_of_a_load(
     run.close()
 
 
+def test_a_step_waits_once_for_all_its_sequences(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However each of them is continued; and a chunk that yields no token waits for nothing."""
+    run = open_run(tiny, device_pool(tiny, 0))
+    waits: list[int] = []
+    original = FakeDevice.synchronize
+
+    def synchronize(self: FakeDevice, event: Event) -> None:
+        if threading.current_thread() is threading.main_thread():
+            waits[-1] += 1
+        original(self, event)
+
+    monkeypatch.setattr(FakeDevice, "synchronize", synchronize)
+    ways = [
+        {},
+        {"temperature": 0.7, "top_k": 5, "logprobs": 2},
+        {"temperature": 1.0, "top_p": 0.9, "keep_logits": True},
+        {"temperature": 1.3, "min_p": 0.1, "seed": 3},
+    ]
+    for n, way in enumerate(ways):
+        run.engine.add([n + 1] * 70, SamplingParams(max_new_tokens=16, ignore_eos=True, **way))
+    tokens = []
+    while run.engine.has_work:
+        waits.append(0)
+        tokens.append(len(run.engine.step()))
+    assert max(tokens) == 4
+    assert 0 in tokens
+    assert waits == [min(count, 1) for count in tokens]
+    run.close()
+
+
 def test_the_kernels_on_a_device_that_defers(loaded: Callable[..., LoadedModel]) -> None:
     """The CUDA backend end to end, its kernels on the executor: a hit from host memory, layer by layer."""
     model = loaded("tiny", dtype="float16")
@@ -317,15 +348,14 @@ def no_waiting_for_layers(patch: pytest.MonkeyPatch, pool: DevicePool) -> Iterat
     slots, and where it is quick they are there before the model computes."""
     steps = threading.Condition()
     done = 0
-    original_result, original_let_go = DeferredRunner.result, HbmLoad._let_go
+    original_wait, original_let_go = DeferredRunner.wait, HbmLoad._let_go
 
-    def result(self: DeferredRunner, logits: torch.Tensor) -> torch.Tensor:
+    def wait(self: DeferredRunner) -> None:
         nonlocal done
-        logits = original_result(self, logits)
+        original_wait(self)
         with steps:
             done += 1
             steps.notify_all()
-        return logits
 
     def let_go(self: HbmLoad, *arguments: Any) -> None:
         with steps:
@@ -334,7 +364,7 @@ def no_waiting_for_layers(patch: pytest.MonkeyPatch, pool: DevicePool) -> Iterat
         original_let_go(self, *arguments)
 
     patch.setattr(pool, "arrivals", lambda pages: HERE)
-    patch.setattr(DeferredRunner, "result", result)
+    patch.setattr(DeferredRunner, "wait", wait)
     patch.setattr(HbmLoad, "_let_go", let_go)
     yield
 
@@ -379,7 +409,7 @@ def reuse_of_host_slots(run: Run) -> None:
         other = [number + 100] * (8 * CHUNK)
         store.save(store.prompt(other), [b"\xee" * spec.page_bytes] * 8).wait()
         store.evict("host")
-    run.engine.model.result(torch.empty(0))
+    run.engine.model.wait()
     for page, expected in zip(loaded.pages, content, strict=True):
         assert isinstance(pool, DevicePool)
         for filling in pool._under_way([page]):

@@ -18,7 +18,7 @@ from tierstore.tiers.device_pool import DevicePool
 from tierstore.tiers.hbm import open_pool
 from tierstore_connectors.bundled import StoreConnector
 from tierstore_engine.build import LoadedModel, build_engine, load_model
-from tierstore_engine.device import on_stream
+from tierstore_engine.device import CudaRunner, on_stream
 from tierstore_engine.engine import Engine
 from tierstore_engine.gather import KernelGather
 from tierstore_engine.kernels.cupy_launcher import CupyLauncher
@@ -82,6 +82,40 @@ def test_decoding_is_replayed(engine: Engine) -> None:
     graphs = engine.model.graphs  # type: ignore[attr-defined]
     assert graphs.replayed > 20
     assert set(graphs.eager) <= {"prefill"}
+
+
+@pytest.mark.parametrize("backend", ["kernels", "library"])
+def test_steps_wait_for_nothing_but_their_tokens(
+    backend: str, models: Callable[[str], LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch raises wherever the host would wait for the device. The runner's own wait is let through."""
+    opened = open_engine(models("cuda"), None, replace(SETTINGS, prefill_backend=backend))
+    ways = [{}, {"temperature": 0.8, "top_p": 0.9, "logprobs": 3}, {"temperature": 1.0, "min_p": 0.1}]
+    params = [SamplingParams(max_new_tokens=8, ignore_eos=True, **way) for way in ways]  # type: ignore[arg-type]
+    for given in params:  # what is set up once may wait
+        opened.generate(PROMPTS[:1], given)
+    for prompt, given in zip(PROMPTS, params, strict=True):
+        opened.add(prompt, given)
+    waits = 0
+    original = CudaRunner.wait
+
+    def wait(self: CudaRunner) -> None:
+        nonlocal waits
+        waits += 1
+        torch.cuda.set_sync_debug_mode("default")
+        original(self)
+        torch.cuda.set_sync_debug_mode("error")
+
+    monkeypatch.setattr(CudaRunner, "wait", wait)
+    steps = 0
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        while opened.has_work:
+            steps += bool(opened.step())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert waits == steps
+    opened.close()
 
 
 def test_every_tier_continues_as_the_cold_run(models: Callable[[str], LoadedModel], tmp_path: Path) -> None:

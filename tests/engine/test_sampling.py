@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
+from itertools import chain
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tierstore_engine.errors import RequestError
-from tierstore_engine.sampling import SamplingParams, candidates, choose, logprobs_of
+from tierstore_engine.sampling import Draw, SamplingParams, sample, weights
 
 logit_rows = st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=40).map(
     lambda values: torch.tensor(values, dtype=torch.float32)
@@ -41,14 +43,43 @@ def expected(logits: list[float], params: SamplingParams) -> dict[int, float]:
     return {token: share / sum(kept.values()) for token, share in kept.items()}
 
 
+def choose(logits: torch.Tensor, params: SamplingParams, uniform: float) -> int:
+    """One row alone."""
+    (choice,) = sample(logits.unsqueeze(0), [Draw(params, uniform)]).choices()
+    return choice.token
+
+
+def one_by_one(logits: torch.Tensor, params: SamplingParams, uniform: float) -> int:
+    """The choice as it is defined: from the tokens that the filters leave, by their cumulative weights."""
+    if params.temperature == 0:
+        return int(logits.argmax())
+    scaled = (logits.double() - logits.max()) / params.temperature
+    count = min(params.top_k, len(logits)) or len(logits)
+    ranked = scaled.sort(descending=True, stable=True)
+    tokens, probabilities = ranked.indices[:count], ranked.values[:count].softmax(0)
+    before = probabilities.cumsum(0) - probabilities
+    kept = (before < params.top_p) & (probabilities >= params.min_p * probabilities[0])
+    kept[0] = True
+    tokens, cumulative = tokens[kept], (probabilities[kept] / probabilities[kept].sum()).cumsum(0)
+    rank = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
+    return int(tokens[min(rank, len(tokens) - 1)])
+
+
+def candidates(logits: torch.Tensor, params: SamplingParams) -> dict[int, float]:
+    """The tokens that may come next with their probabilities."""
+    tokens, found = weights(logits.unsqueeze(0), [params])
+    total = float(found.sum())
+    pairs = zip(tokens[0].tolist(), found[0].tolist(), strict=True)
+    return {token: weight / total for token, weight in pairs if weight > 0}
+
+
 @given(logit_rows, filters)
 @example(torch.tensor([-1.4013e-45, 0.0]), SamplingParams(temperature=1.0, top_p=0.25))
 def test_candidates_are_the_filtered_distribution(logits: torch.Tensor, params: SamplingParams) -> None:
-    tokens, probabilities = candidates(logits, params)
-    found = dict(zip(tokens.tolist(), probabilities.tolist(), strict=True))
+    found = candidates(logits, params)
     assert found[int(logits.argmax())] == max(found.values())
     assert sum(found.values()) == pytest.approx(1)
-    wanted = expected(logits.tolist(), params)
+    wanted = {token: share for token, share in expected(logits.tolist(), params).items() if share > 0}
     # Rounding may decide differently about a token that lies on a filter's very edge.
     for token in found.keys() ^ wanted.keys():
         loosened = SamplingParams(
@@ -63,8 +94,9 @@ def test_candidates_are_the_filtered_distribution(logits: torch.Tensor, params: 
 
 
 @given(logit_rows, filters, uniforms)
+@example(torch.zeros(4), SamplingParams(temperature=1, top_k=3), math.nextafter(1, 0))
 def test_the_choice_is_a_candidate(logits: torch.Tensor, params: SamplingParams, uniform: float) -> None:
-    assert choose(logits, params, uniform) in candidates(logits, params)[0].tolist()
+    assert choose(logits, params, uniform) in candidates(logits, params)
 
 
 @given(logit_rows, uniforms)
@@ -88,12 +120,70 @@ def test_extreme_temperatures() -> None:
     assert {choose(logits, SamplingParams(temperature=1e30), u) for u in (0.1, 0.5, 0.9)} == {0, 1, 2}
 
 
-@given(logit_rows, st.integers(0, 50), st.data())
-def test_logprobs(logits: torch.Tensor, top: int, data: st.DataObject) -> None:
-    chosen = data.draw(st.integers(0, len(logits) - 1))
-    result = logprobs_of(logits, chosen, top)
+def mixed_draws(count: int, seed: int) -> list[Draw]:
+    """Greedy and every filter, alone and together, and what is asked for beside the tokens."""
+    chance = random.Random(seed)
+    return [
+        Draw(
+            SamplingParams(
+                temperature=chance.choice((0.0, 0.3, 1.0, 2.5)),
+                top_k=chance.choice((0, 0, 1, 7, 40)),
+                top_p=chance.choice((1.0, 1.0, 0.95, 0.3)),
+                min_p=chance.choice((0.0, 0.0, 0.02)),
+                logprobs=chance.choice((None, None, 0, 5)),
+                keep_logits=chance.random() < 0.2,
+            ),
+            chance.random(),
+        )
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("vocab_size", [3, 1000, 32001])
+def test_a_batch_is_its_rows_one_by_one(vocab_size: int) -> None:
+    """Whoever else is in it, and by the definition."""
+    draws = mixed_draws(45, vocab_size)  # more than are sampled together
+    logits = torch.randn((len(draws), vocab_size), generator=torch.Generator().manual_seed(1)) * 3
+    together = sample(logits, draws).choices()
+    for row, draw, choice in zip(logits, draws, together, strict=True):
+        (alone,) = sample(row.unsqueeze(0), [draw]).choices()
+        assert choice.token == alone.token == one_by_one(row, draw.params, draw.uniform)
+        assert choice.logprobs == alone.logprobs
+        assert (choice.logprobs is None) == (draw.params.logprobs is None)
+        assert (choice.logits is None) == (not draw.params.keep_logits)
+        assert choice.logits is None or torch.equal(choice.logits, row)
+
+
+def test_kept_logits_are_a_copy() -> None:
+    """The tensor is the next step's."""
+    logits = torch.zeros(1, 4)
+    (choice,) = sample(logits, [Draw(SamplingParams(keep_logits=True))]).choices()
+    logits[:] = 7
+    assert choice.logits is not None
+    assert choice.logits.tolist() == [0, 0, 0, 0]
+
+
+def test_sampling_waits_for_no_device() -> None:
+    """A device that has no numbers at all gets as far as one that is still computing them: whatever looks at
+    one, or makes a shape of them, raises."""
+    draws = mixed_draws(45, 0)
+    sampled = sample(torch.empty((len(draws), 1000), device="meta"), draws)
+    found = [sampled.tokens, *sampled.logits.values(), *chain(*sampled.logprobs.values())]
+    assert {tensor.device.type for tensor in found} == {"meta"}
+    assert sampled.logprobs
+    assert sampled.logits
+    with pytest.raises(RuntimeError, match="meta"):
+        sampled.choices()
+
+
+@given(logit_rows, st.integers(0, 50))
+def test_logprobs(logits: torch.Tensor, top: int) -> None:
+    (choice,) = sample(logits.unsqueeze(0), [Draw(SamplingParams(logprobs=top))]).choices()
+    result = choice.logprobs
+    assert result is not None
     exact = logits.double().log_softmax(0)
-    assert result.chosen.logprob == pytest.approx(float(exact[chosen]), abs=1e-4)
+    assert result.chosen.token == choice.token
+    assert result.chosen.logprob == pytest.approx(float(exact[choice.token]), abs=1e-4)
     assert len(result.top) == min(top, len(logits))
     assert [entry.logprob for entry in result.top] == pytest.approx(
         exact.sort(descending=True).values[: len(result.top)].tolist(), abs=1e-4

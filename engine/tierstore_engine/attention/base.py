@@ -19,6 +19,7 @@ import torch
 from tierstore.tiers.hbm import PagePool
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.errors import ModelError
+from tierstore_engine.moving import to_device
 from tierstore_engine.rope import rotate
 
 
@@ -107,10 +108,8 @@ def make_attention(pool: PagePool, config: ModelConfig) -> Attention:
 
 
 def numbers_on(numbers: Sequence[int], device: str | torch.device) -> torch.Tensor:
-    """``numbers`` as int64 on ``device``. Does not wait for it, as a copy from ordinary memory would: for all
-    that is on its stream."""
-    host = torch.tensor(numbers, dtype=torch.int64)
-    return host if torch.device(device).type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    """``numbers`` as int64 on ``device``. Does not wait for it."""
+    return to_device(torch.tensor(numbers, dtype=torch.int64), device)
 
 
 def positions_of(spans: Sequence[Span], *, device: str) -> torch.Tensor:

@@ -24,6 +24,7 @@ from tierstore_engine.attention.gathered import NOWHERE, GatheredPrefill, pages_
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.kernels.launcher import Launcher
 from tierstore_engine.kernels.operations import AttentionKernels, LayerPages, Sequences, Slots
+from tierstore_engine.moving import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,13 +167,11 @@ def _prepare(batch: BatchLayout, chunk_tokens: int, at_library: Callable[[Span],
     members = [member for member in everyone if not at_library(member[0])]
     kinds = [[member for member in members if (member[0].tokens == 1) == single] for single in (True, False)]
     parts = [_numbers(kind, chunk_tokens) for kind in kinds]
-    host = torch.from_numpy(np.concatenate(parts))
-    if device.type == "cuda":
-        host = host.pin_memory()  # otherwise the copy waits for the device
-    on_device = torch.split(host.to(device, non_blocking=True), [len(part) for part in parts])
+    numbers = to_device(torch.from_numpy(np.concatenate(parts)), device)
+    on_device = torch.split(numbers, [len(part) for part in parts])
     decoding, prefilling = (
-        _sequences(numbers, [span for span, _ in kind]) if kind else None
-        for numbers, kind in zip(on_device, kinds, strict=True)
+        _sequences(part, [span for span, _ in kind]) if kind else None
+        for part, kind in zip(on_device, kinds, strict=True)
     )
     slots = Slots(batch.pages.to(torch.int32), batch.offsets.to(torch.int32))
     return _Step(batch, slots, decoding, prefilling, gathered)

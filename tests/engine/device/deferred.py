@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from tests.engine.device.driver import FakeDevice
 from tierstore.tiers.device_pool import DevicePool
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.model import Model
+from tierstore_engine.sampling import Choice, Draw, Sampled, sample
 from tierstore_engine.step import Runner, Step
 
 
@@ -29,6 +32,11 @@ class DeferredRunner(Runner):
         self._runtime.launch(self._pool.compute, lambda: logits.copy_(self._model.compute(step)))
         return logits
 
-    def result(self, logits: torch.Tensor) -> torch.Tensor:
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[Choice]:
+        sampled: list[Sampled] = []
+        self._runtime.launch(self._pool.compute, lambda: sampled.append(sample(logits, draws)))
+        self.wait()
+        return sampled[0].choices()
+
+    def wait(self) -> None:
         self._runtime.finish(self._pool.compute)
-        return logits

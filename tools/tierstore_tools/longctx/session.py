@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import xxhash
 
 from tierstore.memory import Memory
@@ -90,7 +89,7 @@ class Run:
     def settle(self) -> None:
         """Wait until all that the steps have put to work is done, so that it is not in the time of others."""
         start = time.perf_counter()
-        self._engine.model.result(torch.empty(0))
+        self._engine.model.wait()
         self._spent += time.perf_counter() - start
 
     def answer(self) -> Answer:

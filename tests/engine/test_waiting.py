@@ -1,0 +1,89 @@
+"""Nothing of a step waits for its device but the one wait for its tokens.
+
+What would wait is what looks at a number on the device: ``.item()``, a condition, a shape that depends on
+the data, a copy to the host. torch's ``meta`` device has no numbers at all, so there each of these raises,
+and what goes through waits for nothing on a GPU either. (That what goes *to* the device is pinned first is in
+``moving.py``, and on a GPU ``test_on_gpu.py`` lets torch itself watch.)
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tierstore.tiers.hbm import HERE
+from tierstore_engine.attention.base import Span
+from tierstore_engine.attention.cuda import CudaAttention
+from tierstore_engine.attention.gathered import EVERYWHERE, NOWHERE, LibraryRanges
+from tierstore_engine.kernels.catalog import Instance
+from tierstore_engine.kernels.launcher import Kernel, Launcher
+from tierstore_engine.model import Model
+from tierstore_engine.presets import preset
+from tierstore_engine.sampling import Draw, SamplingParams, sample
+from tierstore_engine.step import Step
+from tierstore_engine.weights import _allocate
+
+CHUNK = 16
+DECODING, ANOTHER = Span([3, 1, 7], 40, 41), Span([2], 5, 6)
+CHUNK_OF_PREFILL = Span([4, 5, 6, 8], 16, 50)
+
+
+class Nowhere(Launcher):
+    """Notes what is launched."""
+
+    def __init__(self) -> None:
+        self.launches: list[str] = []
+
+    def load(self, instance: Instance) -> Kernel:
+        return lambda grid, arguments: self.launches.append(instance.name.split("<")[0])
+
+
+def run(spans: tuple[Span, ...], library: LibraryRanges = NOWHERE) -> tuple[torch.Tensor, list[str]]:
+    """The logits of the newest token of each span, and the kernels of one layer."""
+    tiny = preset("tiny", dtype="float16")
+    launcher = Nowhere()
+    page_bytes = tiny.kv_spec(chunk_tokens=CHUNK).page_bytes
+    pool = torch.empty((16, page_bytes), dtype=torch.uint8, device="meta")
+    attention = CudaAttention(pool, tiny, launcher, chunk_tokens=CHUNK)
+    attention.library_at = library
+    model = Model(tiny, _allocate(tiny, "meta"), attention, device="meta")
+    counts = [span.tokens for span in spans]
+    rows = [sum(counts[: place + 1]) - 1 for place in range(len(spans))]
+    logits = model.compute(Step(spans, [0] * sum(counts), rows, HERE, CHUNK))
+    per_layer, rest = divmod(len(launcher.launches), tiny.layers)
+    assert rest == 0
+    return logits, launcher.launches[:per_layer]
+
+
+@pytest.mark.parametrize(
+    ("spans", "library", "launched"),
+    [
+        ((DECODING, ANOTHER), NOWHERE, ["rope_write", "decode", "combine_splits"]),
+        ((CHUNK_OF_PREFILL,), NOWHERE, ["rope_write", "prefill"]),
+        ((DECODING, CHUNK_OF_PREFILL), NOWHERE, ["rope_write", "prefill", "decode", "combine_splits"]),
+        ((DECODING, CHUNK_OF_PREFILL), EVERYWHERE, ["rope_write", "decode", "combine_splits"]),
+    ],
+    ids=["decoding", "prefill", "both", "library"],
+)
+def test_a_step_looks_at_nothing_on_its_device(
+    spans: tuple[Span, ...], library: LibraryRanges, launched: list[str]
+) -> None:
+    logits, launches = run(spans, library)
+    assert logits.shape == (len(spans), preset("tiny", dtype="float16").vocab_size)
+    assert [name.removesuffix("_mma").removesuffix("_simt") for name in launches] == launched
+    sampled = sample(logits, [Draw(SamplingParams(temperature=1.0, top_p=0.9), 0.5)] * len(spans))
+    assert sampled.tokens.shape == (len(spans),)
+
+
+def test_what_looks_is_noticed() -> None:
+    """The test above must be able to fail."""
+    logits, _ = run((DECODING,))
+    for look in (
+        lambda: logits.max().item(),
+        lambda: bool(logits[0, 0] > 0),
+        lambda: logits.argmax(-1).tolist(),
+        lambda: logits[logits > 0].sum().item(),
+        lambda: logits.cpu(),
+    ):
+        with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+            look()
