@@ -1,13 +1,14 @@
 """Decoding by replaying captured steps: launching a model's hundreds of kernels one by one takes longer than
 many of them run.
 
-A step is captured once for each *bucket*, a number of sequences, over buffers that stay where they are. To
-decode, the step's numbers (tokens, positions, lengths, block tables) are put into the buffers of the smallest
-bucket that holds it, in one copy, and the capture is replayed. Entries that are not used have length 0 and no
-page, which the kernels leave out. The grid is for sequences of any length; how a sequence is split depends on
-its length on the device alone, so attention has the bits that it has when launched kernel by kernel. (A
-matrix product of more rows may not: a step in a larger bucket may round differently, as it may beside other
-sequences.)
+A step is captured once for each *bucket*, a number of sequences and of pages, over buffers that stay where
+they are. To decode, the step's numbers (tokens, positions, lengths, block tables) are put into the buffers of
+the smallest bucket that holds it, in one copy, and the capture is replayed. Entries that are not used have
+length 0 and no page, which the kernels leave out. The grid has a block for every split that the longest
+sequence of a bucket could have, so there are buckets for short sequences and for those of any length; how a
+sequence is split depends on its length on the device alone, so attention has the bits that it has when
+launched kernel by kernel. (A matrix product of more rows may not: a step in a larger bucket may round
+differently, as it may beside other sequences.)
 
 Whatever is not plain decoding is computed without a capture, and counted with the reason.
 """
@@ -27,6 +28,11 @@ from tierstore_engine.attention.cuda import CudaAttention
 from tierstore_engine.kernels.operations import Sequences, Slots
 from tierstore_engine.model import Model
 from tierstore_engine.step import Step, StepInput
+
+SHORT_PAGES = 128
+"""Pages of the longest sequence in the smaller buckets: 8,192 tokens, 16 splits. With 64 for each, of which
+short sequences need one or two, thousands of blocks would be launched in every layer to end at once, each for
+as much shared memory as one that works. (Reasoned: it has not been measured.)"""
 
 _ROWS = ("tokens", "positions", "pages", "offsets", "lengths", "counts", "rows")
 _NOTHING = {"tokens": 0, "positions": 0, "pages": -1, "offsets": 0, "lengths": 0, "counts": 1}
@@ -61,7 +67,9 @@ class DecodeGraphs:
         self.eager: Counter[str] = Counter()
         with _collected():
             self._buckets = [
-                _Bucket(model, attention, recorder, size, width) for size in bucket_sizes(max_sequences)
+                _Bucket(model, attention, recorder, size, pages)
+                for size in bucket_sizes(max_sequences)
+                for pages in sorted({min(SHORT_PAGES, width), width})
             ]
         self._width = width
 
@@ -73,7 +81,9 @@ class DecodeGraphs:
             self.eager[reason] += 1
             return None
         self.replayed += 1
-        return next(bucket for bucket in self._buckets if bucket.size >= len(step.spans)).replay(step)
+        longest = _longest_table(step)
+        fitting = (b for b in self._buckets if b.size >= len(step.spans) and b.width >= longest)
+        return next(fitting).replay(step)
 
     def _reason(self, step: Step) -> str | None:
         """Why a step cannot be replayed."""
@@ -84,18 +94,18 @@ class DecodeGraphs:
             return "pages on their way"
         if len(spans) > self._buckets[-1].size:
             return "too many sequences"
-        if max(len(span.block_table) for span in spans) > self._width:
+        if _longest_table(step) > self._width:
             return "too many pages"
         return None
 
 
 class _Bucket:
-    """One captured step for up to ``size`` sequences, and its buffers."""
+    """One captured step for up to ``size`` sequences of up to ``width`` pages, and its buffers."""
 
     def __init__(
         self, model: Model, attention: CudaAttention, recorder: Recorder, size: int, width: int
     ) -> None:
-        self.size = size
+        self.size, self.width = size, width
         host, self._numbers = recorder.buffers(size * (len(_ROWS) + width))
         self._host = host
         split = len(_ROWS) * size
@@ -154,6 +164,10 @@ class _Bucket:
         first = count if known is table else 0
         self._tables[row, first : len(table)] = table[first:]
         self._known[row] = (table, len(table))
+
+
+def _longest_table(step: Step) -> int:
+    return max(len(span.block_table) for span in step.spans)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -18,11 +18,14 @@ from tests.engine.kernels.executor import missing_tools
 from tests.engine.kernels.executor.launcher import ExecutorLauncher
 from tierstore.tiers.hbm import HERE, PagePool
 from tierstore_connectors.bundled import NoStore
+from tierstore_engine import graphs as graphs_module
 from tierstore_engine.attention.base import Span
 from tierstore_engine.attention.cuda import CudaAttention
 from tierstore_engine.build import LoadedModel
 from tierstore_engine.engine import Engine
 from tierstore_engine.graphs import DecodeGraphs, Recorder, bucket_sizes
+from tierstore_engine.kernels.catalog import Instance
+from tierstore_engine.kernels.launcher import Argument, Kernel
 from tierstore_engine.model import Model
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
@@ -102,6 +105,49 @@ def test_replayed_steps_have_the_bits_of_launched_ones(model: LoadedModel) -> No
         # Products of more rows may be summed in another order; attention itself is the same to the bit.
         np.testing.assert_allclose(ours, theirs, atol=0.02)
         assert np.array_equal(ours.argmax(-1), theirs.argmax(-1))
+
+
+def test_short_sequences_launch_blocks_for_short_ones(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And have the bits that they have beside a long one, which takes the larger bucket."""
+    monkeypatch.setattr(graphs_module, "SHORT_PAGES", 8)
+    grids: list[Sequence[int]] = []
+
+    class Watching(ExecutorLauncher):
+        def load(self, instance: Instance) -> Kernel:
+            kernel = super().load(instance)
+
+            def launch(grid: Sequence[int], arguments: Sequence[Argument]) -> None:
+                if instance.name.startswith("decode"):
+                    grids.append(tuple(grid))
+                kernel(grid, arguments)
+
+            return launch
+
+    pool = PagePool(model.kv_spec(chunk_tokens=CHUNK), 24)
+    generator = np.random.default_rng(6)
+    pool.array.view(np.float16)[:] = generator.standard_normal(pool.array.view(np.float16).shape)
+    attention = CudaAttention(torch.from_numpy(pool.array), model.config, Watching(), chunk_tokens=CHUNK)
+    plain = Model(model.config, model.weights, attention, device="cpu")
+    graphs = DecodeGraphs(plain, attention, Rerun(), max_sequences=2, width=20)
+    short, long = Span(list(range(8)), 120, 121), Span(list(range(20)), 300, 301)
+
+    def replayed(*spans: Span) -> torch.Tensor:
+        grids.clear()
+        logits = graphs.compute(Step(spans, [9] * len(spans), list(range(len(spans))), HERE, CHUNK))
+        assert logits is not None
+        return logits
+
+    alone = replayed(short, short)
+    assert grids == [(model.config.kv_heads, 1, 2)] * model.config.layers
+    beside = replayed(short, long)
+    assert grids == [(model.config.kv_heads, 3, 2)] * model.config.layers  # 20 pages are 3 splits
+    assert torch.equal(alone[0], beside[0])
+    replayed(long)
+    assert grids == [(model.config.kv_heads, 3, 1)] * model.config.layers
+    replayed(short)
+    assert grids == [(model.config.kv_heads, 1, 1)] * model.config.layers
 
 
 def test_what_is_not_replayed_is_counted(model: LoadedModel) -> None:
