@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +14,7 @@ from tierstore_connectors.bundled import NoStore
 from tierstore_engine.batch import finishing
 from tierstore_engine.keeper import PageKeeper, clip_tiers
 from tierstore_engine.outputs import RequestId
-from tierstore_engine.sampling import SamplingParams
+from tierstore_engine.sampling import Choice, SamplingParams
 from tierstore_engine.scheduler import Scheduler, Work
 from tierstore_engine.sequence import Sequence, SequenceState
 from tierstore_engine.settings import EngineSettings
@@ -24,7 +23,7 @@ from tierstore_engine.tokenizer import ByteTokenizer
 CHUNK = 4
 POOL_PAGES = 24
 SPEC = KVSpec.uniform(layers=1, kv_heads=1, head_dim=1, dtype="float32", chunk_tokens=CHUNK)
-LOGITS = torch.tensor([0.0, 1.0])
+NEXT = Choice(token=1)
 
 requests = st.lists(
     # Steps before it arrives, prompt tokens, new tokens: none larger than the pool by itself.
@@ -74,7 +73,7 @@ class Bench:
             item.sequence.advance(item.stop)
             self.keeper.save(item.sequence)
         for item in ending:
-            item.sequence.append(LOGITS)
+            item.sequence.append(NEXT)
             if item.sequence.finish_reason is not None:
                 self.scheduler.remove(item.sequence)
         return work
