@@ -203,19 +203,26 @@ class SaveJob:
         done: dict[int, int] = {}
         if mapped is None:  # one piece of memory for a message: the allocator has it again for the next
             sent = np.empty((stop - start) * self._page_bytes, np.uint8).data
-        for at in range(start, stop):
-            position = window.positions[at]
-            if mapped is not None:
-                target = mapped.view(window.offsets[at], self._page_bytes)
-            else:
-                target = sent[(at - start) * self._page_bytes :][: self._page_bytes]
-                frames.append(target)
-            done[position] = self._source.copy(window.first + position, target)
-        with self._state.lock:
-            self._copying -= 1
-            self._state.changed.notify_all()
+        copied = False
+        try:
+            for at in range(start, stop):
+                position = window.positions[at]
+                if mapped is not None:
+                    target = mapped.view(window.offsets[at], self._page_bytes)
+                else:
+                    target = sent[(at - start) * self._page_bytes :][: self._page_bytes]
+                    frames.append(target)
+                checksum = self._source.copy(window.first + position, target)
+                if checksum is not None:
+                    done[position] = checksum
+            copied = True
+        finally:  # whatever a driver raises: somebody waits for these copies to end
+            with self._state.lock:
+                self._copying -= 1
+                self._state.changed.notify_all()
+            if arena is not None or not copied:
+                self._group_ended(window, session, group, done if arena is not None else {})
         if arena is not None:
-            self._group_ended(window, session, group, done)
             return
         write = protocol.Write(0, window.reservation, start)
         call = self._connection.call(session, write, protocol.Written, wait_s=1.0, frames=frames)

@@ -16,9 +16,9 @@ from tierstore.tiers.hbm import PagePool
 class Source(Protocol):
     """Pages to save."""
 
-    def copy(self, position: int, target: memoryview) -> int:
-        """Copy page ``position`` to host memory, and return the XXH3-64 of what is there then. Runs on a
-        mover thread."""
+    def copy(self, position: int, target: memoryview) -> int | None:
+        """Copy page ``position`` to host memory, and return the XXH3-64 of what is there then; None when it
+        could not be copied, and is not to be stored. Runs on a mover thread."""
 
 
 class BufferSource:

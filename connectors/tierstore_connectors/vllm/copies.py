@@ -74,14 +74,20 @@ class HostBlocks:
 
 
 class SavedBlocks:
-    """What a save reads: page ``i`` is made of the blocks of chunk ``i``."""
+    """What a save reads: page ``i`` is made of the blocks of chunk ``i``. A page whose copy has raised is not
+    stored."""
 
-    def __init__(self, blocks: Blocks, chunks: Chunks) -> None:
+    def __init__(self, blocks: Blocks, chunks: Chunks, problem: Problem) -> None:
         self._blocks = blocks
         self._chunks = chunks
+        self._problem = problem
 
-    def copy(self, position: int, target: memoryview) -> int:
-        self._blocks.gather(self._chunks[position], memory.address_of(target, writable=True))
+    def copy(self, position: int, target: memoryview) -> int | None:
+        try:
+            self._blocks.gather(self._chunks[position], memory.address_of(target, writable=True))
+        except Exception as error:  # noqa: BLE001  # whatever a driver raises must not end the mover's task
+            self._problem("copying from KV blocks", error)
+            return None
         return int(xxhash.xxh3_64_intdigest(target))
 
 

@@ -297,7 +297,7 @@ class WorkerHalf:
         keys = known.keys[: blocks.end]
         prompt = prompt_of(self._under(group.pages.identity), keys, bytes(known.tokens), self._chunk_tokens)
         store = self._stores.open(group.pages.identity, group.pages.page_bytes, self._chunk_tokens)
-        source = SavedBlocks(group.blocks, blocks.chunks)
+        source = SavedBlocks(group.blocks, blocks.chunks, self._faults.note)
         count = len(blocks.chunks)
         self._saves.begin(
             Save(

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from tests.connectors.vllm.conftest import BLOCK, CHUNK, Request, step
+from tierstore_connectors.vllm.copies import HostBlocks
 from tierstore_connectors.vllm.work import StepWork
 
 TOKENS = list(range(70))  # 4 chunks, and 6 tokens
@@ -139,6 +140,29 @@ def test_a_step_that_writes_to_blocks_ends_the_saves_that_read_them(engine, shar
         second.scheduler.allocated(Request("b", TOKENS), OTHER, found)
         second.until_loaded()
         assert all(second.memory[0][20 + at][0, 0, 0] == 1.0 + at for at in range(found // BLOCK))
+
+
+@pytest.mark.parametrize("failing", [{5}, {9}, {5, 7, 9, 11}])
+def test_blocks_that_cannot_be_read_cost_their_pages_and_nobody_waits_for_them(engine, monkeypatch, failing):
+    """A driver's error ends no thread, holds up no later step, and is never a page."""
+    first, second = engine(), engine()
+    gather = HostBlocks.gather
+
+    def fail(self, chunk, address):
+        if failing & set(chunk):
+            raise RuntimeError("the driver says no")
+        gather(self, chunk, address)
+
+    monkeypatch.setattr(HostBlocks, "gather", fail)
+    first.save(Request("a", TOKENS), TABLE, 70)  # waits for the save's end
+    monkeypatch.undo()
+    assert len(first.worker._saves) == 0
+    assert first.faults.counts.pop("copying from KV blocks") == len(failing)
+    assert first.counts.take()["not_saved_tokens"] >= CHUNK * len(failing)
+    assert second.matched(Request("b", TOKENS)) == CHUNK * ((min(failing) - 5) // 2)
+    first.save(Request("c", TOKENS), OTHER, 70)
+    load(second, Request("d", TOKENS), OTHER)
+    assert equal_blocks(first, second, zip(OTHER[0][:8], OTHER[0][:8], strict=True))
 
 
 def test_a_load_that_cannot_be_had_is_reported_once_and_not_promised_again(engine):
