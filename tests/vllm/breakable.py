@@ -1,17 +1,45 @@
-"""The connector, with methods of its halves that raise when a file says so. For an engine in another process.
+"""The connector, with methods of its parts that raise when a file says so. For an engine in another process.
 
-The file named by ``TIERSTORE_BREAK`` holds names like ``scheduler.matched`` or ``worker.load``, and behind a
-colon how often each is to raise (nothing: always); it is read at every call.
+The file named by ``TIERSTORE_BREAK`` holds names like ``SchedulerHalf.matched``, and behind a colon how often
+each is to raise (nothing: always); it is read at every call.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from pathlib import Path
 
-SCHEDULER = ("arrived", "matched", "allocated", "work", "reported", "finished")
-WORKER = ("fence", "load", "save", "results", "report")
+# What is called for every request, and how the log names the place where its error was caught.
+SERVING = {
+    "SchedulerHalf.arrived": "on_new_request",
+    "SchedulerHalf.matched": "get_num_new_matched_tokens",
+    "SchedulerHalf.allocated": "update_state_after_alloc",
+    "SchedulerHalf.from_disk": "get_external_cache_hit_sources",
+    "SchedulerHalf.work": "build_connector_meta",
+    "SchedulerHalf.reported": "update_connector_output",
+    "SchedulerHalf.finished": "request_finished_all_groups",
+    "WorkerHalf.fence": "handle_preemptions",
+    "WorkerHalf.load": "start_load_kv",
+    "WorkerHalf.save": "wait_for_save",
+    "WorkerHalf.results": "_results",
+    "WorkerHalf.report": "build_connector_worker_meta",
+    "Counts.take": "get_kv_connector_stats",
+    "Probe._ask": "looking up a prompt",
+    "Load._start_parts": "starting a load",
+    "HostBlocks.scatter": "copying to KV blocks",
+    "ConnectedStore.save_from": "starting a save",
+    "HostBlocks.gather": "copying from KV blocks",
+}
+STARTING = {
+    "SchedulerHalf.__init__": "_open",
+    "SchedulerHalf.connect": "set_xfer_handshake_metadata_pp_aware",
+    "WorkerHalf.__init__": "register_kv_caches",
+    "WorkerHalf.shard": "get_handshake_metadata",
+}
+RESETTING = {"SchedulerHalf.forget_everything": "reset_cache"}
+ENDING = {"SchedulerHalf.close": "shutdown", "WorkerHalf.close": "shutdown"}
 
 
 class InjectedError(Exception):
@@ -39,13 +67,24 @@ def __getattr__(name):
     """vLLM asks for the class in the processes that need it; nothing else here needs vLLM."""
     if name != "TierStoreConnector":
         raise AttributeError(name)
+    from tierstore.daemon.connected import ConnectedStore
+    from tierstore_connectors.vllm import breaker
     from tierstore_connectors.vllm.connector import TierStoreConnector
+    from tierstore_connectors.vllm.copies import HostBlocks
+    from tierstore_connectors.vllm.loads import Load
+    from tierstore_connectors.vllm.probe import Probe
     from tierstore_connectors.vllm.scheduler import SchedulerHalf
+    from tierstore_connectors.vllm.stats import Counts
     from tierstore_connectors.vllm.worker import WorkerHalf
 
     if not _patched:
         _patched.append(True)
-        for half, names, label in ((SchedulerHalf, SCHEDULER, "scheduler"), (WorkerHalf, WORKER, "worker")):
-            for each in names:
-                setattr(half, each, breakable(f"{label}.{each}", getattr(half, each)))
+        breaker._REFUSED_S = 1.0  # for so long what failed is not tried again: here it is waited for often
+        kinds = (SchedulerHalf, WorkerHalf, Counts, Probe, Load, HostBlocks, ConnectedStore)
+        named = {kind.__name__: kind for kind in kinds}
+        for each in (*SERVING, *STARTING, *RESETTING, *ENDING):
+            kind, _, method = each.partition(".")
+            found = inspect.getattr_static(named[kind], method)
+            broken = breakable(each, found.fget if isinstance(found, property) else found)
+            setattr(named[kind], method, property(broken) if isinstance(found, property) else broken)
     return TierStoreConnector

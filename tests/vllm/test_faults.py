@@ -4,12 +4,14 @@ engine that has no cache, and the engine lives."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.vllm import breakable, models
+from tests.vllm import breakable, models, stalling
 from tests.vllm.engines import Ask, Engine, connector_options
 from tests.vllm.harness import asks, same, wait_hit, wait_stored
 from tests.vllm.models import prompt
@@ -110,6 +112,55 @@ def test_an_arena_that_is_full(model, reference, make_daemon):
         assert not engine.metrics().get("vllm:tierstore_faults")
 
 
+def test_a_disk_that_answers_nothing(model, reference, make_daemon, tmp_path):
+    """Reads first, then a read that a request waits for, then writes. It costs what is on the disk."""
+    switch = tmp_path / "stall"
+    struck = switch.with_suffix(".struck")
+    daemon = make_daemon(program=(str(stalling.__file__), str(switch)))
+    connector = connector_options(daemon.url, prefetch_s=0.3)
+    with Engine(model(models.LLAMA), connector=connector) as engine:
+        all_same(engine, reference)
+        wait_hit(engine, Ask(_PROMPTS[0]), 896)
+        daemon.wait_written()
+        daemon.restart()  # nothing is in memory now
+
+        switch.touch()
+        wait_connected(engine)
+        assert all_same(engine, reference) == 0
+        assert struck.exists()
+        switch.unlink()
+        wait_hit(engine, Ask(_PROMPTS[0]), 896)
+
+        daemon.wait_written()
+        daemon.restart()
+        wait_connected(engine)
+        engine.reset_prefix_cache()
+        engine.begin(asks([_PROMPTS[0]]))
+        switch.touch()
+        assert same(engine.finish(), reference[0])
+
+        struck.unlink()
+        for seed in range(70, 74):
+            engine.ask(Ask(prompt(300, seed=seed)))
+        assert all_same(engine, reference) >= 0
+        assert struck.exists()
+        switch.unlink()
+        wait_hit(engine, Ask(_PROMPTS[0]), 896)
+        daemon.wait_written()
+        assert not engine.metrics().get("vllm:tierstore_faults")
+
+
+def wait_connected(engine):
+    """Until the connector asks the daemon again."""
+    before = engine.metrics().get("vllm:tierstore_lookups", 0)
+    for seed in range(1000, 1100):
+        engine.ask(Ask(prompt(100, seed=seed), max_tokens=1))
+        if engine.metrics().get("vllm:tierstore_lookups", 0) > before:
+            return
+        time.sleep(0.05)
+    raise AssertionError("the daemon was not asked again")
+
+
 def test_pages_damaged_on_disk_are_computed_again(model, reference, daemon):
     with Engine(model(models.LLAMA), connector=connector_options(daemon.url)) as engine:
         assert all_same(engine, reference) >= 0
@@ -141,41 +192,58 @@ def _damage(directory):
     return damaged
 
 
-def test_errors_in_every_method_become_misses(model, reference, daemon, tmp_path):
+@pytest.fixture
+def broken(daemon, tmp_path, model):
+    """``broken(…)``: an engine whose connector raises where ``switch`` says."""
     switch = tmp_path / "break"
     switch.write_text("")
     connector = connector_options(daemon.url) | {"kv_connector_module_path": "tests.vllm.breakable"}
     connector["kv_load_failure_policy"] = "fail"  # vLLM's default: no request may fail for it
     environment = {"TIERSTORE_BREAK": str(switch), "PYTHONPATH": str(_ROOT)}
-    methods = [f"scheduler.{name}" for name in breakable.SCHEDULER]
-    methods += [f"worker.{name}" for name in breakable.WORKER]
-    with Engine(model(models.LLAMA), connector=connector, environment=environment) as engine:
+    return switch, lambda: Engine(model(models.LLAMA), connector=connector, environment=environment)
+
+
+def test_errors_in_every_method_become_misses(reference, daemon, broken):
+    switch, start = broken
+    with start() as engine:
         all_same(engine, reference)
         wait_stored(daemon, 20)
-        for method in methods:
+        fresh = itertools.count(100)
+        for method, place in breakable.SERVING.items():
             for times in ("", ":1", ":2"):
                 switch.write_text(f"{method}{times}\n")
                 all_same(engine, reference)
+                engine.ask(Ask(prompt(200, seed=next(fresh))))  # something to save
                 switch.write_text("")
                 wait_hit(engine, Ask(_PROMPTS[0]), 896)
-        faults = engine.metrics()["vllm:tierstore_faults"]
-        assert faults >= len(methods) * 3
-        for method in methods:
-            assert f"tierstore: {_named(method)} failed" in engine.log, method
+            assert f"tierstore: {place} failed" in engine.log, method
+        assert engine.metrics()["vllm:tierstore_faults"] >= len(breakable.SERVING) * 3
 
 
-def _named(method):
-    """The connector's method that calls one of its half's, as the log names it."""
-    return {
-        "scheduler.arrived": "on_new_request",
-        "scheduler.matched": "get_num_new_matched_tokens",
-        "scheduler.allocated": "update_state_after_alloc",
-        "scheduler.work": "build_connector_meta",
-        "scheduler.reported": "update_connector_output",
-        "scheduler.finished": "request_finished_all_groups",
-        "worker.fence": "handle_preemptions",
-        "worker.load": "start_load_kv",
-        "worker.save": "wait_for_save",
-        "worker.results": "_results",
-        "worker.report": "build_connector_worker_meta",
-    }[method]
+@pytest.mark.parametrize("method", breakable.STARTING)
+def test_errors_at_the_start_cost_the_cache(reference, broken, method):
+    switch, start = broken
+    switch.write_text(f"{method}\n")
+    with start() as engine:
+        assert all_same(engine, reference) == 0
+        assert f"tierstore: {breakable.STARTING[method]} failed" in engine.log
+
+
+def test_errors_at_a_reset_and_at_the_end(reference, broken):
+    switch, start = broken
+    with start() as engine:
+        all_same(engine, reference)
+        for method, place in breakable.RESETTING.items():
+            switch.write_text(f"{method}\n")
+            assert not engine.reset_prefix_cache(
+                connector=True
+            )  # it has not been forgotten: the caller knows
+            all_same(engine, reference)
+            assert f"tierstore: {place} failed" in engine.log
+        switch.write_text("")
+        assert engine.reset_prefix_cache(connector=True)
+        assert engine.ask(Ask(_PROMPTS[0])).external_hit_tokens == 0
+        switch.write_text("\n".join(breakable.ENDING))
+        engine.close()
+        for place in breakable.ENDING.values():
+            assert f"tierstore: {place} failed" in engine.log

@@ -24,7 +24,8 @@ _LOOK_S = 0.02
 
 class DaemonProcess:
     """The daemon at ``url``, with its socket and its ``disk`` in a directory of its own below ``parent`` (a
-    unix socket's path is short: the socket is in /tmp). Not started yet. ``options`` are flags of ``serve``.
+    unix socket's path is short: the socket is in /tmp). Not started yet. ``options`` are flags of ``serve``,
+    ``program`` is what Python runs in place of the command line's module.
     """
 
     def __init__(
@@ -35,12 +36,14 @@ class DaemonProcess:
         disk_bytes: int = 1 << 30,
         disk: bool = True,
         options: tuple[str, ...] = (),
+        program: tuple[str, ...] = ("-m", "tierstore.cli"),
     ) -> None:
         self._sockets = Path(tempfile.mkdtemp(prefix="ts-vllm-", dir="/tmp"))
         self._directory = Path(tempfile.mkdtemp(prefix="tierstore-vllm-", dir=parent))
         self.url = f"ipc://{self._sockets}/s"
         self.disk = self._directory / "disk" if disk else None
         self._log = self._directory / "log"
+        self._program = program
         self._options = ["--listen", self.url, f"--host-bytes={host_bytes}", "--log-level=warning", *options]
         if disk:
             self._options += [f"--disk={self.disk}", f"--disk-bytes={disk_bytes}"]
@@ -64,7 +67,7 @@ class DaemonProcess:
     def launch(self) -> None:
         """Start it, without waiting."""
         assert self.process is None, "it runs already"
-        command = [sys.executable, "-m", "tierstore.cli", "serve", *self._options]
+        command = [sys.executable, *self._program, "serve", *self._options]
         with open(self._log, "ab") as log:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
