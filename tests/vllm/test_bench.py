@@ -6,6 +6,10 @@ import json
 import subprocess
 import sys
 
+from tests.vllm import models
+from tests.vllm.engines import Ask, Engine, connector_options
+from tests.vllm.harness import same, wait_hit
+from tests.vllm.models import prompt
 from tierstore.cli.checks import Status, vllm
 
 
@@ -37,9 +41,37 @@ def test_every_case_is_measured_and_its_answers_are_vllms_own(tmp_path):
     assert [row["hit_tokens"] for row in rows.values()] == [0, 0, 384, 384]
     assert all(row["identical"] and row["max_logprob_diff"] <= 1e-5 for row in rows.values())
     assert all(row["ttft_s"] > 0 for row in rows.values())
-    assert {document["overhead"][what]["pairs"] for what in ("ttft", "cpu", "throughput")} == {2}
+    overhead = document["overhead"]
+    assert (overhead["prompt_tokens"], overhead["batch_requests"]) == (512, 8)
+    assert min(overhead[what] for what in ("ttft_s", "throughput_tokens_per_s", "cpu_s", "daemon_cpu_s")) > 0
+    for compared in ("connector", "interface", "both"):
+        for what in ("ttft_ratio", "throughput_ratio", "cpu_ratio"):
+            found = overhead[compared][what]
+            assert (found["pairs"], len(found["series"])) == (2, 1)
+            assert 0 < found["low"] <= found["median"] <= found["high"]
     assert document["skipped"] == []
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_a_connector_that_is_switched_off_asks_and_keeps_nothing(model, daemon):
+    connector = {
+        **connector_options(daemon.url),
+        "kv_connector": "SwitchedConnector",
+        "kv_connector_module_path": "tierstore_tools.vllm.switched",
+    }
+    with Engine(model(models.LLAMA), connector=connector) as engine:
+        engine.switch(False)
+        for seed in range(3):
+            engine.ask(Ask(prompt(300, seed=seed)))
+        daemon.wait_written()
+        assert daemon.stats().store.pages == 0
+        assert daemon.stats().store.counters["lookups"] == 0
+        engine.switch(True)
+        cold = engine.ask(Ask(prompt(901)))
+        assert same(wait_hit(engine, Ask(prompt(901)), 896), cold)
+        engine.switch(False)
+        engine.reset_prefix_cache()
+        assert engine.ask(Ask(prompt(901))).external_hit_tokens == 0
 
 
 def test_the_doctor_lets_vllm_look_for_the_connector(daemon):

@@ -149,10 +149,14 @@ def vllm(
     tokens: Annotated[int, typer.Option(min=64, help="Length of the prompts")] = 4000,
     store: Annotated[str | None, typer.Option(help="A daemon's address; default: one of its own")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32|bfloat16|float16; default: the model's")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Prompts asked cold and from each tier")] = 5,
-    pairs: Annotated[
-        int, typer.Option(min=1, help="Prompts and batches with and without the connector")
-    ] = 20,
+    rounds: Annotated[
+        int, typer.Option(min=0, help="Prompts asked cold and from each tier; 0: only the overhead")
+    ] = 5,
+    starts: Annotated[
+        int, typer.Option(min=0, help="Of engines with and without the connector; 0: no overhead")
+    ] = 1,
+    pairs: Annotated[int, typer.Option(min=1, help="Prompts and batches of each start")] = 20,
+    overhead_tokens: Annotated[int, typer.Option(min=64, help="Length of those prompts")] = 512,
     host_bytes: Annotated[str, typer.Option(help="Arena of its own daemon")] = "2GiB",
     disk_bytes: Annotated[str, typer.Option(help="Disk cap of its own daemon")] = "8GiB",
     options: Annotated[
@@ -178,7 +182,9 @@ def vllm(
                 store=store,
                 dtype=dtype,
                 rounds=rounds,
+                starts=starts,
                 pairs=pairs,
+                overhead_tokens=overhead_tokens,
                 host_bytes=parse_size(host_bytes),
                 disk_bytes=parse_size(disk_bytes),
                 options=_json_object("--options", options),

@@ -1,8 +1,8 @@
 """An engine in a process of its own: commands come on one descriptor, answers go to another, as JSON lines.
 
 ``python -m tierstore_tools.vllm.child COMMANDS_FD ANSWERS_FD``: the first line is the :class:`Job`, then
-``{"do": "ask", …}``, ``{"do": "reset", …}``, ``{"do": "metrics"}`` until the commands end. What vLLM writes
-to stdout and stderr is left alone.
+``{"do": "ask", …}``, ``{"do": "reset", …}``, ``{"do": "switch", …}``, ``{"do": "metrics"}`` until the
+commands end. What vLLM writes to stdout and stderr is left alone.
 """
 
 from __future__ import annotations
@@ -139,6 +139,12 @@ class _Engine:
     def reset(self, connector: bool) -> bool:
         return bool(self._llm.reset_prefix_cache(reset_connector=connector))
 
+    def switch(self, on: bool) -> bool:
+        from tierstore_tools.vllm import switched
+
+        switched.switch(on)
+        return on
+
     def close(self) -> None:
         self._engine.engine_core.shutdown()
 
@@ -158,6 +164,8 @@ def main(commands_fd: int, answers_fd: int) -> None:
                 say(engine.ask(msgspec.json.decode(line, type=Batch)))
             elif command["do"] == "reset":
                 say(engine.reset(command["connector"]))
+            elif command["do"] == "switch":
+                say(engine.switch(command["on"]))
             else:
                 say(engine.metrics())
         engine.close()

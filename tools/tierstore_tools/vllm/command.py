@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tierstore.cli.checks.vllm import installed_version
 from tierstore.errors import TierStoreError, UsageError
 from tierstore_tools import machine, report
 from tierstore_tools.vllm import cases, engine
+from tierstore_tools.vllm.overhead import Overhead
 from tierstore_tools.vllm.paired import Ratio
 from tierstore_tools.vllm.settings import VllmBench
 
@@ -28,7 +30,6 @@ def run(settings: VllmBench, *, json: str | None) -> None:
             "machine": described,
             "model": settings.model,
             "dtype": settings.dtype,
-            "pairs": settings.pairs,
             **result.to_json(),
         },
         json,
@@ -39,8 +40,18 @@ def run(settings: VllmBench, *, json: str | None) -> None:
 
 
 def _show(result: cases.Result, *, to_stderr: bool) -> None:
+    if result.rows:
+        _show_rows(result.rows, to_stderr=to_stderr)
+    if result.overhead is not None:
+        _show_overhead(result.overhead, to_stderr=to_stderr)
+    console = report.stderr if to_stderr else report.stdout
+    for line in result.skipped:
+        console.print(f"skipped {line}")
+
+
+def _show_rows(rows: Sequence[cases.Row], *, to_stderr: bool) -> None:
     columns = ("case", "prompt", "from store", "TTFT", "speed-up", "identical", "Δlogprob")
-    rows = [
+    shown = [
         (
             row.case,
             f"{row.prompt_tokens:,}",
@@ -50,24 +61,31 @@ def _show(result: cases.Result, *, to_stderr: bool) -> None:
             "yes" if row.identical else "NO",
             "–" if row.max_logprob_diff is None else f"{row.max_logprob_diff:.1g}",
         )
-        for row in result.rows
+        for row in rows
     ]
-    report.table(
-        f"vllm: time to first token, medians of {result.rows[0].rounds} prompts",
-        columns,
-        rows,
-        to_stderr=to_stderr,
-    )
-    overhead = result.overhead
+    title = f"vllm: time to first token, medians of {rows[0].rounds} prompts"
+    report.table(title, columns, shown, to_stderr=to_stderr)
+
+
+def _show_overhead(overhead: Overhead, *, to_stderr: bool) -> None:
+    first = overhead.both.ttft_ratio
     console = report.stderr if to_stderr else report.stdout
     console.print(
-        f"with nothing to reuse, with the connector over without: TTFT {_ratio(overhead.ttft)}, "
-        f"CPU time {_ratio(overhead.cpu)}, tokens/s {_ratio(overhead.throughput)} "
-        f"({overhead.ttft.pairs} pairs; in brackets where the median lies, at 95 %)"
+        f"with nothing to reuse, medians without a connector: TTFT {report.seconds(overhead.ttft_s)} "
+        f"({overhead.prompt_tokens} tokens), {overhead.throughput_tokens_per_s:,.0f} tokens/s, CPU time "
+        f"{report.seconds(overhead.cpu_s)} (the daemon's: {report.seconds(overhead.daemon_cpu_s)}). Ratios, "
+        f"and where the median lies at 95 % (pairs: {first.pairs}, starts: {len(first.series)}):"
     )
-    for line in result.skipped:
-        console.print(f"skipped {line}")
+    rows = [
+        (name, *map(_ratio, (each.ttft_ratio, each.throughput_ratio, each.cpu_ratio)))
+        for name, each in (
+            ("connector on / off", overhead.connector),
+            ("connector off / no connector", overhead.interface),
+            ("connector on / no connector", overhead.both),
+        )
+    ]
+    report.table("", ("", "TTFT", "tokens/s", "CPU time"), rows, to_stderr=to_stderr)
 
 
 def _ratio(value: Ratio) -> str:
-    return f"{value.median:.3f} ({value.low:.3f} … {value.high:.3f})"
+    return f"{value.median:.4f} ({value.low:.4f} – {value.high:.4f})"

@@ -148,6 +148,12 @@ class Engine:
         self._say({"do": "reset", "connector": connector})
         return self._hear(bool, ANSWER_S)
 
+    def switch(self, on: bool) -> None:
+        """Switch its connector on or off, which is a ``SwitchedConnector`` (``switched.py``); not with
+        ``processes``."""
+        self._say({"do": "switch", "on": on})
+        self._hear(bool, ANSWER_S)
+
     def metrics(self) -> dict[str, float]:
         """Prometheus metrics by name, added up over labels. (With ``processes`` those of the front end.)"""
         self._say({"do": "metrics"})
