@@ -21,7 +21,7 @@ from tierstore_tools.report import Phases
 from tierstore_tools.vllm import models
 from tierstore_tools.vllm.asks import Answer, Ask, greatest_difference, prompt
 from tierstore_tools.vllm.daemon import DaemonProcess
-from tierstore_tools.vllm.engine import Engine, connector_options
+from tierstore_tools.vllm.engine import Engine, connector_options, workers
 from tierstore_tools.vllm.overhead import Overhead, OverheadExperiment
 from tierstore_tools.vllm.settings import (
     ANSWER_TOKENS,
@@ -124,13 +124,17 @@ class _Experiment:
         else:
             skipped.append("cold, host and disk: 0 rounds")
         overhead = None
-        if self._settings.starts:
+        if not self._settings.starts:
+            skipped.append("overhead: 0 starts")
+        elif workers(self._settings.options) > 1:
+            skipped.append(
+                "overhead: of an engine in one process only, where the connector can be switched off"
+            )
+        else:
             connector = connector_options(self._url, namespace=self._namespace)
             overhead = OverheadExperiment(
                 self._settings, self._engine, self._daemon, connector, self._phases
             ).run()
-        else:
-            skipped.append("overhead: 0 starts")
         return Result(tuple(rows), overhead, tuple(skipped))
 
     # -- cold ----------------------------------------------------------------------------------------

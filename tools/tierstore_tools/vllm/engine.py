@@ -69,6 +69,11 @@ def connector_options(url: str, **extra: Any) -> dict[str, Any]:
     }
 
 
+def workers(options: Mapping[str, Any]) -> int:
+    """How many an engine with these ``options`` has. With more than one it has a process for each part."""
+    return int(options.get("tensor_parallel_size", 1)) * int(options.get("pipeline_parallel_size", 1))
+
+
 class Engine:
     """A running engine. Everything it is asked waits for the answer; for one thread.
 
@@ -91,7 +96,7 @@ class Engine:
         chosen = {name: value for name, value in {**_OPTIONS, **options}.items() if value is not None}
         if connector is not None:
             chosen["kv_transfer_config"] = dict(connector)
-        ranks = int(chosen.get("tensor_parallel_size", 1)) * int(chosen.get("pipeline_parallel_size", 1))
+        ranks = workers(chosen)
         processes = processes or ranks > 1
         more = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1" if processes else "0"}
         if ranks > 1:
