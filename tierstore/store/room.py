@@ -54,9 +54,9 @@ class Room:
     def host_slot(self, nbytes: int) -> int | None:
         """A host slot for ``nbytes``, evicting as the policy says; None when all are held or being filled."""
         assert self._host is not None
-        while (place := self._host.allocate(nbytes)) is None:
-            if not self.evict(Tier.HOST, 1):
-                return None
+        place = self._host.allocate(nbytes)
+        while place is None and self._free(Tier.HOST, nbytes):
+            place = self._host.allocate(nbytes)
         return place
 
     def free_host_slots(self, nbytes: int, count: int) -> list[int]:
@@ -80,12 +80,25 @@ class Room:
         """Let up to ``count`` copies leave ``tier``, the policy's worst first. Returns how many left."""
         if tier is Tier.DISK:
             return self.evict_from_disk(count).pages
+        self._expire()
+        return self._leave(tier, count)
+
+    def _free(self, tier: Tier, nbytes: int) -> int:
+        """Let copies of ``nbytes`` together leave a memory tier: where they are smaller than what is to come,
+        one would not do. Returns how many left."""
+        self._expire()
+        return self._leave(tier, math.inf, nbytes)
+
+    def _expire(self) -> None:
         self._leases.expire()
         self._index.hints.expire(self._clock())
-        evicted = 0
-        while evicted < count and (page := self._index.victim(tier)) is not None:
+
+    def _leave(self, tier: Tier, count: float, nbytes: float = math.inf) -> int:
+        evicted = freed = 0
+        while evicted < count and freed < nbytes and (page := self._index.victim(tier)) is not None:
             self._holdings.drop(page, tier)
             evicted += 1
+            freed += page.nbytes
         self._counters.evicted_pages[tier.label] += evicted
         return evicted
 
