@@ -83,6 +83,10 @@ def test_a_daemon_is_measured_beside_memcpy(daemon, briefly):
     for cost in result.costs:
         assert min(cost.client, cost.daemon, cost.copy) > 0
         assert cost.beyond_copy == pytest.approx(cost.client + cost.daemon - cost.copy)
+    assert [(row.clients, row.page_bytes) for row in result.bounds] == [(1, 64 << 10), (2, 64 << 10)]
+    for bound in result.bounds:
+        assert min(bound.gb_per_s, bound.copy_fraction, bound.saved_fraction) > 0
+    assert daemon.daemon.stats().store.counters["evicted_pages"]["host"] > 0, "the arena was full"
     assert [(row.prompt, row.lookups) for row in result.lookups] == [("whole", 2), ("tail", 20)]
     assert all(0 < row.p50_ms <= row.p99_ms for row in result.lookups)
     (many,) = result.requests
@@ -101,6 +105,7 @@ def test_over_tcp_the_limit_is_a_bare_pair_of_sockets(briefly):
         ("get", "zmq_pair_gb_per_s"),
     ]
     assert all(row.gb_per_s > 0 and row.limit_fraction > 0 for row in result.rows)
+    assert not result.bounds
 
 
 def test_no_daemon_is_said_so(tmp_path, monkeypatch):

@@ -3,7 +3,11 @@
 The bytes go the way an engine's go: a save reserves slots, copies into them and commits, a load is told where
 the pages are and copies them out; over TCP they go as frames. Beside each figure is the limit, measured in
 the same round: what memcpy moves with a thread for each client, over TCP what two bare ZMQ sockets move.
-Beside the core-seconds of client and daemon are those of the copy itself.
+Beside the core-seconds of client and daemon are those of the copy itself, and beside saves what processes
+reach that copy and make checksums with no daemon: two clients on two cores cannot come close to memcpy.
+
+A daemon's arena is full for all but its first minutes, so before pages of a size are measured it is filled
+with their like: every save makes others leave.
 
 Lookups are of a prompt of 100K tokens, hashing included: as a new prompt (*whole*), and as one whose first
 100K tokens the client has looked up before, with 1K new ones behind (*tail*). Requests are lookups of 1K
@@ -26,8 +30,9 @@ from tierstore.daemon.connected import ConnectedStore
 from tierstore.errors import TierStoreError
 from tierstore.spec import KVSpec
 from tierstore.store import Store
+from tierstore.units import format_size
 from tierstore_tools import requests
-from tierstore_tools.connected_bytes import CostRow, Sample, connect, measure
+from tierstore_tools.connected_bytes import BoundRow, CostRow, Sample, connect, fill, measure
 from tierstore_tools.requests import RequestsRow
 from tierstore_tools.tiers import Progress, TierRow
 
@@ -62,6 +67,7 @@ class ConnectedResult:
     limits: dict[str, float]
     rows: tuple[TierRow, ...]
     costs: tuple[CostRow, ...]
+    bounds: tuple[BoundRow, ...]
     lookups: tuple[LookupRow, ...]
     requests: tuple[RequestsRow, ...]
 
@@ -70,6 +76,7 @@ class ConnectedResult:
             "limits": self.limits,
             "rows": [asdict(row) for row in self.rows],
             "costs": [asdict(row) for row in self.costs],
+            "bounds": [asdict(row) for row in self.bounds],
             "lookups": [asdict(row) for row in self.lookups],
             "requests": [asdict(row) for row in self.requests],
         }
@@ -87,33 +94,54 @@ def run(
 
     Raises :class:`TierStoreError` when it is not there or does not keep what is saved.
     """
-    pid = _daemon_pid(url)
+    daemon = _look_at(url)
     limits: dict[str, list[float]] = {}
     rows: list[TierRow] = []
     costs: list[CostRow] = []
+    bounds: list[BoundRow] = []
     for page_bytes in page_sizes:
+        progress(f"filling {format_size(daemon.host_bytes)} with {format_size(page_bytes)} pages")
+        fill(url, page_bytes, daemon.host_bytes)
         for clients in _AT_ONCE if url.startswith("ipc://") else (1,):
-            progress(f"{page_bytes >> 10} KiB pages, {clients} at once")
-            sample = Sample(url, pid, page_bytes, total_bytes, rounds, clients)
+            progress(f"{format_size(page_bytes)} pages, {clients} at once")
+            sample = Sample(url, daemon.pid, page_bytes, total_bytes, rounds, clients)
             moved = measure(sample)
             limits.setdefault(sample.limit, []).extend(moved.limits)
             rows += moved.rows
             costs += moved.costs
+            bounds += [moved.bound] if moved.bound is not None else []
     progress("lookups")
     lookups = _lookups(url)
     progress("requests")
-    small = requests.measure(url, pid, clients=_MANY, processes=_MANY_PROCESSES, seconds=_MANY_S)
+    small = requests.measure(url, daemon.pid, clients=_MANY, processes=_MANY_PROCESSES, seconds=_MANY_S)
     medians = {name: statistics.median(values) for name, values in limits.items()}
-    return ConnectedResult(medians, tuple(rows), tuple(costs), lookups, (small,))
+    return ConnectedResult(medians, tuple(rows), tuple(costs), tuple(bounds), lookups, (small,))
 
 
-class _Process(msgspec.Struct):
+class _Tier(msgspec.Struct):
+    capacity_bytes: int
+
+
+class _Tiers(msgspec.Struct):
+    host: _Tier
+
+
+class _Store(msgspec.Struct):
+    tiers: _Tiers
+
+
+class _Daemon(msgspec.Struct):
     """As much of a daemon's statistics as is of interest here."""
 
     pid: int
+    store: _Store
+
+    @property
+    def host_bytes(self) -> int:
+        return self.store.tiers.host.capacity_bytes
 
 
-def _daemon_pid(url: str) -> int:
+def _look_at(url: str) -> _Daemon:
     with connect(url, KVSpec.uniform(layers=1, kv_heads=1, head_dim=16, dtype="float16")) as store:
         assert isinstance(store, ConnectedStore)
         session = store.connection.session
@@ -122,7 +150,7 @@ def _daemon_pid(url: str) -> int:
             answer = store.connection.call(session, protocol.Stats(0), protocol.StatsAnswer).wait()
     if answer is None:
         raise TierStoreError(f"the daemon at {url} does not answer")
-    return msgspec.json.decode(answer.json, type=_Process).pid
+    return msgspec.json.decode(answer.json, type=_Daemon)
 
 
 def _lookups(url: str) -> tuple[LookupRow, ...]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tierstore import memory
+from tierstore.daemon.checksum import copy_and_hash
 from tierstore.errors import TierStoreError
 from tierstore.keys import Identity
 from tierstore.memory import Memory
@@ -24,6 +25,7 @@ from tierstore_tools.zmq_pair import ZmqPair
 _WAIT_S = 60.0
 _CONNECT_S = 10.0
 _COPIES = 3
+_FILL_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +70,26 @@ class CostRow:
 
 
 @dataclass(frozen=True, slots=True)
+class BoundRow:
+    """What so many bare processes reach, each with one thread, that do to shared memory what a save has to do
+    (copy a page and make its checksum) and speak to nobody. ``copy_fraction`` is that of what they reach
+    without the checksum, ``saved_fraction`` what saves came to, of the bound."""
+
+    clients: int
+    page_bytes: int
+    gb_per_s: float
+    copy_fraction: float
+    saved_fraction: float
+
+
+@dataclass(frozen=True, slots=True)
 class Moved:
-    """``limits`` are GB/s by round."""
+    """``limits`` are GB/s by round. No ``bound`` over TCP."""
 
     limits: list[float]
     rows: list[TierRow]
     costs: list[CostRow]
+    bound: BoundRow | None
 
 
 def measure(sample: Sample) -> Moved:
@@ -101,7 +117,28 @@ def measure(sample: Sample) -> Moved:
         costs.append(
             CostRow(sample.clients, op, sample.page_bytes, client, daemon, copy, client + daemon - copy)
         )
-    return Moved(limits, rows, costs)
+    return Moved(limits, rows, costs, _bound(rounds, sample) if pair is None else None)
+
+
+def _bound(rounds: Sequence[_Joined], sample: Sample) -> BoundRow:
+    return BoundRow(
+        sample.clients,
+        sample.page_bytes,
+        statistics.median(each.checked.gb_per_s for each in rounds),
+        statistics.median(each.checked.gb_per_s / each.copy.gb_per_s for each in rounds),
+        statistics.median(each.put.gb_per_s / each.checked.gb_per_s for each in rounds),
+    )
+
+
+def fill(url: str, page_bytes: int, nbytes: int) -> None:
+    """Save so many bytes that nobody asks for again."""
+    spec = _spec(page_bytes)
+    page = memoryview(bytes(page_bytes))
+    with connect(url, spec) as store:
+        for start in range(0, nbytes, _FILL_BYTES):
+            count = max(min(_FILL_BYTES, nbytes - start) // page_bytes, 1)
+            prompt = np.arange(count * spec.chunk_tokens) + start // page_bytes
+            store.save(prompt, [page] * count).wait(_WAIT_S)
 
 
 # -- all clients together ------------------------------------------------------------------------------
@@ -122,6 +159,7 @@ class _Joined:
 
     limit: float
     copy: _Cost
+    checked: _Cost  # the copy with a checksum
     put: _Cost
     get: _Cost
 
@@ -130,12 +168,18 @@ class _Joined:
 
 
 def _joined(clients: Sequence[_Round], sample: Sample) -> _Joined:
-    copies = [_cost(spans, sample) for spans in zip(*(each.copies for each in clients), strict=True)]
-    copy = sorted(copies, key=lambda each: each.gb_per_s)[len(copies) // 2]
+    copy = _middle([each.copies for each in clients], sample)
+    checked = _middle([each.checked for each in clients], sample)
     put, get = (
         _cost([each.put if op == "put" else each.get for each in clients], sample) for op in ("put", "get")
     )
-    return _Joined(clients[0].bare_gb_per_s or copy.gb_per_s, copy, put, get)
+    return _Joined(clients[0].bare_gb_per_s or copy.gb_per_s, copy, checked, put, get)
+
+
+def _middle(clients: Sequence[Sequence[_Span]], sample: Sample) -> _Cost:
+    """Of what all clients did several times."""
+    costs = [_cost(spans, sample) for spans in zip(*clients, strict=True)]
+    return sorted(costs, key=lambda each: each.gb_per_s)[len(costs) // 2]
 
 
 def _cost(spans: Sequence[_Span], sample: Sample) -> _Cost:
@@ -163,6 +207,7 @@ class _Round:
     """What one client saw in a round. ``bare_gb_per_s``: of two bare sockets (over TCP)."""
 
     copies: list[_Span]
+    checked: list[_Span]
     put: _Span
     get: _Span
     bare_gb_per_s: float
@@ -178,15 +223,15 @@ class _Client:
     def __init__(self, meet: Meet, sample: Sample, number: int) -> None:
         self._meet = meet
         self._sample = sample
-        layers = sample.page_bytes // LAYER_BYTES
-        self._spec = KVSpec.uniform(layers=layers, kv_heads=1, head_dim=64, dtype="float16")
+        self._spec = _spec(sample.page_bytes)
         self._source, self._target = self._memory(), self._memory()
+        self._slots = self._memory(shared=True)  # as the arena is
         np.frombuffer(self._source.view(0, sample.nbytes), np.uint32)[:] = np.arange(
             number, sample.nbytes // 4 + number, dtype=np.uint32
         )
 
-    def _memory(self) -> Memory:
-        made = Memory(self._sample.nbytes, shared=False)
+    def _memory(self, *, shared: bool = False) -> Memory:
+        made = Memory(self._sample.nbytes, shared=shared)
         made.populate()
         return made
 
@@ -197,6 +242,7 @@ class _Client:
     def round(self, pair: ZmqPair | None) -> _Round:
         """Raises :class:`TierStoreError`."""
         copies = [self._span(self._copy) for _ in range(_COPIES)]
+        checked = [self._span(self._copy_and_hash) for _ in range(_COPIES)]
         bare = pair.gb_per_s() if pair is not None else 0.0
         tokens = np.arange(self._sample.count * self._spec.chunk_tokens)
         source, target = self._pages(self._source), self._pages(self._target)
@@ -212,12 +258,17 @@ class _Client:
             get = self._span(lambda: store.load(hit, target).wait(_WAIT_S))
         if any(saved != loaded for saved, loaded in zip(source, target, strict=True)):
             raise AssertionError("pages came back with other bytes than were put")
-        return _Round(copies, put, get, bare)
+        return _Round(copies, checked, put, get, bare)
 
     def _copy(self) -> None:
         size = self._sample.page_bytes
         for at in range(0, self._sample.nbytes, size):
             memory.copy_all([(self._target.address + at, self._source.address + at)], size)
+
+    def _copy_and_hash(self) -> None:
+        size = self._sample.page_bytes
+        for at in range(0, self._sample.nbytes, size):
+            copy_and_hash(self._slots.view(at, size), self._source.address + at)
 
     def _span(self, work: Callable[[], object]) -> _Span:
         """Do it at the same time as the other clients."""
@@ -227,6 +278,10 @@ class _Client:
         end, cpu = time.perf_counter(), time.process_time() - cpu
         self._meet()
         return _Span(start, end, cpu, cpu_seconds(self._sample.pid) - daemon)
+
+
+def _spec(page_bytes: int) -> KVSpec:
+    return KVSpec.uniform(layers=page_bytes // LAYER_BYTES, kv_heads=1, head_dim=64, dtype="float16")
 
 
 def connect(url: str, spec: KVSpec, identity: Identity | None = None) -> Store:

@@ -86,6 +86,21 @@ def _show_requests(result: connected.ConnectedResult, *, to_stderr: bool) -> Non
         to_stderr=to_stderr,
     )
     report.table(
+        "saves beside processes that copy and hash, with no daemon",
+        ("clients", "page", "copy + hash GB/s", "of memcpy", "saves, of it"),
+        [
+            (
+                f"{row.clients}",
+                format_size(row.page_bytes),
+                report.rate(row.gb_per_s),
+                report.percent(row.copy_fraction),
+                report.percent(row.saved_fraction),
+            )
+            for row in result.bounds
+        ],
+        to_stderr=to_stderr,
+    )
+    report.table(
         "lookups of 1K tokens by many clients at once",
         ("clients", "processes", "cores", "lookups/s", "p50 ms", "p99 ms", "least of mean"),
         [

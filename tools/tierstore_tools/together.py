@@ -5,10 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.synchronize
 import os
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from tierstore.errors import TierStoreError
@@ -18,6 +18,7 @@ Meet = Callable[[], object]
 """Wait until every process has come here."""
 
 _MEET_S = 120.0
+_CPUCLOCK_SCHED = 2
 
 
 class Together(Generic[R]):
@@ -74,14 +75,11 @@ def _result(pipe: Connection) -> Any:
 
 
 def cpu_seconds(pid: int) -> float:
-    """What a process's threads have computed so far. 0 for one that cannot be seen from here."""
-    total = 0
-    for thread in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        try:
-            total += int(thread.read_text().split()[0])
-        except (OSError, ValueError, IndexError):
-            continue  # a thread that has ended since
-    return total / 1e9
+    """What a process has computed so far, threads that have ended included. 0 for one that is not there."""
+    try:
+        return time.clock_gettime(~pid << 3 | _CPUCLOCK_SCHED)  # as clock_getcpuclockid(3) spells it
+    except OSError:
+        return 0.0
 
 
 def share_cores_of(pid: int) -> int:
