@@ -25,6 +25,7 @@ from tierstore.daemon.wire import LineWire, Wire, ZmqWire
 from tierstore.errors import StoreUnavailableError, UsageError
 
 _GREETING_S = 2.0
+_AT_ONCE = 64  # identities to register: as many as a daemon lets wait unread, and far less than a line keeps
 _SECOND_TRY_MS = 20  # ZMQ's own, while the daemon's sockets come up one after the other
 
 A = TypeVar("A", bound=Message)
@@ -166,23 +167,43 @@ class Greeting:
             wire,
             arena,
         )
-        for registration in registrations:
-            registered = self._ask(wire, registration.message(), protocol.Registered)
-            if registered is None:
+        for start in range(0, len(registrations), _AT_ONCE):
+            if not self._register(wire, session, registrations[start : start + _AT_ONCE]):
                 return None
-            session.identities[registration.identity.digest] = registered.identity
         return session
+
+    def _register(self, wire: Wire, session: Session, registrations: Sequence[Registration]) -> bool:
+        """Register these in one round trip: a client may have hundreds, and other clients as many."""
+        waited_for = {}
+        for number, registration in enumerate(registrations):
+            message = registration.message()
+            message.id = number
+            wire.send(protocol.encode(message))
+            waited_for[number] = registration.identity.digest
+        while waited_for:
+            answers = self._receive(wire)
+            for answer in answers:
+                if not isinstance(answer, protocol.Registered) or answer.id not in waited_for:
+                    return False
+                session.identities[waited_for.pop(answer.id)] = answer.identity
+            if not answers:
+                return False
+        return True
 
     def _ask(self, wire: Wire, message: Message, expected: type[A]) -> A | None:
         wire.send(protocol.encode(message))
+        answers = self._receive(wire)
+        return answers[0] if answers and isinstance(answers[0], expected) else None
+
+    def _receive(self, wire: Wire) -> list[protocol.Answer]:
+        """What comes next; nothing when nothing comes, or no answer."""
         try:
             while not (messages := wire.receive()):
                 if not self._readable(wire.fd):
-                    return None
-            answer = protocol.decode_answer(messages[0][0])
+                    return []
+            return [protocol.decode_answer(frames[0]) for frames in messages]
         except (LineEnd, IndexError, msgspec.MsgspecError):
-            return None
-        return answer if isinstance(answer, expected) else None
+            return []
 
     def _readable(self, fd: int) -> bool:
         """Wait for something to read; False when the time is over or the connection is being closed."""

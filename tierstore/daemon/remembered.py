@@ -20,7 +20,7 @@ from tierstore.daemon.protocol import PromptPart
 from tierstore.keys import TOKEN_BYTES, TOKEN_DTYPE, Identity, PageKey, Prompt, chunk_keys, root_key
 
 _MOST_BYTES = 64 << 20  # of tokens
-_MOST_PROMPTS = 256
+_MOST_PROMPTS = 1024
 _TRIED = 8  # of the prompts with the same first chunk, the last used first
 _COMPARED_AT_ONCE = 64 << 10
 _WORTH = 16  # remembered is what has at least 1/16 that is new

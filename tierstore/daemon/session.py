@@ -21,7 +21,7 @@ MOST_IDENTITIES = 1024  # a client may register
 MOST_LEASES = 4096
 MOST_WAITING = 4096  # requests that wait for a disk: a prefetch for each lease, if need be
 MOST_WAIT_S = 600.0
-MOST_PATHS = 64
+MOST_PATHS = 1024  # an engine asks for each prompt once per worker and KV cache group: 56 paths a prompt
 MOST_PATH_PAGES = 1 << 18  # in all remembered paths together
 
 # Ids of an earlier life must not be taken for those of this one.

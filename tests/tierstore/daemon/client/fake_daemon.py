@@ -14,8 +14,8 @@ from tierstore.memory import Memory
 
 
 class FakeDaemon:
-    """Listens at ``PATH.arena``. ``answers`` maps a message type to a function from the
-    message to an answer (None: none); without one there are harmless defaults. ``received`` is all it got."""
+    """Listens at ``PATH.arena``. ``answers`` maps a message type to a function from the message to an answer
+    (None: none) or a list of them; without one there are harmless defaults. ``received`` is all it got."""
 
     def __init__(self, path, *, arena_bytes=1 << 20, header_bytes=None, magic=p.ARENA_MAGIC):
         self.url = f"ipc://{path}"
@@ -69,8 +69,9 @@ class FakeDaemon:
             message = p.decode_request(body)
             self.received.append(message)
             answer = self.answers.get(type(message), self._default)(message)
-            if answer is not None:
-                line.send(answer if isinstance(answer, bytes) else p.encode(answer))
+            for each in answer if isinstance(answer, list) else [answer]:
+                if each is not None:
+                    line.send(each if isinstance(each, bytes) else p.encode(each))
 
     def _default(self, m):
         match m:

@@ -6,6 +6,7 @@ import random
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from tests.tierstore.daemon.client.conftest import (
     right_bytes,
     wait_until,
 )
+from tierstore.keys import Prompt
 from tierstore.testing.clock import ManualClock
 
 SLACK_S = 0.5  # that a busy machine adds
@@ -72,6 +74,25 @@ def test_killed_and_started_again(make_daemon, connect):
     hit = store.lookup(TOKENS)
     assert hit.by_tier == {"disk": 70}
     assert load_bytes(store, hit) == (70, pages_of(TOKENS))
+
+
+def test_all_identities_are_known_to_the_next_daemon(make_daemon, connect):
+    daemon = make_daemon()
+    store = connect(daemon.url)
+    prompts = [
+        Prompt(replace(store.identity, adapter=str(number)), TOKENS, chunk_tokens=SPEC.chunk_tokens)
+        for number in range(150)  # more than are registered at once
+    ]
+    for prompt in prompts:
+        assert store.save(prompt, pages_of(TOKENS)[:1]).wait(10) == SPEC.chunk_tokens
+    assert store.flush(10)
+    daemon.kill()
+    wait_until(lambda: store.connection.session is None)
+    daemon.start()
+    assert store.wait_connected(30)
+    assert len(store.connection.session.identities) == 1 + len(prompts)
+    for prompt in prompts:
+        assert store.lookup(prompt).tokens == SPEC.chunk_tokens
 
 
 def test_clients_are_served_again_soon_after_the_socket_is_back(make_daemon, connect):

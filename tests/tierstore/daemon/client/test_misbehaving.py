@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from tests.tierstore.daemon.client.conftest import SPEC, TOKENS, load_bytes, pag
 from tests.tierstore.daemon.client.fake_daemon import FakeDaemon, slowly
 from tierstore.daemon import protocol as p
 from tierstore.daemon.protocol import Abort, Found, Located, Lookup, Release, Reserve, Reserved
+from tierstore.keys import Identity
 
 PAGE = SPEC.page_bytes
 
@@ -146,6 +148,30 @@ def test_a_forgotten_path_is_spelled_out_once(fake, connect):
     # And when even the whole prompt is refused, it is a miss.
     daemon.answers[Lookup] = lambda m: p.Refused(m.id, "path", "forgotten")
     assert store.lookup(TOKENS).tokens == 0
+
+
+def test_many_identities_are_registered_in_one_round_trip(fake, connect):
+    """A daemon that does not answer before it has heard of all, and then from the last to the first."""
+    daemon = fake()
+    store = connect(daemon.url)
+    others = [replace(store.identity, adapter=str(number)) for number in range(40)]
+    for identity in others:
+        store.introduce(identity)
+    before = len(daemon.of(p.Register))
+    wanted = {identity: number for number, identity in enumerate([store.identity, *others])}
+
+    def all_at_once(m):
+        new = daemon.of(p.Register)[before:]
+        if len(new) % len(wanted):
+            return None
+        return [p.Registered(each.id, wanted[Identity(**each.identity)]) for each in reversed(new)]
+
+    daemon.answers |= {p.Register: all_at_once, Lookup: lambda m: p.Refused(m.id, "session", "who are you?")}
+    session = store.connection.session
+    assert store.lookup(TOKENS).tokens == 0
+    wait_until(lambda: store.connection.session not in (None, session))
+    known = store.connection.session.identities
+    assert known == {identity.digest: number for identity, number in wanted.items()}
 
 
 def test_a_session_that_is_refused_is_greeted_again(fake, connect):

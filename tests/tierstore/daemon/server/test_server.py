@@ -83,6 +83,18 @@ def test_a_remembered_path_stands_for_the_beginning_of_a_prompt(start, connect):
     assert client.lookup(prompt_of(TOKENS), max_tokens=33, path=found.path, known=5).tokens == 33
 
 
+def test_the_paths_of_several_prompts_in_many_identities_are_remembered(start, connect):
+    """An engine asks for each prompt once for each of its workers and KV cache groups."""
+    daemon = start()
+    client = connect(daemon.url)
+    client.register()
+    client.save(TOKENS)
+    paths = [client.lookup(prompt_of(TOKENS)).path for _ in range(8 * 56)]
+    assert len(set(paths)) == len(paths)
+    for path in paths:
+        assert client.lookup(prompt_of(TOKENS), path=path, known=5).tokens == len(TOKENS)
+
+
 @pytest.mark.parametrize("first", [0, 1, 2, 4])
 def test_what_a_path_stands_for_is_never_saved_in_another_place(start, connect, first):
     daemon = start()
