@@ -31,7 +31,7 @@ class BufferLoad(ConnectedLoad):
         buffers: Buffers,
     ) -> None:
         super().__init__(state, remote, mover, hit, deadline_s)
-        self._addresses = buffers.addresses
+        self._buffers = buffers  # keeps them alive: a caller may let go of what he has given
 
     def _take_local(self) -> list[LocalPage]:
         local = []
@@ -43,7 +43,7 @@ class BufferLoad(ConnectedLoad):
         return local
 
     def _targets(self, first: int, count: int) -> Sequence[int]:
-        return self._addresses[first : first + count]
+        return self._buffers.addresses[first : first + count]
 
     def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> Filling:
         memory.copy_all(zip(targets, addresses, strict=True), self.page_bytes)

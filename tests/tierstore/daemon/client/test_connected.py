@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from tests.tierstore.daemon.client.conftest import SPEC, TOKENS, in_threads, load_bytes, pages_of, wait_until
 from tierstore.errors import StoreClosedError, UsageError
 from tierstore.keys import Identity, Prompt
+from tierstore.mover import Priority
 from tierstore.store.base import Store
 from tierstore.tiers.hbm import PagePool
 
@@ -39,6 +43,29 @@ def test_what_was_saved_comes_back_token_for_token(store):
     assert hit.tokens == 70
     assert hit.by_tier == {"host": 70}
     assert load_bytes(store, hit) == (70, pages_of(TOKENS))
+
+
+@pytest.mark.parametrize("direction", ["load", "save"])
+def test_buffers_that_the_caller_lets_go_of_live_until_the_transfer_has_ended(store, direction):
+    save(store, TOKENS)
+    hit = store.lookup(TOKENS)
+    arrays = [np.zeros(SPEC.page_bytes, np.uint8) for _ in range(hit.num_pages)]
+    alive = [weakref.ref(array) for array in arrays]
+    go_on = threading.Event()
+    for _ in range(2):  # as many as the store has threads that copy
+        store._mover.submit(Priority.LOAD, go_on.wait)
+    buffers = [memoryview(array) for array in arrays]
+    if direction == "load":
+        transfer = store.load(hit, buffers)
+    else:
+        transfer = store.save([7, *TOKENS[1:]], buffers)
+    del arrays, buffers
+    gc.collect()
+    kept = all(array() is not None for array in alive)
+    go_on.set()
+    transfer.wait(10)
+    assert kept
+    hit.release()
 
 
 @pytest.mark.parametrize("same", [0, 1, 15, 16, 17, 63, 64, 65, 69])
