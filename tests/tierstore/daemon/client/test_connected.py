@@ -55,10 +55,7 @@ def test_buffers_that_the_caller_lets_go_of_live_until_the_transfer_has_ended(st
     for _ in range(2):  # as many as the store has threads that copy
         store._mover.submit(Priority.LOAD, go_on.wait)
     buffers = [memoryview(array) for array in arrays]
-    if direction == "load":
-        transfer = store.load(hit, buffers)
-    else:
-        transfer = store.save([7, *TOKENS[1:]], buffers)
+    transfer = store.load(hit, buffers) if direction == "load" else store.save([7, *TOKENS[1:]], buffers)
     del arrays, buffers
     gc.collect()
     kept = all(array() is not None for array in alive)
