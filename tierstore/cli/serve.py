@@ -8,12 +8,31 @@ from typing import Annotated
 import typer
 
 from tierstore.daemon.settings import HELP, Settings
+from tierstore.units import format_size
+
+_DEFAULTS = Settings()
 
 
 def _option(name: str, metavar: str) -> typer.models.OptionInfo:
     flag = f"--{name.replace('_', '-')}"
-    option: typer.models.OptionInfo = typer.Option(flag, help=HELP[name], show_default=False, metavar=metavar)
+    default = _default(name)
+    text = f"{HELP[name]} [default: {default}]" if default else HELP[name]
+    option: typer.models.OptionInfo = typer.Option(flag, help=text, show_default=False, metavar=metavar)
     return option
+
+
+def _default(name: str) -> str:
+    """As it would be written; empty where there is none, or where it follows from another setting."""
+    match getattr(_DEFAULTS, name):
+        case str(text):
+            return text
+        case float(number):
+            return f"{number:g}"
+        case tuple(urls):
+            return ",".join(urls)
+        case int(size) if name in ("host_bytes", "disk_bytes", "page_bytes"):
+            return format_size(size).replace(" ", "")
+    return ""
 
 
 def serve(

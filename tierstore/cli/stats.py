@@ -16,7 +16,9 @@ from tierstore.cli.operator import Connect, Keys, Operator, ServerKey
 from tierstore.units import format_size
 
 if TYPE_CHECKING:
-    from tierstore.daemon.stats import DaemonStats, LatencyStats
+    from tierstore.daemon.stats import DaemonStats, LatencyStats, ServiceStats
+
+_MOST_SLOWEST = 4
 
 
 def command(
@@ -67,6 +69,13 @@ def quantile(latency: LatencyStats, share: float) -> str:
         if below >= share * total:
             return f"≤ {1000 * bound:g} ms"
     return f"> {1000 * BOUNDS_S[-1]:g} ms"
+
+
+def slowest(service: ServiceStats) -> str:
+    """The requests that took longest lately."""
+    some = itertools.islice(service.slowest_s.items(), _MOST_SLOWEST)
+    told = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in some)
+    return f"slowest in the last minute: {told or '–'}"
 
 
 def health(stats: DaemonStats) -> str:
@@ -144,5 +153,6 @@ def _print(operator: Operator, stats: DaemonStats) -> None:
             for name, each in service.latency.items()
         ],
     )
+    show.line(slowest(service))
     show.line("")
     show.table(("counter", "since the start"), list(counted(stats)))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tierstore.cli.operator import Connect, Keys, Operator, ServerKey
-from tierstore.cli.stats import health, percent, quantile
+from tierstore.cli.stats import health, percent, quantile, slowest
 from tierstore.errors import StoreUnavailableError
 from tierstore.units import format_size
 
@@ -152,6 +152,7 @@ def view(operator: Operator, now: DaemonStats, before: DaemonStats | None, secon
         ),
         Text(""),
         _requests(now, rates),
+        Text(slowest(service)),
         *_clients(operator, now),
     )
     return Group(*lines)

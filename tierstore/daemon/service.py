@@ -22,7 +22,7 @@ from tierstore.daemon.lookups import LABELS, Lookups
 from tierstore.daemon.quotas import Quotas
 from tierstore.daemon.session import Refusal, Session
 from tierstore.daemon.settings import Settings
-from tierstore.daemon.stats import ClientStats, Histogram, ServiceStats, TenantStats, version
+from tierstore.daemon.stats import ClientStats, Histogram, ServiceStats, Slowest, TenantStats, version
 from tierstore.daemon.upkeep import Upkeep
 from tierstore.daemon.writing import Writing
 from tierstore.errors import StoreClosedError
@@ -80,6 +80,7 @@ class Service:
         self._refused: Counter[str] = Counter()
         self._failed_requests = 0
         self._latency = {name: Histogram() for name in ("lookup", "load", "save")}
+        self._slowest = Slowest()
 
     # -- sessions ------------------------------------------------------------------------------------
 
@@ -143,7 +144,9 @@ class Service:
     def _took(self, m: p.Request, started: float) -> None:
         name = _LATENCY_OF.get(type(m))
         if name is not None:
-            self._latency[name].add(time.perf_counter() - started)
+            now = time.perf_counter()
+            self._latency[name].add(now - started)
+            self._slowest.add(type(m).__name__, now - started, now)
 
     def refuse(self, number: int, kind: str, message: str) -> p.Refused:
         """An answer to a request that cannot be handled; counted."""
@@ -238,6 +241,7 @@ class Service:
             failed_requests=self._failed_requests,
             quota_evicted_pages=self.quotas.evicted_pages,
             latency={name: histogram.stats() for name, histogram in self._latency.items()},
+            slowest_s=self._slowest.stats(time.perf_counter()),
             tenants=tenants,
             clients=tuple(_client_stats(session) for session in sessions),
         )

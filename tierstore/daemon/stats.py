@@ -12,6 +12,8 @@ from tierstore.store.stats import StoreStats
 
 BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 
+_LATELY_S = 30.0
+
 
 @dataclass(frozen=True, slots=True)
 class LatencyStats:
@@ -35,6 +37,32 @@ class Histogram:
 
     def stats(self) -> LatencyStats:
         return LatencyStats(tuple(self._counts), self._sum_s)
+
+
+class Slowest:
+    """The longest that a request of each kind took in the last minute, or (its halves go by as one) half."""
+
+    def __init__(self) -> None:
+        self._now: dict[str, float] = {}
+        self._before: dict[str, float] = {}
+        self._ends = 0.0  # of the half minute that ``_now`` is about, by the clock of whoever adds
+
+    def add(self, name: str, seconds: float, at: float) -> None:
+        """A request that was answered at ``at``."""
+        if at >= self._ends:
+            self._before = self._now if at < self._ends + _LATELY_S else {}
+            self._now = {}
+            self._ends = at + _LATELY_S
+        if seconds > self._now.get(name, 0.0):
+            self._now[name] = seconds
+
+    def stats(self, at: float) -> dict[str, float]:
+        """As of ``at``, the slowest first."""
+        before, now = self._before.copy(), self._now.copy()  # requests go on meanwhile
+        if at >= self._ends:
+            before, now = {}, now if at < self._ends + _LATELY_S else {}
+        slowest = {name: max(before.get(name, 0.0), now.get(name, 0.0)) for name in {**before, **now}}
+        return dict(sorted(slowest.items(), key=lambda each: -each[1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +103,7 @@ class ServiceStats:
     failed_requests: int  # by a bug of ours
     quota_evicted_pages: int
     latency: Mapping[str, LatencyStats]  # of lookup, load, save
+    slowest_s: Mapping[str, float]  # by message, in the last minute; the slowest first
     tenants: Mapping[str, TenantStats]
     clients: tuple[ClientStats, ...]
 

@@ -186,5 +186,9 @@ def test_help_and_version_are_quick_and_need_no_torch():
     code, out, _ = run("--help")
     assert code == 0
     assert all(f"\n  {command} " in out for command in ("fsck", "ls", "doctor"))
+    code, out, _ = run("serve", "--help")
+    out = " ".join(out.split())
+    assert code == 0
+    assert all(f"[default: {value}]" in out for value in ("8GiB", "100GiB", "60", "127.0.0.1", "info"))
     code = "import sys, tierstore.cli; sys.exit(any(name in sys.modules for name in ('torch', 'rich.table')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

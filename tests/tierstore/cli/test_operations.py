@@ -27,7 +27,7 @@ from tierstore.cli.top import view
 from tierstore.daemon import keys, protocol
 from tierstore.daemon.metrics import StatsCollector
 from tierstore.daemon.settings import HELP, Settings
-from tierstore.daemon.stats import BOUNDS_S, LatencyStats
+from tierstore.daemon.stats import BOUNDS_S, LatencyStats, Slowest
 from tierstore.errors import StoreUnavailableError
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -160,12 +160,29 @@ def test_quantiles_are_bounds():
     assert [quantile(some, share) for share in (0.5, 0.99, 1.0)] == ["≤ 0.1 ms", "≤ 0.5 ms", "> 5000 ms"]
 
 
+def test_the_slowest_of_the_last_minute_is_kept():
+    slowest = Slowest()
+    assert slowest.stats(5.0) == {}
+    for at, seconds in ((100, 0.2), (101, 0.5), (110, 0.3)):
+        slowest.add("Load", seconds, at)
+    slowest.add("Commit", 0.6, 112)
+    assert list(slowest.stats(120).items()) == [("Commit", 0.6), ("Load", 0.5)]
+    slowest.add("Load", 0.7, 135)
+    slowest.add("Commit", 0.1, 136)
+    assert slowest.stats(140) == {"Load": 0.7, "Commit": 0.6}
+    assert slowest.stats(170) == {"Load": 0.7, "Commit": 0.1}
+    assert slowest.stats(196) == {}
+    slowest.add("Load", 0.1, 1000)
+    assert slowest.stats(1000) == {"Load": 0.1}
+
+
 @pytest.mark.parametrize("flags", [(), ("--once",)])
 def test_top_off_a_terminal_is_one_snapshot(daemon, flags):
     code, out, err = run("top", "--connect", daemon.url, *flags)
     assert (code, err) == (0, "")
     assert out.count("health: disk: online") == 1
     assert re.search(rf"^host .* 4 MiB +{PAGES} ", out, re.M)
+    assert re.search(r"^slowest in the last minute: .*\b(Reserve|Commit) \d+\.\d ms", out, re.M)
 
 
 def test_rates_are_those_since_the_last_look(daemon):
