@@ -15,9 +15,11 @@ def test_what_lookups_and_notes_take_is_shown_and_written(tmp_path):
     assert result.exit_code == 0, result.output
     short, long = json.loads(out.read_text())["lengths"]
     assert [short["tokens"], long["tokens"]] == [640, 6400]
-    assert 0 < short["note_us"] < short["lookup_us"] < long["lookup_us"]
-    assert short["note_share"] == short["note_us"] / short["lookup_us"]
-    assert 0 <= short["left_out"] < 1
+    assert 0 < short["lookup_us"] < long["lookup_us"]
+    for cost in (short, long):
+        assert cost["calm_share"] == pytest.approx(cost["calm_note_us"] / cost["lookup_us"])
+        assert cost["thread_share"] > 0
+        assert 0 <= cost["left_out"] < 1
 
 
 @pytest.mark.parametrize(

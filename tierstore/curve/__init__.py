@@ -21,20 +21,21 @@ room it would have been stored.
 must not depend on which of its pages happen to be in the sample. The rest is scaled to what is known exactly:
 how many pages were asked for.
 
-**Cost.** A lookup leaves a note (``notes.py``: 0.3 to 0.8 µs where all of it is in the processor's cache,
-and 1 to 1.5 µs in the middle of other work). A thread works off a hundred notes at a time
-in one stroke of array operations (``recency.py``: 20 to 60 µs a note), without the store's lock and for a
-two-hundredth of the time at most (``worker.py``).
+**Cost.** A lookup leaves a note (``notes.py``: 0.1 µs where all of it is in the processor's cache, and up to
+1 µs in the middle of other work). A thread works off a hundred notes at a time in one stroke of array
+operations (``recency.py``: 10 to 60 µs a note), without the store's lock and for a four-hundredth of the time
+at most (``worker.py``).
 
-**Under load** (from one or two hundred lookups and saves a second on) only every fifth group is looked at any
+**Under load** (from about a hundred lookups and saves a second on) only every fifth group is looked at any
 more, which stands for its neighbours (a *cell*, ``groups.py``), and the sample grows thinner until so few
 prompts have a cell in it that all of these can be worked off. The others are not noted at all: finding out
-takes a look at 3 keys of a short prompt and 17 of a very long one. What was tried before was the smallest of
-all groups' keys, which took twice as long. To leave out whole lookups instead would tear uses of a page
-from one another, and misses would be counted that are none: of real conversations that came four times too
-fast, large capacities came out 12 points too low, and 21 when it was eight times. What is common to many
-prompts cannot be found in prompts that were picked for their sampled groups, so it is counted in spot checks
-of all of them, taken at random (``notes.py``; ``recency.py`` says what becomes of distances).
+takes a look at one key that the last page found keeps, and at those of the cells that were not found. What
+was tried before was to look at all of these keys (a hundredth of a short lookup more), and at all groups'
+keys. To leave out whole lookups instead would tear uses of a page from one another, and misses would be
+counted that are none: of real conversations that came four times too fast, large capacities came out 12
+points too low, and 21 when it was eight times. What is common to many prompts cannot be found in prompts that
+were picked for their sampled groups, so it is counted in spot checks of all of them, taken at random
+(``notes.py``; ``recency.py`` says what becomes of distances).
 
 The border never rises again. A page that came into the sample late would count as never seen the first time,
 and what a thin sample costs is only that small capacities are told apart less well. (As soon as there is time

@@ -20,6 +20,7 @@ from tierstore.curve.groups import (
     group_counts,
     group_sizes,
 )
+from tierstore.curve.groups import groups as groups_of
 from tierstore.curve.notes import Note
 from tierstore.curve.recency import Hashes, Uses
 from tierstore.keys import KEY_BYTES
@@ -68,10 +69,15 @@ class Batch:
     """The same by the groups, or cells, that these prompts have: a little more or less, by where they end."""
 
     def __init__(self, notes: Sequence[Note], beginnings: Beginnings, sample: Sample) -> None:
-        noted, *numbers = zip(*notes, strict=True)
+        noted, whole, *numbers = zip(*notes, strict=True)
         tokens, held, page_tokens, page_bytes, saves, stands_for = np.array(numbers, np.int64)
         counts = group_counts(tokens // page_tokens)
-        groups = [keys[:count] for keys, count in zip(noted, counts.tolist(), strict=True)]
+        groups = [
+            groups_of(keys[:pages]) if of_all else keys[:count]
+            for keys, of_all, pages, count in zip(
+                noted, whole, (tokens // page_tokens).tolist(), counts.tolist(), strict=True
+            )
+        ]
         asks = saves == 0
         self.asked_tokens = int((tokens * stands_for)[asks].sum())
         counts_for_all = asks & (stands_for > 0)

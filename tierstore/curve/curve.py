@@ -14,7 +14,7 @@ from tierstore.curve.asked import Asked, StoodFor
 from tierstore.curve.batch import Batch, Sample
 from tierstore.curve.beginnings import Beginnings
 from tierstore.curve.groups import ALL, CELL_GROUPS
-from tierstore.curve.notes import MOST, Notes, Taken
+from tierstore.curve.notes import MOST, Notes, Taken, groups_in
 from tierstore.curve.recency import Recency, in_full
 from tierstore.curve.stats import CurveStats
 from tierstore.curve.table import points, worth
@@ -115,7 +115,7 @@ class ReuseCurve:
             enough = self._rate * share
         else:
             self._use_cells()
-            cells = np.searchsorted(CELL_GROUPS, [len(note[0]) for note in taken.notes])
+            cells = np.searchsorted(CELL_GROUPS, [groups_in(note) for note in taken.notes])
             enough = share * len(taken.notes) / max(int(cells.sum()), 1)
         if enough < self._rate:
             self._lower(int(max(enough, self._rate * _THINNER) * ALL))

@@ -19,6 +19,7 @@ and made good (``asked.py``).
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias, TypeVar
@@ -26,7 +27,7 @@ from typing import Final, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.keys import PageKey
+from tierstore.keys import KEY_BYTES, PageKey
 
 Groups: TypeAlias = Sequence[PageKey]
 """One key for each group of pages of a prompt, from its start."""
@@ -132,6 +133,29 @@ CELL_GROUPS: Final = tuple(cell.group for cell in _CELLS)
 """The groups that stand for cells, by their numbers."""
 CELL_PAGES: Final = tuple(cell.page for cell in _CELLS)
 """The pages that stand for these."""
+_STANDS_FOR_A_CELL: Final = frozenset(CELL_PAGES)
+_AND_NO_MORE: Final = (*CELL_PAGES, 1 << 62)
+ABOVE_ALL: Final = b"\xff" * (KEY_BYTES + 1)
+"""No key is above it."""
+
+
+def least_key(least: bytes, number: int, key: PageKey) -> bytes:
+    """The smallest of the keys that stand for the cells of a prompt that goes on with page ``number``,
+    where ``least`` is that of the pages before it. Kept with each page of the index, so that a lookup of a
+    prompt that is all there compares one key and not all of them."""
+    return key if key < least and number in _STANDS_FOR_A_CELL else least
+
+
+def some_cell_below(border: bytes, keys: Sequence[PageKey], first: int, end: int) -> bool:
+    """Whether some page from ``first`` up to ``end`` stands for a cell and has a key below ``border``."""
+    at = bisect_left(CELL_PAGES, first)
+    while (page := _AND_NO_MORE[at]) < end:
+        if keys[page] < border:
+            return True
+        at += 1
+    return False
+
+
 _CELL_SIZES = np.zeros(CELL_GROUPS[-1] + 2, np.int64)  # the last one is of those that are in none
 _CELL_SIZES[list(CELL_GROUPS)] = [cell.groups for cell in _CELLS]
 

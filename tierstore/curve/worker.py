@@ -7,9 +7,10 @@ import time
 
 from tierstore.curve.curve import ReuseCurve
 
-_SHARE = 1 / 200  # of the time, that it works in the long run …
-_SAVED_UP_S = 0.1  # … having saved up so much of its work at most, and at the start …
-_AT_ONCE = 1 / 10  # … and that it works as long as there is some of that left
+WORKER = "tierstore-curve"  # the thread's name
+_SHARE = 1 / 400  # of the time, that it works in the long run …
+_SAVED_UP_S = 0.05  # … having saved up so much of its work at most, and at the start …
+_AT_ONCE = 1 / 20  # … and that it works as long as there is some of that left
 
 
 class Worker:
@@ -19,7 +20,7 @@ class Worker:
     def __init__(self, curve: ReuseCurve) -> None:
         self._curve = curve
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="tierstore-curve", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=WORKER, daemon=True)
         self._thread.start()
 
     def stop(self) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
+from tierstore.curve.groups import ABOVE_ALL, least_key
 from tierstore.keys import TOKEN_BYTES, PageKey
 from tierstore.policy import NO_HINT, PageHint
 from tierstore.policy.departed import MOST_WATCHED, fingerprint
@@ -54,6 +55,7 @@ class Page(Struct, gc=False, eq=False):
     tokens: bytes
     nbytes: int  # of every copy, and of all pages under one identity
     depth: int
+    least: bytes  # of the keys on the way to it that the curve looks at under load
     fingerprint: int
     sampled: bool
     children: dict[PageKey, Page] = field(default_factory=dict)
@@ -73,14 +75,17 @@ class Page(Struct, gc=False, eq=False):
     @classmethod
     def root(cls, identity: bytes, nbytes: int) -> Page:
         """What all pages of ``nbytes`` under an identity are below."""
-        return cls(None, identity, PageKey(b""), b"", nbytes, 0, 0, False)
+        return cls(None, identity, PageKey(b""), b"", nbytes, 0, ABOVE_ALL, 0, False)
 
     @classmethod
     def below(cls, parent: Page, key: PageKey, tokens: bytes) -> Page:
         """A page that ``parent`` does not know of yet."""
         mark = fingerprint(int.from_bytes(key[:8], "big"))
         depth = parent.depth + 1
-        return cls(parent, parent.identity, key, tokens, parent.nbytes, depth, mark, mark < MOST_WATCHED)
+        least = least_key(parent.least, parent.depth, key)
+        return cls(
+            parent, parent.identity, key, tokens, parent.nbytes, depth, least, mark, mark < MOST_WATCHED
+        )
 
     def __repr__(self) -> str:
         where = ",".join(tier.label for tier in Tier if self.copies[tier] is not None)

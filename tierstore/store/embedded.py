@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from tierstore.curve.groups import groups
+from tierstore.curve.groups import ABOVE_ALL, groups
+from tierstore.curve.notes import MOST_WHOLE
 from tierstore.errors import UsageError
 from tierstore.hints import Hint
 from tierstore.index import Page, Tier
@@ -56,6 +57,7 @@ class EmbeddedStore(Store):
         self._write_behind = assembly.write_behind
         self._notes = assembly.curve.notes
         self._lease_s = lease_s
+        self._page_bytes = spec.page_bytes
         self._layout = spec.describe()  # compared at every lookup
 
     def __repr__(self) -> str:
@@ -71,17 +73,30 @@ class EmbeddedStore(Store):
     def lookup(self, prompt: Prompt | TokenIds, *, max_tokens: int | None = None) -> EmbeddedHit:
         prompt = checked_prompt(self, self._layout, prompt)
         limit = len(prompt) if max_tokens is None else min(max_tokens, len(prompt))
+        hit = self._look_up(prompt, limit)
+        # See Notes for why this is not a call.
+        notes, keys, match, page_tokens = self._notes, prompt.keys, hit.match, prompt.chunk_tokens
+        if notes.unseen > 0 and len(keys) <= MOST_WHOLE:
+            notes.unseen -= 1
+            notes.add((keys, True, limit, match.tokens, page_tokens, self._page_bytes, False, 1))
+            return hit
+        least = match.pages[-1].least if match.pages else ABOVE_ALL
+        if notes.passes > 0 and least >= notes.border and match.tokens // page_tokens == limit // page_tokens:
+            notes.passes -= 1
+            return hit
+        notes.prompt_looked_up(keys, limit, match.tokens, page_tokens, self._page_bytes, least)
+        return hit
+
+    def _look_up(self, prompt: Prompt, limit: int) -> EmbeddedHit:
+        """All of a lookup but the note for the curve."""
         state = self._state
         state.lookout.look()
-        with find(state, prompt, limit, self.spec.page_bytes) as found:
+        with find(state, prompt, limit, self._page_bytes) as found:
             match = state.reachable(found, self.spec.chunk_tokens)
             lease = state.use(match, limit, self._lease_s)
             hit = EmbeddedHit(state, self._loader, match, lease, self.spec.chunk_tokens)
             for label, tokens in hit.by_tier.items():
                 state.counters.hit_tokens[label] += tokens
-        self._notes.prompt_looked_up(
-            prompt.keys, limit, match.tokens, prompt.chunk_tokens, self.spec.page_bytes
-        )
         return hit
 
     def load(

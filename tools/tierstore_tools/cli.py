@@ -134,7 +134,7 @@ def churn(
 @app.command()
 def curve(
     tokens: Annotated[str, typer.Option(help="Lengths of prompts, comma-separated")] = "1000,10000,100000",
-    seconds: Annotated[float, typer.Option(min=0.1, help="For each figure of each length")] = 5.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="For each of three stretches of each length")] = 5.0,
     json: JsonOption = None,
 ) -> None:
     """What the estimate of other capacities costs the lookups that it is made from."""

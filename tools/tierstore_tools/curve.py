@@ -1,95 +1,130 @@
 """``curve``: what the estimate of other capacities costs the lookups that it is made from.
 
-Three figures for each length of prompts, all beside the same lookup without it:
+Blocks of a few lookups as they are, and as many without a note, in random order in one process: the median of
+the differences, in processor time of the thread that looks up. What is left out is the whole note, and not
+only what is behind a call. The same between two blocks without notes says how far off that may be.
 
-* the note that a lookup leaves, alone, as a share of a lookup;
-* pairs: a lookup with and one without, by turns, in one process. Median and mean of all;
-* stretches: as many lookups with as without, in processor time of the whole process. That has the thread that
-  works off the notes in it, and nothing that other processes do to the clock.
+* **calm**: all lookups are noted. What waits is worked off between two blocks, in time that is not counted.
+* **under load**: lookups follow one another without a pause, which no engine does. Notes come faster than
+  they can be worked off, so only prompts of a thin sample are noted.
+* **thread**: the processor time of the thread that works them off, under load, as a share of that of all
+  lookups, once the thread has used up what it had saved up. Without load it is the same share of the time
+  at most.
 
-Lookups follow one another without a pause, which no engine does: the notes come faster than they could be
-worked off, and so this is what a lookup costs under load, when only the prompts of a thin sample are noted.
-The last column says how many notes were left out before the sample was thin enough.
+What a lookup is slower by under load is the sum of the last two.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 import random
 import statistics
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from tierstore.curve import Notes
-from tierstore.curve.notes import MOST
+from tierstore.curve.worker import WORKER
 from tierstore.errors import UsageError
-from tierstore.keys import Identity, PageKey, Prompt
+from tierstore.keys import Identity, Prompt
 from tierstore.spec import KVSpec
 from tierstore.store import Store
+from tierstore.store.base import checked_prompt
 from tierstore.store.embedded import EmbeddedStore
+from tierstore.store.hit import EmbeddedHit
 from tierstore_tools import machine, report
 
 _SPEC = KVSpec.uniform(layers=1, kv_heads=1, head_dim=8, dtype="float16")
 _IDENTITY = Identity.of(_SPEC, model="lookups")
 _TOKENS_HELD = 200_000  # in all prompts together
-_STRETCHES = 20
-_LEAST_PAIRS = 20
-_ROWS_OF_NOTES = 500
+_TOKENS_OF_A_BLOCK = 20_000
+_LEAST_TURNS = 20
+_ORDER = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of lookups of one length. Times in microseconds."""
+    """Of lookups of one length: processor time of the note, and as a share of a lookup without it (0.01 is
+    1 %), each with what the same lookups without notes are apart."""
 
     tokens: int
-    lookup_us: float  # without a curve: the median
-    note_us: float
-    median_share: float  # of pairs: by how much the one with a curve is slower, 0.01 is 1 %
-    mean_share: float
-    processor_share: float  # of stretches
-    left_out: float  # of all notes
-
-    @property
-    def note_share(self) -> float:
-        return self.note_us / self.lookup_us
-
-
-class _Silence(Notes):
-    """Takes no notes. Being asked to is on both sides: about 0.3 µs."""
-
-    def prompt_looked_up(
-        self, keys: Sequence[PageKey], tokens: int, held_tokens: int, page_tokens: int, page_bytes: int
-    ) -> None:
-        pass
+    lookup_us: float  # without a note
+    calm_note_us: float
+    calm_share: float
+    calm_noise_share: float
+    load_note_us: float
+    load_share: float
+    load_noise_share: float
+    thread_share: float
+    left_out: float  # of all notes, under load
 
 
 class _Lookups:
-    """Lookups of random prompts of one length, all of them held, with the notes of a store or without any."""
+    """Lookups of random prompts of one length, all of them held."""
 
     def __init__(self, store: EmbeddedStore, prompts: Sequence[Prompt]) -> None:
         self._store = store
-        self._prompts = prompts
         self._random = random.Random(0)
-        self._notes = {True: store._notes, False: _Silence()}
+        self._order = self._random.choices(prompts, k=_ORDER)
+        self._at = 0
+        self._block = max(_TOKENS_OF_A_BLOCK // len(prompts[0]), 4)
         self.noted = 0
 
     def time_s(self, noted: bool) -> float:
-        """How long one took."""
-        prompt = self._random.choice(self._prompts)
-        self._store._notes = self._notes[noted]
-        self.noted += noted
-        began = time.perf_counter()
-        hit = self._store.lookup(prompt)
-        took = time.perf_counter() - began
-        hit.release()
-        return took
+        """Processor time of this thread for one, with or without a note: the mean of a block."""
+        look_up = self._store.lookup if noted else self._without
+        prompts = self._order[self._at : self._at + self._block]
+        began = time.thread_time()
+        for prompt in prompts:
+            look_up(prompt).release()
+        took = time.thread_time() - began
+        self.noted += noted * len(prompts)
+        return took / len(prompts)
+
+    def _without(self, prompt: Prompt) -> EmbeddedHit:
+        prompt = checked_prompt(self._store, self._store._layout, prompt)
+        return self._store._look_up(prompt, len(prompt))
+
+    def turns(self, seconds: float, after: Callable[[], object]) -> _Turns:
+        """Blocks by turns for so long; ``after`` each of them, something that is not counted."""
+        turns = _Turns([], [], [])
+        end = time.monotonic() + seconds
+        while len(turns.bare) < _LEAST_TURNS or time.monotonic() < end:
+            self._at = self._random.randrange(_ORDER - self._block)
+            sides = [(turns.noted, True), (turns.bare, False), (turns.again, False)]
+            for times, noted in self._random.sample(sides, 3):
+                times.append(self.time_s(noted))
+                after()
+        return turns
+
+
+@dataclass(frozen=True, slots=True)
+class _Turns:
+    """Seconds for a lookup, by block: with a note, without, and without again."""
+
+    noted: list[float]
+    bare: list[float]
+    again: list[float]
+
+    @property
+    def lookup_s(self) -> float:
+        return statistics.median(self.bare)
+
+    @property
+    def note_s(self) -> float:
+        return _apart(self.noted, self.bare)
+
+    @property
+    def noise_s(self) -> float:
+        return abs(_apart(self.again, self.bare))
+
+
+def _apart(some: Sequence[float], others: Sequence[float]) -> float:
+    return statistics.median(a - b for a, b in zip(some, others, strict=True))
 
 
 def run(tokens: Sequence[int], *, seconds: float, json: str | None) -> None:
-    """Measure, show, write. Each of the three figures of a length takes about ``seconds``. Raises
-    :class:`UsageError` for a length that makes no page."""
+    """Measure, show, write. Each length takes about three times ``seconds``. Raises :class:`UsageError` for a
+    length that makes no page."""
     for length in tokens:
         if length < _SPEC.chunk_tokens:
             raise UsageError(f"a prompt has at least one page of {_SPEC.chunk_tokens} tokens, not {length}")
@@ -100,15 +135,20 @@ def run(tokens: Sequence[int], *, seconds: float, json: str | None) -> None:
                 costs.append(_measure(length, seconds))
     report.table(
         "what the curve costs a lookup",
-        ("tokens", "lookup µs", "note µs", "note %", "median %", "mean %", "processor %", "left out %"),
+        ("tokens", "lookup µs", "calm %", "±", "under load %", "±", "thread %", "left out %"),
         [
             (
                 f"{cost.tokens:,}",
                 f"{cost.lookup_us:.1f}",
-                f"{cost.note_us:.2f}",
                 *(
                     f"{100 * share:.2f}"
-                    for share in (cost.note_share, cost.median_share, cost.mean_share, cost.processor_share)
+                    for share in (
+                        cost.calm_share,
+                        cost.calm_noise_share,
+                        cost.load_share,
+                        cost.load_noise_share,
+                        cost.thread_share,
+                    )
                 ),
                 f"{100 * cost.left_out:.0f}",
             )
@@ -120,7 +160,7 @@ def run(tokens: Sequence[int], *, seconds: float, json: str | None) -> None:
         {
             "machine": machine.describe(),
             "seconds": seconds,
-            "lengths": [asdict(cost) | {"note_share": cost.note_share} for cost in costs],
+            "lengths": [asdict(cost) for cost in costs],
         },
         json,
     )
@@ -134,23 +174,37 @@ def _measure(tokens: int, seconds: float) -> Cost:
         for prompt in prompts:
             store.save(prompt, [bytes(_SPEC.page_bytes)] * pages).wait()
         lookups = _Lookups(store, prompts)
-        # Until the sample is there, and the worker has used what it had saved up.
-        pairs = _pairs(lookups, seconds)
-        lookups.noted = 0
-        noted_before = store.stats().curve.left_out
-        times = _pairs(lookups, seconds)
-        processor = _stretches(lookups, max(len(pairs[True]) // _STRETCHES, 1))
+        calm = lookups.turns(seconds, store._assembly.curve.work)
+        # Until the sample is thin, and the thread has used what it had saved up.
+        lookups.turns(seconds, _nothing)
+        lookups.noted, noted_before = 0, store.stats().curve.left_out
+        began_s, thread_began_s = time.thread_time(), _thread_s()
+        load = lookups.turns(seconds, _nothing)
+        thread_share = (_thread_s() - thread_began_s) / (time.thread_time() - began_s)
         left_out = store.stats().curve.left_out - noted_before
-    without = statistics.median(times[False])
     return Cost(
         tokens,
-        without * 1e6,
-        _note_s(prompts[0]) * 1e6,
-        statistics.median(times[True]) / without - 1,
-        statistics.mean(times[True]) / statistics.mean(times[False]) - 1,
-        processor,
+        calm.lookup_s * 1e6,
+        calm.note_s * 1e6,
+        calm.note_s / calm.lookup_s,
+        calm.noise_s / calm.lookup_s,
+        load.note_s * 1e6,
+        load.note_s / load.lookup_s,
+        load.noise_s / load.lookup_s,
+        thread_share,
         left_out / lookups.noted,
     )
+
+
+def _nothing() -> None:
+    pass
+
+
+def _thread_s() -> float:
+    """Processor time of the thread that works notes off."""
+    (thread,) = (each for each in threading.enumerate() if each.name == WORKER)
+    assert thread.ident is not None
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
 def _open(host_bytes: int) -> EmbeddedStore:
@@ -169,44 +223,3 @@ def _prompts(tokens: int) -> list[Prompt]:
         rest = [generator.randrange(50_000) for _ in range(tokens - len(system))]
         prompts.append(Prompt(_IDENTITY, [*system, *rest], chunk_tokens=_SPEC.chunk_tokens))
     return prompts
-
-
-def _pairs(lookups: _Lookups, seconds: float) -> dict[bool, list[float]]:
-    """Seconds of each lookup, with notes (True) and without; who is first goes by turns."""
-    times: dict[bool, list[float]] = {True: [], False: []}
-    end = time.monotonic() + seconds
-    for number in itertools.count():
-        if number >= _LEAST_PAIRS and time.monotonic() > end:
-            break
-        for noted in (number % 2 == 0, number % 2 == 1):
-            times[noted].append(lookups.time_s(noted))
-    return times
-
-
-def _stretches(lookups: _Lookups, each: int) -> float:
-    """By how much more processor time goes by in stretches with notes, of so many lookups each: the median of
-    neighbours."""
-    shares = []
-    for number in range(_STRETCHES):
-        spent = {}
-        for noted in (number % 2 == 0, number % 2 == 1):
-            began = time.process_time()
-            for _ in range(each):
-                lookups.time_s(noted)
-            spent[noted] = time.process_time() - began
-        shares.append(spent[True] / spent[False] - 1)
-    return statistics.median(shares)
-
-
-def _note_s(prompt: Prompt) -> float:
-    """One note, while there is room: the best of many rows, for nothing in it takes longer at one time than
-    at another."""
-    tokens = len(prompt)
-    best = math.inf
-    for _ in range(_ROWS_OF_NOTES):
-        notes = Notes()
-        began = time.perf_counter()
-        for _ in range(MOST // 4):
-            notes.prompt_looked_up(prompt.keys, tokens, tokens, prompt.chunk_tokens, _SPEC.page_bytes)
-        best = min(best, (time.perf_counter() - began) / (MOST // 4))
-    return best

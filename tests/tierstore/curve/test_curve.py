@@ -22,7 +22,7 @@ from tests.tierstore.curve.exact import (
 )
 from tierstore.curve import ReuseCurve
 from tierstore.curve.curve import MOST_PAGES
-from tierstore.curve.groups import groups
+from tierstore.curve.groups import ABOVE_ALL, groups
 from tierstore.curve.notes import MOST
 from tierstore.curve.recency import Recency, Uses
 from tierstore.testing.clock import ManualClock
@@ -101,7 +101,7 @@ def replay_faster(curve, trace, faster, salts=1):
     for salt in range(salts):
         for keys in keys_of(trace, salt):
             tokens = len(keys) * PAGE_TOKENS
-            curve.notes.prompt_looked_up(keys, tokens, 0, PAGE_TOKENS, PAGE)
+            curve.notes.prompt_looked_up(keys, tokens, 0, PAGE_TOKENS, PAGE, ABOVE_ALL)
             curve.notes.saved(groups(keys), tokens, PAGE_TOKENS, PAGE)
             came += 2
             if came >= faster * MOST // 2 and curve.notes.enough.is_set():
