@@ -28,6 +28,7 @@ class Departed:
 
     def __init__(self) -> None:
         self._slots = array("Q", bytes(8 * _LEAST_SLOTS))
+        self._mask = _LEAST_SLOTS - 1
 
     def __len__(self) -> int:
         """How many slots there are."""
@@ -35,12 +36,12 @@ class Departed:
 
     def remember(self, page: int, hits: int) -> None:
         """The page with this fingerprint has gone."""
-        slot = (page >> _HITS_BITS) & (len(self._slots) - 1)
-        self._slots[slot] = page & ~_MOST_HITS | min(hits, _MOST_HITS)
+        known = hits if hits < _MOST_HITS else _MOST_HITS
+        self._slots[(page >> _HITS_BITS) & self._mask] = page & ~_MOST_HITS | known
 
     def recall(self, page: int) -> int | None:
         """The hits of a page that comes back; None when nothing is known of it."""
-        slot = self._slots[(page >> _HITS_BITS) & (len(self._slots) - 1)]
+        slot = self._slots[(page >> _HITS_BITS) & self._mask]
         return slot & _MOST_HITS if slot and slot >> _HITS_BITS == page >> _HITS_BITS else None
 
     def make_room(self, pages: int) -> None:
@@ -48,6 +49,6 @@ class Departed:
         while len(self._slots) < _SLOTS_PER_PAGE * pages:
             known = [slot for slot in self._slots if slot]
             self._slots = array("Q", bytes(16 * len(self._slots)))
-            mask = len(self._slots) - 1
+            self._mask = len(self._slots) - 1
             for slot in known:
-                self._slots[(slot >> _HITS_BITS) & mask] = slot
+                self._slots[(slot >> _HITS_BITS) & self._mask] = slot

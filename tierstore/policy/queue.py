@@ -1,5 +1,6 @@
 """The copies of one memory tier in line for leaving. The index has one per tier, and so has the replay tool:
-what follows from a policy is decided here for both.
+what follows from a policy is decided here for both. There, a copy stands for several pages one behind the
+other, of which the last is in line: an entry for one that has left is known by its depth.
 
 Only copies that may leave are in line (ready, no lease, no child in the tier). The line is a heap that is
 brought up to date lazily: a page's use is not noticed before it stands in front. So using a page costs
@@ -12,7 +13,7 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Generic, TypeAlias, TypeVar, cast
+from typing import ClassVar, Generic, TypeAlias, TypeVar, cast
 
 from msgspec import Struct
 
@@ -63,6 +64,8 @@ class Accesses:
 
 class Queue(Generic[S]):
     """Not thread-safe: the index's user locks."""
+
+    _shrinks: ClassVar = False  # whether a copy stands for several pages, of which the last leave first
 
     def __init__(
         self, policy: Policy, facts: Callable[[S], PageFacts], may_leave: Callable[[S], bool]
@@ -129,12 +132,20 @@ class Queue(Generic[S]):
                 policy.leaves(facts, score, tick)
                 return copy
             heapq.heappop(self._heaps[segment])
+            self._goes_round(copy)
             self._sizes[copy.segment] -= 1
             copy.segment, copy.spent = round_again
             self._sizes[copy.segment] += 1
             if policy.spared_go_last:
                 copy.arrived = tick
             self.offer(copy)
+
+    def _goes_round(self, copy: S) -> None:
+        """This copy is spared: where it stands for several pages, its last one alone."""
+
+    def _is_of_the_past(self, copy: S, depth: int) -> bool:
+        """Whether an entry with minus this depth is about a page that a copy no longer stands for."""
+        return False
 
     def _look_again(self) -> None:
         """Where the policy has changed its mind, copies may be worth less than their place in line says. Some
@@ -144,16 +155,20 @@ class Queue(Generic[S]):
             self._switches = self.policy.switches
             self._doubtful = [entry for heap in self._heaps for entry in heap]
         for _ in range(min(_LOOKS_AGAIN, len(self._doubtful))):
-            score, _, _, copy = self._doubtful.pop()
-            if copy.queued and cast(float, self.policy.score(self._facts(copy))) < score:
-                self.offer(copy)
+            score, depth, _, copy = self._doubtful.pop()
+            if copy.queued:
+                facts = self._facts(copy)
+                if cast(float, self.policy.score(facts)) < score and not self._is_of_the_past(copy, depth):
+                    self.offer(copy)
 
     def _head(self, segment: int) -> tuple[float, S, PageFacts] | None:
         heap = self._heaps[segment]
         while heap:
-            score, _, _, copy = heap[0]
+            score, depth, _, copy = heap[0]
             if not copy.queued or copy.segment != segment:
                 heapq.heappop(heap)  # gone, or in line elsewhere
+            elif self._shrinks and self._is_of_the_past(copy, depth):
+                heapq.heappop(heap)
             elif not self._may_leave(copy):
                 heapq.heappop(heap)
                 copy.queued = False  # it is offered again when what holds it is gone

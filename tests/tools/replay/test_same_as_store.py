@@ -11,7 +11,8 @@ from tierstore.keys import Identity, Prompt
 from tierstore.policy import POLICIES
 from tierstore.spec import KVSpec
 from tierstore.store import Store
-from tierstore_tools.replay.simulator import Cache, Memory, Simulator
+from tierstore_tools.replay.cache import Cache, Memory
+from tierstore_tools.replay.simulator import Simulator
 
 # A block of the trace is a page of one token, whose id it is.
 SPEC = KVSpec.uniform(layers=1, kv_heads=1, head_dim=512, dtype="float32", chunk_tokens=1)

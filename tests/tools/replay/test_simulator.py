@@ -85,7 +85,7 @@ def test_a_prompt_that_does_not_fit_is_stored_as_far_as_it_does():
     simulator = Simulator(POLICIES["lru"](), 4)
     simulator.step(Request(0, [1, 2], 2))
     simulator.step(Request(1, list(range(10, 20)), 10))
-    assert len(simulator.cache) == 4
+    assert len(simulator.tier) == 4
     assert simulator.step(Request(2, list(range(10, 20)), 10)) == 4
     assert simulator.step(Request(3, [1], 1)) == 0
 
@@ -101,12 +101,8 @@ def test_what_a_tier_holds_is_closed_over_prefixes_and_never_too_much(name, prom
     for at, prompt in enumerate(prompts):
         blocks = [hash(tuple(prompt[:end])) & 0xFFFFFFFF for end in range(1, len(prompt) + 1)]
         simulator.step(Request(at, blocks, len(blocks)))
-        cache = simulator.cache
-        assert len(cache) <= capacity
-        assert cache.held(blocks) == min(len(blocks), capacity)
-        for block, known in cache.memory.blocks.items():
-            assert block in cache
-            assert known.parent is None or known.parent.id in cache
+        assert simulator.tier.held(blocks) == min(len(blocks), capacity)
+        simulator.tier.check()
 
 
 @pytest.mark.parametrize("name", ["lru", "2q", "tenure"])

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierstore.policy import POLICIES
+from tierstore_tools.replay.cache import Cache, Memory
 from tierstore_tools.replay.packed import PackedRequest
-from tierstore_tools.replay.simulator import Cache, Hinter, Memory
+from tierstore_tools.replay.simulator import Hinter
 from tierstore_tools.replay.tiered.conversations import Conversations
 from tierstore_tools.replay.tiered.links import Link, WriteBehind
 from tierstore_tools.replay.tiered.machine import Machine
