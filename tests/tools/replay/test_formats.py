@@ -167,6 +167,33 @@ def test_a_damaged_line_is_named_and_the_others_are_kept(tmp_path):
     assert loaded.complaints.first.startswith("trace.jsonl:1: ")
 
 
+@pytest.mark.parametrize("line", [{}, {"input_length": None, "output_length": None, "timestamp": None}])
+def test_without_lengths_a_prompt_has_whole_blocks(tmp_path, line):
+    loaded = load(write_lines(tmp_path / "trace.jsonl", [{**line, "hash_ids": [1, 2, 3]}]))
+    (request,) = loaded.trace
+    assert (request.input_tokens, request.output_tokens, loaded.complaints.count) == (3 * 512, 0, 0)
+    bailian = {**line, "hash_ids": [1, 2, 3], "chat_id": 5}
+    (request,) = load(write_lines(tmp_path / "bailian.jsonl", [bailian])).trace
+    assert (request.input_tokens, request.output_tokens, request.session) == (3 * 16, 0, "5")
+
+
+def test_a_request_without_ids_does_not_cost_its_session(tmp_path):
+    turns = [turn(float(number), range(number + 1)) for number in range(20)]
+    del turns[7]["hash_ids"], turns[8]["in"], turns[9]["out"]
+    loaded = load(write_lines(tmp_path / "session.jsonl", [session("a", turns)]))
+    assert (len(loaded.trace), loaded.complaints.count) == (19, 1)
+    assert "request 7 of 0:a has no hash_ids" in loaded.complaints.first
+    assert loaded.trace[7].input_tokens == 64 * 9
+
+
+def test_an_answer_of_unknown_length_has_none(tmp_path):
+    path = tmp_path / "lengths.csv"
+    path.write_text("timestamp,input_tokens,output_tokens\n1,900,\n2,800,5\n")
+    trace = load(path).trace
+    assert isinstance(trace, LengthsTrace)
+    assert list(trace.outputs) == [0, 5]
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -174,7 +201,6 @@ def test_a_damaged_line_is_named_and_the_others_are_kept(tmp_path):
         b'{"input_length": 5, "hash_ids": [null]}',
         b'{"input_length": 5, "hash_ids": 7}',
         b'{"input_length": 1e300, "hash_ids": [1]}',
-        b'{"hash_ids": [1]}',
         b'{"input_length": 5}',
         b"[]",
         b"null",

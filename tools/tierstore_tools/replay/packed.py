@@ -32,12 +32,13 @@ _NOTHING = -1  # the block before the first
 @dataclass(frozen=True, slots=True)
 class RawRequest:
     """One request as a file has it. ``ids`` are unique within ``scope``, and a scope that another one
-    followed does not come back; ``timestamp_s`` is None where the file has none. ``stop`` is why the answer
-    ended, in the file's own word (``tool_use``, ``end_turn``, …)."""
+    followed does not come back; ``timestamp_s`` and ``input_tokens`` are None where the file has none (then
+    the prompt has whole blocks). ``stop`` is why the answer ended, in the file's own word (``tool_use``,
+    ``end_turn``, …)."""
 
     timestamp_s: float | None
     ids: Sequence[int | str]
-    input_tokens: int
+    input_tokens: int | None
     output_tokens: int
     session: str | None = None
     scope: str = ""
@@ -99,11 +100,12 @@ class PackedTrace(Sequence[PackedRequest]):
         self._leaves.append(self._place(self._scope, raw.ids))
         self._lengths.append(len(raw.ids))
         self._timestamps.append(self._time_of(raw))
-        self._inputs.append(raw.input_tokens)
+        tokens = len(raw.ids) * self.block_tokens if raw.input_tokens is None else raw.input_tokens
+        self._inputs.append(tokens)
         self._outputs.append(raw.output_tokens)
         self._sessions.append(self._session_numbers.setdefault(raw.session, len(self._session_numbers)))
         self._stops.append(self._stop_numbers.setdefault(raw.stop, len(self._stop_numbers)))
-        whole = raw.input_tokens // self.block_tokens
+        whole = tokens // self.block_tokens
         self.misfits += not whole <= len(raw.ids) <= whole + 1
 
     def close(self) -> None:

@@ -35,18 +35,18 @@ _Line = TypeVar("_Line", bound=msgspec.Struct)
 
 
 class _Mooncake(msgspec.Struct):
-    input_length: Tokens
     hash_ids: list[int | str]
-    output_length: Tokens = 0
+    input_length: Tokens | None = None
+    output_length: Tokens | None = None
     timestamp: float | None = None
     session_id: int | str | None = None  # not in the published traces; tools that write the format add it
 
 
 class _Bailian(msgspec.Struct):
-    input_length: Tokens
     hash_ids: list[int | str]
     chat_id: int | str
-    output_length: Tokens = 0
+    input_length: Tokens | None = None
+    output_length: Tokens | None = None
     timestamp: float | None = None
     parent_chat_id: int | str | None = None
 
@@ -57,8 +57,8 @@ def read_mooncake(path: Path, complaints: Complaints, progress: Progress) -> Ite
         yield RawRequest(
             None if each.timestamp is None else each.timestamp / 1e3,
             each.hash_ids,
-            int(each.input_length),
-            int(each.output_length),
+            _whole(each.input_length),
+            _whole(each.output_length) or 0,
             session=None if each.session_id is None else str(each.session_id),
         )
 
@@ -72,8 +72,16 @@ def read_bailian(path: Path, complaints: Complaints, progress: Progress) -> Iter
             first = first_of.get(each.parent_chat_id, each.parent_chat_id)
         first_of[each.chat_id] = first
         yield RawRequest(
-            each.timestamp, each.hash_ids, int(each.input_length), int(each.output_length), session=str(first)
+            each.timestamp,
+            each.hash_ids,
+            _whole(each.input_length),
+            _whole(each.output_length) or 0,
+            session=str(first),
         )
+
+
+def _whole(tokens: float | None) -> int | None:
+    return None if tokens is None else int(tokens)
 
 
 def _read(kind: type[_Line], path: Path, complaints: Complaints, progress: Progress) -> Iterator[_Line]:

@@ -111,7 +111,7 @@ class _Columns:
     def read(self, row: Sequence[str], trace: LengthsTrace) -> None:
         """Raises ValueError or IndexError, and leaves the trace as it was, when the row does not fit."""
         prompt = _tokens(row[self._prompt])
-        answer = 0 if self._answer is None else _tokens(row[self._answer])
+        answer = 0 if self._answer is None else _tokens(row[self._answer].strip() or "0")
         if trace.timestamps_s is not None and self.time is not None:
             trace.timestamps_s.append(_seconds(row[self.time]))
         trace.inputs.append(prompt)

@@ -37,7 +37,7 @@ class Complaints:
     def __init__(self) -> None:
         self.count = 0
         self.first = ""
-        self.read = 0  # lines or sessions that made sense
+        self.read = 0  # requests that made sense
 
     def add(self, path: Path, line: int | None, what: object) -> None:
         """``line`` is None where the whole file is meant."""

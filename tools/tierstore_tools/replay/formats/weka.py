@@ -43,8 +43,8 @@ class _Request(msgspec.Struct):
 
     t: float = 0.0
     type: str = "n"
-    input_tokens: Tokens = msgspec.field(name="in", default=0)
-    output_tokens: Tokens = msgspec.field(name="out", default=0)
+    input_tokens: Tokens | None = msgspec.field(name="in", default=None)
+    output_tokens: Tokens | None = msgspec.field(name="out", default=None)
     hash_ids: list[int | str] | None = None
     stop: str | None = None
     agent_id: int | str | None = None
@@ -77,7 +77,6 @@ def read_weka(
         if session.block_size != block_tokens:
             complaints.add(file, line, f"blocks of {session.block_size} tokens, others have {block_tokens}")
             continue
-        complaints.read += 1
         yield from _Reader(number, session, number * session_gap_s, complaints, file, line).requests()
 
 
@@ -115,11 +114,12 @@ class _Reader:
             elif each.hash_ids is None:
                 self._complaints.add(self._file, self._line, f"request {at} of {name} has no hash_ids")
             else:
+                self._complaints.read += 1
                 yield RawRequest(
                     start_s + each.t,
                     each.hash_ids,
-                    int(each.input_tokens),
-                    int(each.output_tokens),
+                    None if each.input_tokens is None else int(each.input_tokens),
+                    int(each.output_tokens or 0),
                     session=name,
                     scope=self._scope,
                     stop=each.stop or "",
