@@ -34,8 +34,8 @@ _GROUPS_IN: Final = group_counts(np.arange(MOST_WHOLE + 1)).tolist()
 
 def groups_in(note: Note) -> int:
     """How many groups the prompt of a note has."""
-    keys, whole, *_ = note
-    return _GROUPS_IN[len(keys)] if whole else len(keys)
+    keys, whole, tokens, _, page_tokens, *_ = note
+    return _GROUPS_IN[tokens // page_tokens] if whole else len(keys)  # others may have followed its keys
 
 
 @dataclass(frozen=True, slots=True)

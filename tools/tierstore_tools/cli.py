@@ -198,7 +198,13 @@ def replay(
     trace: Annotated[
         Path, typer.Option(help="Mooncake or Bailian JSONL, WEKA session(s), or CSV of lengths")
     ],
-    policy: Annotated[str, typer.Option(help="Policies, comma-separated")] = "lru,default,belady",
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="Comma-separated, of lru, default, fifo, lfu, s3fifo, sieve, 2q, gdsf, tenure, hinted, "
+            "priority, belady"
+        ),
+    ] = "lru,default,belady",
     capacity: Annotated[
         str | None, typer.Option(help="3Mtokens,8GiB,5859blocks,10%; default 1,5,10,25,50%")
     ] = None,

@@ -242,6 +242,18 @@ def test_the_last_page_knows_the_smallest_key_of_all_cells_up_to_it(keys, known)
         assert found == any(key < border for key in of_cells)
 
 
+def test_a_prompt_may_grow_while_its_note_waits():
+    curve = ReuseCurve()
+    keys = keys_of_pages(*range(200))
+    curve.notes.prompt_looked_up(keys, 200 * 64, 0, 64, 4096, ABOVE_ALL)
+    keys += keys_of_pages(*range(1000, 2000))
+    curve.notes.saved(groups(keys), len(keys) * 64, 64, 4096)
+    curve.notes.prompt_looked_up(keys, len(keys) * 64, len(keys) * 64, 64, 4096, ABOVE_ALL)
+    stats = curve.stats({}, 0.0)
+    assert stats.asked_tokens == 64 * (200 + 1200)
+    assert stats.ceiling == pytest.approx(1200 / 1400, abs=0.01)  # the last group is not all there
+
+
 @given(st.lists(st.floats(1e-5, 0.05), min_size=1, max_size=200), st.floats(0, 100))
 def test_it_works_for_a_small_share_of_the_time(pieces, idle_s):
     """However long it was idle before: a twentieth of a second, and a share of what has passed."""

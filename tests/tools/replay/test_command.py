@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -76,6 +77,20 @@ def test_all_policies_can_be_named(trace):
     assert set(names) >= set(POLICIES)
     rows = replay("--trace", trace, "--policy", ",".join(names), "--capacity", "40blocks")["rows"]
     assert [row["policy"] for row in rows] == list(names)
+
+
+def test_the_help_names_them_all():
+    told = CliRunner().invoke(cli.app, ["replay", "--help"]).stdout
+    named = told.split("of lru", 1)[1].split("[default", 1)[0]
+    assert {"lru", *re.findall(r"[a-z0-9]+", named)} == set(policy_names())
+
+
+def test_hints_stand_above_the_figures(trace):
+    asked = ["replay", "--trace", str(trace), "--policy", "lru", "--capacity", "9blocks"]
+    assert (
+        "hit rate, hints oracle:0.9" in CliRunner().invoke(cli.app, [*asked, "--hints", "oracle:0.9"]).stdout
+    )
+    assert "hints" not in CliRunner().invoke(cli.app, asked).stdout
 
 
 def test_the_picture_and_the_document_are_written(trace, tmp_path):

@@ -32,7 +32,9 @@ def hit_rates(rows: Sequence[Row], *, title: str, token_bytes: float | None, to_
             for blocks in capacities
         ]
     heading(title, to_stderr=to_stderr)
-    report.table("hit rate", columns, lines, to_stderr=to_stderr)
+    hints = {row.hints for row in rows} - {"none"}
+    told = f", hints {hints.pop()}" if hints else ""
+    report.table(f"hit rate{told}", columns, lines, to_stderr=to_stderr)
 
 
 def tiered(rows: Sequence[TieredRow], *, title: str, to_stderr: bool) -> None:
