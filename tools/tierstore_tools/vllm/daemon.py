@@ -17,7 +17,7 @@ from tierstore.daemon.stats import DaemonStats
 from tierstore.errors import StoreUnavailableError, TierStoreError
 from tierstore_tools.limits import drop_page_cache
 
-_START_S = 30.0
+_START_S = 120.0  # a busy machine takes its time to import Python modules
 _END_S = 60.0
 _LOOK_S = 0.02
 
