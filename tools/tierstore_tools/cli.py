@@ -47,7 +47,10 @@ def tiers(
     total: Annotated[str, typer.Option(help="Bytes moved per measurement")] = "256MiB",
     rounds: Annotated[int, typer.Option(min=1, help="Repetitions; medians are reported")] = 5,
     directory: Annotated[Path, typer.Option("--dir", help="Where the disk is measured")] = Path(),
-    store: Annotated[str | None, typer.Option(help="Measure the daemon at this address instead")] = None,
+    store: Annotated[
+        str | None,
+        typer.Option(help="Measure the daemon at this address instead: all that its host tier holds leaves"),
+    ] = None,
     json: JsonOption = None,
 ) -> None:
     """put/get GB/s and µs of each tier by page size beside the limit."""
