@@ -6,7 +6,7 @@ import os
 import socket
 import stat
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -93,6 +93,24 @@ def test_the_paths_of_several_prompts_in_many_identities_are_remembered(start, c
     assert len(set(paths)) == len(paths)
     for path in paths:
         assert client.lookup(prompt_of(TOKENS), path=path, known=5).tokens == len(TOKENS)
+
+
+def test_pages_of_another_size_make_room_and_no_more_of_them_than_it_takes(start, connect):
+    daemon = start(pages=256)
+    client = connect(daemon.url)
+    client.register()
+    prompts = [list(range(1000 * n, 1000 * n + 16 * CHUNK_TOKENS)) for n in range(16)]
+    for prompt in prompts:
+        client.save(prompt)
+    large = client.register(replace(IDENTITY, model="large"), 8 * PAGE_BYTES)
+    prompt = prompt_of(TOKENS[: 4 * CHUNK_TOKENS], replace(IDENTITY, model="large"))
+    reserved = client.save(prompt.tokens, large, prompt=prompt, nbytes=8 * PAGE_BYTES)
+    assert positions(reserved) == [0, 1, 2, 3]
+    evicted = daemon.stats().store.counters["evicted_pages"]["host"]
+    assert 4 * 8 <= evicted <= 4 * 8 + 7
+    gone = evicted // 16  # whole prompts; of the next one its end
+    assert [client.lookup(prompt_of(each)).tokens for each in prompts[:gone]] == [0] * gone
+    assert all(client.lookup(prompt_of(each)).tokens == len(each) for each in prompts[gone + 1 :])
 
 
 @pytest.mark.parametrize("first", [0, 1, 2, 4])
