@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tierstore.policy import POLICIES, PageHint, Policy
-from tierstore_tools.replay.strands import Strand, Strands
+from tierstore_tools.replay.strand import Strand
+from tierstore_tools.replay.strands import Strands
 from tierstore_tools.replay.trace import Request
 
 _SAVE_STEP = 64  # blocks; each step of a save is one tick of the store's clock

@@ -15,91 +15,12 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, cast
+from collections.abc import Iterator, Sequence
 
-from msgspec import field
-
-from tierstore.policy import NO_HINT, PageFacts, PageHint, Policy, Reuse
+from tierstore.policy import NO_HINT, PageHint, Policy, Reuse
 from tierstore.policy.departed import Departed, fingerprint
 from tierstore.policy.hinted import reconciled
-from tierstore.policy.queue import Queue, Standing
-
-
-class Strand(Standing, eq=False):
-    """Blocks one behind the other. What a :class:`Standing` says is about the last one."""
-
-    above: Strand | None  # its last block is the one before these
-    hits: int
-    last_use: int
-    end: int  # the number of blocks up to the last one's
-    ids: list[int] = field(default_factory=list)
-    prints: list[int] = field(default_factory=list)  # their fingerprints
-    hint: PageHint = NO_HINT
-    children: int = 0  # strands that begin behind the last block
-    held: bool = True
-
-    @classmethod
-    def behind(cls, above: Strand | None, hits: int, last_use: int) -> Strand:
-        """One that has no blocks yet."""
-        return cls(above, hits, last_use, 0 if above is None else above.end)
-
-
-class _Line(Queue[Strand]):
-    """The last blocks of strands in line."""
-
-    _shrinks: ClassVar = True
-
-    def __init__(self, policy: Policy, block_bytes: int, part_last: Callable[[Strand], None]) -> None:
-        super().__init__(policy, self._facts_of, _may_leave)
-        self._block_bytes = block_bytes
-        self._part_last = part_last
-        self.is_one = policy.segments == 1
-
-    def grow(self, strand: Strand) -> None:
-        """One more block came into the tier, which the strand has now."""
-        if self.accesses.waiting:
-            self.accesses.tell(len(self))
-        self._sizes[strand.segment] += 1
-
-    def offer_rest(self, strand: Strand, tick: int) -> bool:
-        """The first in line has given up a block, and its rest may leave. Returns whether that is the first
-        in line again: then it leaves next, and the policy has been told."""
-        policy = self.policy
-        facts = self._facts_of(strand)
-        score = cast(float, policy.score(facts))
-        heap = self._heaps[strand.segment]
-        past, entry = heap[0], (score, 1 - strand.end, next(self._order), strand)
-        strand.queued = True
-        heapq.heappush(heap, entry)
-        if not self.is_one or self._doubtful or policy.switches != self._switches:
-            return False
-        if heap[0] is past:
-            heapq.heappop(heap)
-        if heap[0] is not entry or policy.spare(facts) is not None:
-            return False
-        policy.leaves(facts, score, tick)
-        return True
-
-    def _goes_round(self, copy: Strand) -> None:
-        self._part_last(copy)
-
-    def _is_of_the_past(self, copy: Strand, depth: int) -> bool:
-        return copy.end - 1 != -depth
-
-    def _facts_of(self, strand: Strand) -> PageFacts:
-        hint = strand.hint
-        return PageFacts(
-            self._block_bytes,
-            strand.end - 1,
-            strand.last_use,
-            strand.hits,
-            strand.arrived,
-            hint.reuse,
-            hint.priority,
-            strand.segment,
-            strand.spent,
-        )
+from tierstore_tools.replay.strand import Line, Strand, may_leave
 
 
 class Strands:
@@ -115,7 +36,7 @@ class Strands:
         self._most_blocks = 0
         self._heads: dict[int, Strand] = {}  # by the first block
         self._departed = Departed()
-        self._line = _Line(policy, block_bytes, self._part_last)
+        self._line = Line(policy, block_bytes, self._part_last)
         self._expiring: list[tuple[float, int, Strand, PageHint]] = []
         self._order = itertools.count()
 
@@ -126,7 +47,7 @@ class Strands:
         """How many leading blocks are here."""
         at = 0
         while at < len(blocks) and (strand := self._heads.get(blocks[at])) is not None:
-            alike = _alike(strand.ids, blocks, at)
+            alike = strand.alike(blocks, at)
             at += alike
             if alike < len(strand.ids):
                 break
@@ -139,7 +60,7 @@ class Strands:
         path: list[Strand] = []
         at = 0
         while at < len(blocks) and (strand := self._heads.get(blocks[at])) is not None:
-            alike = _alike(strand.ids, blocks, at)
+            alike = strand.alike(blocks, at)
             at += alike
             if alike < len(strand.ids):
                 path.append(self._part(strand, alike))
@@ -219,29 +140,28 @@ class Strands:
             if before >= self._most_blocks:
                 self._most_blocks = before + 1
                 departed.make_room(self._most_blocks)
+            self._blocks += 1
             if before < self.capacity_blocks:
                 before += 1
             elif (left := next(leaving, None)) is not None:
                 departed.remember(*left)
             else:
                 departed.remember(page, hits)
+                self._blocks -= 1
                 return at
             if growing is not None and growing.hits == hits and line.is_one:
                 line.grow(growing)
             else:
-                strand = Strand.behind(growing or (path[-1] if path else None), hits, tick)
-                strand.end += 1
+                strand = Strand.behind(path[-1] if path else None, [block], [page], hits, tick)
                 line.arrive(strand, tick, hits)
-                strand.end -= 1
                 if growing is None or growing.hits != hits or growing.segment != strand.segment:
-                    if strand.above is not None:
-                        strand.above.children += 1
-                    self._heads[block] = growing = strand
+                    growing = strand
+                    self._begin(strand)
                     path.append(strand)
+                    continue
             growing.ids.append(block)
             growing.prints.append(page)
             growing.end += 1
-            self._blocks += 1
         return len(blocks)
 
     def _leaving(self, count: int) -> Iterator[tuple[int, int]]:
@@ -276,22 +196,27 @@ class Strands:
         self.evicted_blocks += len(left)
         return left
 
+    def _begin(self, strand: Strand) -> None:
+        self._heads[strand.ids[0]] = strand
+        if strand.above is not None:
+            strand.above.children += 1
+
     def _end(self, strand: Strand, first: int) -> None:
         """Its first block has left, and with it the strand."""
         del self._heads[first]
         above = strand.above
         if above is not None:
             above.children -= 1
-            if not above.queued and _may_leave(above):
+            if not above.queued and may_leave(above):
                 self._line.offer(above)
 
     def _part(self, strand: Strand, count: int) -> Strand:
         """The first ``count`` blocks of a strand become one of their own. It stays what it is to those who
         know it by its last block."""
-        front = Strand.behind(strand.above, strand.hits, strand.last_use)
-        front.ids, strand.ids = strand.ids[:count], strand.ids[count:]
-        front.prints, strand.prints = strand.prints[:count], strand.prints[count:]
-        front.end = strand.end - len(strand.ids)
+        front = Strand.behind(
+            strand.above, strand.ids[:count], strand.prints[:count], strand.hits, strand.last_use
+        )
+        del strand.ids[:count], strand.prints[:count]
         front.arrived, front.segment, front.spent = strand.arrived, strand.segment, strand.spent
         front.held = strand.held
         front.children = 1
@@ -314,7 +239,7 @@ class Strands:
         """These may be worth less than they were when they were last offered."""
         for strand in strands:
             strand.queued = False
-            if _may_leave(strand):
+            if may_leave(strand):
                 self._line.offer(strand)
 
     def check(self) -> None:
@@ -332,17 +257,3 @@ class Strands:
             assert strand.children == children.get(id(strand), 0), "children are counted wrong"
         assert sum(len(strand.ids) for strand in self._heads.values()) == self._blocks == len(self._line)
         assert self._blocks <= self.capacity_blocks, "too much"
-
-
-def _alike(ids: list[int], blocks: Sequence[int], start: int) -> int:
-    """How many blocks of a strand a prompt goes along, of which the first is at ``start``."""
-    if ids == blocks[start : start + len(ids)]:
-        return len(ids)
-    pairs = zip(ids, blocks[start:], strict=False)
-    return next(
-        (at for at, (one, other) in enumerate(pairs) if one != other), min(len(ids), len(blocks) - start)
-    )
-
-
-def _may_leave(strand: Strand) -> bool:
-    return not strand.held and not strand.children
