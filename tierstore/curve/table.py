@@ -37,7 +37,8 @@ def worth(hit_rate: HitRate, tiers: Mapping[str, int]) -> dict[str, TierWorth]:
         more = []
         for share in _ADDED:
             added = int(capacity * share)
-            more.append(AddedRoom(share, added, hit_rate(max(capacity + added, faster)) - now))
+            then = hit_rate(max(capacity + added, faster))
+            more.append(AddedRoom(share, added, max(then - now, 0.0)))  # sums of fractions: not quite now
         found[name] = TierWorth(largest, now, tuple(more))
         faster = largest
     return found

@@ -10,7 +10,7 @@ from tierstore.curve.curve import ReuseCurve
 WORKER = "tierstore-curve"  # the thread's name
 _SHARE = 1 / 400  # of the time, that it works in the long run …
 _SAVED_UP_S = 0.05  # … having saved up so much of its work at most, and at the start …
-_AT_ONCE = 1 / 20  # … and that it works as long as there is some of that left
+_AT_ONCE = 1 / 10  # … and that it works as long as there is some of that left
 
 
 class Worker:

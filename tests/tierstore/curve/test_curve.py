@@ -25,6 +25,7 @@ from tierstore.curve.curve import MOST_PAGES
 from tierstore.curve.groups import ABOVE_ALL, groups
 from tierstore.curve.notes import MOST
 from tierstore.curve.recency import Recency, Uses
+from tierstore.curve.table import worth
 from tierstore.testing.clock import ManualClock
 
 PAGE = 1 << 20
@@ -317,3 +318,10 @@ def test_the_table_marks_the_tiers_and_adds_to_the_coldest_that_holds_the_rest()
     assert {60 * PAGE, 10 * PAGE, 40 * PAGE} <= {point.capacity_bytes for point in stats.points}
     rates = [point.hit_rate for point in stats.points]
     assert rates == sorted(rates)
+
+
+def test_more_room_never_takes_anything_away():
+    """Not by a rounding, either: +-0.0 points."""
+    rates = iter([0.5892881773053420, 0.5892881773053419] * 20)
+    (host,) = worth(lambda _: next(rates), {"host": 1 << 20}).values()
+    assert all(f"{more.added_hit_rate:+.1f}" == "+0.0" for more in host.more)
