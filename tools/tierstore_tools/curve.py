@@ -73,6 +73,8 @@ class _Lookups:
         """Processor time of this thread for one, with or without a note: the mean of a block."""
         look_up = self._store.lookup if noted else self._without
         prompts = self._order[self._at : self._at + self._block]
+        for prompt in prompts:  # so that all blocks begin with the same in the processor's cache
+            self._without(prompt).release()
         began = time.thread_time()
         for prompt in prompts:
             look_up(prompt).release()
