@@ -129,10 +129,11 @@ def weights(logits: torch.Tensor, params: Sequence[SamplingParams]) -> tuple[tor
     numbers = [(p.temperature, p.top_k or vocab_size, p.top_p, p.min_p) for p in params]
     on_device = to_device(torch.tensor(numbers, dtype=torch.float64), logits.device)
     temperature, top_k, top_p, min_p = torch.split(on_device, 1, dim=1)
-    scaled = (logits.double() - logits.amax(-1, keepdim=True)) / temperature
-    ranked = scaled.sort(dim=-1, descending=True, stable=True)
+    # By the logits themselves: less the largest of them, two that differ may be equal.
+    ranked = logits.sort(dim=-1, descending=True, stable=True)
+    scaled = (ranked.values.double() - ranked.values[:, :1]) / temperature
     among = torch.arange(vocab_size, device=logits.device) < top_k
-    probabilities = ranked.values.masked_fill(~among, -torch.inf).softmax(-1)
+    probabilities = scaled.masked_fill(~among, -torch.inf).softmax(-1)
     # A token stays while those before it have not filled top_p: the likeliest always does.
     before = probabilities.cumsum(-1) - probabilities
     kept = (before < top_p) & (probabilities >= min_p * probabilities[:, :1])

@@ -75,6 +75,7 @@ def candidates(logits: torch.Tensor, params: SamplingParams) -> dict[int, float]
 
 @given(logit_rows, filters)
 @example(torch.tensor([-1.4013e-45, 0.0]), SamplingParams(temperature=1.0, top_p=0.25))
+@example(torch.tensor([0.0, 0.0, 1.0, 3.2e-18]), SamplingParams(temperature=1.0, top_p=0.5))
 def test_candidates_are_the_filtered_distribution(logits: torch.Tensor, params: SamplingParams) -> None:
     found = candidates(logits, params)
     assert found[int(logits.argmax())] == max(found.values())

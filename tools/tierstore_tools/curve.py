@@ -20,7 +20,7 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import asdict, dataclass
 
 from tierstore.curve.worker import WORKER
@@ -172,6 +172,7 @@ def _measure(tokens: int, seconds: float) -> Cost:
     pages = tokens // _SPEC.chunk_tokens
     prompts = _prompts(tokens)
     host_bytes = 2 * len(prompts) * (pages + 1) * _SPEC.page_bytes
+    others = set(threading.enumerate())
     with _open(host_bytes) as store:
         for prompt in prompts:
             store.save(prompt, [bytes(_SPEC.page_bytes)] * pages).wait()
@@ -180,9 +181,9 @@ def _measure(tokens: int, seconds: float) -> Cost:
         # Until the sample is thin, and the thread has used what it had saved up.
         lookups.turns(seconds, _nothing)
         lookups.noted, noted_before = 0, store.stats().curve.left_out
-        began_s, thread_began_s = time.thread_time(), _thread_s()
+        began_s, thread_began_s = time.thread_time(), _thread_s(others)
         load = lookups.turns(seconds, _nothing)
-        thread_share = (_thread_s() - thread_began_s) / (time.thread_time() - began_s)
+        thread_share = (_thread_s(others) - thread_began_s) / (time.thread_time() - began_s)
         left_out = store.stats().curve.left_out - noted_before
     return Cost(
         tokens,
@@ -202,9 +203,9 @@ def _nothing() -> None:
     pass
 
 
-def _thread_s() -> float:
-    """Processor time of the thread that works notes off."""
-    (thread,) = (each for each in threading.enumerate() if each.name == WORKER)
+def _thread_s(others: Set[threading.Thread]) -> float:
+    """Processor time of the thread that works notes off: one that is not among ``others``."""
+    (thread,) = (each for each in threading.enumerate() if each.name == WORKER and each not in others)
     assert thread.ident is not None
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
