@@ -41,7 +41,7 @@ class Call(Transfer["A | None"], Generic[A]):
         super().__init__(self._take, pages=0, nbytes=0, deadline_s=patience_s, clock=clock)
         self.number = 0  # the request's id
         self.led = False  # the thread that waits for it receives the answer
-        self.lead: Callable[[Call[A], float | None], None] | None = None
+        self.lead: Callable[[Call[A]], None] | None = None
         self.asked = clock()
         self.ends = self.asked + patience_s
         self.otherwise = otherwise
@@ -55,11 +55,8 @@ class Call(Transfer["A | None"], Generic[A]):
         return self.state is TransferState.EXPIRED
 
     def wait(self, timeout: float | None = None) -> A | None:
-        if self.lead is not None and not self.done:
-            began = self._clock()
-            self.lead(self, timeout)
-            if timeout is not None:
-                timeout = max(timeout - (self._clock() - began), 0.0)
+        if timeout is None and self.lead is not None and not self.done:
+            self.lead(self)
         return super().wait(timeout)
 
     def answer(self, answer: Answer, frames: Sequence[memoryview] = ()) -> bool:

@@ -19,7 +19,7 @@ from tierstore.daemon.connected_hit import ConnectedHit
 from tierstore.daemon.connected_save import SaveJob
 from tierstore.daemon.connection import Connection
 from tierstore.daemon.destinations import BufferLoad, HbmLoad, TargetLoad
-from tierstore.daemon.finding import Finder, Search, look_up
+from tierstore.daemon.finding import Finder, look_up
 from tierstore.daemon.greeting import Address, CurveKeys
 from tierstore.daemon.local import LocalPages
 from tierstore.daemon.registration import Registration
@@ -363,18 +363,6 @@ class ConnectedStore(Store):
             raise StoreClosedError("this store was connected by another process: connect one here after fork")
         if self._state.closed:
             raise StoreClosedError("the store is closed")
-
-
-def begin_lookup(
-    store: ConnectedStore, prompt: Prompt | TokenIds, *, max_tokens: int | None = None
-) -> Search | None:
-    """Ask, and leave the answer for later: :meth:`~tierstore.daemon.finding.Search.on_answer`. None when
-    something has to be waited for before anything can be asked. Raises what :meth:`Store.lookup` raises."""
-    search = Search(store._finder, store._question(prompt, max_tokens), time.monotonic())
-    if search.registering is not None:
-        return None
-    search.ask()
-    return search
 
 
 def lookup_all(

@@ -8,8 +8,7 @@ would come near the end of its patience. One question is the same with one.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Iterable
 
 from tierstore.daemon.connected_hit import ConnectedHit
 from tierstore.daemon.local import LocalPages
@@ -66,20 +65,6 @@ class Search:
         at once."""
         if self._needed:
             self.asked = self._remote.ask(self._question, self._ends - time.monotonic(), led=led)
-
-    def on_answer(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once :meth:`hit` waits for nothing: on the thread that hears the answer, or at
-        once."""
-        if self.asked is None:
-            callback()
-        else:
-            self.asked.call.on_end(callback)
-
-    def wait(self, timeout: float) -> None:
-        """Wait for the answer, and hear it on this thread if it can be: that is the quickest."""
-        if self.asked is not None:
-            with suppress(TimeoutError):
-                self.asked.call.wait(timeout)
 
     def hit(self) -> ConnectedHit:
         """What was found; waits for it."""

@@ -248,9 +248,9 @@ class Serving:
             self._watched = watched
             self._epoll.modify(self._wire.fd, watched)  # which costs more than the rest of this
 
-    def lead(self, call: Call[Any], timeout: float | None) -> None:
-        """Receive until ``call`` has ended, or for ``timeout`` seconds, on the thread that waits for it.
-        While another thread leads, and afterwards, the connection's thread looks after it."""
+    def lead(self, call: Call[Any]) -> None:
+        """Receive until ``call`` has ended, on the thread that waits for it. While another thread leads, the
+        connection's thread looks after it."""
         if not self._leading.acquire(blocking=False):
             with self._lock:
                 if not self._over:
@@ -259,14 +259,10 @@ class Serving:
         try:
             if self._watched:
                 self._leads()
-            self._lead(call, math.inf if timeout is None else time.monotonic() + timeout)
+            self._lead(call)
         finally:
             self._leading.release()
             self._leads()
-            if timeout is not None and call.led and not call.done:
-                with self._lock:
-                    if not self._over:
-                        self._look_after(call)
 
     def _leads(self) -> None:
         """Somebody has begun to lead, or has ended it."""
@@ -277,13 +273,10 @@ class Serving:
                     self._look_by(time.monotonic() + _LOOK_S)
                 self._watch()
 
-    def _lead(self, call: Call[Any], until: float) -> None:
+    def _lead(self, call: Call[Any]) -> None:
         while not call.done and not self._over:
             self._leader_poll.modify(self._wire.fd, _READ | _WRITE if self._unsent else _READ)
-            now = time.monotonic()
-            if now >= until:
-                return
-            left = max(min(call.ends, until) - now, 0.0)
+            left = max(call.ends - time.monotonic(), 0.0)
             for fd, _ in self._leader_poll.poll(math.ceil(left * 1e3)):
                 if fd == self._led_fd:
                     _quiet(fd)

@@ -1,8 +1,7 @@
 """What the daemon holds of one request's prompt: asked once, looked at in every step.
 
-A probe goes through two stages. It is *asked*: one question for each KV cache group on each worker, since a
-chunk that one of them lacks cannot be loaded. The first is sent at once, and the daemon works on it while
-vLLM goes on; mostly the answer is that nothing is held, and that is all. The others follow on a thread (see
+A probe goes through two stages. It is *asked* on a thread: one question for each KV cache group on each
+worker, since a chunk that one of them lacks cannot be loaded, and all but the first at once (see
 :meth:`Probe._ask`). Then what is on disk is *brought* into memory, with a deadline, before anything is
 promised to vLLM: a page that turns out to be damaged is then a shorter hit and not a failed load. All along
 the daemon keeps what was found from leaving.
@@ -14,14 +13,12 @@ when they are loaded.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
 
-from tierstore.daemon.connected import ConnectedStore, begin_lookup, lookup_all
-from tierstore.daemon.finding import Search
+from tierstore.daemon.connected import ConnectedStore, lookup_all
 from tierstore.errors import StoreClosedError
 from tierstore.keys import Identity, PageKey, Prompt
 from tierstore.store.base import Hit
@@ -52,7 +49,7 @@ class Probe:
         chunk_tokens: int,
         now: float,
     ) -> None:
-        """``tokens`` gives those of the chunks that ``keys`` stand for."""
+        """``tokens`` gives those of the chunks that ``keys`` stand for; it is called on the asking thread."""
         self.began = now
         self.first_looked: float | None = None  # when vLLM first wanted to know
         self.on_disk = 0  # tokens that came from there
@@ -60,8 +57,6 @@ class Probe:
         self._keys = keys
         self._tokens = tokens
         self._chunk_tokens = chunk_tokens
-        self._data = b""
-        self._first: Search | None = None  # the first question, while it is under way
         self._answered = threading.Event()
         self._lock = threading.Lock()
         self._hits: list[Hit] = []  # guarded by _lock, as is all below
@@ -77,10 +72,7 @@ class Probe:
     def wait(self, timeout: float) -> None:
         """Wait for what comes next: the answer, or pages on their way."""
         if not self._answered.is_set():
-            first, began = self._first, time.monotonic()
-            if first is not None and timeout > 0:
-                first.wait(timeout)
-            self._answered.wait(max(timeout - (time.monotonic() - began), 0.0))
+            self._answered.wait(timeout)
             return
         with self._lock:
             brought = list(self._brought)
@@ -91,49 +83,20 @@ class Probe:
                 return
 
     def ask(self, threads: Executor, prefetch_s: float, faults: Faults) -> None:
-        """Begin. Nothing is waited for here: what the first question does not settle is for ``threads``."""
+        """Begin."""
 
-        def stage(work: Callable[[], bool]) -> None:
-            """``work`` says whether the answer is known."""
-            known = True
+        def run() -> None:
             try:
-                known = work()
+                self._ask(prefetch_s)
             except StoreClosedError:
                 self.release()  # asked of a session that has been given up
-            except Exception as error:  # noqa: BLE001  # on other threads than vLLM's nobody else would see it
+            except Exception as error:  # noqa: BLE001  # on a thread of its own nobody else would see it
                 faults.note("looking up a prompt", error)
                 self.release()
-            if known:
-                self._first, self._data = None, b""
+            finally:
                 self._answered.set()
 
-        def send() -> bool:
-            self._data = self._tokens()
-            store, identity, _ = self._wanted[0]
-            first = self._first = begin_lookup(store, self._prompt(identity, self._keys))
-            if first is None:
-                threads.submit(stage, go_on)
-            else:
-                first.on_answer(lambda: stage(hear))
-            return False
-
-        def hear() -> bool:
-            assert self._first is not None, "its answer is heard once"
-            hit = self._first.hit()
-            with self._lock:
-                self._hits = [hit]
-                settled = self._released or not hit.tokens
-            if settled:
-                self.release()
-            else:
-                threads.submit(stage, go_on)
-            return settled
-
-        def go_on() -> bool:
-            self._ask(prefetch_s)
-            return True
-
-        stage(send)
+        threads.submit(run)
 
     def tokens(self) -> int | None:
         """How many leading tokens can be loaded; None while it is not known, or they are on their way."""
@@ -166,19 +129,15 @@ class Probe:
     def _ask(self, prefetch_s: float) -> None:
         """Ask in up to three rounds, each of which builds on the answers of the one before. What is asked in
         one round is asked at once: no answer in it depends on another."""
+        data = self._tokens()
         questions = [_Question(*each) for each in self._wanted]
         # By far the most prompts that are not held are held by nobody: that is found out with one question.
         # And all hold as much of a prompt as a rule: the others are not asked for more than the first has.
-        with self._lock:
-            questions[0].hit = self._hits[0] if self._hits else None
-        if questions[0].hit is not None:
-            found = questions[0].hit.tokens
-        else:
-            found = self._look_up(questions[:1], len(self._keys) * self._chunk_tokens)
-        found = self._look_up(questions[1:], found)
+        found = self._look_up(questions[:1], data, len(self._keys) * self._chunk_tokens)
+        found = self._look_up(questions[1:], data, found)
         # What one of them lacks cannot be loaded of any, and is not to be brought for nothing.
         longer = [each for each in questions if each.hit and each.hit.tokens > found and _on_disk(each)]
-        found = self._look_up(longer, found)
+        found = self._look_up(longer, data, found)
         for each in questions:
             if found and each.hit is not None and _on_disk(each):
                 self._bring(each.hit, prefetch_s)
@@ -188,9 +147,6 @@ class Probe:
         if released:
             self.release()
 
-    def _prompt(self, identity: Identity, keys: Sequence[PageKey]) -> Prompt:
-        return Prompt.with_keys(identity, self._data, keys, chunk_tokens=self._chunk_tokens)
-
     def _bring(self, hit: Hit, prefetch_s: float) -> None:
         """Unless it has been released: what is not held any more would be asked for, and held, once more."""
         with self._lock:
@@ -198,15 +154,17 @@ class Probe:
                 self.on_disk = max(self.on_disk, hit.by_tier["disk"])
                 self._brought.append(hit.prefetch(deadline_s=prefetch_s))
 
-    def _look_up(self, questions: Sequence[_Question], limit: int) -> int:
+    def _look_up(self, questions: Sequence[_Question], data: bytes, limit: int) -> int:
         """Ask for ``limit`` tokens at most; how many all of them have. Nothing is asked after the release,
         nor when the answer could only be none."""
         if not limit or not questions or self._given_up():
             return limit
         keys = self._keys[: limit // self._chunk_tokens]
-        hits = lookup_all(
-            ((each.store, self._prompt(each.identity, keys)) for each in questions), max_tokens=limit
-        )
+
+        def prompt(identity: Identity) -> Prompt:
+            return Prompt.with_keys(identity, data, keys, chunk_tokens=self._chunk_tokens)
+
+        hits = lookup_all(((each.store, prompt(each.identity)) for each in questions), max_tokens=limit)
         before = {each.hit for each in questions if each.hit is not None}
         for question, hit in zip(questions, hits, strict=True):
             question.hit = hit
