@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tierstore.daemon.client.fake_daemon import FakeDaemon
 from tierstore.daemon import protocol
 from tierstore.daemon.connected import ConnectedStore
 from tierstore.keys import Identity
@@ -102,6 +103,20 @@ def make_daemon(short_directory):
     yield make
     for daemon in daemons:
         daemon.kill()
+
+
+@pytest.fixture
+def fake(short_directory):
+    """Makes daemons that say what they are told to."""
+    daemons = []
+
+    def make(**kwargs):
+        daemons.append(FakeDaemon(f"{short_directory}/s", **kwargs))
+        return daemons[-1]
+
+    yield make
+    for daemon in daemons:
+        daemon.close()
 
 
 @pytest.fixture(scope="session")

@@ -9,25 +9,12 @@ from dataclasses import replace
 import pytest
 
 from tests.tierstore.daemon.client.conftest import SPEC, TOKENS, load_bytes, pages_of, wait_until
-from tests.tierstore.daemon.client.fake_daemon import FakeDaemon, slowly
+from tests.tierstore.daemon.client.fake_daemon import slowly
 from tierstore.daemon import protocol as p
 from tierstore.daemon.protocol import Abort, Found, Located, Lookup, Release, Reserve, Reserved
 from tierstore.keys import Identity
 
 PAGE = SPEC.page_bytes
-
-
-@pytest.fixture
-def fake(short_directory):
-    daemons = []
-
-    def make(**kwargs):
-        daemons.append(FakeDaemon(f"{short_directory}/s", **kwargs))
-        return daemons[-1]
-
-    yield make
-    for daemon in daemons:
-        daemon.close()
 
 
 def found(tokens=70, tiers=(("host", 5),), lease=9, path=0, known=0):

@@ -16,7 +16,7 @@ from tests.tierstore.daemon.client.conftest import (
     pages_of,
     wait_until,
 )
-from tests.tierstore.daemon.client.fake_daemon import FakeDaemon, slowly
+from tests.tierstore.daemon.client.fake_daemon import slowly
 from tierstore.daemon import protocol as p
 from tierstore.daemon.connected import lookup_all
 from tierstore.errors import StoreClosedError, UsageError
@@ -30,13 +30,6 @@ SLACK_S = 0.5  # that a busy machine adds
 def prompts(request):
     """The same tokens under many identities, which nobody else has."""
     return [prompt_of(f"{request.node.nodeid} {at}") for at in range(MANY)]
-
-
-@pytest.fixture
-def fake(short_directory):
-    daemon = FakeDaemon(f"{short_directory}/s")
-    yield daemon
-    daemon.close()
 
 
 def prompt_of(model):
@@ -179,8 +172,9 @@ def test_a_slow_daemon_has_one_deadline_for_all_and_late_leases_go_back(fake, co
         return p.Found(message.id, 70, 6, granted[-1], [("host", 5)], 0, 0)
 
     # All together take 0.7 s. None of the 32 that are on their way waits for half a second by itself.
-    fake.answers[p.Lookup] = slowly(0.01, found)
-    store = connect(fake.url, lookup_s=0.5)
+    daemon = fake()
+    daemon.answers[p.Lookup] = slowly(0.01, found)
+    store = connect(daemon.url, lookup_s=0.5)
     started = time.monotonic()
     hits = in_one(store, prompts)
     assert time.monotonic() - started < 0.5 + SLACK_S
@@ -190,18 +184,19 @@ def test_a_slow_daemon_has_one_deadline_for_all_and_late_leases_go_back(fake, co
     release(hits)
 
     def given_back():
-        released = [lease for message in fake.of(p.Release) for lease in message.leases]
-        released += [lease for message in fake.of(p.Lookup) for lease in message.released]
+        released = [lease for message in daemon.of(p.Release) for lease in message.leases]
+        released += [lease for message in daemon.of(p.Lookup) for lease in message.released]
         return sorted(released)
 
-    wait_until(lambda: len(granted) == len(fake.of(p.Lookup)) and given_back() == granted)
+    wait_until(lambda: len(granted) == len(daemon.of(p.Lookup)) and given_back() == granted)
 
 
 def test_not_too_many_are_on_their_way(fake, connect, prompts):
-    fake.answers[p.Lookup] = lambda message: None
-    store = connect(fake.url, lookup_s=0.3)
+    daemon = fake()
+    daemon.answers[p.Lookup] = lambda message: None
+    store = connect(daemon.url, lookup_s=0.3)
     assert [hit.tokens for hit in in_one(store, prompts)] == [0] * MANY
-    assert len(fake.of(p.Lookup)) == 32
+    assert len(daemon.of(p.Lookup)) == 32
 
 
 def test_from_several_threads(shared_daemon, connect, prompts):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 
 import pytest
 
 from tests.tierstore.daemon.client.conftest import TOKENS, in_threads, pages_of, wait_until
+from tests.tierstore.daemon.client.fake_daemon import slowly
 from tierstore.daemon import attach
 from tierstore.daemon import protocol as p
 
@@ -80,3 +82,21 @@ def test_an_answer_that_nobody_waits_for_any_more_is_received_soon(make_daemon, 
     wait_until(lambda: connection._serving._watched, 5)
     call = send_and_do_not_wait()
     wait_until(lambda: call._answer is not None, 5)
+
+
+def test_who_waits_while_another_receives_is_not_forgotten_when_that_one_ends(fake, connect):
+    """The first receives for itself until long after the connection's thread has gone to sleep, and the
+    second's answer comes when nobody receives any more."""
+    daemon = fake()
+    daemon.answers[p.Lookup] = slowly(0.4, lambda m: p.Found(m.id, 0, 0, 0, [], 0, 0))
+    store = connect(daemon.url, lookup_s=20.0)
+    took = []
+
+    def look_up(after_s):
+        time.sleep(after_s)
+        began = time.monotonic()
+        store.lookup(TOKENS).release()
+        took.append(time.monotonic() - began)
+
+    in_threads(lambda: look_up(0.0), lambda: look_up(0.2))
+    assert max(took) < 10
