@@ -12,7 +12,8 @@ from tierstore.errors import TierStoreError, UsageError
 from tierstore_tools import connected, tiers
 from tierstore_tools.connected_bytes import Sample, measure
 
-OPS = [*((tier, op) for tier in ("host", "hbm", "disk") for op in ("put", "get")), ("disk", "scatter")]
+DISK_OPS = [("disk", op) for op in ("put", "save", "get", "scatter")]
+OPS = [*((tier, op) for tier in ("host", "hbm") for op in ("put", "get")), *DISK_OPS]
 
 
 def test_every_tier_is_measured_beside_its_limit(tmp_path):

@@ -12,6 +12,7 @@ place until it is saved again under its old serial, or the last of them leaves.
 from __future__ import annotations
 
 import bisect
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -154,10 +155,7 @@ class Ledger:
             columns["parent"][rows] = parents = [record.parent for record in records]
             columns["place"][rows] = [record.place for record in records]
             columns["nbytes"][rows] = [record.nbytes for record in records]
-            uses = [first_use(record, used) for record in records]
-            for name, values in zip(PageUse._fields, zip(*uses, strict=True), strict=True):
-                columns[name][rows] = values
-            self._forget_hints(rows)
+            self._set_uses(rows, [first_use(record, used) for record in records])
             columns["alive"][rows] = True
             self._alive += len(records)
             above = self._find(np.array(parents, np.int64))
@@ -198,11 +196,7 @@ class Ledger:
         with self._lock:
             rows = self._find(np.fromiter(used, np.int64, len(used)))
             known = rows >= 0
-            rows = rows[known]
-            uses = np.array(list(used.values()), np.float64)[known]
-            for at, name in enumerate(PageUse._fields):
-                self._columns[name][rows] = uses[:, at]
-            self._forget_hints(rows)  # a hint is about one use
+            self._set_uses(rows[known], list(itertools.compress(used.values(), known)))
 
     def hint(self, serial: int, hint: PageHint) -> bool:
         """``hint`` is about the next use of a page. False when it is not here."""
@@ -224,6 +218,15 @@ class Ledger:
             self._columns["reuse"][: self._rows][over] = Reuse.DONE
             expires_s[over] = np.inf
             self._expires_s = max(float(expires_s.min(initial=np.inf)), now_s + _EXPIRY_S)
+
+    def _set_uses(self, rows: npt.NDArray[np.int64], uses: Sequence[PageUse]) -> None:
+        """The last use of each; what was hinted was about this one."""
+        columns = self._columns
+        columns["tick"][rows] = [use.tick for use in uses]
+        columns["used_s"][rows] = [use.used_s for use in uses]
+        columns["hits"][rows] = [use.hits for use in uses]
+        for name, nothing in zip(PageHint._fields, NO_HINT, strict=True):
+            columns[name][rows] = nothing
 
     def _rows_for(self, serials: Sequence[int]) -> npt.NDArray[np.int64]:
         """The rows of these pages, which ascend: those of holes, and new ones behind all others."""
@@ -248,10 +251,6 @@ class Ledger:
             columns[name] = np.zeros(size, column.dtype)
             columns[name][: len(kept)] = column[kept]
         self._rows = len(kept)
-
-    def _forget_hints(self, rows: npt.NDArray[np.int64]) -> None:
-        for name, nothing in zip(PageHint._fields, NO_HINT, strict=True):
-            self._columns[name][rows] = nothing
 
     def _find(self, serials: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The row of each; -1 for one that has none."""

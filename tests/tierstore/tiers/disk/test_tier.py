@@ -146,7 +146,7 @@ def test_use_times_are_remembered(open_shelf):
     before = shelf.use(second.serial)
     shelf.tier.commit([], [], {first.serial: PageUse(9, 1e9, 7), 12345: PageUse(1, 1.0, 1)}, 9)
     shelf.reopen()
-    assert shelf.use(first.serial) == (9, 1e9, 7)
+    assert shelf.use(first.serial) == PageUse(9, 1e9, 7)
     assert shelf.use(second.serial) == before
     assert shelf.tier.tick == 9
 
