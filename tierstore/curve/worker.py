@@ -7,7 +7,6 @@ import time
 
 from tierstore.curve.curve import ReuseCurve
 
-WORKER = "tierstore-curve"  # the thread's name
 _SHARE = 1 / 400  # of the time, that it works in the long run …
 _SAVED_UP_S = 0.05  # … having saved up so much of its work at most, and at the start …
 _AT_ONCE = 1 / 10  # … and that it works as long as there is some of that left
@@ -18,9 +17,11 @@ class Worker:
     others. What comes faster than that is left out and counted."""
 
     def __init__(self, curve: ReuseCurve) -> None:
+        self.worked_s = 0.0
+        """Processor time of all its work so far."""
         self._curve = curve
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=WORKER, daemon=True)
+        self._thread = threading.Thread(target=self._run, name="tierstore-curve", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
@@ -38,7 +39,9 @@ class Worker:
                 return
             began = time.thread_time()
             self._curve.work()  # resets ``enough``, also where stop() has set it meanwhile
-            stopped = self._stopped.wait(budget.rest_s(time.thread_time() - began, time.monotonic()))
+            took = time.thread_time() - began
+            self.worked_s += took
+            stopped = self._stopped.wait(budget.rest_s(took, time.monotonic()))
 
 
 class Budget:

@@ -67,7 +67,7 @@ class Assembly:
         self._given_back = False
         if pool is not None and host is not None:
             pool.register(host.address(0), host.capacity_bytes)
-        self._curve_worker = Worker(self.curve)
+        self.curve_worker = Worker(self.curve)
 
     def _capacities(self) -> dict[str, int]:
         """Bytes by tier, fastest first."""
@@ -146,7 +146,7 @@ class Assembly:
             _log.warning("the store was closed while its disk does not answer: the directory stays locked")
 
     def _give_back(self) -> None:
-        self._curve_worker.stop()
+        self.curve_worker.stop()
         try:
             self.mover.close()
             if self.write_behind is not None:

@@ -18,12 +18,10 @@ from __future__ import annotations
 
 import random
 import statistics
-import threading
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from tierstore.curve.worker import WORKER
 from tierstore.errors import UsageError
 from tierstore.keys import Identity, Prompt
 from tierstore.spec import KVSpec
@@ -86,11 +84,17 @@ class _Lookups:
         prompt = checked_prompt(self._store, self._store._layout, prompt)
         return self._store._look_up(prompt, len(prompt))
 
-    def turns(self, seconds: float, after: Callable[[], object]) -> _Turns:
-        """Blocks by turns for so long; ``after`` each of them, something that is not counted."""
+    def turns(
+        self,
+        seconds: float,
+        after: Callable[[], object] = lambda: None,
+        until: Callable[[], bool] = lambda: True,
+    ) -> _Turns:
+        """Blocks by turns for so long, and ``until`` something holds; ``after`` each of them, something that
+        is not counted."""
         turns = _Turns([], [], [])
         end = time.monotonic() + seconds
-        while len(turns.bare) < _LEAST_TURNS or time.monotonic() < end:
+        while len(turns.bare) < _LEAST_TURNS or time.monotonic() < end or not until():
             self._at = self._random.randrange(_ORDER - self._block)
             sides = [(turns.noted, True), (turns.bare, False), (turns.again, False)]
             for times, noted in self._random.sample(sides, 3):
@@ -125,8 +129,8 @@ def _apart(some: Sequence[float], others: Sequence[float]) -> float:
 
 
 def run(tokens: Sequence[int], *, seconds: float, json: str | None) -> None:
-    """Measure, show, write. Each length takes about three times ``seconds``. Raises :class:`UsageError` for a
-    length that makes no page."""
+    """Measure, show, write. Each length takes about three times ``seconds``, and longer where the thread has
+    not worked by then. Raises :class:`UsageError` for a length that makes no page."""
     for length in tokens:
         if length < _SPEC.chunk_tokens:
             raise UsageError(f"a prompt has at least one page of {_SPEC.chunk_tokens} tokens, not {length}")
@@ -172,18 +176,18 @@ def _measure(tokens: int, seconds: float) -> Cost:
     pages = tokens // _SPEC.chunk_tokens
     prompts = _prompts(tokens)
     host_bytes = 2 * len(prompts) * (pages + 1) * _SPEC.page_bytes
-    others = set(threading.enumerate())
     with _open(host_bytes) as store:
         for prompt in prompts:
             store.save(prompt, [bytes(_SPEC.page_bytes)] * pages).wait()
         lookups = _Lookups(store, prompts)
         calm = lookups.turns(seconds, store._assembly.curve.work)
         # Until the sample is thin, and the thread has used what it had saved up.
-        lookups.turns(seconds, _nothing)
+        lookups.turns(seconds)
+        worker = store._assembly.curve_worker
         lookups.noted, noted_before = 0, store.stats().curve.left_out
-        began_s, thread_began_s = time.thread_time(), _thread_s(others)
-        load = lookups.turns(seconds, _nothing)
-        thread_share = (_thread_s(others) - thread_began_s) / (time.thread_time() - began_s)
+        began_s, worked_s = time.thread_time(), worker.worked_s
+        load = lookups.turns(seconds, until=lambda: worker.worked_s > worked_s)
+        thread_share = (worker.worked_s - worked_s) / (time.thread_time() - began_s)
         left_out = store.stats().curve.left_out - noted_before
     return Cost(
         tokens,
@@ -197,17 +201,6 @@ def _measure(tokens: int, seconds: float) -> Cost:
         thread_share,
         left_out / lookups.noted,
     )
-
-
-def _nothing() -> None:
-    pass
-
-
-def _thread_s(others: Set[threading.Thread]) -> float:
-    """Processor time of the thread that works notes off: one that is not among ``others``."""
-    (thread,) = (each for each in threading.enumerate() if each.name == WORKER and each not in others)
-    assert thread.ident is not None
-    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
 def _open(host_bytes: int) -> EmbeddedStore:
