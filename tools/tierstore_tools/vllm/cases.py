@@ -27,7 +27,6 @@ from tierstore_tools.vllm.settings import (
     ANSWER_TOKENS,
     MAX_LOGPROB_DIFF,
     THROUGHPUT_ANSWER_TOKENS,
-    THROUGHPUT_PROMPT_TOKENS,
     VllmBench,
 )
 
@@ -178,8 +177,7 @@ class _Experiment:
         settings = self._settings
         longest = max(
             settings.tokens + ANSWER_TOKENS,
-            settings.overhead_tokens + ANSWER_TOKENS,
-            THROUGHPUT_PROMPT_TOKENS + THROUGHPUT_ANSWER_TOKENS,
+            settings.overhead_tokens + THROUGHPUT_ANSWER_TOKENS,
         )
         options = {"max_model_len": longest + 64, "max_num_batched_tokens": None, **settings.options}
         with self._phases.phase(what, measurable=False):

@@ -29,7 +29,6 @@ from tierstore_tools.vllm.paired import Ratio, ratio
 from tierstore_tools.vllm.settings import (
     ANSWER_TOKENS,
     THROUGHPUT_ANSWER_TOKENS,
-    THROUGHPUT_PROMPT_TOKENS,
     THROUGHPUT_REQUESTS,
     VllmBench,
 )
@@ -40,7 +39,6 @@ _SWITCHED = {
     "kv_connector_module_path": "tierstore_tools.vllm.switched",
 }
 _SEED = 2 << 20  # from here on: no other prompt of the benchmark has such seeds
-_BATCH_TOKENS = THROUGHPUT_REQUESTS * (THROUGHPUT_PROMPT_TOKENS + THROUGHPUT_ANSWER_TOKENS)
 _WARM_UP_ROUNDS = 2
 
 StartEngine = Callable[[str, Mapping[str, Any] | None], AbstractContextManager[Engine]]
@@ -113,7 +111,7 @@ class OverheadExperiment:
         return Overhead(
             prompt_tokens=self._settings.overhead_tokens,
             batch_requests=THROUGHPUT_REQUESTS,
-            batch_prompt_tokens=THROUGHPUT_PROMPT_TOKENS,
+            batch_prompt_tokens=self._settings.overhead_tokens,
             batch_answer_tokens=THROUGHPUT_ANSWER_TOKENS,
             ttft_s=_median(starts, lambda figures: figures.ttft_s),
             throughput_tokens_per_s=_median(starts, lambda figures: figures.tokens_per_s),
@@ -151,9 +149,11 @@ class OverheadExperiment:
             answered, spent[way] = self._turn(engines[way], way, asks)
             figures[way].ttft_s.append(answered.answers[0].ttft_s)
         for way in ways:
-            asks = self._fresh(THROUGHPUT_REQUESTS, THROUGHPUT_PROMPT_TOKENS, THROUGHPUT_ANSWER_TOKENS)
+            tokens = self._settings.overhead_tokens
+            asks = self._fresh(THROUGHPUT_REQUESTS, tokens, THROUGHPUT_ANSWER_TOKENS)
             answered, cpu_s = self._turn(engines[way], way, asks)
-            figures[way].tokens_per_s.append(_BATCH_TOKENS / answered.wall_s)
+            computed = THROUGHPUT_REQUESTS * (tokens + THROUGHPUT_ANSWER_TOKENS)
+            figures[way].tokens_per_s.append(computed / answered.wall_s)
             figures[way].cpu_s.append(spent[way] + cpu_s)
 
     def _fresh(self, requests: int, tokens: int, answer_tokens: int) -> list[Ask]:

@@ -8,7 +8,6 @@ from typing import Any
 
 ANSWER_TOKENS = 8
 THROUGHPUT_REQUESTS = 8
-THROUGHPUT_PROMPT_TOKENS = 128
 THROUGHPUT_ANSWER_TOKENS = 32
 MAX_LOGPROB_DIFF = 1e-4  # float32; other dtypes are held to equal tokens only
 
@@ -19,8 +18,8 @@ class VllmBench:
     daemon's disk are. ``store`` is the address of a daemon that runs (None: one of the benchmark's own, which
     can be restarted). ``rounds`` prompts are asked cold and from each tier. For the overhead, engines with
     and without the connector are started ``starts`` times, and asked ``pairs`` prompts of ``overhead_tokens``
-    and as many batches each time. 0 ``rounds`` or ``starts``: that part is left out. ``options`` are further
-    arguments of ``vllm.LLM``."""
+    and as many batches of such prompts each time. 0 ``rounds`` or ``starts``: that part is left out.
+    ``options`` are further arguments of ``vllm.LLM``."""
 
     model: str
     tokens: int
