@@ -10,10 +10,11 @@ host   caller's buffers → host slots (a save)      host slots → caller's buf
 disk   host slots → durable on disk                disk, page cache dropped → host slots
 =====  ==========================================  ==========================================
 
-A put into the disk tier begins when all pages are in the host tier: nothing is written before. A *save* is
-both hops, as an engine sees them that waits for the disk: caller's buffers → durable on disk, the copies into
-the host tier beside the writes. A *scatter* takes pages out of the disk that do not lie side by side there:
-eight prompts are saved page by page in turn, and loaded one after the other.
+A put into the disk tier begins when all pages are in the host tier: nothing is written before, though the
+first of them have been given their places by then. A *save* is both hops, as an engine sees them that waits
+for the disk: caller's buffers → durable on disk, the copies into the host tier beside the writes. A *scatter*
+takes pages out of the disk that do not lie side by side there: eight prompts are saved page by page in turn,
+and loaded one after the other.
 
 Everything goes through the store's own verbs, with index, leases, checksums and commits. Which raw way is the
 best to write to this disk and to read from it is found out first; then, in every round, the limit is measured
@@ -292,7 +293,10 @@ class _PageSize:
         self, path: Path | None, pool: PagePool | None = None, io: FileIO | None = None
     ) -> Iterator[Store]:
         room = 2 * self._nbytes + (16 << 20)  # half of the host tier may wait to be written
-        with Store.open(path, self._spec, pool=pool, host_bytes=room, disk_bytes=room, io=io) as store:
+        # What is held back must not look like a disk that does not answer.
+        with Store.open(
+            path, self._spec, pool=pool, host_bytes=room, disk_bytes=room, stall_s=_WAIT_S, io=io
+        ) as store:
             store.wait_ready()
             yield store
 
