@@ -28,7 +28,6 @@ import os
 import shutil
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,6 +40,7 @@ from tierstore.errors import UsageError
 from tierstore.memory import Memory
 from tierstore.spec import KVSpec
 from tierstore.store import Store
+from tierstore.testing.faults import Fault, FaultyIO, Stall
 from tierstore.tiers.disk import FileIO
 from tierstore.tiers.hbm import PagePool
 from tierstore_tools import limits
@@ -228,16 +228,19 @@ class _PageSize:
         return {("hbm", "put"): put, ("hbm", "get"): get}
 
     def _from_host(self) -> dict[_Op, Sample]:
-        held = _HeldIO()
-        with self._open_on_disk(held) as (_, store):
-            held.hold()
+        io, held = FaultyIO(), Stall()
+        with self._open_on_disk(io) as (_, store):
+            io.set(Fault(lambda call: call.kind in ("allocate", "pwritev"), held))
             store.save(self._tokens, self._source).wait(_WAIT_S)
 
             def write() -> None:
-                held.let_go()
+                held.release()
                 store.flush(_WAIT_S)
 
-            put = Sample.of(write, self._nbytes, self._raw.write)
+            try:
+                put = Sample.of(write, self._nbytes, self._raw.write)
+            finally:
+                held.release()  # also where the limit could not be measured: closing waits for these writes
             assert store.stats().tiers["disk"].pages == self._count, "not all pages were written"
         return {("disk", "put"): put}
 
@@ -310,29 +313,6 @@ class _PageSize:
             if source != target:
                 raise AssertionError("pages came back with other bytes than were put")
             target[:64] = os.urandom(64)
-
-
-class _HeldIO(FileIO):
-    """Extent files that nothing is written to, nor any room made in them, from :meth:`hold` to
-    :meth:`let_go`."""
-
-    def __init__(self) -> None:
-        self._going = threading.Event()
-        self._going.set()
-
-    def hold(self) -> None:
-        self._going.clear()
-
-    def let_go(self) -> None:
-        self._going.set()
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        self._going.wait()
-        return super().pwritev(fd, buffers, offset)
-
-    def allocate(self, fd: int, offset: int, nbytes: int) -> None:
-        self._going.wait()
-        super().allocate(fd, offset, nbytes)
 
 
 def _make_cold(store: Store, path: Path) -> None:
