@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from tests.connectors.vllm.conftest import BLOCK, CHUNK, Request, step
+from tierstore_connectors.vllm import saves
 from tierstore_connectors.vllm.copies import HostBlocks
 from tierstore_connectors.vllm.work import StepWork
 
@@ -140,6 +141,24 @@ def test_a_step_that_writes_to_blocks_ends_the_saves_that_read_them(engine, shar
         second.scheduler.allocated(Request("b", TOKENS), OTHER, found)
         second.until_loaded()
         assert all(second.memory[0][20 + at][0, 0, 0] == 1.0 + at for at in range(found // BLOCK))
+
+
+def test_a_save_lets_vllm_go_on_first_unless_a_step_waits_for_it(engine, monkeypatch):
+    monkeypatch.setattr(saves, "_SETTLE_S", 600.0)
+    first, second = engine(fence_s=30.0), engine()
+    request = Request("a", TOKENS)
+    first.matched(request)
+    first.scheduler.allocated(request, TABLE, 0)
+    first.fill(TABLE, 1.0)
+    first.run(step(new=[("a", 0, TABLE)], scheduled={"a": 70}, tables={"a": TABLE}))
+    first.run(step(cached=[("z", 0, ([40],))]))  # not one of its blocks
+    assert first.worker.busy == 1
+    assert second.matched(Request("b", TOKENS)) == 0
+    first.run(step(cached=[("z", 1, ([5],))]), between=lambda: first.fill(TABLE, 99.0))
+    assert first.worker.busy == 0
+    assert not first.counts.take().get("fenced_saves")
+    load(second, Request("c", TOKENS), OTHER)
+    assert [second.memory[0][block][0, 0, 0] for block in OTHER[0][:8]] == [1.0 + at for at in range(8)]
 
 
 @pytest.mark.parametrize("failing", [{5}, {9}, {5, 7, 9, 11}])
