@@ -23,7 +23,7 @@ tuple: making one takes longer than all else that a lookup does here."""
 MOST: Final = 128  # notes; each keeps up to 12 KiB of keys from being freed …
 MOST_WHOLE: Final = 256  # … which those of all pages of a prompt are, if it has no more
 _ENOUGH = MOST // 2  # for it to be worth to work some of it off
-_LOOK_EVERY = MOST // 8  # notes, at the queue, while it is not long
+_LOOK_EVERY = MOST // 4  # notes, at the queue, while it is not long
 _AT_ONCE = _ENOUGH + _ENOUGH // 8  # wait at most, where whoever works them off comes as soon as he is called
 _FEWER = 4  # times as few spot checks, at most, the next time: a burst may be over soon
 _SPOT_CHECKS = MOST // 4  # under load, about so many of the notes in a queue

@@ -136,14 +136,25 @@ def churn(
 
 @app.command()
 def curve(
-    tokens: Annotated[str, typer.Option(help="Lengths of prompts, comma-separated")] = "1000,10000,100000",
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            help="Lengths of prompts, comma-separated; default: 1000,10000,100000, or none beside a trace"
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="And the first prompts of this trace, which replay reads, too")
+    ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="For each of three stretches of each length")] = 5.0,
     json: JsonOption = None,
 ) -> None:
     """What the estimate of other capacities costs the lookups that it is made from."""
     from tierstore_tools import curve as bench
 
-    bench.run(_lengths("--tokens", tokens), seconds=seconds, json=json)
+    if tokens is None:
+        tokens = "1000,10000,100000" if trace is None else ""
+    lengths = _lengths("--tokens", tokens) if tokens else []
+    bench.run(lengths, trace=trace, seconds=seconds, json=json)
 
 
 @app.command()

@@ -12,6 +12,10 @@ only what is behind a call. The same between two blocks without notes says how f
   at most.
 
 What a lookup is slower by under load is the sum of the last two.
+
+A note costs about the same whatever the prompt, so its share depends on how long prompts are. With a trace
+the prompts are those of its first requests, common beginnings and all, in random order: the share is that of
+all the time that such traffic spends in lookups.
 """
 
 from __future__ import annotations
@@ -21,6 +25,9 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
 
 from tierstore.errors import UsageError
 from tierstore.keys import Identity, Prompt
@@ -30,20 +37,24 @@ from tierstore.store.base import checked_prompt
 from tierstore.store.embedded import EmbeddedStore
 from tierstore.store.hit import EmbeddedHit
 from tierstore_tools import machine, report
+from tierstore_tools.replay.formats import LengthsTrace, load
 
 _SPEC = KVSpec.uniform(layers=1, kv_heads=1, head_dim=8, dtype="float16")
 _IDENTITY = Identity.of(_SPEC, model="lookups")
 _TOKENS_HELD = 200_000  # in all prompts together
 _TOKENS_OF_A_BLOCK = 20_000
+_REQUESTS = 100  # of a trace
 _LEAST_TURNS = 20
 _ORDER = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of lookups of one length: processor time of the note, and as a share of a lookup without it (0.01 is
-    1 %), each with what the same lookups without notes are apart."""
+    """Of lookups of ``prompts`` (all of one length, or those of a trace) of ``tokens`` tokens on average:
+    processor time of the note, and as a share of a lookup without it (0.01 is 1 %), each with what the same
+    lookups without notes are apart."""
 
+    prompts: str
     tokens: int
     lookup_us: float  # without a note
     calm_note_us: float
@@ -57,22 +68,24 @@ class Cost:
 
 
 class _Lookups:
-    """Lookups of random prompts of one length, all of them held."""
+    """Lookups of these prompts in random order, all of them held."""
 
     def __init__(self, store: EmbeddedStore, prompts: Sequence[Prompt]) -> None:
         self._store = store
         self._random = random.Random(0)
         self._order = self._random.choices(prompts, k=_ORDER)
         self._at = 0
-        self._block = max(_TOKENS_OF_A_BLOCK // len(prompts[0]), 4)
+        self._block = max(_TOKENS_OF_A_BLOCK // _mean_tokens(prompts), 4)
         self.noted = 0
 
     def time_s(self, noted: bool) -> float:
         """Processor time of this thread for one, with or without a note: the mean of a block."""
         look_up = self._store.lookup if noted else self._without
         prompts = self._order[self._at : self._at + self._block]
-        for prompt in prompts:  # so that all blocks begin with the same in the processor's cache
-            self._without(prompt).release()
+        # So that all blocks begin with the same in the processor's cache: the prompts, and of the code only
+        # what both sides run. (Begun with the very code of one side, the other seems a microsecond slower.)
+        for prompt in prompts:
+            self._store._look_up(prompt, len(prompt)).release()
         began = time.thread_time()
         for prompt in prompts:
             look_up(prompt).release()
@@ -128,22 +141,26 @@ def _apart(some: Sequence[float], others: Sequence[float]) -> float:
     return statistics.median(a - b for a, b in zip(some, others, strict=True))
 
 
-def run(tokens: Sequence[int], *, seconds: float, json: str | None) -> None:
-    """Measure, show, write. Each length takes about three times ``seconds``, and longer where the thread has
-    not worked by then. Raises :class:`UsageError` for a length that makes no page."""
+def run(tokens: Sequence[int], *, trace: Path | None = None, seconds: float, json: str | None) -> None:
+    """Measure, show, write: prompts of each of these lengths, and those of a ``trace``. Each takes about
+    three times ``seconds``, and longer where the thread has not worked by then. Raises :class:`UsageError`
+    for a length that makes no page, and for a file that is no trace of prompts."""
     for length in tokens:
         if length < _SPEC.chunk_tokens:
             raise UsageError(f"a prompt has at least one page of {_SPEC.chunk_tokens} tokens, not {length}")
+    cases = [(f"{length:,} tokens", _made(length)) for length in tokens]
+    cases += [] if trace is None else [(trace.name, _traced(trace))]
     with report.phases() as phases:
         costs = []
-        for length in tokens:
-            with phases.phase(f"curve: lookups of {length:,} tokens", measurable=False):
-                costs.append(_measure(length, seconds))
+        for name, prompts in cases:
+            with phases.phase(f"curve: lookups of {name}", measurable=False):
+                costs.append(_measure(name, prompts, seconds))
     report.table(
         "what the curve costs a lookup",
-        ("tokens", "lookup µs", "calm %", "±", "under load %", "±", "thread %", "left out %"),
+        ("prompts", "mean tokens", "lookup µs", "calm %", "±", "under load %", "±", "thread %", "left out %"),
         [
             (
+                cost.prompts,
                 f"{cost.tokens:,}",
                 f"{cost.lookup_us:.1f}",
                 *(
@@ -166,19 +183,17 @@ def run(tokens: Sequence[int], *, seconds: float, json: str | None) -> None:
         {
             "machine": machine.describe(),
             "seconds": seconds,
-            "lengths": [asdict(cost) for cost in costs],
+            "costs": [asdict(cost) for cost in costs],
         },
         json,
     )
 
 
-def _measure(tokens: int, seconds: float) -> Cost:
-    pages = tokens // _SPEC.chunk_tokens
-    prompts = _prompts(tokens)
-    host_bytes = 2 * len(prompts) * (pages + 1) * _SPEC.page_bytes
-    with _open(host_bytes) as store:
+def _measure(name: str, prompts: Sequence[Prompt], seconds: float) -> Cost:
+    pages = sum(len(prompt.keys) + 1 for prompt in prompts)
+    with _open(2 * pages * _SPEC.page_bytes) as store:
         for prompt in prompts:
-            store.save(prompt, [bytes(_SPEC.page_bytes)] * pages).wait()
+            store.save(prompt, [bytes(_SPEC.page_bytes)] * len(prompt.keys)).wait()
         lookups = _Lookups(store, prompts)
         calm = lookups.turns(seconds, store._assembly.curve.work)
         # Until the sample is thin, and the thread has used what it had saved up.
@@ -190,7 +205,8 @@ def _measure(tokens: int, seconds: float) -> Cost:
         thread_share = (worker.worked_s - worked_s) / (time.thread_time() - began_s)
         left_out = store.stats().curve.left_out - noted_before
     return Cost(
-        tokens,
+        name,
+        _mean_tokens(prompts),
         calm.lookup_s * 1e6,
         calm.note_s * 1e6,
         calm.note_s / calm.lookup_s,
@@ -209,7 +225,30 @@ def _open(host_bytes: int) -> EmbeddedStore:
     return store
 
 
-def _prompts(tokens: int) -> list[Prompt]:
+def _mean_tokens(prompts: Sequence[Prompt]) -> int:
+    return round(statistics.fmean(map(len, prompts)))
+
+
+def _traced(path: Path) -> list[Prompt]:
+    """The first prompts of a trace that have a page. Equal blocks have equal tokens."""
+    trace = load(path).trace
+    if isinstance(trace, LengthsTrace):
+        raise UsageError(f"{path} has lengths and no prompts: give a trace with block ids")
+    prompts = []
+    for request in trace[:_REQUESTS]:
+        blocks = [
+            np.random.default_rng(block).integers(0, 50_000, trace.block_tokens, np.uint32)
+            for block in request.blocks
+        ]
+        if blocks and request.input_tokens >= _SPEC.chunk_tokens:
+            tokens = np.concatenate(blocks)[: request.input_tokens]
+            prompts.append(Prompt(_IDENTITY, tokens, chunk_tokens=_SPEC.chunk_tokens))
+    if not prompts:
+        raise UsageError(f"{path} begins with {_REQUESTS} requests without a page of prompt")
+    return prompts
+
+
+def _made(tokens: int) -> list[Prompt]:
     """Some of them with a beginning in common, a quarter of each."""
     generator = random.Random(tokens)
     systems = [[generator.randrange(50_000) for _ in range(tokens // 4)] for _ in range(8)]
