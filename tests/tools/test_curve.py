@@ -48,7 +48,12 @@ def test_a_trace_without_prompts_is_refused(tmp_path, text):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "says"), [("a,640", "--tokens takes numbers"), ("640,5", "at least one page")]
+    ("tokens", "says"),
+    [
+        ("a,640", "--tokens takes numbers"),
+        ("", "--tokens takes numbers"),
+        ("640,5", "at least one page"),
+    ],
 )
 def test_lengths_that_are_none_are_one_clear_line(monkeypatch, capfd, tokens, says):
     monkeypatch.setattr("sys.argv", ["tierstore-bench", "curve", "--tokens", tokens])

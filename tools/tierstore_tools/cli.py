@@ -151,9 +151,9 @@ def curve(
     """What the estimate of other capacities costs the lookups that it is made from."""
     from tierstore_tools import curve as bench
 
-    if tokens is None:
-        tokens = "1000,10000,100000" if trace is None else ""
-    lengths = _lengths("--tokens", tokens) if tokens else []
+    if tokens is None and trace is None:
+        tokens = "1000,10000,100000"
+    lengths = [] if tokens is None else _lengths("--tokens", tokens)
     bench.run(lengths, trace=trace, seconds=seconds, json=json)
 
 
