@@ -10,6 +10,7 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints
 INSTALL := $(BIN)/python $(PIP_INSTALL)
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN  := $(VLLM_VENV)/bin
+NATIVE := hatch_build.py tierstore/native/pages.c
 
 .PHONY: bench test lint types suite soak test-vllm soak-vllm gpu-check clean
 
@@ -51,17 +52,17 @@ gpu-check: $(VENV)/dev.stamp
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/bench.stamp: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/bench.stamp: pyproject.toml constraints.txt $(NATIVE) | $(VENV)/bin/python
 	$(INSTALL) -e '.[bench]'
 	touch $@
 
-$(VENV)/dev.stamp: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/dev.stamp: pyproject.toml constraints.txt $(NATIVE) | $(VENV)/bin/python
 	$(INSTALL) -e '.[dev]'
 	touch $@
 
 # vLLM for the CPU wants torch's build for the CPU, which not every index has. What is uninstalled is there in
 # builds for CUDA, which break vLLM's imports (torchvision) or do nothing on a CPU; this package needs none of it.
-$(VLLM_VENV)/vllm.stamp: pyproject.toml constraints.txt tests/vllm/requirements.txt
+$(VLLM_VENV)/vllm.stamp: pyproject.toml constraints.txt $(NATIVE) tests/vllm/requirements.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_BIN)/python $(PIP_INSTALL) torch==2.13.0+cpu \
 		|| $(VLLM_BIN)/python $(PIP_INSTALL) torch==2.13.0+cpu --extra-index-url https://download.pytorch.org/whl/cpu

@@ -1,4 +1,4 @@
-"""Page-aligned memory for pages, and the one way bytes are copied on the host.
+"""Page-aligned memory for pages.
 
 Memory is mapped, asked to use huge pages where the kernel offers them, and *populated* ahead of use: a first
 touch costs as much as the copy itself (measured 8 GB/s into untouched memory against 14 GB/s).
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from tierstore.errors import UsageError
@@ -102,24 +102,6 @@ def shared_huge_pages() -> bool:
     except OSError:
         return False
     return not any(off in setting for off in ("[never]", "[deny]"))
-
-
-def copy_all(copies: Iterable[tuple[int, int]], nbytes: int) -> None:
-    """Copy ``nbytes`` for each (destination, source) pair of addresses. Releases the GIL.
-
-    Pairs that continue one another on both sides become one copy: each copy costs a hand-over of the GIL, and
-    among several busy threads that costs more than copying a small page.
-    """
-    to, of, length = 0, 0, 0
-    for destination, source in copies:
-        if destination == to + length and source == of + length and length:
-            length += nbytes
-            continue
-        if length:
-            ctypes.memmove(to, of, length)
-        to, of, length = destination, source, nbytes
-    if length:
-        ctypes.memmove(to, of, length)
 
 
 def address_of(buffer: memoryview, *, writable: bool) -> int:

@@ -199,20 +199,19 @@ class SaveJob:
             self._group_ended(window, session, group, {})
             return
         start, stop = group
-        frames: list[memoryview] = []
+        page_bytes = self._page_bytes
+        positions = window.positions[start:stop]
+        if mapped is not None:
+            addresses = [mapped.address + offset for offset in window.offsets[start:stop]]
+        else:  # one piece of memory for a message: the allocator has it again for the next
+            sent = np.empty(len(positions) * page_bytes, np.uint8)
+            addresses = [sent.ctypes.data + at * page_bytes for at in range(len(positions))]
         done: dict[int, int] = {}
-        if mapped is None:  # one piece of memory for a message: the allocator has it again for the next
-            sent = np.empty((stop - start) * self._page_bytes, np.uint8).data
         copied = False
         try:
-            for at in range(start, stop):
-                position = window.positions[at]
-                if mapped is not None:
-                    target = mapped.view(window.offsets[at], self._page_bytes)
-                else:
-                    target = sent[(at - start) * self._page_bytes :][: self._page_bytes]
-                    frames.append(target)
-                checksum = self._source.copy(window.first + position, target)
+            pages = [(window.first + at, address) for at, address in zip(positions, addresses, strict=True)]
+            checksums = self._source.copy(pages, page_bytes, read_next=mapped is None)
+            for position, checksum in zip(positions, checksums, strict=True):
                 if checksum is not None:
                     done[position] = checksum
             copied = True
@@ -224,6 +223,7 @@ class SaveJob:
                 self._group_ended(window, session, group, done if arena is not None else {})
         if arena is not None:
             return
+        frames = [sent.data[at : at + page_bytes] for at in range(0, sent.nbytes, page_bytes)]
         write = protocol.Write(0, window.reservation, start)
         call = self._connection.call(session, write, protocol.Written, wait_s=1.0, frames=frames)
         call.on_end(

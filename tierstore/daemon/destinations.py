@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tierstore import memory
+from tierstore import copying
 from tierstore.daemon.connected_hit import ConnectedHit
 from tierstore.daemon.connected_load import ConnectedLoad, LocalPage
 from tierstore.daemon.remote import Remote
@@ -46,7 +46,7 @@ class BufferLoad(ConnectedLoad):
         return self._buffers.addresses[first : first + count]
 
     def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> Filling:
-        memory.copy_all(zip(targets, addresses, strict=True), self.page_bytes)
+        copying.copy_all(zip(targets, addresses, strict=True), self.page_bytes)
         return HERE
 
     def _fill_from_hbm(self, targets: Sequence[int], places: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Awaitable, Sequence
 from concurrent.futures import Executor
 
-from tierstore import memory
+from tierstore import copying, memory
 from tierstore.curve import Notes
 from tierstore.daemon import protocol as p
 from tierstore.daemon.lookups import Lookups
@@ -132,7 +132,7 @@ class Writing:
             raise Refusal("usage", f"{nbytes} bytes are more than the {p.MAX_FETCH_BYTES} of one Write")
         copies = self._copies(pages, frames)
         if nbytes <= _INLINE_BYTES:
-            memory.copy_all(copies, reservation.page_bytes)
+            copying.copy_all(copies, reservation.page_bytes)
             return p.Written(m.id)
         return self._write_aside(session, m, reservation, copies, frames)
 
@@ -238,4 +238,4 @@ class Writing:
 
 
 def _copy(copies: list[tuple[int, int]], page_bytes: int, frames: Sequence[memoryview]) -> None:
-    memory.copy_all(copies, page_bytes)
+    copying.copy_all(copies, page_bytes)

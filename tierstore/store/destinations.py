@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tierstore import memory
+from tierstore import copying
 from tierstore.index import Page, Tier
 from tierstore.store.endpoints import Buffers
 from tierstore.store.hit import EmbeddedHit
@@ -180,7 +180,7 @@ def _copy_to_memory(state: StoreState, copies: Sequence[tuple[Tier, int, int]], 
     if state.host is not None:
         start = state.host.address(0)
         pairs = ((address, start + place) for tier, place, address in copies if tier is Tier.HOST)
-        memory.copy_all(pairs, page_bytes)
+        copying.copy_all(pairs, page_bytes)
 
 
 def _copy_to_hbm(state: StoreState, copies: Sequence[tuple[Tier, int, int]]) -> list[Filling]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from tierstore import memory
+from tierstore import copying, memory
 from tierstore.errors import UsageError
 
 
@@ -39,4 +39,4 @@ class Buffers:
         self.addresses = [memory.address_of(view, writable=writable) for view in self._views]
 
     def read_into(self, wanted: Sequence[tuple[int, int]]) -> None:
-        memory.copy_all(((address, self.addresses[at]) for at, address in wanted), self._page_bytes)
+        copying.copy_all(((address, self.addresses[at]) for at, address in wanted), self._page_bytes)

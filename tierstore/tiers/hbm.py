@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tierstore import memory
+from tierstore import copying
 from tierstore.errors import UsageError
 from tierstore.memory import Memory
 from tierstore.spec import KVSpec
@@ -117,16 +117,16 @@ class PagePool:
     def read_pages(self, copies: Iterable[tuple[int, int]], *, after: Event | None = None) -> None:
         """Copy pages to host memory: (page, address) pairs, as what was put to work before ``after`` (of
         :meth:`computed`; None: before now) left them."""
-        memory.copy_all(((address, self._address(page)) for page, address in copies), self.spec.page_bytes)
+        copying.copy_all(((address, self._address(page)) for page, address in copies), self.spec.page_bytes)
 
     def write_pages(self, copies: Iterable[tuple[int, int]]) -> None:
         """Copy host memory into pages: (page, address) pairs."""
-        memory.copy_all(((self._address(page), address) for page, address in copies), self.spec.page_bytes)
+        copying.copy_all(((self._address(page), address) for page, address in copies), self.spec.page_bytes)
 
     def copy_pages(self, copies: Iterable[tuple[int, int]]) -> None:
         """Copy within the pool: (destination page, source page) pairs."""
         addresses = ((self._address(to), self._address(of)) for to, of in copies)
-        memory.copy_all(addresses, self.spec.page_bytes)
+        copying.copy_all(addresses, self.spec.page_bytes)
 
     # -- beside what computes --------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@ without one."""
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -11,8 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tierstore import memory
-from tierstore.daemon.checksum import copy_and_hash
+from tierstore import copying
 from tierstore.errors import TierStoreError
 from tierstore.keys import Identity
 from tierstore.memory import Memory
@@ -26,6 +26,7 @@ _WAIT_S = 60.0
 _CONNECT_S = 10.0
 _COPIES = 3
 _FILL_BYTES = 256 << 20
+_CHECKED_BYTES = 4 << 20  # in one call, as in a save
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,12 +264,14 @@ class _Client:
     def _copy(self) -> None:
         size = self._sample.page_bytes
         for at in range(0, self._sample.nbytes, size):
-            memory.copy_all([(self._target.address + at, self._source.address + at)], size)
+            ctypes.memmove(self._target.address + at, self._source.address + at, size)
 
     def _copy_and_hash(self) -> None:
-        size = self._sample.page_bytes
-        for at in range(0, self._sample.nbytes, size):
-            copy_and_hash(self._slots.view(at, size), self._source.address + at)
+        to, of, size = self._slots.address, self._source.address, self._sample.page_bytes
+        at_once = max(_CHECKED_BYTES // size, 1)
+        for first in range(0, self._sample.count, at_once):
+            pages = range(first, min(first + at_once, self._sample.count))
+            copying.copy_and_hash(((to + page * size, of + page * size) for page in pages), size)
 
     def _span(self, work: Callable[[], object]) -> _Span:
         """Do it at the same time as the other clients."""

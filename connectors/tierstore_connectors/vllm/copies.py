@@ -7,9 +7,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import xxhash
-
-from tierstore import memory
+from tierstore import copying
 from tierstore.tiers.pinned import Pin
 from tierstore_connectors.vllm.layout import PageLayout
 from tierstore_connectors.vllm.work import NULL_BLOCK
@@ -45,18 +43,19 @@ class HostBlocks:
 
     def gather(self, chunk: Sequence[int], address: int) -> None:
         for run, planes in self._sized:
-            memory.copy_all(
+            copying.copy_all(
                 (
                     (address + offset + at * run, plane.address + block * plane.block_stride)
                     for plane, offset in planes
                     for at, block in enumerate(chunk)
                 ),
                 run,
+                read_next=True,  # for its checksum
             )
 
     def scatter(self, chunk: Sequence[int], address: int) -> None:
         for run, planes in self._sized:
-            memory.copy_all(
+            copying.copy_all(
                 (
                     (plane.address + block * plane.block_stride, address + offset + at * run)
                     for plane, offset in planes
@@ -82,13 +81,16 @@ class SavedBlocks:
         self._chunks = chunks
         self._problem = problem
 
-    def copy(self, position: int, target: memoryview) -> int | None:
+    def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int, *, read_next: bool) -> list[int | None]:
+        return [self._copy(self._chunks[position], address, page_bytes) for position, address in pages]
+
+    def _copy(self, chunk: Sequence[int], address: int, page_bytes: int) -> int | None:
         try:
-            self._blocks.gather(self._chunks[position], memory.address_of(target, writable=True))
+            self._blocks.gather(chunk, address)
         except Exception as error:  # noqa: BLE001  # whatever a driver raises must not end the mover's task
             self._problem("copying from KV blocks", error)
             return None
-        return int(xxhash.xxh3_64_intdigest(target))
+        return copying.hash_all([address], page_bytes)[0]
 
 
 class LoadedBlocks:

@@ -264,10 +264,10 @@ def test_a_daemons_client_saves_what_was_computed() -> None:
         bench = Bench(seed)
         bench.set_page(2, 9)
         source = HbmSource(bench.pool, [2])
-        target = bytearray(SPEC.page_bytes)
-        checksum = source.copy(0, memoryview(target))
-        assert target == bytes([9]) * SPEC.page_bytes
-        assert checksum == xxhash.xxh3_64_intdigest(target)
+        target = np.zeros(SPEC.page_bytes, np.uint8)
+        checksums = source.copy([(0, target.ctypes.data)], SPEC.page_bytes, read_next=False)
+        assert target.tobytes() == bytes([9]) * SPEC.page_bytes
+        assert checksums == [xxhash.xxh3_64_intdigest(target)]
 
 
 def test_merging_neighbours() -> None:

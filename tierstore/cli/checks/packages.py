@@ -1,4 +1,4 @@
-"""Python and the packages that tierstore says it needs."""
+"""Python, the packages that tierstore says it needs, and its own compiled part."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import sys
 from collections.abc import Iterator
 from importlib import metadata
 
-from tierstore.cli.checks.check import Check, fail, ok
+from tierstore import native
+from tierstore.cli.checks.check import Check, fail, ok, warn
 
 _LEAST_PYTHON = (3, 10)
 _REQUIREMENT = re.compile(r"([A-Za-z0-9_.-]+)\s*(?:>=\s*([0-9.]+))?")
@@ -23,6 +24,7 @@ def checks() -> Iterator[Check]:
     for line in metadata.requires("tierstore") or ():
         if ";" not in line:  # what has a marker belongs to an extra
             yield _package(line)
+    yield _compiled_part()
     yield _torch()
 
 
@@ -36,6 +38,13 @@ def _package(requirement: str) -> Check:
     if _numbers(found) < _numbers(least):
         return fail(name, f"{found}, below {least}", f"pip install -U '{name}>={least}'")
     return ok(name, found)
+
+
+def _compiled_part() -> Check:
+    if native.LIBRARY is None:
+        advice = "with a C compiler (gcc), pip install --force-reinstall --no-deps tierstore: faster copies"
+        return warn("compiled part", "not built", advice)
+    return ok("compiled part", "built")
 
 
 def _torch() -> Check:

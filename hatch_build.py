@@ -1,0 +1,47 @@
+"""Builds the optional compiled part (tierstore/native/pages.c) into whatever is installed.
+
+Where there is no C compiler, or it fails, tierstore is installed without it: it does the same, slower, and
+``tierstore doctor`` says so.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+_FLAGS = ["-O3", "-std=gnu11", "-shared", "-fPIC"]
+
+
+class NativeHook(BuildHookInterface):
+    """Compiles before the wheel, or the editable install, is put together."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        folder = Path(self.root, "tierstore", "native")
+        library = folder / "_pages.so"
+        problem = _compile(folder / "pages.c", library)
+        if problem is not None:
+            library.unlink(missing_ok=True)  # an older one would not be what pages.c says
+            self.app.display_warning(f"tierstore is built without its compiled part: {problem}")
+            return
+        build_data["artifacts"].append("/tierstore/native/_pages.so")
+        build_data["pure_python"] = False
+        build_data["tag"] = "py3-none-" + sysconfig.get_platform().replace("-", "_").replace(".", "_")
+
+
+def _compile(source: Path, library: Path) -> str | None:
+    """What went wrong, or None."""
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    built = library.with_suffix(f".{os.getpid()}")  # a process that has the old one open keeps it
+    try:
+        subprocess.run([*compiler, *_FLAGS, "-o", built, source], check=True, capture_output=True, text=True)
+        built.replace(library)
+    except (OSError, subprocess.CalledProcessError) as error:
+        built.unlink(missing_ok=True)
+        return str(getattr(error, "stderr", None) or error)
+    return None

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from tierstore import copying, native
+
+ROOT = Path(__file__).parents[2]
+COMPILER = shutil.which("cc")
+
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
+
+
+@pytest.fixture(scope="module")
+def portable(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL | None:
+    """The compiled part as processors without AVX2 have it."""
+    if COMPILER is None:
+        return None
+    built = tmp_path_factory.mktemp("native") / "_pages.so"
+    source = native.FILE.with_name("pages.c")
+    command = [COMPILER, "-O2", "-Wall", "-Wextra", "-Werror", "-DPORTABLE", "-shared", "-fPIC"]
+    subprocess.run([*command, "-o", str(built), str(source)], check=True)
+    library = native.load(built)
+    assert library is not None
+    return library
+
+
+@pytest.fixture(params=["compiled", "portable", "python"])
+def way(
+    request: pytest.FixtureRequest, portable: ctypes.CDLL | None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """Each way that bytes are copied."""
+    libraries = {"compiled": native.LIBRARY, "portable": portable, "python": None}
+    library = libraries[request.param]
+    if library is None and request.param != "python":
+        pytest.skip("no C compiler")
+    monkeypatch.setattr(native, "LIBRARY", library)
+    yield request.param
+
+
+@needs_compiler
+def test_the_compiled_part_is_there() -> None:
+    assert native.LIBRARY is not None
+
+
+SIZES = st.one_of(st.integers(1, 4096), st.sampled_from([1024, 4096, 16384, 65536]), st.integers(1, 200_000))
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    nbytes=SIZES,
+    count=st.integers(0, 20),
+    shifts=st.tuples(st.integers(0, 70), st.integers(0, 70)),
+    read_next=st.booleans(),
+    seed=st.integers(0, 1 << 30),
+)
+@example(nbytes=1 << 20, count=2, shifts=(0, 0), read_next=False, seed=1)  # past the caches, aligned
+@example(nbytes=(1 << 20) - 1, count=2, shifts=(32, 1), read_next=False, seed=2)
+@example(nbytes=1024, count=1100, shifts=(64, 0), read_next=False, seed=3)
+@example(nbytes=241, count=2, shifts=(0, 0), read_next=True, seed=4)
+def test_what_is_copied_is_what_was_there(
+    way: str, nbytes: int, count: int, shifts: tuple[int, int], read_next: bool, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    room = count * nbytes + 200
+    source = random.integers(0, 256, room, dtype=np.uint8)
+    order = random.permutation(count)
+    starts = [(int(to) * nbytes + shifts[0], of * nbytes + shifts[1]) for of, to in enumerate(order)]
+    before = random.integers(0, 256, room, dtype=np.uint8)
+    expected = before.copy()
+    for to, of in starts:
+        expected[to : to + nbytes] = source[of : of + nbytes]
+    hashes = [xxhash.xxh3_64_intdigest(source[of : of + nbytes]) for _, of in starts]
+
+    copied, hashed = before.copy(), before.copy()
+    copies = [(copied.ctypes.data + to, source.ctypes.data + of) for to, of in starts]
+    copying.copy_all(copies, nbytes, read_next=read_next)
+    assert np.array_equal(copied, expected)
+    copies = [(hashed.ctypes.data + to, source.ctypes.data + of) for to, of in starts]
+    assert copying.copy_and_hash(copies, nbytes, read_next=read_next) == hashes
+    assert np.array_equal(hashed, expected)
+    assert copying.hash_all([of for _, of in copies], nbytes) == hashes
+
+
+def test_every_length_near_a_boundary_has_the_checksum_of_its_specification(way: str) -> None:
+    data = np.random.default_rng(5).integers(0, 256, 1 << 18, dtype=np.uint8)
+    lengths = {
+        max(edge + nearby, 1) for edge in (0, 240, 1024, 2048, 16384, 65536) for nearby in range(-70, 71)
+    }
+    for nbytes in sorted(lengths):
+        assert copying.hash_all([data.ctypes.data + 3], nbytes) == [
+            xxhash.xxh3_64_intdigest(data[3 : 3 + nbytes])
+        ], nbytes
+
+
+def test_a_library_of_another_version_is_not_used(tmp_path: Path) -> None:
+    other = tmp_path / "_pages.so"
+    assert native.load(other) is None
+    other.write_bytes(b"not a library")
+    assert native.load(other) is None
+    if COMPILER is not None:
+        source = tmp_path / "other.c"
+        source.write_text("int tierstore_interface(void) { return 1; }")
+        subprocess.run([COMPILER, "-shared", "-fPIC", "-o", str(other), str(source)], check=True)
+        assert native.load(other) is None
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("compiler", "built"), [("cc", True), ("false", False), ("no-such-compiler", False)]
+)
+def test_it_can_be_installed_with_a_compiler_and_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, built: bool
+) -> None:
+    tree = tmp_path / "tree"
+    folders = ("tierstore", "connectors", "engine", "tools")
+    for name in folders:
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree / name)
+    monkeypatch.setenv("CC", compiler)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps"]
+    subprocess.run([*command, "-w", str(tmp_path), str(tree)], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl") != built
+    with zipfile.ZipFile(wheel) as archive:
+        assert ("tierstore/native/_pages.so" in archive.namelist()) == built
+        assert "tierstore/native/pages.c" in archive.namelist()

@@ -1,0 +1,220 @@
+/* Pages copied and checksummed in one pass over memory.
+ *
+ * Python reaches these with ctypes, which gives up the GIL for the whole of a call. They do what no library of
+ * Python's does: many copies in one call, past the caches (a page that is stored is not read again soon, and a
+ * store that goes past the caches saves reading what is written over), with the checksum of what is copied taken
+ * while it is in the first-level cache.
+ *
+ * The checksum is XXH3-64 without a seed, for inputs of more than 240 bytes, as its specification has it
+ * (github.com/Cyan4973/xxHash, doc/xxhash_spec.md); the tests hold it against the xxhash package.
+ */
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+/* PORTABLE: what other processors get, for tests on this one. */
+#if defined(__x86_64__) && !defined(PORTABLE)
+#define X86 1
+#include <immintrin.h>
+#else
+#define X86 0
+#endif
+
+/* What native/__init__.py was written for: it refuses a library that was built from another version of this. */
+#define INTERFACE 2
+
+/* ---- copying ------------------------------------------------------------------------------------------- */
+
+#if X86
+#define QUARTER 4096 /* four places in memory at a time are read faster than one */
+
+static void stream_line(char *to, const char *of) {
+    __m128i a = _mm_loadu_si128((const __m128i *)of), b = _mm_loadu_si128((const __m128i *)of + 1);
+    __m128i c = _mm_loadu_si128((const __m128i *)of + 2), d = _mm_loadu_si128((const __m128i *)of + 3);
+    _mm_prefetch(of + 256, _MM_HINT_T0);
+    _mm_stream_si128((__m128i *)to, a);
+    _mm_stream_si128((__m128i *)to + 1, b);
+    _mm_stream_si128((__m128i *)to + 2, c);
+    _mm_stream_si128((__m128i *)to + 3, d);
+}
+
+/* Past the caches; fence() makes it visible to others in order. */
+static void stream(char *to, const char *of, size_t nbytes) {
+    size_t head = -(uintptr_t)to & 63;
+    memcpy(to, of, head);
+    to += head, of += head, nbytes -= head;
+    for (; nbytes >= 4 * QUARTER; to += 4 * QUARTER, of += 4 * QUARTER, nbytes -= 4 * QUARTER)
+        for (size_t at = 0; at < QUARTER; at += 64)
+            for (size_t quarter = 0; quarter < 4 * QUARTER; quarter += QUARTER)
+                stream_line(to + quarter + at, of + quarter + at);
+    for (; nbytes >= 64; to += 64, of += 64, nbytes -= 64)
+        stream_line(to, of);
+    memcpy(to, of, nbytes);
+}
+
+static void fence(void) { _mm_sfence(); }
+#else
+static void stream(char *to, const char *of, size_t nbytes) { memcpy(to, of, nbytes); }
+static void fence(void) {}
+#endif
+
+/* ---- XXH3-64 ------------------------------------------------------------------------------------------- */
+
+#define PRIME32_1 0x9E3779B1U
+#define PRIME32_2 0x85EBCA77U
+#define PRIME32_3 0xC2B2AE3DU
+#define PRIME64_1 0x9E3779B185EBCA87ULL
+#define PRIME64_2 0xC2B2AE3D27D4EB4FULL
+#define PRIME64_3 0x165667B19E3779F9ULL
+#define PRIME64_4 0x85EBCA77C2B2AE63ULL
+#define PRIME64_5 0x27D4EB2F165667C5ULL
+#define PRIME_MX1 0x165667919E3779F9ULL
+
+#define STRIPE 64
+#define BLOCK 1024 /* 16 stripes: each moves on by 8 bytes of the 192 in SECRET, and 64 are used */
+#define SECRET_BYTES 192
+
+static const uint8_t SECRET[SECRET_BYTES] = {
+    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
+    0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f,
+    0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21,
+    0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c,
+    0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb, 0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3,
+    0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8,
+    0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d,
+    0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64,
+    0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
+    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e,
+    0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
+    0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
+};
+
+static uint64_t read64(const void *at) {
+    uint64_t value;
+    memcpy(&value, at, sizeof value);
+    return value; /* little-endian, like everything tierstore runs on: native/__init__.py looks */
+}
+
+/* Mix stripes of the input into the eight sums. */
+static void mix(uint64_t acc[8], const char *in, size_t stripes, const uint8_t *secret) {
+    for (; stripes; stripes--, in += STRIPE, secret += 8)
+        for (int lane = 0; lane < 8; lane++) {
+            uint64_t value = read64(in + 8 * lane), keyed = value ^ read64(secret + 8 * lane);
+            acc[lane ^ 1] += value;
+            acc[lane] += (keyed & 0xffffffff) * (keyed >> 32);
+        }
+}
+
+#if X86
+#define AHEAD 2048 /* bytes: far enough that reading from memory is hidden behind writing to it */
+
+/* Mix stripes in, and where `to` is not NULL, copy them past the caches as they come by: what is hashed is in the
+ * registers then, and the checksum takes next to no time of its own. `to` is aligned to 32 bytes. */
+__attribute__((always_inline, target("avx2"))) static inline void
+mix_avx2(uint64_t acc[8], char *to, const char *in, size_t stripes, const uint8_t *secret) {
+    __m256i sums[2] = {_mm256_loadu_si256((__m256i *)acc), _mm256_loadu_si256((__m256i *)acc + 1)};
+    for (; stripes; stripes--, in += STRIPE, secret += 8) {
+        _mm_prefetch(in + AHEAD, _MM_HINT_T0);
+        for (int half = 0; half < 2; half++) {
+            __m256i value = _mm256_loadu_si256((const __m256i *)in + half);
+            __m256i keyed = _mm256_xor_si256(value, _mm256_loadu_si256((const __m256i *)secret + half));
+            __m256i product = _mm256_mul_epu32(keyed, _mm256_srli_epi64(keyed, 32));
+            __m256i swapped = _mm256_shuffle_epi32(value, _MM_SHUFFLE(1, 0, 3, 2));
+            sums[half] = _mm256_add_epi64(sums[half], _mm256_add_epi64(product, swapped));
+            if (to)
+                _mm256_stream_si256((__m256i *)to + half, value);
+        }
+        to += to ? STRIPE : 0;
+    }
+    _mm256_storeu_si256((__m256i *)acc, sums[0]);
+    _mm256_storeu_si256((__m256i *)acc + 1, sums[1]);
+}
+
+__attribute__((target("avx2"))) static void mix_wide(uint64_t acc[8], const char *in, size_t stripes,
+                                                     const uint8_t *secret) {
+    mix_avx2(acc, NULL, in, stripes, secret);
+}
+
+__attribute__((target("avx2"))) static void stream_block(uint64_t acc[8], char *to, const char *in) {
+    mix_avx2(acc, to, in, BLOCK / STRIPE, SECRET);
+}
+
+static int wide(void) { return __builtin_cpu_supports("avx2"); }
+#else
+#define mix_wide mix
+static void stream_block(uint64_t acc[8], char *to, const char *in) {
+    memcpy(to, in, BLOCK);
+    mix(acc, in, BLOCK / STRIPE, SECRET);
+}
+static int wide(void) { return 0; }
+#endif
+
+static void scramble(uint64_t acc[8]) {
+    for (int lane = 0; lane < 8; lane++) {
+        acc[lane] ^= acc[lane] >> 47;
+        acc[lane] ^= read64(SECRET + SECRET_BYTES - STRIPE + 8 * lane);
+        acc[lane] *= PRIME32_1;
+    }
+}
+
+static uint64_t folded_product(uint64_t a, uint64_t b) {
+    unsigned __int128 product = (unsigned __int128)a * b;
+    return (uint64_t)product ^ (uint64_t)(product >> 64);
+}
+
+static uint64_t merged(const uint64_t acc[8], size_t nbytes) {
+    uint64_t value = nbytes * PRIME64_1;
+    for (int pair = 0; pair < 4; pair++)
+        value += folded_product(acc[2 * pair] ^ read64(SECRET + 11 + 16 * pair),
+                                acc[2 * pair + 1] ^ read64(SECRET + 11 + 16 * pair + 8));
+    value ^= value >> 37;
+    value *= PRIME_MX1;
+    return value ^ value >> 32;
+}
+
+/* One page: copied where `to` is not NULL, and hashed. What is hashed is the source, as it is copied: bytes that
+ * somebody changes meanwhile leave a page that does not match its checksum, and that is never served. */
+static uint64_t copy_and_hash(char *to, const char *of, size_t nbytes, int past_caches) {
+    uint64_t acc[8] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
+    void (*mix_here)(uint64_t *, const char *, size_t, const uint8_t *) = wide() ? mix_wide : mix;
+    int streaming = to && past_caches && wide() && !((uintptr_t)to & 31);
+    size_t at = 0;
+    for (; nbytes - at > BLOCK; at += BLOCK) { /* the last block is never a whole one */
+        if (streaming) {
+            stream_block(acc, to + at, of + at);
+        } else {
+            if (to)
+                memcpy(to + at, of + at, BLOCK);
+            mix_here(acc, of + at, BLOCK / STRIPE, SECRET);
+        }
+        scramble(acc);
+    }
+    if (to)
+        memcpy(to + at, of + at, nbytes - at);
+    mix_here(acc, of + at, (nbytes - at - 1) / STRIPE, SECRET);
+    mix_here(acc, of + nbytes - STRIPE, 1, SECRET + SECRET_BYTES - STRIPE - 7);
+    return merged(acc, nbytes);
+}
+
+/* ---- what Python calls ---------------------------------------------------------------------------------- */
+
+int tierstore_interface(void) { return INTERFACE; }
+
+/* Copy `nbytes` for each (destination, source) pair of addresses, past the caches if asked to. */
+void tierstore_copy(const uint64_t (*pairs)[2], size_t count, size_t nbytes, int past_caches) {
+    for (size_t i = 0; i < count; i++)
+        if (past_caches)
+            stream((char *)pairs[i][0], (const char *)pairs[i][1], nbytes);
+        else
+            memcpy((char *)pairs[i][0], (const char *)pairs[i][1], nbytes);
+    fence();
+}
+
+/* The same, with the XXH3-64 of each source; a destination of 0 is none. nbytes > 240. */
+void tierstore_copy_and_hash(const uint64_t (*pairs)[2], size_t count, size_t nbytes, int past_caches,
+                             uint64_t *checksums) {
+    for (size_t i = 0; i < count; i++)
+        checksums[i] = copy_and_hash((char *)pairs[i][0], (const char *)pairs[i][1], nbytes, past_caches);
+    fence();
+}
