@@ -3,8 +3,8 @@
 With the compiled part (:mod:`tierstore.native`) a call is one hand-over of the GIL, goes past the caches when
 it moves much (what is written over need not be read first), and takes checksums while the bytes pass by.
 Measured on a Xeon (Emerald Rapids) with pages of 1 MiB: 1.5 to 1.7 times libc's memcpy, and as fast with the
-checksum. Without it, each copy is a call of its own, and a checksum is a second pass over memory, piece by piece
-so that the pieces are still in the second-level cache: .75 of memcpy.
+checksum. Without it, each copy is a call of its own, and a checksum is a second pass over memory, piece by
+piece so that the pieces are still in the second-level cache: .75 of memcpy.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -37,16 +36,14 @@ def portable(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL | None:
 
 
 @pytest.fixture(params=["compiled", "portable", "python"])
-def way(
-    request: pytest.FixtureRequest, portable: ctypes.CDLL | None, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[str]:
+def way(request: pytest.FixtureRequest, portable: ctypes.CDLL | None, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each way that bytes are copied."""
     libraries = {"compiled": native.LIBRARY, "portable": portable, "python": None}
     library = libraries[request.param]
     if library is None and request.param != "python":
         pytest.skip("no C compiler")
     monkeypatch.setattr(native, "LIBRARY", library)
-    yield request.param
+    return request.param
 
 
 @needs_compiler
@@ -117,9 +114,7 @@ def test_a_library_of_another_version_is_not_used(tmp_path: Path) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("compiler", "built"), [("cc", True), ("false", False), ("no-such-compiler", False)]
-)
+@pytest.mark.parametrize(("compiler", "built"), [("cc", True), ("false", False), ("no-such-compiler", False)])
 def test_it_can_be_installed_with_a_compiler_and_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, built: bool
 ) -> None:

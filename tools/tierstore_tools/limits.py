@@ -2,8 +2,8 @@
 same run.
 
 memcpy is one thread calling libc's between two populated buffers. The disk figures are the best of O_DIRECT
-and buffered I/O with one and four threads, sequential, 4 MiB requests, writes ending with fdatasync, reads with
-the page cache dropped before. All are medians of several passes: machines are shared and noisy.
+and buffered I/O with one and four threads, sequential, 4 MiB requests, writes ending with fdatasync, reads
+with the page cache dropped before. All are medians of several passes: machines are shared and noisy.
 """
 
 from __future__ import annotations
