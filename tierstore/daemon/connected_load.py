@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import xxhash
 
-from tierstore import memory
+from tierstore import copying, memory
 from tierstore.daemon import protocol
 from tierstore.daemon.call import Call, numbers
 from tierstore.daemon.connected_hit import ConnectedHit
@@ -104,6 +103,15 @@ class ConnectedLoad(ABC):
     @abstractmethod
     def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> Filling:
         """Copy pages from host memory. While that goes on the targets may be handed out."""
+
+    def _fill_checked(
+        self, targets: Sequence[int], addresses: Sequence[int], checksums: Sequence[int]
+    ) -> int:
+        """Copy pages that have come by TCP, and return how many leading ones are what their sender had."""
+        found = copying.hash_all(addresses, self.page_bytes)
+        good = leading_equal(found, checksums)
+        self._fill(targets[:good], addresses[:good]).wait()
+        return good
 
     def _in_one_go(self, address: int) -> bool:
         """Whether pages of the arena that is mapped at ``address`` are best copied together."""
@@ -241,9 +249,13 @@ class ConnectedLoad(ABC):
         with self.state.lock:
             targets = () if self.closed else self._targets(first, len(sources))
             self._copying += 1
-        good = min(len(targets), _intact(sources, checksums) if until is None else len(targets))
-        filling = self._fill(targets[:good], [_address(source) for source in sources[:good]])
-        copying = self._leave_alone(filling, until)
+        good = len(targets)
+        addresses = [_address(source) for source in sources[:good]]
+        under_way = None
+        if until is None:
+            good = self._fill_checked(targets, addresses, checksums[:good])
+        else:
+            under_way = self._leave_alone(self._fill(targets, addresses), until)
         in_time = until is None or self.remote.clock() < until.ends
         with self.state.lock:
             self._copying -= 1
@@ -254,15 +266,15 @@ class ConnectedLoad(ABC):
             if good < len(sources):
                 self._cut = min(self._cut, first + good)
             self.state.changed.notify_all()
-        if copying is not None:
-            self.mover.submit(Priority.LOAD, partial(self._await_copies, copying, good))
+        if under_way is not None:
+            self.mover.submit(Priority.LOAD, partial(self._await_copies, under_way, good))
         self.transfer.advance(good, good * self.page_bytes)
         self._step_done()
 
-    def _leave_alone(self, filling: Filling, until: _Until | None) -> Copying | None:
+    def _leave_alone(self, filling: Filling, until: _Until) -> Copying | None:
         """Wait for copies, unless they can go on by themselves."""
-        beside = until is not None and until.in_one_go and not filling.done
-        if until is None or not beside or self.hit.lease_left_s < LEAST_S or not self.hit.hold():
+        beside = until.in_one_go and not filling.done
+        if not beside or self.hit.lease_left_s < LEAST_S or not self.hit.hold():
             filling.wait()
             return None
         return Copying(self.hit, filling, until.mapped)
@@ -324,10 +336,7 @@ def _address(source: int | memoryview) -> int:
     return source if isinstance(source, int) else memory.address_of(source, writable=False)
 
 
-def _intact(frames: Sequence[int] | Sequence[memoryview], checksums: Sequence[int]) -> int:
-    """How many leading frames are what their sender had."""
-    for good, (frame, checksum) in enumerate(zip(frames, checksums, strict=True)):
-        assert isinstance(frame, memoryview)
-        if xxhash.xxh3_64_intdigest(frame) != checksum:
-            return good
-    return len(frames)
+def leading_equal(found: Sequence[int], expected: Sequence[int]) -> int:
+    """How many of them are equal before the first that are not."""
+    pairs = enumerate(zip(found, expected, strict=True))
+    return next((position for position, (one, other) in pairs if one != other), len(found))

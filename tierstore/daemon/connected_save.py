@@ -12,6 +12,8 @@ need not be copied, or they have been.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from tierstore.daemon import protocol
@@ -198,19 +200,19 @@ class SaveJob:
         if stopped:
             self._group_ended(window, session, group, {})
             return
-        start, stop = group
-        page_bytes = self._page_bytes
-        positions = window.positions[start:stop]
-        if mapped is not None:
-            addresses = [mapped.address + offset for offset in window.offsets[start:stop]]
-        else:  # one piece of memory for a message: the allocator has it again for the next
-            sent = np.empty(len(positions) * page_bytes, np.uint8)
-            addresses = [sent.ctypes.data + at * page_bytes for at in range(len(positions))]
+        positions = window.positions[slice(*group)]
+        pages = [window.first + position for position in positions]
+        frames: list[memoryview] = []
         done: dict[int, int] = {}
         copied = False
         try:
-            pages = [(window.first + at, address) for at, address in zip(positions, addresses, strict=True)]
-            checksums = self._source.copy(pages, page_bytes, read_next=mapped is None)
+            checksums: Sequence[int | None]
+            if mapped is not None:
+                addresses = [mapped.address + offset for offset in window.offsets[slice(*group)]]
+                targets = zip(pages, addresses, strict=True)
+                checksums = self._source.copy(list(targets), self._page_bytes, read_next=False)
+            else:
+                frames, checksums = self._source.frames(pages, self._page_bytes)
             for position, checksum in zip(positions, checksums, strict=True):
                 if checksum is not None:
                     done[position] = checksum
@@ -220,11 +222,21 @@ class SaveJob:
                 self._copying -= 1
                 self._state.changed.notify_all()
             if arena is not None or not copied:
-                self._group_ended(window, session, group, done if arena is not None else {})
-        if arena is not None:
-            return
-        frames = [sent.data[at : at + page_bytes] for at in range(0, sent.nbytes, page_bytes)]
-        write = protocol.Write(0, window.reservation, start)
+                self._group_ended(window, session, group, done)
+        if arena is None:
+            self._send(window, session, group, frames, done)
+
+    def _send(
+        self,
+        window: Window,
+        session: Session,
+        group: tuple[int, int],
+        frames: Sequence[memoryview],
+        done: dict[int, int],
+    ) -> None:
+        """Send pages from where they are. A caller who cancels the save may write over them before they are
+        sent: the daemon compares checksums."""
+        write = protocol.Write(0, window.reservation, group[0])
         call = self._connection.call(session, write, protocol.Written, wait_s=1.0, frames=frames)
         call.on_end(
             lambda: self._group_ended(window, session, group, done if call.wait() is not None else {})

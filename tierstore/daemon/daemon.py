@@ -7,6 +7,8 @@ disk that does not answer by then is left to the kernel: what was durable stays 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -37,6 +39,12 @@ if TYPE_CHECKING:
     from tierstore.daemon.metrics import MetricsServer
 
 _log = logging.getLogger(__name__)
+
+# glibc's names, from malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_KEPT_BYTES = 64 << 20  # of what messages with pages have left free
+_MAPPED_FROM_BYTES = 1 << 30
 
 _SWITCH_S = 0.0005  # with Python's 5 ms a lookup waits that long for each turn of whoever writes to disk
 
@@ -217,5 +225,15 @@ async def run(settings: Settings, reload: Callable[[], Settings]) -> bool:
 def serve(settings: Settings, reload: Callable[[], Settings]) -> None:
     """:func:`run` as the whole of a process."""
     sys.setswitchinterval(_SWITCH_S)
+    _keep_message_memory()
     if not asyncio.run(run(settings, reload)):
         os._exit(1)  # threads that wait for a disk would keep the process
+
+
+def _keep_message_memory() -> None:
+    """ZMQ takes memory for each page that comes, and gives it back. Left to itself glibc maps it anew nearly
+    every time, and a third of what receiving a page costs is the kernel zeroing it."""
+    with contextlib.suppress(AttributeError):  # another libc, without mallopt
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tierstore import copying
 from tierstore.daemon.connected_hit import ConnectedHit
-from tierstore.daemon.connected_load import ConnectedLoad, LocalPage
+from tierstore.daemon.connected_load import ConnectedLoad, LocalPage, leading_equal
 from tierstore.daemon.remote import Remote
 from tierstore.index import Page, Tier
 from tierstore.mover import Mover
@@ -48,6 +48,12 @@ class BufferLoad(ConnectedLoad):
     def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> Filling:
         copying.copy_all(zip(targets, addresses, strict=True), self.page_bytes)
         return HERE
+
+    def _fill_checked(
+        self, targets: Sequence[int], addresses: Sequence[int], checksums: Sequence[int]
+    ) -> int:
+        found = copying.copy_and_hash(zip(targets, addresses, strict=True), self.page_bytes)
+        return leading_equal(found, checksums)  # whatever else was copied has not been loaded
 
     def _fill_from_hbm(self, targets: Sequence[int], places: Sequence[int]) -> None:
         assert self.state.pool is not None

@@ -64,6 +64,7 @@ class Reservation:
     pages: list[Page]
     page_bytes: int
     copying: int = 0  # threads that copy a client's frames into the slots
+    arrived: dict[int, int] = field(default_factory=dict)  # position -> XXH3-64 of what came in frames
     ended: bool = False
 
     @property

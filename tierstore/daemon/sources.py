@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 from tierstore import copying
 from tierstore.store.endpoints import Buffers
 from tierstore.tiers.hbm import PagePool
@@ -20,6 +22,24 @@ class Source(Protocol):
         could not be copied, and is not to be stored. ``read_next``: see
         :func:`tierstore.copying.copy_all`. Runs on a mover thread."""
 
+    def frames(
+        self, positions: Sequence[int], page_bytes: int
+    ) -> tuple[list[memoryview], Sequence[int | None]]:
+        """Pages as frames of a message, whose memory lasts for as long as they do, and their XXH3-64
+        likewise. What is in them may change once the save has ended."""
+
+
+def copied_frames(
+    source: Source, positions: Sequence[int], page_bytes: int
+) -> tuple[list[memoryview], Sequence[int | None]]:
+    """:meth:`Source.frames` where pages have to be copied: one piece of memory for a message, which the
+    allocator has again for the next."""
+    memory = np.empty(len(positions) * page_bytes, np.uint8)
+    starts = range(0, memory.nbytes, page_bytes)
+    targets = [(at, memory.ctypes.data + start) for at, start in zip(positions, starts, strict=True)]
+    checksums = source.copy(targets, page_bytes, read_next=True)
+    return [memory.data[start : start + page_bytes] for start in starts], checksums
+
 
 class BufferSource:
     """Memory of the caller's."""
@@ -30,6 +50,10 @@ class BufferSource:
     def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int, *, read_next: bool) -> list[int]:
         copies = ((address, self._buffers.addresses[position]) for position, address in pages)
         return copying.copy_and_hash(copies, page_bytes, read_next=read_next)
+
+    def frames(self, positions: Sequence[int], page_bytes: int) -> tuple[list[memoryview], list[int]]:
+        addresses = [self._buffers.addresses[position] for position in positions]
+        return [self._buffers.views[at] for at in positions], copying.hash_all(addresses, page_bytes)
 
 
 class HbmSource:
@@ -52,3 +76,8 @@ class HbmSource:
             page_bytes,
             read_next=read_next,
         )
+
+    def frames(
+        self, positions: Sequence[int], page_bytes: int
+    ) -> tuple[list[memoryview], Sequence[int | None]]:
+        return copied_frames(self, positions, page_bytes)

@@ -132,9 +132,13 @@ class Writing:
             raise Refusal("usage", f"{nbytes} bytes are more than the {p.MAX_FETCH_BYTES} of one Write")
         copies = self._copies(pages, frames)
         if nbytes <= _INLINE_BYTES:
-            copying.copy_all(copies, reservation.page_bytes)
+            self._note_arrived(reservation, m.first, _copy(copies, reservation.page_bytes, frames))
             return p.Written(m.id)
-        return self._write_aside(session, m, reservation, copies, frames)
+        return self._write_aside(m, reservation, copies, frames)
+
+    def _note_arrived(self, reservation: Reservation, first: int, checksums: Sequence[int]) -> None:
+        positions = reservation.positions[first : first + len(checksums)]
+        reservation.arrived.update(zip(positions, checksums, strict=True))
 
     def _copies(self, pages: Sequence[Page], frames: Sequence[memoryview]) -> list[tuple[int, int]]:
         state = self._state
@@ -148,7 +152,6 @@ class Writing:
 
     async def _write_aside(
         self,
-        session: Session,
         m: p.Write,
         reservation: Reservation,
         copies: list[tuple[int, int]],
@@ -157,11 +160,12 @@ class Writing:
         reservation.copying += 1
         try:
             # The frames are an argument so that their memory lives for as long as the copy takes.
-            await asyncio.shield(
+            checksums = await asyncio.shield(
                 asyncio.get_running_loop().run_in_executor(
                     self._threads, _copy, copies, reservation.page_bytes, frames
                 )
             )
+            self._note_arrived(reservation, m.first, checksums)
         finally:
             reservation.copying -= 1
             if reservation.ended:
@@ -179,9 +183,19 @@ class Writing:
         if reservation.copying:
             raise Refusal("usage", "pages of this reservation are still being written")
         self._end(session, m.reservation)
+        if not session.local:
+            done = self._intact(reservation, done)
         if len(reservation.pages) <= _AT_ONCE:
             return p.Committed(m.id, self._commit(reservation, done, 0, _AT_ONCE))
         return self._commit_in_steps(m.id, reservation, done)
+
+    def _intact(self, reservation: Reservation, done: dict[int, int]) -> dict[int, int]:
+        """Those of which we have what their sender made the checksum of. He sends pages from where they are,
+        and may have written over them before they were sent."""
+        arrived = reservation.arrived
+        intact = {at: checksum for at, checksum in done.items() if arrived.get(at) == checksum}
+        self._state.counters.torn_pages += len(done) - len(intact)
+        return intact
 
     async def _commit_in_steps(
         self, number: int, reservation: Reservation, done: dict[int, int]
@@ -237,5 +251,5 @@ class Writing:
         self._state.counters.not_stored_pages += len(pages)
 
 
-def _copy(copies: list[tuple[int, int]], page_bytes: int, frames: Sequence[memoryview]) -> None:
-    copying.copy_all(copies, page_bytes)
+def _copy(copies: list[tuple[int, int]], page_bytes: int, frames: Sequence[memoryview]) -> list[int]:
+    return copying.copy_and_hash(copies, page_bytes)

@@ -31,12 +31,12 @@ class Buffers:
     def __init__(
         self, buffers: Sequence[memoryview | bytearray | bytes], page_bytes: int, *, writable: bool
     ) -> None:
-        self._views = [memoryview(buffer).cast("B") for buffer in buffers]
+        self.views = [memoryview(buffer).cast("B") for buffer in buffers]
         self._page_bytes = page_bytes
-        for position, view in enumerate(self._views):
+        for position, view in enumerate(self.views):
             if view.nbytes != page_bytes:
                 raise UsageError(f"page buffer {position} has {view.nbytes} bytes, a page has {page_bytes}")
-        self.addresses = [memory.address_of(view, writable=writable) for view in self._views]
+        self.addresses = [memory.address_of(view, writable=writable) for view in self.views]
 
     def read_into(self, wanted: Sequence[tuple[int, int]]) -> None:
         copying.copy_all(((address, self.addresses[at]) for at, address in wanted), self._page_bytes)

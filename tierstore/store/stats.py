@@ -20,6 +20,7 @@ class Counters:
     loaded_pages: int = 0
     loads_cut_short: int = 0  # fewer pages came than the hit promised
     saved_pages: int = 0  # copied into the host tier
+    torn_pages: int = 0  # came by TCP with other bytes than their sender's checksum says: not stored
     already_stored_pages: int = 0
     not_stored_pages: int = 0  # no room in the host tier, or the copy failed
     disk_written_pages: int = 0

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tierstore import copying
+from tierstore.daemon.sources import copied_frames
 from tierstore.tiers.pinned import Pin
 from tierstore_connectors.vllm.layout import PageLayout
 from tierstore_connectors.vllm.work import NULL_BLOCK
@@ -83,6 +84,11 @@ class SavedBlocks:
 
     def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int, *, read_next: bool) -> list[int | None]:
         return [self._copy(self._chunks[position], address, page_bytes) for position, address in pages]
+
+    def frames(
+        self, positions: Sequence[int], page_bytes: int
+    ) -> tuple[list[memoryview], Sequence[int | None]]:
+        return copied_frames(self, positions, page_bytes)
 
     def _copy(self, chunk: Sequence[int], address: int, page_bytes: int) -> int | None:
         try:

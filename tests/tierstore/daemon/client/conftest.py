@@ -134,12 +134,12 @@ def connect(request):
     """Connects stores that are checked and closed at the end of the test."""
     stores = []
 
-    def connect_(url, *, hbm_pages=0, connected=True, identity=None, **kwargs):
+    def connect_(url, *, hbm_pages=0, connected=True, identity=None, spec=SPEC, **kwargs):
         store = ConnectedStore.connect(
             url,
-            SPEC,
-            identity=identity or Identity.of(SPEC, model=request.node.nodeid),
-            pool=PagePool(SPEC, hbm_pages) if hbm_pages else None,
+            spec,
+            identity=identity or Identity.of(spec, model=request.node.nodeid),
+            pool=PagePool(spec, hbm_pages) if hbm_pages else None,
             **{"lookup_s": 5.0, **kwargs},  # a slow machine is not a hung daemon
         )
         stores.append(store)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 
 import pytest
@@ -16,7 +18,8 @@ from tests.tierstore.daemon.client.conftest import (
     pages_of,
     wait_until,
 )
-from tierstore.daemon import keys, protocol
+from tierstore.daemon import connected_save, keys, protocol
+from tierstore.spec import KVSpec
 
 
 def free_port():
@@ -46,6 +49,41 @@ def test_pages_go_as_frames(tcp_daemon, connect, monkeypatch):
     hit = remote.lookup(tokens)
     assert hit.by_tier == {"disk": len(tokens)}
     assert load_bytes(remote, hit) == (len(tokens), pages_of(tokens))
+
+
+def test_pages_that_are_written_over_before_they_are_sent_are_not_stored(
+    make_daemon, connect, stopped, monkeypatch
+):
+    spec = KVSpec.uniform(layers=4, kv_heads=8, head_dim=64, dtype="float32", chunk_tokens=64)
+    url = f"tcp://127.0.0.1:{free_port()}"
+    daemon = make_daemon(listen=(url,), host_bytes=256 << 20, disk=False)
+    store = connect(url, spec=spec)
+    tokens = list(range(16 * spec.chunk_tokens))
+    pages = [bytearray(os.urandom(spec.page_bytes)) for _ in range(16)]
+    saved = [bytes(page) for page in pages]
+    monkeypatch.setattr(connected_save, "_FIRST_WINDOW_BYTES", 16 << 20)  # more than sockets take
+    send, sent = connected_save.SaveJob._send, []
+
+    def send_to_a_stopped_daemon(*args):
+        stopped(daemon)
+        send(*args)
+        sent.append(args)
+
+    monkeypatch.setattr(connected_save.SaveJob, "_send", send_to_a_stopped_daemon)
+    saving = store.save(tokens, pages)
+    wait_until(lambda: len(sent) == 2)
+    saving.cancel()  # from here on the buffers are the caller's again
+    for page in pages:
+        page[:] = bytes(spec.page_bytes)
+    daemon.signal(signal.SIGCONT)
+    wait_until(lambda: not store.stats().pending_saves)
+
+    hit = store.lookup(tokens)
+    assert daemon_stats(store)["store"]["counters"]["torn_pages"] > 0
+    assert hit.tokens < len(tokens)
+    buffers = [bytearray(spec.page_bytes) for _ in range(hit.tokens // spec.chunk_tokens)]
+    assert store.load(hit, buffers).wait(10).tokens == hit.tokens
+    assert buffers == saved[: len(buffers)]
 
 
 def test_several_threads_and_hbm(tcp_daemon, connect):

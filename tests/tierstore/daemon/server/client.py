@@ -40,6 +40,11 @@ def page_bytes(tokens, nbytes: int = PAGE_BYTES) -> bytes:
     return np.random.default_rng(seed).bytes(nbytes)
 
 
+def sums_of(pages) -> bytes:
+    """Their checksums, as a Commit has them."""
+    return np.asarray([xxhash.xxh3_64_intdigest(page) for page in pages], np.uint64).tobytes()
+
+
 class ArenaConnection:
     """The arena mapped, and the connection that is this process's sign of life."""
 

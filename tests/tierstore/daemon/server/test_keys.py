@@ -7,7 +7,7 @@ import stat
 
 import pytest
 
-from tests.tierstore.daemon.server.client import PAGE_BYTES, part, positions, prompt_of
+from tests.tierstore.daemon.server.client import PAGE_BYTES, part, positions, prompt_of, sums_of
 from tierstore.daemon import keys
 from tierstore.daemon import protocol as p
 from tierstore.errors import UsageError
@@ -77,9 +77,9 @@ def curve(tmp_path, start, connect):
 
 def save(client):
     reserved = client.ask(p.Reserve(0, part(prompt_of(TOKENS)), 0, 4))
-    count = len(positions(reserved))
-    client.ask(p.Write(0, reserved.reservation, 0), *[bytes(PAGE_BYTES)] * count)
-    return client.ask(p.Commit(0, reserved.reservation, reserved.positions, bytes(8 * count))).pages
+    pages = [bytes(PAGE_BYTES)] * len(positions(reserved))
+    client.ask(p.Write(0, reserved.reservation, 0), *pages)
+    return client.ask(p.Commit(0, reserved.reservation, reserved.positions, sums_of(pages))).pages
 
 
 def test_a_keys_name_is_its_tenant(curve):

@@ -8,9 +8,7 @@ import stat
 import time
 from dataclasses import asdict, replace
 
-import numpy as np
 import pytest
-import xxhash
 import zmq
 
 from tests.tierstore.daemon.server.client import (
@@ -24,6 +22,7 @@ from tests.tierstore.daemon.server.client import (
     part,
     positions,
     prompt_of,
+    sums_of,
 )
 from tierstore.daemon import protocol as p
 from tierstore.errors import StoreUnavailableError, UsageError
@@ -283,14 +282,29 @@ def test_pages_travel_over_tcp(start, connect):
     assert positions(reserved) == list(range(6))
     assert isinstance(client.ask(p.Write(0, reserved.reservation, 0), *PAGES[:4]), p.Written)
     assert isinstance(client.ask(p.Write(0, reserved.reservation, 4), *PAGES[4:]), p.Written)
-    sums = np.asarray([xxhash.xxh3_64_intdigest(page) for page in PAGES], np.uint64)
-    assert client.ask(p.Commit(0, reserved.reservation, reserved.positions, sums.tobytes())).pages == 6
+    assert client.ask(p.Commit(0, reserved.reservation, reserved.positions, sums_of(PAGES))).pages == 6
     found = client.lookup(prompt_of(TOKENS))
     fetched, frames = client.ask_with_frames(p.Fetch(0, found.lease, 1, 5, 5.0))
     assert (fetched.pages, frames) == (5, PAGES[1:])
-    assert np.frombuffer(fetched.checksums, np.uint64).tolist() == sums[1:].tolist()
+    assert fetched.checksums == sums_of(PAGES[1:])
     client.tell(p.Release([found.lease]))
     daemon.wait_for(lambda stats: not stats.service.leases and not stats.service.sending_bytes)
+    daemon.check()
+
+
+def test_what_came_over_tcp_is_held_against_its_checksum(start, connect):
+    daemon = start(listen=("tcp://127.0.0.1:0",))
+    client = connect(daemon.address)
+    client.register()
+    reserved = client.ask(p.Reserve(0, part(prompt_of(TOKENS)), 0, 6))
+    came = [*PAGES[:2], PAGES[3], *PAGES[3:5]]  # one with other bytes, and one that never comes
+    assert isinstance(client.ask(p.Write(0, reserved.reservation, 0), *came), p.Written)
+    assert client.ask(p.Commit(0, reserved.reservation, reserved.positions, sums_of(PAGES))).pages == 4
+    assert daemon.stats().store.counters["torn_pages"] == 2
+    found = client.lookup(prompt_of(TOKENS))
+    assert found.tokens == 2 * CHUNK_TOKENS
+    client.tell(p.Release([found.lease]))
+    daemon.wait_for(lambda stats: stats.service.leases == 0)
     daemon.check()
 
 
@@ -343,7 +357,8 @@ def test_a_client_that_does_not_read_costs_a_window_and_nobody_else(start, conne
     reserved = other.ask(p.Reserve(0, part(prompt), 0, 4))
     for position in range(4):
         assert isinstance(other.ask(p.Write(0, reserved.reservation, position), bytes(nbytes)), p.Written)
-    other.ask(p.Commit(0, reserved.reservation, reserved.positions, bytes(4 * 8)))
+    sums = sums_of([bytes(nbytes)] * 4)
+    other.ask(p.Commit(0, reserved.reservation, reserved.positions, sums))
     found = slow.lookup(prompt)
     for number in range(1000, 1010):
         slow.tell(p.Fetch(number, found.lease, 0, 4, 30.0))
@@ -368,7 +383,7 @@ def test_a_fetch_is_answered_when_its_time_is_over(start, connect):
     client.register(page_bytes=nbytes)
     reserved = client.ask(p.Reserve(0, part(prompt), 0, 1))
     client.ask(p.Write(0, reserved.reservation, 0), bytes(nbytes))
-    client.ask(p.Commit(0, reserved.reservation, reserved.positions, bytes(8)))
+    client.ask(p.Commit(0, reserved.reservation, reserved.positions, sums_of([bytes(nbytes)])))
     found = client.lookup(prompt)
     for number in range(1000, 1009):
         client.tell(p.Fetch(number, found.lease, 0, 1, 0.5))

@@ -372,7 +372,7 @@ def found(service, session, tokens):
 
 
 def test_tenants_do_not_see_each_other_and_the_daemon_says_who_is_who(service):
-    sessions = [service.begin("", local=False, tenant=tenant) for tenant in ("bob", "eve", "")]
+    sessions = [service.begin("", local=True, tenant=tenant) for tenant in ("bob", "eve", "")]
     for session in sessions:
         fields = asdict(IDENTITIES[0]) | {"tenant": "bob" if session.tenant == "" else ""}
         service.handle(session, p.Register(0, fields, PAGE, CHUNK))
@@ -383,7 +383,7 @@ def test_tenants_do_not_see_each_other_and_the_daemon_says_who_is_who(service):
 
 
 def test_a_tenant_over_its_quota_makes_room_among_its_own_pages(service):
-    bob, eve = (service.begin("", local=False, tenant=tenant) for tenant in ("bob", "eve"))
+    bob, eve = (service.begin("", local=True, tenant=tenant) for tenant in ("bob", "eve"))
     for session in (bob, eve):
         service.handle(session, p.Register(0, asdict(IDENTITIES[0]), PAGE, CHUNK))
     assert save(service, eve, range(40)) == 10
