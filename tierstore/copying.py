@@ -20,7 +20,6 @@ from tierstore import native
 
 _PAST_CACHES_FROM = 1 << 20  # bytes in one call: less may well be used while it is in a cache
 _PAST_CACHES_RUN = 1 << 10  # bytes in one copy: less is not worth it
-_LEAST_HASHED = 241  # bytes: the compiled part knows XXH3 for long inputs only
 _PIECE_BYTES = 256 << 10
 
 
@@ -39,7 +38,7 @@ def copy_and_hash(copies: Iterable[tuple[int, int]], nbytes: int, *, read_next: 
     """:func:`copy_all`, and the XXH3-64 of each source as it was copied. A source that somebody changes
     meanwhile gives a checksum that the copy does not match."""
     pairs, count = _pairs(copies)
-    if native.LIBRARY is None or nbytes < _LEAST_HASHED:
+    if native.LIBRARY is None or nbytes < native.LEAST_HASHED:
         return [_copy_and_hash_one(to, of, nbytes) for to, of in zip(pairs[::2], pairs[1::2], strict=True)]
     past_caches = not read_next and _goes_past(count, nbytes)
     checksums = array.array("Q", bytes(8 * count))

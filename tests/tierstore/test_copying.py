@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tierstore import copying, native
+from tierstore.keys import TOKEN_BYTES, chunk_keys
 
 ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which("cc")
@@ -99,6 +100,23 @@ def test_every_length_near_a_boundary_has_the_checksum_of_its_specification(way:
         assert copying.hash_all([data.ctypes.data + 3], nbytes) == [
             xxhash.xxh3_64_intdigest(data[3 : 3 + nbytes])
         ], nbytes
+
+
+@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tokens=st.integers(1, 1100), count=st.integers(0, 200), seed=st.integers(0, 1 << 30))
+@example(tokens=56, count=40, seed=1)  # 240 bytes with the key before it: as long as the short ones get
+@example(tokens=57, count=40, seed=1)
+@example(tokens=1024, count=40, seed=1)
+@example(tokens=1025, count=40, seed=1)
+def test_the_keys_of_a_prompt_are_the_same_each_way(way: str, tokens: int, count: int, seed: int) -> None:
+    data = np.random.default_rng(seed).bytes(tokens * TOKEN_BYTES * count + seed % 100)
+    parent = expected = xxhash.xxh3_128_digest(b"before")
+    keys = []
+    for start in range(0, count * tokens * TOKEN_BYTES, tokens * TOKEN_BYTES):
+        expected = xxhash.xxh3_128_digest(expected + data[start : start + tokens * TOKEN_BYTES])
+        keys.append(expected)
+    found = chunk_keys(parent, data, tokens * TOKEN_BYTES)
+    assert found[:count] == keys
 
 
 def test_a_library_of_another_version_is_not_used(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-/* Pages copied and checksummed in one pass over memory.
+/* Pages copied and checksummed in one pass over memory, and the keys of their chunks.
  *
  * Python reaches these with ctypes, which gives up the GIL for the whole of a call. They do what no library of
  * Python's does: many copies in one call, past the caches (a page that is stored is not read again soon, and a
@@ -22,7 +22,7 @@
 #endif
 
 /* What native/__init__.py was written for: it refuses a library that was built from another version of this. */
-#define INTERFACE 2
+#define INTERFACE 3
 
 /* ---- copying ------------------------------------------------------------------------------------------- */
 
@@ -163,23 +163,25 @@ static uint64_t folded_product(uint64_t a, uint64_t b) {
     return (uint64_t)product ^ (uint64_t)(product >> 64);
 }
 
-static uint64_t merged(const uint64_t acc[8], size_t nbytes) {
-    uint64_t value = nbytes * PRIME64_1;
+static uint64_t merged(const uint64_t acc[8], const uint8_t *secret, uint64_t value) {
     for (int pair = 0; pair < 4; pair++)
-        value += folded_product(acc[2 * pair] ^ read64(SECRET + 11 + 16 * pair),
-                                acc[2 * pair + 1] ^ read64(SECRET + 11 + 16 * pair + 8));
+        value += folded_product(acc[2 * pair] ^ read64(secret + 16 * pair),
+                                acc[2 * pair + 1] ^ read64(secret + 16 * pair + 8));
     value ^= value >> 37;
     value *= PRIME_MX1;
     return value ^ value >> 32;
 }
 
-/* One page: copied where `to` is not NULL, and hashed. What is hashed is the source, as it is copied: bytes that
- * somebody changes meanwhile leave a page that does not match its checksum, and that is never served. */
-static uint64_t copy_and_hash(char *to, const char *of, size_t nbytes, int past_caches) {
-    uint64_t acc[8] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3, PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
+/* Bytes copied where `to` is not NULL, and mixed into the sums that make their hash. What is mixed in is the source,
+ * as it is copied: bytes that somebody changes meanwhile leave a page that does not match its checksum, and that is
+ * never served. */
+static void copy_and_mix(uint64_t acc[8], char *to, const char *of, size_t nbytes, int past_caches) {
+    static const uint64_t START[8] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3,
+                                      PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
     void (*mix_here)(uint64_t *, const char *, size_t, const uint8_t *) = wide() ? mix_wide : mix;
     int streaming = to && past_caches && wide() && !((uintptr_t)to & 31);
     size_t at = 0;
+    memcpy(acc, START, sizeof START);
     for (; nbytes - at > BLOCK; at += BLOCK) { /* the last block is never a whole one */
         if (streaming) {
             stream_block(acc, to + at, of + at);
@@ -194,8 +196,26 @@ static uint64_t copy_and_hash(char *to, const char *of, size_t nbytes, int past_
         memcpy(to + at, of + at, nbytes - at);
     mix_here(acc, of + at, (nbytes - at - 1) / STRIPE, SECRET);
     mix_here(acc, of + nbytes - STRIPE, 1, SECRET + SECRET_BYTES - STRIPE - 7);
-    return merged(acc, nbytes);
 }
+
+static uint64_t copy_and_hash(char *to, const char *of, size_t nbytes, int past_caches) {
+    uint64_t acc[8];
+    copy_and_mix(acc, to, of, nbytes, past_caches);
+    return merged(acc, SECRET + 11, nbytes * PRIME64_1);
+}
+
+/* The canonical form of XXH3-128: its upper half first, and of both the upper bytes. */
+static void hash_128(const char *of, size_t nbytes, char digest[16]) {
+    uint64_t acc[8], half;
+    copy_and_mix(acc, NULL, of, nbytes, 0);
+    half = __builtin_bswap64(merged(acc, SECRET + SECRET_BYTES - STRIPE - 11, ~(nbytes * PRIME64_2)));
+    memcpy(digest, &half, sizeof half);
+    half = __builtin_bswap64(merged(acc, SECRET + 11, nbytes * PRIME64_1));
+    memcpy(digest + sizeof half, &half, sizeof half);
+}
+
+#define KEY 16
+#define MOST_CHUNK 4096 /* bytes */
 
 /* ---- what Python calls ---------------------------------------------------------------------------------- */
 
@@ -217,4 +237,15 @@ void tierstore_copy_and_hash(const uint64_t (*pairs)[2], size_t count, size_t nb
     for (size_t i = 0; i < count; i++)
         checksums[i] = copy_and_hash((char *)pairs[i][0], (const char *)pairs[i][1], nbytes, past_caches);
     fence();
+}
+
+/* The keys of `count` chunks of `width` bytes, one behind the other: each the XXH3-128 of the key before it and its
+ * chunk. 240 < KEY + width <= sizeof link. */
+void tierstore_chunk_keys(const char *parent, const char *chunks, size_t count, size_t width, char *keys) {
+    char link[KEY + MOST_CHUNK];
+    for (size_t i = 0; i < count; i++) {
+        memcpy(link, i ? keys + (i - 1) * KEY : parent, KEY);
+        memcpy(link + KEY, chunks + i * width, width);
+        hash_128(link, KEY + width, keys + i * KEY);
+    }
 }
