@@ -71,4 +71,4 @@ $(VLLM_VENV)/vllm.stamp: pyproject.toml constraints.txt $(NATIVE) tests/vllm/req
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) tierstore/native/_pages.so .mypy_cache .ruff_cache .pytest_cache .hypothesis

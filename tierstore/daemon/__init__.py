@@ -24,7 +24,7 @@ that quick, and no stopped process is taken for a dead one. (Heartbeats are what
 *asked*, so its own end is the earlier one. After copying it looks at its clock: before the end the bytes are
 those that were promised, after it they are not used. Nothing has to be asked or shared for that. A device
 copies after the engine was given its pages; there the lease is kept until the copies have ended
-(``copying.py``).
+(``daemon/copying.py``).
 
 **Writing under a reservation.** A reservation is never taken back from a living process: a write that was
 already under way could otherwise end in somebody else's page. What a client may hold in reservations is

@@ -3,8 +3,9 @@
 A save goes by windows, in prefix order: reserve, copy, commit. The first ones are small, so that copying
 begins soon. The next window is reserved while the last one is copied (one at a time: the daemon may decide a
 short one before a long one that came earlier), and all saves together keep within what a client may hold in
-reservations (those that would not, wait their turn; nobody waits for them). Every page is hashed while it is
-copied, in pieces that stay in the cache, so that its checksum is that of the very bytes the engine had.
+reservations (those that would not, wait their turn; nobody waits for them). Every page is hashed as it is
+copied, so that its checksum is that of the very bytes the engine had. Over TCP pages are not copied but sent
+from where they are.
 
 Pages in HBM are published where they are when ``save_hbm`` is called, and held until it is known that they
 need not be copied, or they have been.

@@ -173,8 +173,7 @@ static uint64_t merged(const uint64_t acc[8], const uint8_t *secret, uint64_t va
 }
 
 /* Bytes copied where `to` is not NULL, and mixed into the sums that make their hash. What is mixed in is the source,
- * as it is copied: bytes that somebody changes meanwhile leave a page that does not match its checksum, and that is
- * never served. */
+ * as it is copied: bytes that somebody changes meanwhile leave a copy that does not match its checksum. */
 static void copy_and_mix(uint64_t acc[8], char *to, const char *of, size_t nbytes, int past_caches) {
     static const uint64_t START[8] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3,
                                       PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
