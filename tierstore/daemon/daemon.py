@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _KEPT_BYTES = 64 << 20  # of what messages with pages have left free
-_MAPPED_FROM_BYTES = 1 << 30
+_MAPPED_FROM_BYTES = 32 << 20  # the most that every glibc takes
 
 _SWITCH_S = 0.0005  # with Python's 5 ms a lookup waits that long for each turn of whoever writes to disk
 
