@@ -5,7 +5,8 @@ disk in pieces), and asked for the next window while the last one is being copie
 mover. Over TCP the pages come themselves, as frames of a message, and are copied and verified likewise.
 
 From memory that a pool's device reaches, all pages of a window are copied by it in one go, layer by layer,
-and the load ends when that has begun. What holds their source lasts until it has ended (``daemon/copying.py``).
+and the load ends when that has begun. What holds their source lasts until it has ended
+(``daemon/copying.py``).
 
 When a page cannot be had the load is *cut* there. Bytes copied from the arena count only if the lease had not
 ended when the copy had: after that, the slot may have been somebody else's.
