@@ -34,16 +34,15 @@ def copy_all(copies: Iterable[tuple[int, int]], nbytes: int, *, read_next: bool 
     native.LIBRARY.tierstore_copy(pairs.buffer_info()[0], count, nbytes, past_caches)
 
 
-def copy_and_hash(copies: Iterable[tuple[int, int]], nbytes: int, *, read_next: bool = False) -> list[int]:
+def copy_and_hash(copies: Iterable[tuple[int, int]], nbytes: int) -> list[int]:
     """:func:`copy_all`, and the XXH3-64 of each source as it was copied. A source that somebody changes
     meanwhile gives a checksum that the copy does not match."""
     pairs, count = _pairs(copies)
     if native.LIBRARY is None or nbytes < native.LEAST_HASHED:
         return [_copy_and_hash_one(to, of, nbytes) for to, of in zip(pairs[::2], pairs[1::2], strict=True)]
-    past_caches = not read_next and _goes_past(count, nbytes)
     checksums = array.array("Q", bytes(8 * count))
     native.LIBRARY.tierstore_copy_and_hash(
-        pairs.buffer_info()[0], count, nbytes, past_caches, checksums.buffer_info()[0]
+        pairs.buffer_info()[0], count, nbytes, _goes_past(count, nbytes), checksums.buffer_info()[0]
     )
     return checksums.tolist()
 

@@ -86,7 +86,7 @@ def test_what_is_copied_is_what_was_there(
     copying.copy_all(copies, nbytes, read_next=read_next)
     assert np.array_equal(copied, expected)
     copies = [(hashed.ctypes.data + to, source.ctypes.data + of) for to, of in starts]
-    assert copying.copy_and_hash(copies, nbytes, read_next=read_next) == hashes
+    assert copying.copy_and_hash(copies, nbytes) == hashes
     assert np.array_equal(hashed, expected)
     assert copying.hash_all([of for _, of in copies], nbytes) == hashes
 

@@ -210,8 +210,8 @@ class SaveJob:
             checksums: Sequence[int | None]
             if mapped is not None:
                 addresses = [mapped.address + offset for offset in window.offsets[slice(*group)]]
-                targets = zip(pages, addresses, strict=True)
-                checksums = self._source.copy(list(targets), self._page_bytes, read_next=False)
+                targets = list(zip(pages, addresses, strict=True))
+                checksums = self._source.copy(targets, self._page_bytes)
             else:
                 frames, checksums = self._source.frames(pages, self._page_bytes)
             for position, checksum in zip(positions, checksums, strict=True):

@@ -15,12 +15,9 @@ from tierstore.tiers.hbm import PagePool
 class Source(Protocol):
     """Pages to save."""
 
-    def copy(
-        self, pages: Sequence[tuple[int, int]], page_bytes: int, *, read_next: bool
-    ) -> Sequence[int | None]:
+    def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int) -> Sequence[int | None]:
         """Copy pages to host memory, (position, address), and return the XXH3-64 of each; None for one that
-        could not be copied, and is not to be stored. ``read_next``: see
-        :func:`tierstore.copying.copy_all`. Runs on a mover thread."""
+        could not be copied, and is not to be stored. Runs on a mover thread."""
 
     def frames(
         self, positions: Sequence[int], page_bytes: int
@@ -36,8 +33,9 @@ def copied_frames(
     allocator has again for the next."""
     memory = np.empty(len(positions) * page_bytes, np.uint8)
     starts = range(0, memory.nbytes, page_bytes)
-    targets = [(at, memory.ctypes.data + start) for at, start in zip(positions, starts, strict=True)]
-    checksums = source.copy(targets, page_bytes, read_next=True)
+    address = memory.ctypes.data
+    targets = [(at, address + start) for at, start in zip(positions, starts, strict=True)]
+    checksums = source.copy(targets, page_bytes)
     return [memory.data[start : start + page_bytes] for start in starts], checksums
 
 
@@ -47,9 +45,9 @@ class BufferSource:
     def __init__(self, buffers: Buffers) -> None:
         self._buffers = buffers  # keeps them alive
 
-    def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int, *, read_next: bool) -> list[int]:
+    def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int) -> list[int]:
         copies = ((address, self._buffers.addresses[position]) for position, address in pages)
-        return copying.copy_and_hash(copies, page_bytes, read_next=read_next)
+        return copying.copy_and_hash(copies, page_bytes)
 
     def frames(self, positions: Sequence[int], page_bytes: int) -> tuple[list[memoryview], list[int]]:
         addresses = [self._buffers.addresses[position] for position in positions]
@@ -65,7 +63,7 @@ class HbmSource:
         self._pool = pool
         self._computed = pool.computed()  # now: what is computed from here on need not be waited for
 
-    def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int, *, read_next: bool) -> list[int]:
+    def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int) -> list[int]:
         if self._pool.overlaps:
             copies = [(self.hbm_pages[position], address) for position, address in pages]
             self._pool.read_pages(copies, after=self._computed)
@@ -74,7 +72,6 @@ class HbmSource:
         return copying.copy_and_hash(
             ((address, start + self.hbm_pages[position] * page_bytes) for position, address in pages),
             page_bytes,
-            read_next=read_next,
         )
 
     def frames(

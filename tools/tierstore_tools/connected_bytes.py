@@ -3,7 +3,6 @@ without one."""
 
 from __future__ import annotations
 
-import ctypes
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from tierstore.keys import Identity
 from tierstore.memory import Memory
 from tierstore.spec import KVSpec
 from tierstore.store import Store
+from tierstore_tools.limits import libc_copy
 from tierstore_tools.tiers import LAYER_BYTES, TierRow
 from tierstore_tools.together import Meet, Together, cpu_seconds
 from tierstore_tools.zmq_pair import ZmqPair
@@ -262,9 +262,8 @@ class _Client:
         return _Round(copies, checked, put, get, bare)
 
     def _copy(self) -> None:
-        size = self._sample.page_bytes
-        for at in range(0, self._sample.nbytes, size):
-            ctypes.memmove(self._target.address + at, self._source.address + at, size)
+        sample = self._sample
+        libc_copy(self._target.address, self._source.address, sample.nbytes, piece=sample.page_bytes)
 
     def _copy_and_hash(self) -> None:
         to, of, size = self._slots.address, self._source.address, self._sample.page_bytes

@@ -82,7 +82,7 @@ class SavedBlocks:
         self._chunks = chunks
         self._problem = problem
 
-    def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int, *, read_next: bool) -> list[int | None]:
+    def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int) -> list[int | None]:
         return [self._copy(self._chunks[position], address, page_bytes) for position, address in pages]
 
     def frames(

@@ -265,7 +265,7 @@ def test_a_daemons_client_saves_what_was_computed() -> None:
         bench.set_page(2, 9)
         source = HbmSource(bench.pool, [2])
         target = np.zeros(SPEC.page_bytes, np.uint8)
-        checksums = source.copy([(0, target.ctypes.data)], SPEC.page_bytes, read_next=False)
+        checksums = source.copy([(0, target.ctypes.data)], SPEC.page_bytes)
         assert target.tobytes() == bytes([9]) * SPEC.page_bytes
         assert checksums == [xxhash.xxh3_64_intdigest(target)]
 
