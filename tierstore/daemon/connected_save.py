@@ -21,7 +21,7 @@ from tierstore.daemon import protocol
 from tierstore.daemon.budget import Budget, Window
 from tierstore.daemon.call import Call, numbers
 from tierstore.daemon.greeting import Session
-from tierstore.daemon.remembered import Question
+from tierstore.daemon.remembered import Name, Question
 from tierstore.daemon.remote import Remote
 from tierstore.daemon.sources import Source
 from tierstore.daemon.told import hint_part
@@ -73,6 +73,7 @@ class SaveJob:
         self._closed = False
         self._copying = 0
         self._stored_tokens = 0
+        self._name: Name | None = None  # of what has been reserved: the daemon need not be sent it once more
         self.transfer: Transfer[int] = Transfer(self._settle, pages=count, nbytes=count * self._page_bytes)
         with self._state.lock:
             self._state.pending_saves += count
@@ -113,12 +114,13 @@ class SaveJob:
 
         def message() -> protocol.Reserve:
             # What is to be saved is spelled out, even where it begins like something the daemon knows.
-            part = prompt.part(session, refer_to=first)
+            part = prompt.part(session, refer_to=first, name=self._name)
             name = self._told.session or ""
             return protocol.Reserve(0, part, first, window.count, hint_part(self._told), name)
 
         def whole() -> protocol.Reserve:
             prompt.forgotten()
+            self._name = None
             return message()
 
         call = self._connection.call(session, message(), protocol.Reserved, otherwise=whole)
@@ -132,6 +134,7 @@ class SaveJob:
             window.offsets = numbers(answer.offsets, "<u8").tolist()
         sound = answer is not None and self._sound(window, session)
         if answer is not None and sound:
+            self._name = Name.of(session, answer)
             window.stored_tokens = min(answer.stored_tokens, self._tokens(window.first, window.count))
             self._give_back(window, keep=set(window.positions))
             self.transfer.advance(window.count - len(window.positions), 0)
@@ -296,6 +299,8 @@ class SaveJob:
             self._state.changed.notify_all()
         self._budget.window_ended(window)
         if last:
+            if self._name is not None:
+                self._question.named(self._name)
             self.transfer.finish()
 
     # -- what both need ------------------------------------------------------------------------------

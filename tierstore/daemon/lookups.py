@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import contextmanager
 
 from tierstore.curve import Notes
 from tierstore.daemon import protocol as p
@@ -63,10 +64,21 @@ class Lookups:
         return self._lookup_on_disk(session, m.id, prompt, limit, wait_s)
 
     def find(self, session: Session, prompt: AskedPrompt, limit: int) -> Found:
-        """Under the lock. Forgets a path whose pages have left."""
+        """What is in the tree of the first ``limit`` tokens. Under the lock. Forgets a path whose pages have
+        left."""
+        with self._forgetting(session, prompt):
+            return prompt.find(self._state, limit)
+
+    def may_be_on_disk(self, session: Session, prompt: AskedPrompt) -> bool:
+        """Whether a look at the disk could find more of it. Likewise."""
+        with self._forgetting(session, prompt):
+            return prompt.may_be_on_disk(self._state)
+
+    @contextmanager
+    def _forgetting(self, session: Session, prompt: AskedPrompt) -> Iterator[None]:
         self._state.require_open()
         try:
-            return prompt.find(self._state, limit)
+            yield
         except Refusal:
             session.forget_path(prompt.path_number)
             raise

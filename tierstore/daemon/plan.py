@@ -9,7 +9,7 @@ import array
 from tierstore.daemon import protocol as p
 from tierstore.daemon.prompts import AskedPrompt
 from tierstore.daemon.quotas import Quotas
-from tierstore.daemon.session import Reservation, Session
+from tierstore.daemon.session import NEVER, Path, Reservation, Session
 from tierstore.index import Page, Tier
 from tierstore.store.branch import Branch
 from tierstore.store.state import StoreState
@@ -37,8 +37,11 @@ class Plan:
         self._prompt = prompt
         self._chunks = chunks
         self._reserve_bytes = reserve_bytes
+        self._before = prompt.first_pages(state, chunks.start)
+        self._pages: list[Page] = []
         self._branch = Branch(state, told)
-        self._branch.begin(prompt.page_before(state, chunks.start))
+        above = self._before[-1] if self._before else prompt.root(state)
+        self._branch.begin(above if self._before is not None else None)
         self._next = 0  # position
         self._offsets: list[int] = []
         self._stored_tokens = 0
@@ -56,6 +59,7 @@ class Plan:
                 self._next = len(self._chunks)
                 break
             self._branch.grow(page)
+            self._pages.append(page)
             self._stored_tokens += page.num_tokens
             self._next += 1
         self.unfinished = self._next < len(self._chunks)
@@ -65,11 +69,29 @@ class Plan:
     def result(self, number: int) -> p.Reserved:
         """The answer to request ``number``."""
         reservation = self._reservation
-        if self._session.ended or reservation.ended or not reservation.pages:
-            return p.Reserved(number, 0, b"", b"", 0 if self._session.ended else self._stored_tokens)
+        if self._session.ended:
+            return p.Reserved(number, 0, b"", b"", 0)
+        path, known = self._remember()
+        if reservation.ended or not reservation.pages:
+            return p.Reserved(number, 0, b"", b"", self._stored_tokens, path, known)
         positions = array.array("I", reservation.positions).tobytes()
         offsets = array.array("Q", self._offsets).tobytes()
-        return p.Reserved(number, self._number, positions, offsets, self._stored_tokens)
+        return p.Reserved(number, self._number, positions, offsets, self._stored_tokens, path, known)
+
+    def _remember(self) -> tuple[int, int]:
+        """What the client may refer to when it saves what follows: a long prompt must not be sent and matched
+        once more with every piece of it."""
+        whole = self._pages[: self._prompt.whole_chunks - self._chunks.start]
+        if not whole:
+            return 0, 0
+        assert self._before is not None, "there are pages behind a page that is not there"
+        path = Path((*self._before, *whole), (), NEVER)
+        number = self._prompt.lengthens(self._session)
+        if number:
+            self._session.lengthen(number, path)
+        else:
+            number = self._session.remember(path)
+        return number, len(path.pages)
 
     def _page(self, chunk: int) -> Page | None:
         """The page of a chunk, in the host tier or about to be filled. None when it is in no tier and cannot

@@ -100,6 +100,12 @@ class AskedPrompt:
             return groups(self.keys)
         return [*(page.key for page in groups(self.head)), *groups_behind(len(self.head), self.keys)]
 
+    def lengthens(self, session: Session) -> int:
+        """The number of the path that is this prompt's head, and nothing more; 0 if none is."""
+        path = self.path
+        ends_there = path is not None and len(self.head) == len(path.pages)
+        return self.path_number if ends_there and session.paths.get(self.path_number) is path else 0
+
     def _key_before_the_rest(self) -> bytes:
         if self.head:
             return self.head[-1].key
@@ -110,39 +116,50 @@ class AskedPrompt:
     def find(self, state: StoreState, max_tokens: int) -> Found:
         """The longest prefix in the tree. Raises :class:`Refusal` when the remembered pages are not all there
         any more."""
-        if self.registration.identity.whole_pages:
-            max_tokens -= max_tokens % self.chunk_tokens
-        root = state.root(self.registration.identity, self.registration.page_bytes)
+        max_tokens = self._findable(max_tokens)
         head_runs = self._head_runs(state)
         head_tokens = len(self.head) * self.chunk_tokens
         if max_tokens < head_tokens:
             return self._within_head(max_tokens)
-        parent = self.head[-1] if self.head else root
-        below = state.index.tree.match_below(
-            parent,
-            self.keys,
-            self.tokens,
-            self.chunk_tokens,
-            max_tokens - head_tokens,
-            whole=self.registration.identity.whole_pages,
-        )
+        below, more = self._below(state, max_tokens - head_tokens)
         match = Match(
             (*self.head, *below.pages),
             head_tokens + below.tokens,
             below.tail_tokens or (self.chunk_tokens if self.head else 0),
         )
-        more = match.tokens < max_tokens and self._may_be_on_disk(state, parent, below)
         return _reachable(state, Found(match, _joined(head_runs, below.runs), more), self.chunk_tokens)
 
-    def _may_be_on_disk(self, state: StoreState, parent: Page, below: Match) -> bool:
-        """Whether the pages that follow a match ``below`` the head may be on disk."""
+    def may_be_on_disk(self, state: StoreState) -> bool:
+        """Whether the disk may have pages of this prompt that are not in the tree. The remembered ones need
+        not be complete for that. Raises :class:`Refusal` when they are not there any more."""
+        if self.head and not any(self.head[-1].copies):
+            raise Refusal("path", "pages of this path have left")
+        _, more = self._below(state, self._findable(len(self.tokens) // TOKEN_BYTES))
+        return more
+
+    def _findable(self, tokens: int) -> int:
+        """How many of so many tokens can be found at all."""
+        return tokens - tokens % self.chunk_tokens if self.registration.identity.whole_pages else tokens
+
+    def _below(self, state: StoreState, max_tokens: int) -> tuple[Match, bool]:
+        """What is in the tree behind the head, of at most ``max_tokens`` tokens, and whether the disk may
+        have more of them."""
+        identity = self.registration.identity
+        parent = self._parent(state)
+        below = state.index.tree.match_below(
+            parent, self.keys, self.tokens, self.chunk_tokens, max_tokens, whole=identity.whole_pages
+        )
 
         def chunk(index: int) -> tuple[PageKey | None, bytes]:
             key = self.keys[index] if index < len(self.keys) else None
             return key, self.tokens[index * self._width : (index + 1) * self._width]
 
-        identity = self.registration.identity
-        return frontier(state, parent, below, identity, self.chunk_tokens, chunk) is not None
+        more = below.tokens < max_tokens
+        return below, more and frontier(state, parent, below, identity, self.chunk_tokens, chunk) is not None
+
+    def _parent(self, state: StoreState) -> Page:
+        """What the pages behind the head are below."""
+        return self.head[-1] if self.head else self.root(state)
 
     def _head_runs(self, state: StoreState) -> list[tuple[Tier, int]]:
         path = self.path
@@ -164,16 +181,18 @@ class AskedPrompt:
             Match(pages, max_tokens, rest or (self.chunk_tokens if whole else 0)), tier_runs(pages), False
         )
 
-    def page_before(self, state: StoreState, chunk: int) -> Page | None:
-        """The page before a chunk (the root for the first one), whether or not it has copies; None if it is
-        not in the tree."""
-        root = state.root(self.registration.identity, self.registration.page_bytes)
-        if chunk <= len(self.head):
-            return self.head[chunk - 1] if chunk else root
-        count = chunk - len(self.head)
-        parent = self.head[-1] if self.head else root
-        below = state.index.tree.descend(parent, self.keys[:count], self.tokens, self._width)
-        return below[-1] if len(below) == count else None
+    def root(self, state: StoreState) -> Page:
+        """The root of everything stored under this prompt's identity."""
+        return state.root(self.registration.identity, self.registration.page_bytes)
+
+    def first_pages(self, state: StoreState, chunks: int) -> Sequence[Page] | None:
+        """The pages of the first ``chunks`` chunks, whether or not they have copies; None if they are not all
+        in the tree."""
+        if chunks <= len(self.head):
+            return self.head if chunks == len(self.head) else self.head[:chunks]
+        count = chunks - len(self.head)
+        below = state.index.tree.descend(self._parent(state), self.keys[:count], self.tokens, self._width)
+        return (*self.head, *below) if len(below) == count else None
 
 
 def _reachable(state: StoreState, found: Found, chunk_tokens: int) -> Found:

@@ -223,13 +223,16 @@ class Reserve(Message):
 class Reserved(Message):
     """What is to be written: ``positions`` (uint32, from ``first`` on counted as 0) and the ``offsets`` of
     their slots (uint64). Pages that are there already, and pages for which there is no room, are not among
-    them. ``stored_tokens`` are those that will be stored when all of it is committed."""
+    them. ``stored_tokens`` are those that will be stored when all of it is committed. Later messages may
+    refer to ``path`` with up to ``known`` chunks: :class:`Reserve` at once, others when that is done."""
 
     id: int
     reservation: int  # 0: nothing to write
     positions: bytes
     offsets: bytes
     stored_tokens: int
+    path: int = 0
+    known: int = 0
 
 
 class Write(Message):

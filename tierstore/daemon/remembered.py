@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tierstore.daemon.greeting import Session
-from tierstore.daemon.protocol import PromptPart
+from tierstore.daemon.protocol import Found, PromptPart, Reserved
 from tierstore.keys import TOKEN_BYTES, TOKEN_DTYPE, Identity, PageKey, Prompt, chunk_keys, root_key
 
 _MOST_BYTES = 64 << 20  # of tokens
@@ -34,6 +34,11 @@ class Name:
     session: Session
     path: int
     chunks: int
+
+    @classmethod
+    def of(cls, session: Session, answer: Found | Reserved) -> Name | None:
+        """The one that an answer gives, if it gives one."""
+        return cls(session, answer.path, answer.known) if answer.path and answer.known > 0 else None
 
 
 @dataclass(slots=True, eq=False)
@@ -96,18 +101,23 @@ class Question:
             min(self.common, chunks),
         )
 
-    def part(self, session: Session, *, refer_to: int | None = None) -> PromptPart:
+    def part(self, session: Session, *, refer_to: int | None = None, name: Name | None = None) -> PromptPart:
         """As a message describes it: by reference to a remembered path for up to ``refer_to`` chunks (None:
-        as many as it has), the rest in full."""
+        as many as it has), the rest in full. ``name`` is one that the caller knows to be of this prompt."""
         identity = session.identities[self.identity.digest]
-        name = self.known.name if self.known is not None else None
+        if name is None and self.known is not None and (known := self.known.name) is not None:
+            name = Name(known.session, known.path, min(self.common, known.chunks))
         if name is not None and name.session is session:
-            chunks = min(self.common, name.chunks)
-            chunks = chunks if refer_to is None else min(chunks, refer_to)
+            chunks = name.chunks if refer_to is None else min(name.chunks, refer_to)
             if chunks:
                 keys = b"".join(self.keys[chunks:])
                 return PromptPart(identity, keys, self.tokens_from(chunks), name.path, chunks)
         return PromptPart(identity, b"".join(self.keys), self.tokens_from(0))
+
+    def named(self, name: Name) -> None:
+        """The daemon calls the beginning of this prompt ``name``."""
+        if self.known is not None:
+            _rename(self.known, name, self.common)
 
     def forgotten(self) -> None:
         """The daemon does not know the path any more."""

@@ -112,8 +112,7 @@ class Remote:
         session, question = asked.session, asked.question
         if found is None:
             return None
-        name = Name(session, found.path, found.known) if found.path and found.known else None
-        self.remembered.remember(question, name)
+        self.remembered.remember(question, Name.of(session, found))
         pages = -(-found.tokens // question.chunk_tokens)
         sound = 0 <= found.tokens <= question.num_tokens and sum(n for _, n in found.tiers) == pages
         if not found.lease:

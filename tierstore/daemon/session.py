@@ -36,6 +36,9 @@ class Refusal(Exception):  # an answer, not an error of ours
         self.kind = kind
 
 
+NEVER = -1  # as ``changes``: their tiers have not been looked at
+
+
 @dataclass(slots=True)
 class Path:
     """The whole pages of an earlier answer. ``runs`` are their tiers, as of ``changes`` of the index."""
@@ -152,9 +155,19 @@ class Session:
         number = next(_ids)
         self.paths[number] = path
         self.path_pages += len(path.pages)
+        self._forget_paths()
+        return number
+
+    def _forget_paths(self) -> None:
         while len(self.paths) > 1 and (len(self.paths) > MOST_PATHS or self.path_pages > MOST_PATH_PAGES):
             self.forget_path(next(iter(self.paths)))
-        return number
+
+    def lengthen(self, number: int, path: Path) -> None:
+        """Remember this path, which begins like path ``number``, in its place. (Requests that are at work
+        with the shorter one go on with that.)"""
+        self.path_pages += len(path.pages) - len(self.paths[number].pages)
+        self.paths[number] = path
+        self._forget_paths()
 
     def forget_path(self, number: int) -> None:
         path = self.paths.pop(number, None)

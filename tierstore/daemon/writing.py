@@ -66,10 +66,10 @@ class Writing:
                 f"chunks {m.first} … {m.first} + {m.count} do not lie within a prompt of {prompt.num_chunks}",
             )
         with self._state.lock:
-            found = self._lookups.find(session, prompt, prompt.num_tokens)
-            if not found.look_on_disk and m.count <= _AT_ONCE:
+            look_on_disk = self._lookups.may_be_on_disk(session, prompt)
+            if not look_on_disk and m.count <= _AT_ONCE:
                 return self._plan(session, m, prompt).result(m.id)
-        return self._reserve_in_steps(session, m, prompt, look_on_disk=found.look_on_disk)
+        return self._reserve_in_steps(session, m, prompt, look_on_disk=look_on_disk)
 
     async def _reserve_in_steps(
         self, session: Session, m: p.Reserve, prompt: AskedPrompt, *, look_on_disk: bool
@@ -81,7 +81,7 @@ class Writing:
         try:
             with state.lock:
                 if look_on_disk:
-                    self._lookups.find(session, prompt, prompt.num_tokens)
+                    self._lookups.may_be_on_disk(session, prompt)  # the remembered pages may have left
                 plan = self._plan(session, m, prompt)
             while plan.unfinished:
                 await asyncio.sleep(0)  # the others get their turn

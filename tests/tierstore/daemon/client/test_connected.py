@@ -10,7 +10,15 @@ import weakref
 import numpy as np
 import pytest
 
-from tests.tierstore.daemon.client.conftest import SPEC, TOKENS, in_threads, load_bytes, pages_of, wait_until
+from tests.tierstore.daemon.client.conftest import (
+    SPEC,
+    TOKENS,
+    daemon_stats,
+    in_threads,
+    load_bytes,
+    pages_of,
+    wait_until,
+)
 from tierstore.errors import StoreClosedError, UsageError
 from tierstore.keys import Identity, Prompt
 from tierstore.mover import Priority
@@ -115,8 +123,13 @@ def test_saving_from_the_middle_needs_the_pages_before(store):
     assert load_bytes(store, store.lookup(TOKENS)) == (70, pages)
 
 
+def windows_of(pages, monkeypatch):
+    monkeypatch.setattr("tierstore.daemon.connected_save._FIRST_WINDOW_BYTES", pages * SPEC.page_bytes)
+    monkeypatch.setattr("tierstore.daemon.connected_save._WINDOW_BYTES", pages * SPEC.page_bytes)
+
+
 def test_a_long_prompt_goes_by_windows(store, monkeypatch):
-    monkeypatch.setattr("tierstore.daemon.connected_save._WINDOW_BYTES", 4 * SPEC.page_bytes)
+    windows_of(4, monkeypatch)
     monkeypatch.setattr("tierstore.daemon.connected_load._WINDOW_PAGES", 3)
     monkeypatch.setattr("tierstore.daemon.connected_load._COPY_BYTES", 2 * SPEC.page_bytes)
     tokens = list(range(16 * 30 + 5))
@@ -124,6 +137,36 @@ def test_a_long_prompt_goes_by_windows(store, monkeypatch):
     assert transfer.wait(10) == len(tokens)
     assert transfer.progress.pages_done == 31
     assert load_bytes(store, store.lookup(tokens)) == (len(tokens), pages_of(tokens))
+
+
+@pytest.mark.parametrize("pieces", [1, 10])
+def test_a_long_prompt_is_sent_once(store, monkeypatch, pieces):
+    """Whether it is saved at one stroke, or step by step as an engine computes it."""
+    windows_of(2, monkeypatch)
+    tokens = list(range(16 * 200))
+    pages = pages_of(tokens)
+    assert store.lookup(tokens).tokens == 0
+    before = daemon_stats(store)["server"]["received_bytes"]
+    step = len(pages) // pieces
+    for first in range(0, len(pages), step):
+        stored = store.save(tokens, pages[first : first + step], first=first).wait(10)
+        assert stored == step * SPEC.chunk_tokens
+    sent = daemon_stats(store)["server"]["received_bytes"] - before
+    assert sent < 3 * len(pages) * (16 * 4 + 16), "tokens and keys, and a little for each window"
+    assert load_bytes(store, store.lookup(tokens)) == (len(tokens), pages)
+
+
+def test_a_save_goes_on_behind_pages_that_have_left(make_daemon, connect):
+    store = connect(make_daemon(disk=False).url)
+    pages = pages_of(TOKENS)
+    assert store.lookup(TOKENS).tokens == 0
+    assert store.save(TOKENS, pages[:2]).wait(10) == 32
+    assert store.evict("host") == 2
+    assert store.save(TOKENS, pages[2:], first=2).wait(10) == 0, "it could never be found"
+    assert store.save(TOKENS, pages).wait(10) == 70
+    assert store.evict("host", 2) == 2
+    assert store.save(TOKENS, pages[2:], first=2).wait(10) == 38
+    assert load_bytes(store, store.lookup(TOKENS)) == (70, pages)
 
 
 def test_a_short_window_does_not_overtake_a_long_one(make_daemon, connect):
