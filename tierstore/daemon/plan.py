@@ -53,7 +53,7 @@ class Plan:
         """Go on with the next ``pages`` pages."""
         stop = min(self._next + pages, len(self._chunks))
         while self._next < stop:
-            page = self._page(self._chunks[self._next])
+            page = self._page(following=stop - self._next - 1)
             if page is None:
                 self._state.counters.not_stored_pages += len(self._chunks) - self._next
                 self._next = len(self._chunks)
@@ -63,6 +63,7 @@ class Plan:
             self._stored_tokens += page.num_tokens
             self._next += 1
         self.unfinished = self._next < len(self._chunks)
+        self._state.fills.none_follows()
         self._branch.end_step(last=not self.unfinished)
         self._state.let_sleep()
 
@@ -93,10 +94,11 @@ class Plan:
             number = self._session.remember(path)
         return number, len(path.pages)
 
-    def _page(self, chunk: int) -> Page | None:
-        """The page of a chunk, in the host tier or about to be filled. None when it is in no tier and cannot
-        be put in one."""
+    def _page(self, *, following: int) -> Page | None:
+        """The next page, in the host tier or about to be filled, which ``following`` pages come after in this
+        step. None when it is in no tier and cannot be put in one."""
         state = self._state
+        chunk = self._chunks[self._next]
         page = None if self._session.ended else self._branch.next(*self._prompt.chunk(chunk))
         if page is None:
             return None
@@ -104,7 +106,7 @@ class Plan:
         if copy is not None:
             state.counters.already_stored_pages += not copy.damaged
             return None if copy.damaged else page
-        place = self._slot(page)
+        place = self._slot(page, following)
         if place is None:
             if any(page.copies):
                 return page  # on disk, which is stored
@@ -118,9 +120,12 @@ class Plan:
             self._number = self._session.reserve(self._reservation)
         return page
 
-    def _slot(self, page: Page) -> int | None:
-        if self._session.reserved_bytes + page.nbytes > self._reserve_bytes:
+    def _slot(self, page: Page, following: int) -> int | None:
+        allowed = (self._reserve_bytes - self._session.reserved_bytes) // page.nbytes
+        if allowed < 1:
             return None
         if not self._quotas.admit(self._session.tenant, page):
             return None
-        return self._state.fills.begin(page)
+        if self._session.tenant in self._quotas.quotas:  # nobody makes room for what may not be admitted
+            following = 0
+        return self._state.fills.begin(page, following=min(following, allowed - 1))

@@ -91,15 +91,17 @@ class Index:
     def drop_copy(self, page: Page, tier: Tier) -> int:
         """Forget a copy and return its place. Forgets the page too when nothing needs it any more."""
         copy = self._take_copy(page, tier)
-        if page.parent is not None:
-            self.exits.offer(page.parent, tier)
         if tier is Tier.DISK:
             page.record = None
             if not page.hole:
                 self.by_serial.pop(page.serial, None)
                 page.serial = 0
-        self.exits.offer_all(page)
-        self.prune(page)
+        if page.parent is not None and not self._needed(page):
+            self.prune(page)
+        else:
+            if page.parent is not None:
+                self.exits.offer(page.parent, tier)
+            self.exits.offer_all(page)
         return copy.place
 
     def _take_copy(self, page: Page, tier: Tier) -> Copy:
@@ -132,12 +134,17 @@ class Index:
     def prune(self, page: Page) -> None:
         """Remove ``page`` and then its ancestors from the tree as far as nothing needs them: no copies, no
         children, no pins."""
-        while page.parent is not None and not (page.children or any(page.copies) or page.pins or page.hole):
+        while page.parent is not None and not self._needed(page):
             parent = page.parent
             self._unlink(page)
             self._departed.remember(page.fingerprint, page.hits)
             self.exits.offer_all(parent)
             page = parent
+
+    @staticmethod
+    def _needed(page: Page) -> bool:
+        hbm, host, disk = page.copies
+        return bool(page.children or host or disk or hbm or page.pins or page.hole)
 
     def _unlink(self, page: Page) -> None:
         self.tree.unlink(page)

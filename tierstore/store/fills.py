@@ -26,24 +26,22 @@ class Fills:
     def begin(self, page: Page, *, following: int = 0) -> int | None:
         """Reserve a host slot for ``page`` and lease it to whoever fills it; None when there is no room.
 
-        ``following`` pages of the same size are likely to begin next: as far as there is free room, slots are
-        taken for them too. Who says so calls :meth:`none_follows` before the lock is released.
+        ``following`` pages of the same size are likely to begin next: room is made for them too, which at one
+        stroke is quicker. Who says so calls :meth:`none_follows` before the lock is released.
         """
-        if self._ahead:
-            assert page.nbytes == self._ahead_bytes, f"slots of {self._ahead_bytes} bytes were taken ahead"
-            place: int | None = self._ahead.pop()
-        else:
+        if not self._ahead:
             page.pins += 1  # making room may take the last page below a hole, and with it the hole itself
-            place = self._room.host_slot(page.nbytes)
+            self._ahead = self._room.host_slots(page.nbytes, 1 + following)
+            self._ahead.reverse()  # in order: what lies side by side is copied and written together
+            self._ahead_bytes = page.nbytes
             page.pins -= 1
-            if following and place is not None:
-                self._ahead = self._room.free_host_slots(page.nbytes, following)
-                self._ahead.reverse()  # in order: what lies side by side is copied and written together
-                self._ahead_bytes = page.nbytes
-        if place is not None:
-            self._index.add_copy(page, Tier.HOST, place, ready=False, leases=1)
-            self._holdings.host_bytes[page.identity] += page.nbytes
-            page.checksum = page.record.checksum if page.record is not None else None
+            if not self._ahead:
+                return None
+        assert page.nbytes == self._ahead_bytes, f"slots of {self._ahead_bytes} bytes were taken ahead"
+        place = self._ahead.pop()
+        self._index.add_copy(page, Tier.HOST, place, ready=False, leases=1)
+        self._holdings.host_bytes[page.identity] += page.nbytes
+        page.checksum = page.record.checksum if page.record is not None else None
         return place
 
     def none_follows(self) -> None:

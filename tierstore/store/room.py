@@ -51,18 +51,14 @@ class Room:
         self._counters = counters
         self._clock = clock
 
-    def host_slot(self, nbytes: int) -> int | None:
-        """A host slot for ``nbytes``, evicting as the policy says; None when all are held or being filled."""
+    def host_slots(self, nbytes: int, count: int) -> list[int]:
+        """``count`` host slots for ``nbytes`` each, evicting as the policy says; fewer when all others are
+        held or being filled."""
         assert self._host is not None
-        place = self._host.allocate(nbytes)
-        while place is None and self._free(Tier.HOST, nbytes):
-            place = self._host.allocate(nbytes)
-        return place
-
-    def free_host_slots(self, nbytes: int, count: int) -> list[int]:
-        """Up to ``count`` host slots, as many as there are without evicting anything."""
-        assert self._host is not None
-        return self._host.allocate_many(nbytes, count)
+        places = self._host.allocate_many(nbytes, count)
+        while (missing := count - len(places)) and self._free(Tier.HOST, missing * nbytes):
+            places += self._host.allocate_many(nbytes, missing)
+        return places
 
     def give_back(self, place: int, nbytes: int) -> None:
         """A host slot is not needed after all."""

@@ -42,10 +42,6 @@ class HostTier:
         """How many pages of ``nbytes`` fit into the empty arena."""
         return self._space.slots_for(nbytes)
 
-    def allocate(self, nbytes: int) -> int | None:
-        """The offset of a free slot, or None."""
-        return self._space.allocate(nbytes)
-
     def allocate_many(self, nbytes: int, count: int) -> list[int]:
         """The offsets of up to ``count`` of them: fewer when there are no more."""
         return self._space.allocate_many(nbytes, count)

@@ -361,8 +361,11 @@ TestWithDisk.settings = settings(
 
 
 @pytest.fixture
-def service():
-    config = Settings(host_bytes=64 * PAGE, reserve_bytes=64 * PAGE, quotas={"bob": 8 * PAGE})
+def service(request):
+    reserve_pages = getattr(request, "param", 64)
+    config = Settings(
+        host_bytes=64 * PAGE, reserve_bytes=reserve_pages * PAGE, quotas={"bob": 8 * PAGE, "tim": 64 * PAGE}
+    )
     assembly = assemble(config)
     made = Service(assembly, config, later=lambda do: None, stats_json=lambda: b"{}")
     yield made
@@ -410,6 +413,23 @@ def test_a_tenant_over_its_quota_makes_room_among_its_own_pages(service):
     assert save(service, bob, range(2000, 2080)) == 8  # one prompt that is larger than the quota
     assert found(service, eve, range(40)) == 10
     assert service.stats().quota_evicted_pages > 0
+
+
+@pytest.mark.parametrize(
+    ("service", "tenant"),
+    [(64, "bob"), (8, "tim"), (8, "")],
+    indirect=["service"],
+    ids=["quota", "both", "limit"],
+)
+def test_nobody_leaves_for_pages_that_are_not_let_in(service, tenant):
+    """Though room is made for several at a time."""
+    eve, other = (service.begin("", local=True, tenant=each) for each in ("eve", tenant))
+    for session in (eve, other):
+        service.handle(session, p.Register(0, asdict(IDENTITIES[0]), PAGE, CHUNK))
+    for first in range(8):
+        assert save(service, eve, range(1000 * first, 1000 * first + 32)) == 8
+    assert save(service, other, range(9000, 9080)) == 8
+    assert sum(found(service, eve, range(1000 * first, 1000 * first + 32)) for first in range(8)) == 56
 
 
 def test_requests_that_wait_are_bounded(service):
