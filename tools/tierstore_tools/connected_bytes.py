@@ -1,5 +1,7 @@
 """What one client, or several at once, move to and from a daemon's host tier, beside what the machine moves
-without one."""
+without one. In each round a client connects, and then saves and loads several times: an engine keeps its
+connection for hours, and what it moves first is slower over TCP (windows and memory have to grow).
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from tierstore_tools.zmq_pair import ZmqPair
 
 _WAIT_S = 60.0
 _CONNECT_S = 10.0
-_COPIES = 3
+_PASSES = 3  # of the copies, and of saves and loads
 _FILL_BYTES = 256 << 20
 _CHECKED_BYTES = 4 << 20  # in one call, as in a save
 
@@ -171,9 +173,8 @@ class _Joined:
 def _joined(clients: Sequence[_Round], sample: Sample) -> _Joined:
     copy = _middle([each.copies for each in clients], sample)
     checked = _middle([each.checked for each in clients], sample)
-    put, get = (
-        _cost([each.put if op == "put" else each.get for each in clients], sample) for op in ("put", "get")
-    )
+    put = _middle([each.put for each in clients], sample)
+    get = _middle([each.get for each in clients], sample)
     return _Joined(clients[0].bare_gb_per_s or copy.gb_per_s, copy, checked, put, get)
 
 
@@ -209,8 +210,8 @@ class _Round:
 
     copies: list[_Span]
     checked: list[_Span]
-    put: _Span
-    get: _Span
+    put: list[_Span]
+    get: list[_Span]
     bare_gb_per_s: float
 
 
@@ -242,15 +243,19 @@ class _Client:
 
     def round(self, pair: ZmqPair | None) -> _Round:
         """Raises :class:`TierStoreError`."""
-        copies = [self._span(self._copy) for _ in range(_COPIES)]
-        checked = [self._span(self._copy_and_hash) for _ in range(_COPIES)]
+        copies = [self._span(self._copy) for _ in range(_PASSES)]
+        checked = [self._span(self._copy_and_hash) for _ in range(_PASSES)]
         bare = pair.gb_per_s() if pair is not None else 0.0
-        tokens = np.arange(self._sample.count * self._spec.chunk_tokens)
+        with connect(self._sample.url, self._spec) as store:
+            moved = [self._there_and_back(store, number) for number in range(_PASSES)]
+        return _Round(copies, checked, [put for put, _ in moved], [get for _, get in moved], bare)
+
+    def _there_and_back(self, store: Store, prompt: int) -> tuple[_Span, _Span]:
+        tokens = np.arange(self._sample.count * self._spec.chunk_tokens) + prompt
         source, target = self._pages(self._source), self._pages(self._target)
         self._target.view(0, self._sample.nbytes)[:] = bytes(self._sample.nbytes)
-        with connect(self._sample.url, self._spec) as store:
-            put = self._span(lambda: store.save(tokens, source).wait(_WAIT_S))
-            hit = store.lookup(tokens)
+        put = self._span(lambda: store.save(tokens, source).wait(_WAIT_S))
+        with store.lookup(tokens) as hit:
             if hit.tokens < len(tokens):
                 raise TierStoreError(
                     f"the daemon kept {hit.tokens} of {len(tokens)} tokens: give it more --host-bytes "
@@ -259,7 +264,7 @@ class _Client:
             get = self._span(lambda: store.load(hit, target).wait(_WAIT_S))
         if any(saved != loaded for saved, loaded in zip(source, target, strict=True)):
             raise AssertionError("pages came back with other bytes than were put")
-        return _Round(copies, checked, put, get, bare)
+        return put, get
 
     def _copy(self) -> None:
         sample = self._sample
