@@ -36,6 +36,15 @@ def test_every_hit_equals_the_cold_run(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.png"]
 
 
+def test_a_prompt_that_ends_with_a_page(tmp_path):
+    """Its last token, and so its last page, every run computes for itself."""
+    result = bench(*("--model", "tiny", "--tokens", "1024", "--json", "out.json"), cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    rows = {row["case"]: row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
+    assert all(row["identical"] for row in rows.values())
+    assert all(row["slowest_ttft_s"] >= row["ttft_s"] for row in rows.values())
+
+
 def test_a_hit_that_ends_where_a_prefill_chunk_ended_gives_the_very_same_logits(tmp_path):
     # 2049 tokens: 2048 are reused, which is where the cold run's last chunk began.
     done = bench(

@@ -23,6 +23,7 @@ from tierstore_tools.longctx.worker import Job, run_in_new_process
 from tierstore_tools.report import Phases
 
 _STEPS_IN_TURN = 4
+_HITS = 5  # of each tier in memory
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,15 @@ class Row:
     """One case. ``gb_per_s`` is the load's, held against ``limit``; on a GPU, where a load goes on while the
     model computes, it is that of the whole TTFT, and the limit of copies is what ``make gpu-check`` measures.
     ``speedup`` is over the cold run of the same prompt. ``identical``: equal greedy tokens, logits within
-    1e-4 (float32), and equal page bytes."""
+    1e-4 (float32), and equal page bytes. Hits in memory take so little time that they are asked for several
+    times: all figures are those of the one with the median TTFT, beside the ``slowest_ttft_s``, and all of
+    them must be ``identical``."""
 
     case: str
     prompt_tokens: int
     reused_tokens: int
     ttft_s: float
+    slowest_ttft_s: float
     itl_s: float
     moved_bytes: int
     gb_per_s: float | None
@@ -135,8 +139,8 @@ class _Experiment:
             off, cold = self._cold(without, engine, prompt)
             pages = page_digests(engine, prompt)
             rows = [
-                self._row("store_off", off, cold, len(prompt), None),
-                self._row("cold", cold, cold, len(prompt), None),
+                self._row("store_off", [off], cold, len(prompt), None),
+                self._row("cold", [cold], cold, len(prompt), None),
             ]
             rows += self._warm(engine, prompt, cold, pages)
             rows.append(self._tail(engine, without, prompt, cold))
@@ -152,13 +156,15 @@ class _Experiment:
             return ask_in_turn([without, engine], prompt, steps=_STEPS_IN_TURN, progress=phase.update)
 
     def _warm(self, engine: Engine, prompt: Sequence[int], cold: Answer, pages: list[bytes]) -> Iterator[Row]:
-        with self._phases.phase("hit in hbm") as phase:
-            answer = ask(engine, prompt, phase.update)
-        yield self._row("hbm", answer, cold, len(prompt), None, page_digests(engine, prompt) == pages)
-        engine.connector.evict(self._sizes.pool_pages)
-        with self._phases.phase("hit in host memory") as phase:
-            answer = ask(engine, prompt, phase.update)
-        yield self._row("host", answer, cold, len(prompt), "memcpy", page_digests(engine, prompt) == pages)
+        with self._phases.phase("hits in hbm") as phase:
+            answers = [ask(engine, prompt, phase.update) for _ in range(_HITS)]
+        yield self._row("hbm", answers, cold, len(prompt), None, page_digests(engine, prompt) == pages)
+        answers = []
+        with self._phases.phase("hits in host memory") as phase:
+            for _ in range(_HITS):
+                engine.connector.evict(self._sizes.pool_pages)
+                answers.append(ask(engine, prompt, phase.update))
+        yield self._row("host", answers, cold, len(prompt), "memcpy", page_digests(engine, prompt) == pages)
 
     def _tail(self, engine: Engine, without: Engine, prompt: Sequence[int], cold: Answer) -> Row:
         """The next turn of the conversation: the prompt, its answer and 1K new tokens."""
@@ -171,12 +177,12 @@ class _Experiment:
             answer = ask(engine, turn, phase.update)
         with self._phases.phase("the same cold, for comparison") as phase:
             reference = ask(without, turn, phase.update)
-        return self._row("tail", answer, reference, len(turn), "memcpy")
+        return self._row("tail", [answer], reference, len(turn), "memcpy")
 
     def _disk(self, directory: Path, prompt: Sequence[int], cold: Answer, pages: list[bytes]) -> Row:
         with self._phases.phase("hit on disk in a new process", measurable=False):
             answer, loaded = self._in_new_process(directory, prompt)
-        return self._row("disk", answer, cold, len(prompt), "disk_read", loaded == pages)
+        return self._row("disk", [answer], cold, len(prompt), "disk_read", loaded == pages)
 
     def _in_new_process(self, directory: Path, prompt: Sequence[int]) -> tuple[Answer, list[bytes]]:
         settings, sizes = self._settings, self._sizes
@@ -197,32 +203,36 @@ class _Experiment:
     def _row(
         self,
         case: str,
-        answer: Answer,
+        answers: Sequence[Answer],
         reference: Answer,
         prompt_tokens: int,
         limit: str | None,
         pages_identical: bool | None = None,
     ) -> Row:
+        by_time = sorted(answers, key=lambda each: each.ttft_s)
+        answer = by_time[len(by_time) // 2]
         metrics = answer.metrics
         moved = metrics.loaded_bytes if limit else 0
         on_gpu = self._model.device != "cpu"
         rate = moved / (answer.ttft_s if on_gpu else metrics.load_s) / 1e9 if moved else None
         limit = None if on_gpu and limit == "memcpy" else limit
         bound = {"memcpy": self._limits.memcpy_gb_per_s, "disk_read": self._limits.disk.read}.get(limit or "")
-        diff = float(np.abs(answer.logits - reference.logits).max())
+        diff = max(float(np.abs(each.logits - reference.logits).max()) for each in answers)
+        same = all(each.tokens == reference.tokens for each in answers)
         close = diff <= MAX_LOGIT_DIFF or self._model.config.dtype != "float32"
         return Row(
             case=case,
             prompt_tokens=prompt_tokens,
             reused_tokens=metrics.reused_tokens,
             ttft_s=answer.ttft_s,
+            slowest_ttft_s=by_time[-1].ttft_s,
             itl_s=answer.itl_s,
             moved_bytes=moved,
             gb_per_s=rate,
             limit=limit,
             limit_fraction=rate / bound if rate and bound else None,
             speedup=reference.ttft_s / answer.ttft_s,
-            identical=answer.tokens == reference.tokens and close and pages_identical is not False,
+            identical=same and close and pages_identical is not False,
             max_logit_diff=diff,
             pages_identical=pages_identical,
         )
@@ -235,7 +245,7 @@ class _Experiment:
             engine = self._open(str(directory))
             try:
                 cold = ask(engine, prompt)
-                hbm = statistics.median(ask(engine, prompt).ttft_s for _ in range(3))
+                hbm = statistics.median(ask(engine, prompt).ttft_s for _ in range(_HITS))
                 engine.connector.evict(self._sizes.pool_pages)
                 host = ask(engine, prompt)
             finally:

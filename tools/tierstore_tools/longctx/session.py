@@ -137,11 +137,12 @@ def ask_in_turn(
 
 
 def page_digests(engine: Engine, prompt: Sequence[int]) -> list[bytes]:
-    """The XXH3-128 of each whole page of ``prompt`` as the engine's store hands it out, through HBM."""
+    """The XXH3-128 of each whole page of ``prompt`` as the engine's store hands it out, through HBM. Without
+    its last token, which every run computes for itself, and with it the page that it completes."""
     connector = engine.connector
     spec = connector.pool.spec
-    keyed = connector.prompt(prompt)
-    loaded = connector.load(connector.lookup(keyed, max_tokens=len(keyed.keys) * spec.chunk_tokens)).wait()
+    whole = (len(prompt) - 1) // spec.chunk_tokens * spec.chunk_tokens
+    loaded = connector.load(connector.lookup(connector.prompt(prompt), max_tokens=whole)).wait()
     scratch = Memory(spec.page_bytes, shared=False)
     digests = []
     for page in loaded.pages:
