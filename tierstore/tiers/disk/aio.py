@@ -18,6 +18,7 @@ import ctypes
 import errno
 import os
 import platform
+import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -73,8 +74,12 @@ class ReadQueue:
         self._events = np.zeros(depth, _EVENT)
         if platform.machine() not in _CALLS:
             raise OSError(errno.ENOSYS, f"the system calls of {platform.machine()} are not known")
-        self._setup, self._destroy, self._getevents, self._submit = _CALLS[platform.machine()]
-        _call(self._setup, ctypes.c_long(depth), ctypes.byref(self._context))
+        setup, destroy, self._getevents, self._submit = _CALLS[platform.machine()]
+        _call(setup, ctypes.c_long(depth), ctypes.byref(self._context))
+        # Not __del__, which at the interpreter's end may find half of this module gone; and not at exit, when
+        # a disk that has stopped answering would be waited for. A process that ends has no queues any more.
+        self._finalizer = weakref.finalize(self, _call, destroy, ctypes.c_ulong(self._context.value))
+        self._finalizer.atexit = False
 
     def read(self, reads: Sequence[QueuedRead], landed: Landed) -> None:
         """Do all of ``reads``. On return, also by an exception, none is in flight any more. Raises
@@ -96,13 +101,8 @@ class ReadQueue:
                 arrived += len(self._take(1))
 
     def close(self) -> None:
-        """Idempotent."""
-        context, self._context = self._context, ctypes.c_ulong(0)
-        if context:
-            _call(self._destroy, context)
-
-    def __del__(self) -> None:
-        self.close()
+        """Also done when nobody has it any more. Idempotent."""
+        self._finalizer()
 
     def _hand_in(self, addresses: npt.NDArray[np.uint64]) -> int:
         count = ctypes.c_long(len(addresses))

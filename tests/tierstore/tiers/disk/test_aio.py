@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +51,15 @@ def scattered(fd, seed=0):
         reads.append(QueuedRead(fd, memory.view(number * 4 * BLOCK, blocks * BLOCK), start * BLOCK))
         wanted.append((start * BLOCK, (start + blocks) * BLOCK))
     return reads, wanted
+
+
+def test_a_queue_that_nobody_has_any_more_is_given_back():
+    """The machine has so many and no more (fs.aio-max-nr)."""
+    most = int(Path("/proc/sys/fs/aio-max-nr").read_text())
+    if most > 1 << 20:
+        pytest.skip(f"this machine has {most} of them")
+    for _ in range(most // 1024 + 8):
+        ReadQueue(1024)
 
 
 def test_each_read_brings_its_own_bytes_and_is_told_once(queue, file):
