@@ -299,8 +299,8 @@ class SaveJob:
             self._state.changed.notify_all()
         self._budget.window_ended(window)
         if last:
-            if self._name is not None:
-                self._question.named(self._name)
+            if self._name is not None:  # an engine saves as it computes: what comes next goes on from here
+                self._remote.remembered.remember(self._question, self._name)
             self.transfer.finish()
 
     # -- what both need ------------------------------------------------------------------------------

@@ -114,11 +114,6 @@ class Question:
                 return PromptPart(identity, keys, self.tokens_from(chunks), name.path, chunks)
         return PromptPart(identity, b"".join(self.keys), self.tokens_from(0))
 
-    def named(self, name: Name) -> None:
-        """The daemon calls the beginning of this prompt ``name``."""
-        if self.known is not None:
-            _rename(self.known, name, self.common)
-
     def forgotten(self) -> None:
         """The daemon does not know the path any more."""
         if self.known is not None:
@@ -168,7 +163,8 @@ class Remembered:
         return Question(prompt.identity, prompt.chunk_tokens, data, len(data), keys, known, common)
 
     def remember(self, question: Question, name: Name | None) -> None:
-        """A question was asked, and the daemon calls it ``name``, if it remembers it."""
+        """A question was asked (or its pages were saved), and the daemon calls it ``name``, if it remembers
+        it."""
         if not question.keys:
             return
         known = question.known

@@ -139,17 +139,22 @@ def test_a_long_prompt_goes_by_windows(store, monkeypatch):
     assert load_bytes(store, store.lookup(tokens)) == (len(tokens), pages_of(tokens))
 
 
+@pytest.mark.parametrize("looked_up", [True, False], ids=["looked up", "only saved"])
+@pytest.mark.parametrize("grows", [True, False])
 @pytest.mark.parametrize("pieces", [1, 10])
-def test_a_long_prompt_is_sent_once(store, monkeypatch, pieces):
-    """Whether it is saved at one stroke, or step by step as an engine computes it."""
+def test_a_long_prompt_is_sent_once(store, monkeypatch, pieces, grows, looked_up):
+    """Whether it is saved at one stroke, or step by step as an engine computes it; by who has asked for it
+    before, or (a worker of vLLM's) by somebody else."""
     windows_of(2, monkeypatch)
     tokens = list(range(16 * 200))
     pages = pages_of(tokens)
-    assert store.lookup(tokens).tokens == 0
+    if looked_up:
+        assert store.lookup(tokens).tokens == 0
     before = daemon_stats(store)["server"]["received_bytes"]
     step = len(pages) // pieces
     for first in range(0, len(pages), step):
-        stored = store.save(tokens, pages[first : first + step], first=first).wait(10)
+        known = tokens[: (first + step) * SPEC.chunk_tokens] if grows else tokens
+        stored = store.save(known, pages[first : first + step], first=first).wait(10)
         assert stored == step * SPEC.chunk_tokens
     sent = daemon_stats(store)["server"]["received_bytes"] - before
     assert sent < 3 * len(pages) * (16 * 4 + 16), "tokens and keys, and a little for each window"
