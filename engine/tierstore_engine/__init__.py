@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tierstore_engine.build import LoadedModel, build_engine, load_model, open_model
     from tierstore_engine.engine import Engine, EngineStats
+    from tierstore_engine.heap import freeze_heap
     from tierstore_engine.outputs import Completion, FinishReason, RequestMetrics, StepOutput
     from tierstore_engine.sampling import SamplingParams
     from tierstore_engine.settings import EngineSettings
@@ -23,6 +24,7 @@ __all__ = [
     "SamplingParams",
     "StepOutput",
     "build_engine",
+    "freeze_heap",
     "load_model",
     "open_model",
 ]
@@ -30,6 +32,7 @@ __all__ = [
 _HOMES = {
     "build": ("LoadedModel", "build_engine", "load_model", "open_model"),
     "engine": ("Engine", "EngineStats"),
+    "heap": ("freeze_heap",),
     "outputs": ("Completion", "FinishReason", "RequestMetrics", "StepOutput"),
     "sampling": ("SamplingParams",),
     "settings": ("EngineSettings",),

@@ -13,6 +13,7 @@ import xxhash
 from tierstore.memory import Memory
 from tierstore_engine.build import LoadedModel, build_engine
 from tierstore_engine.engine import Engine
+from tierstore_engine.heap import freeze_heap
 from tierstore_engine.outputs import Completion, RequestMetrics
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
@@ -46,6 +47,7 @@ def open_engine(model: LoadedModel, sizes: Sizes, store: str | None, prefill_chu
         settings=EngineSettings(prefill_chunk=prefill_chunk),
     )
     engine.generate([[1] * _WARM_UP_TOKENS], SamplingParams(max_new_tokens=2, ignore_eos=True))
+    freeze_heap()
     return engine
 
 
