@@ -1,6 +1,7 @@
-# Two commands on a fresh machine with Python 3.10+ and nothing else:
+# Commands on a fresh machine with Python 3.10+ and nothing else:
 #   make bench    the 100K-token benchmark with its defaults
 #   make test     lint, types and the test suite
+#   make docs     the documents as a site, in site/
 # and one with Python 3.11+ on x86-64 or arm64:
 #   make test-vllm    the vLLM connector against a real vLLM on the CPU, in an environment of its own
 PYTHON ?= python3
@@ -12,7 +13,7 @@ VLLM_VENV ?= .venv-vllm
 VLLM_BIN  := $(VLLM_VENV)/bin
 NATIVE := hatch_build.py tierstore/native/pages.c
 
-.PHONY: bench test lint types suite soak test-vllm soak-vllm gpu-check clean
+.PHONY: bench test lint types docs suite soak test-vllm soak-vllm gpu-check gpu-check-here clean
 
 bench: $(VENV)/bench.stamp
 	$(BIN)/tierstore-bench longctx
@@ -25,6 +26,11 @@ lint: $(VENV)/dev.stamp
 
 types: $(VENV)/dev.stamp
 	$(BIN)/mypy
+	$(BIN)/mypy examples
+
+# The documents as a site, in site/. A warning is an error.
+docs: $(VENV)/docs.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Two at a time: half of the tests wait for processes, sockets and disks.
 suite: $(VENV)/dev.stamp
@@ -49,6 +55,10 @@ gpu-check: $(VENV)/dev.stamp
 	if [ -e /proc/driver/nvidia/version ]; then $(INSTALL) -e '.[dev,$(CUDA_EXTRA)]'; fi
 	$(BIN)/python -m tierstore_tools.gpu.check $(GPU_CHECK)
 
+# The same with the interpreter at hand, where nothing can be installed. What it lacks it names in one line.
+gpu-check-here:
+	PYTHONPATH=.:connectors:engine:tools$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) -m tierstore_tools.gpu.check $(GPU_CHECK)
+
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
@@ -58,6 +68,10 @@ $(VENV)/bench.stamp: pyproject.toml constraints.txt $(NATIVE) | $(VENV)/bin/pyth
 
 $(VENV)/dev.stamp: pyproject.toml constraints.txt $(NATIVE) | $(VENV)/bin/python
 	$(INSTALL) -e '.[dev]'
+	touch $@
+
+$(VENV)/docs.stamp: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(INSTALL) -e '.[docs]'
 	touch $@
 
 # vLLM for the CPU wants torch's build for the CPU, which not every index has. What is uninstalled is there in
@@ -71,4 +85,4 @@ $(VLLM_VENV)/vllm.stamp: pyproject.toml constraints.txt $(NATIVE) tests/vllm/req
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) tierstore/native/_pages.so .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) tierstore/native/_pages.so site .mypy_cache .ruff_cache .pytest_cache .hypothesis

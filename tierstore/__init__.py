@@ -1,7 +1,8 @@
 """tierstore: a tiered KV-cache store for LLM inference.
 
+>>> import tierstore
 >>> spec = KVSpec.uniform(layers=2, kv_heads=1, head_dim=64, dtype="float16")
->>> with Store.open(None, spec, host_bytes=1 << 20) as store:
+>>> with tierstore.open(None, spec, host_bytes=1 << 20) as store:
 ...     stored = store.save(range(128), [bytes(spec.page_bytes)] * 2).wait()
 ...     hit = store.lookup([*range(100), 5, 6, 7])
 >>> stored, hit.tokens
@@ -10,15 +11,30 @@
 See ``docs/architecture.md`` for how it is built.
 """
 
+from collections.abc import Callable
+from pathlib import Path
+
+from tierstore.arguments import seconds, whole_number
+from tierstore.backend import Backend, Registration
+from tierstore.client.backend import RemoteBackend
+from tierstore.client.handshake import Address, CurveKeys
+from tierstore.core.backend import open_backend
+from tierstore.core.core import MOVER_THREADS
+from tierstore.core.health import STALL_S
 from tierstore.errors import SpecError, StoreClosedError, StoreUnavailableError, TierStoreError, UsageError
 from tierstore.hints import Hint
 from tierstore.keys import Identity, PageKey, Prompt
+from tierstore.policy import DEFAULT_POLICY
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
-from tierstore.store import Hit, Loaded, Store
+from tierstore.store import Hit, Store, lookup_all
 from tierstore.tiers.hbm import PagePool
+from tierstore.tiers.pinned import Pin
 from tierstore.transfer import Progress, Transfer, TransferState
+from tierstore.types import Loaded
+from tierstore.units import GIB, KIB
 
 __all__ = [
+    "Backend",
     "Hint",
     "Hit",
     "Identity",
@@ -38,4 +54,102 @@ __all__ = [
     "Transfer",
     "TransferState",
     "UsageError",
+    "connect",
+    "lookup_all",
+    "open",
 ]
+
+DEFAULT_HOST_BYTES = 1 * GIB
+DEFAULT_DISK_BYTES = 10 * GIB
+_LOOK_S = 10.0  # the longest that an embedded store's lookup may take: its disk has limits of its own
+
+
+def open(
+    path: str | Path | None,
+    spec: KVSpec,
+    *,
+    identity: Identity | None = None,
+    pool: PagePool | None = None,
+    host_bytes: int = DEFAULT_HOST_BYTES,
+    disk_bytes: int = DEFAULT_DISK_BYTES,
+    inline_bytes: int = 16 * KIB,
+    policy: str = DEFAULT_POLICY,
+    lease_s: float = 60.0,
+    mover_threads: int = MOVER_THREADS,
+    stall_s: float = STALL_S,
+) -> Store:
+    """Open an embedded store: its tiers are this process's own.
+
+    ``path`` is the disk tier's directory (made if it is not there; one process at a time), None for none.
+    ``pool`` is the engine's HBM page pool, if pages are to be found and kept there too. ``identity``
+    stands for tokens given without a prompt; without one only the layout tells pages apart, so give one
+    wherever weights, adapters or tenants can differ. ``lease_s`` is how long a hit holds its pages.
+    ``policy`` is one of ``tierstore.policy.POLICIES`` and says who leaves a full tier first.
+    A disk that has not answered a call for ``stall_s`` seconds is not waited for any more, until it does.
+
+    Raises :class:`UsageError` for capacities that cannot hold a page and
+    :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
+    """
+    if pool is not None and pool.spec != spec:
+        raise UsageError("the page pool was made for another KV spec than the store's")
+    backend = open_backend(
+        path,
+        spec.page_bytes,
+        host_bytes=host_bytes,
+        disk_bytes=disk_bytes,
+        inline_bytes=inline_bytes,
+        policy=policy,
+        lease_s=lease_s,
+        mover_threads=mover_threads,
+        stall_s=stall_s,
+        pool=pool,
+    )
+    return Store(
+        backend,
+        spec,
+        identity=identity,
+        pool=pool,
+        lookup_s=_LOOK_S,
+        mover_threads=mover_threads,
+        policy=policy,
+    )
+
+
+def connect(
+    url: str,
+    spec: KVSpec,
+    *,
+    identity: Identity | None = None,
+    pool: PagePool | None = None,
+    lookup_s: float = 0.5,
+    mover_threads: int = 2,
+    keys: str | Path | None = None,
+    server_key: str | Path | None = None,
+    reach: Callable[[Pin], None] | None = None,
+) -> Store:
+    """Use the daemon at ``url``: ``ipc://PATH`` on this host, ``tcp://HOST:PORT`` on another.
+
+    It need not be there yet: while it is not, lookups miss and nothing is stored. ``lookup_s`` is the longest
+    that a lookup (and every verb without a deadline of its own) waits for an answer. ``keys`` is this
+    client's ``.secret`` file, ``server_key`` the daemon's ``.key`` file (see ``tierstore keygen``), for
+    ``tcp://``. ``reach`` is for those who have no pool but copy between pages and the memory of a device all
+    the same: :meth:`~tierstore.tiers.pinned.Reach.share` of that device's. The other arguments are those of
+    :func:`open`. The store is for one process: a forked child that uses it gets a :class:`StoreClosedError`,
+    and connects for itself.
+
+    Raises :class:`UsageError` for an address or keys that cannot be used.
+    """
+    if pool is not None and pool.spec != spec:
+        raise UsageError("the page pool was made for another KV spec than the store's")
+    lookup_s = seconds("lookup_s", lookup_s)
+    mover_threads = whole_number("mover_threads", mover_threads, least=1)
+    if lookup_s <= 0:
+        raise UsageError("lookup_s must be above 0")
+    identity = identity or Identity.of(spec, model="default")
+    backend = RemoteBackend(
+        Address.parse(url, CurveKeys.read(keys, server_key)),
+        Registration(identity, spec.page_bytes, spec.chunk_tokens),
+        patience_s=lookup_s,
+        reach=pool.reach if pool is not None else reach,
+    )
+    return Store(backend, spec, identity=identity, pool=pool, lookup_s=lookup_s, mover_threads=mover_threads)

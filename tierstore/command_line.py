@@ -9,6 +9,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tierstore.errors import TierStoreError, UsageError
+from tierstore.printable import printable
+
+_EXTRAS = {
+    "torch": "engine",
+    "safetensors": "engine",
+    "tokenizers": "engine",
+    "matplotlib": "bench",
+    "starlette": "serve",
+    "uvicorn": "serve",
+    "jinja2": "serve",
+}  # what a package that only some commands need is installed with
 
 
 @contextmanager
@@ -16,10 +27,12 @@ def one_line_errors(program: str) -> Iterator[None]:
     """Ends the process with 2 for bad usage and 1 for a run that failed. Anything else raised in the block
     is a bug and keeps its traceback."""
     try:
-        yield
+        try:
+            yield
+        finally:
+            sys.stdout.flush()  # here, and not at the end of Python, where nobody could say what happened
     except BrokenPipeError:
-        # Whoever read the text has gone (`| head`). Python would complain once more when it flushes stdout.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()  # who read the text has gone (`| head`)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         _fail(program, "interrupted", 1)
@@ -27,9 +40,29 @@ def one_line_errors(program: str) -> Iterator[None]:
         _fail(program, str(error), 2)
     except TierStoreError as error:
         _fail(program, str(error), 1)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
+            raise
+        extra = _EXTRAS[package]
+        _fail(program, f"this needs {package}, which the extra [{extra}] installs: {install(extra)}", 1)
+    except OSError as error:
+        _drop_stdout()
+        where = f"{error.filename}: " if error.filename is not None else ""
+        _fail(program, f"the system refuses: {where}{error.strerror or error}", 1)
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra beside this package."""
+    return f"pip install 'tierstore[{extra}]' (in a checkout: pip install -e '.[{extra}]')"
+
+
+def _drop_stdout() -> None:
+    """Python would complain once more when it flushes stdout at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(program: str, message: str, code: int) -> None:
     line = " ".join(message.split())  # a library's message inside ours may have several
-    sys.stderr.write(f"{program}: {line}\n")
+    sys.stderr.write(f"{program}: {printable(line)}\n")
     raise SystemExit(code)

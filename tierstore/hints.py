@@ -14,10 +14,12 @@ A hint is about the **next use** of a page. When that has come, it is used up, h
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from tierstore import policy
+from tierstore.arguments import text
 from tierstore.errors import UsageError
 
 Reuse: TypeAlias = Literal["likely", "unlikely", "done"]
@@ -55,8 +57,8 @@ class Hint:
     priority: int = 0
 
     def __post_init__(self) -> None:
-        if self.ttl_s is not None and not (_is_number(self.ttl_s) and 0 <= self.ttl_s < math.inf):
-            raise UsageError(f"a hint's ttl_s is a number of seconds, 0 or more, not {self.ttl_s!r}")
+        if self.ttl_s is not None and not (_is_number(self.ttl_s) and 0 <= self.ttl_s <= sys.float_info.max):
+            raise UsageError("a hint's ttl_s is a number of seconds, 0 or more")
         if self.reuse is not None and self.reuse not in REUSES:
             raise UsageError(f"a hint's reuse is one of {', '.join(REUSES)}, not {self.reuse!r}")
         whole = isinstance(self.priority, int) and not isinstance(self.priority, bool)
@@ -90,7 +92,10 @@ def inferred(finish_reason: str) -> Hint | None:
 
 
 def checked_session(session: str | None) -> str | None:
-    """A session's name as it is. Raises :class:`UsageError` for an empty or a very long one."""
-    if session is not None and not 0 < len(session) <= MOST_SESSION_CHARS:
-        raise UsageError(f"a session's name has 1 to {MOST_SESSION_CHARS} characters, not {len(session)}")
+    """A session's name as it is. Raises :class:`UsageError` for an empty or a very long one, and for what is
+    no text."""
+    if session is not None:
+        text("a session's name", session)
+        if not 0 < len(session) <= MOST_SESSION_CHARS:
+            raise UsageError(f"a session's name has 1 to {MOST_SESSION_CHARS} characters, not {len(session)}")
     return session

@@ -22,8 +22,9 @@ import numpy.typing as npt
 import xxhash
 
 from tierstore import native
+from tierstore.arguments import text, whole_number
 from tierstore.errors import UsageError
-from tierstore.spec import KVSpec, is_opaque
+from tierstore.spec import KVSpec, has_whole_pages
 
 PageKey = NewType("PageKey", bytes)
 """16 bytes that find a page."""
@@ -42,7 +43,7 @@ class Identity:
     """Everything besides tokens that changes a page's bytes or who may read it.
 
     Two pages are interchangeable only when every field is equal. ``layout`` is ``KVSpec.describe()``,
-    which covers layers, heads, dtype and chunk size.
+    which covers layers, heads, dtype and chunk size. Raises :class:`UsageError` for a field that is no text.
     """
 
     model: str  # a digest of the configuration, or a name that stands for one set of weights
@@ -54,6 +55,10 @@ class Identity:
     shard: str = "tp0/1,pp0/1"
     tenant: str = ""  # salt: pages of one tenant are invisible to the others
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            text(f"an identity's {name}", value)
+
     @classmethod
     def of(cls, spec: KVSpec, *, model: str, **fields: str) -> Identity:
         """The identity of pages laid out by ``spec``."""
@@ -61,10 +66,12 @@ class Identity:
 
     @cached_property
     def whole_pages(self) -> bool:
-        """Whether pages are found whole, by their keys, or not at all: those of an opaque layout. An engine
-        that keeps such pages makes the keys, too, and they may stand for more than tokens (an image, an
-        adapter): equal tokens under another key are another page."""
-        return is_opaque(self.layout)
+        """Whether pages are found whole, by their keys, or not at all: those of an opaque layout, and those
+        with a recurrent state. The page of a partial chunk is not even stored.
+
+        An engine that keeps opaque pages makes the keys, too, and they may stand for more than tokens (an
+        image, an adapter): equal tokens under another key are another page."""
+        return has_whole_pages(self.layout)
 
     @cached_property
     def digest(self) -> bytes:
@@ -89,7 +96,7 @@ class Prompt:
         digest: Digest = xxhash.xxh3_128_digest,
     ) -> None:
         self.identity = identity
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens = whole_number("chunk_tokens", chunk_tokens, least=1)
         self.keys: list[PageKey] = []
         self._digest = digest
         self._data = bytearray()
@@ -104,6 +111,12 @@ class Prompt:
         prompt._data += token_bytes
         prompt.keys.extend(keys)
         return prompt
+
+    def copy(self) -> Prompt:
+        """A prompt that begins like this one and grows by itself. No key is computed again."""
+        twin = Prompt.with_keys(self.identity, bytes(self._data), self.keys, chunk_tokens=self.chunk_tokens)
+        twin._digest = self._digest
+        return twin
 
     def __len__(self) -> int:
         """Tokens in the prompt."""
@@ -182,7 +195,10 @@ def encode_tokens(tokens: TokenIds) -> bytes:
     """Token ids as little-endian uint32 bytes. Arrays cost nothing; a list of 100K ints costs 1–2 ms."""
     if isinstance(tokens, np.ndarray) and tokens.dtype == TOKEN_DTYPE and tokens.ndim == 1:
         return tokens.tobytes()
-    array = np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except (TypeError, ValueError) as error:
+        raise UsageError("tokens must be a flat sequence of integers") from error
     if array.size == 0:
         return b""
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):

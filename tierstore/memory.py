@@ -7,6 +7,7 @@ touch costs as much as the copy itself (measured 8 GB/s into untouched memory ag
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 from collections.abc import Callable
@@ -19,6 +20,8 @@ ALIGNMENT = 4096
 _HUGE_PAGE = 2 << 20
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; older kernels answer EINVAL and the first touch pays instead
 _POPULATE_STEP = 32 << 20
+# Nobody can cut a shared-memory file short under those who have mapped it, which would kill them by SIGBUS.
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -37,9 +40,10 @@ class Memory:
             if shared:
                 # No name in /dev/shm: nothing is left behind after kill -9, and its size limit
                 # (64 MB in many containers) does not apply.
-                fd = os.memfd_create("tierstore-arena", os.MFD_CLOEXEC)
+                fd = os.memfd_create("tierstore-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
                 os.fchmod(fd, 0o600)
                 os.ftruncate(fd, nbytes)
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
                 mapped = mmap.mmap(fd, nbytes)
             else:
                 mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -55,6 +59,8 @@ class Memory:
             # Beyond the file's end a touch would be SIGBUS.
             if not 0 < nbytes <= os.fstat(fd).st_size:
                 raise ValueError(f"the file has {os.fstat(fd).st_size} bytes")
+            if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+                raise ValueError("the file is not sealed: whoever has it could cut it short")
             mapped = mmap.mmap(fd, nbytes)
         except (OSError, ValueError, OverflowError) as error:
             raise UsageError(f"cannot map {format_size(nbytes)} of shared memory: {error}") from error

@@ -134,10 +134,11 @@ class _Workers:
                 self._running += 1
             try:
                 task()
-            except Exception:  # noqa: BLE001  # a bug in one task must not stop the others
+            except BaseException:  # noqa: BLE001  # no task, nor what somebody has called at its end, stops the others
                 self.failed_tasks += 1
                 _log.exception("a mover task failed")
             finally:
+                del task  # and what it refers to: the next one may be long in coming
                 with self._lock:
                     self._running -= 1
                     self._work_done.notify_all()

@@ -29,6 +29,9 @@ from tierstore.errors import SpecError
 
 DEFAULT_CHUNK_TOKENS = 64
 
+MIN_BYTES_PER_TOKEN = 32  # of a page: its token ids are kept in memory besides its bytes
+MAX_TOKENS_OF_SMALL_PAGE = 128  # such a page takes 4 KiB of every tier
+
 DTYPE_BYTES: Mapping[str, int] = {
     "float32": 4,
     "float16": 2,
@@ -98,13 +101,14 @@ class KVSpec:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
             raise SpecError(f"unknown KV dtype {self.dtype!r} (known: {', '.join(DTYPE_BYTES)})")
-        if self.chunk_tokens < 1:
-            raise SpecError(f"chunk_tokens must be at least 1, not {self.chunk_tokens}")
+        if not isinstance(self.chunk_tokens, int) or self.chunk_tokens < 1:
+            raise SpecError(f"chunk_tokens must be a whole number of at least 1, not {self.chunk_tokens!r}")
         layers = [layer for group in self.groups for layer in group.layers]
         if not layers or len(set(layers)) != len(layers):
             raise SpecError("every layer must be in exactly one layer group, and there must be at least one")
         for group in self.groups:
             _check_group(group)
+        check_page(self.page_bytes, self.chunk_tokens)
 
     # -- making one ----------------------------------------------------------------------------------
 
@@ -216,11 +220,11 @@ class KVSpec:
         groups = [_GROUP.fullmatch(part) for part in layout.split(";")[2:]]
         if match is None or not all(groups):
             raise SpecError(f"not a page layout: {layout!r}")
-        spec = cls(
-            tuple(_parsed_group(group) for group in groups if group is not None),
-            match["dtype"],
-            int(match["chunk"]),
-        )
+        try:
+            parsed = tuple(_parsed_group(group) for group in groups if group is not None)
+            spec = cls(parsed, match["dtype"], int(match["chunk"]))
+        except ValueError as error:  # a number of thousands of digits
+            raise SpecError("not a page layout: a number in it is too long") from error
         if spec.describe() != layout:
             raise SpecError(f"not a page layout: {layout!r}")
         return spec
@@ -257,9 +261,31 @@ def _parsed_group(group: re.Match[str]) -> LayerGroup:
     return LayerGroup(kind, layers, int(group["heads"]), int(group["dim"]), window or None, state_bytes)
 
 
+def check_page(page_bytes: int, chunk_tokens: int) -> None:
+    """Raise :class:`SpecError` for pages so small that the ids of their tokens could outgrow the tier that
+    holds their bytes.
+
+    >>> check_page(1 << 20, chunk_tokens=64)
+    >>> check_page(4096, chunk_tokens=1024)
+    Traceback (most recent call last):
+    tierstore.errors.SpecError: pages of 4096 bytes hold 128 tokens at most, not 1024: make chunks shorter
+    """
+    most = max(page_bytes // MIN_BYTES_PER_TOKEN, MAX_TOKENS_OF_SMALL_PAGE)
+    if chunk_tokens > most:
+        raise SpecError(
+            f"pages of {page_bytes} bytes hold {most} tokens at most, not {chunk_tokens}: make chunks shorter"
+        )
+
+
 def is_opaque(layout: str) -> bool:
     """Whether ``KVSpec.describe()`` gave this line for opaque pages."""
     return f";{LayerKind.OPAQUE.value}[" in layout
+
+
+def has_whole_pages(layout: str) -> bool:
+    """Whether ``KVSpec.describe()`` gave this line for pages of which no part can be told apart by token: a
+    state is right behind the last token of its chunk, and nowhere else."""
+    return any(f";{kind.value}[" in layout for kind in _STATES)
 
 
 def _check_group(group: LayerGroup) -> None:

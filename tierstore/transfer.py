@@ -16,11 +16,15 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import os
 import threading
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
+
+from tierstore.arguments import optional_seconds
+from tierstore.errors import StoreClosedError
 
 T = TypeVar("T")
 
@@ -68,6 +72,7 @@ class Transfer(Generic[T]):
         self._ends = None if deadline_s is None else clock() + deadline_s
         self._pages = pages
         self._nbytes = nbytes
+        self._pid = os.getpid()
         self._changed = threading.Condition()
         # Guarded by _changed: everything below.
         self._pages_done = 0
@@ -76,6 +81,7 @@ class Transfer(Generic[T]):
         self._ending = False
         self._result: T | None = None
         self._callbacks: list[Callable[[], None]] = []
+        self._watched: list[Transfer[Any]] = []
 
     @classmethod
     def completed(cls, result: T) -> Transfer[T]:
@@ -106,15 +112,19 @@ class Transfer(Generic[T]):
 
     def wait(self, timeout: float | None = None) -> T:
         """Block until the end and return the result. Raises :class:`TimeoutError` when ``timeout`` seconds
-        pass first; the transfer then goes on."""
+        pass first; the transfer then goes on. Raises :class:`StoreClosedError` in a forked child, where it
+        would never end."""
+        if self._state is TransferState.RUNNING and os.getpid() != self._pid:
+            raise StoreClosedError("this transfer was begun by another process: it ends there")
+        timeout = optional_seconds("timeout", timeout)
         give_up = None if timeout is None else self._clock() + timeout
         while not self.done:
             now = self._clock()
             if give_up is not None and now >= give_up:
                 raise TimeoutError(f"transfer not finished after {timeout} s: {self!r}")
-            ends = [t - now for t in (give_up, self._ends) if t is not None]
-            if self._look is not None:
-                ends.append(self._look())
+            ends = [t - now for t in (give_up,) if t is not None]
+            if (next_look_s := self._next_look_s()) is not None:
+                ends.append(next_look_s)
             with self._changed:
                 if self._state is TransferState.RUNNING:
                     self._changed.wait(max(min(ends), 0) if ends else None)
@@ -163,9 +173,21 @@ class Transfer(Generic[T]):
         """Everything that will arrive has arrived."""
         self._end(TransferState.DONE)
 
+    def watch(self, part: Transfer[Any]) -> None:
+        """``part`` is something that this transfer waits for: whoever looks at this looks at that, too, until
+        it has ended."""
+        with self._changed:
+            self._watched = [each for each in self._watched if each._state is TransferState.RUNNING]
+            if part._state is TransferState.RUNNING:
+                self._watched.append(part)
+                self._changed.notify_all()  # it may be due before what is waited for now
+
     # -- inside --------------------------------------------------------------------------------------
 
     def _end_if_due(self) -> None:
+        if self._watched and self._state is TransferState.RUNNING and not self._ending:
+            for part in self._watched:
+                part._end_if_due()
         if self._look is not None and self._state is TransferState.RUNNING and not self._ending:
             self._look()
         if self._ends is not None and self._state is TransferState.RUNNING and self._clock() >= self._ends:
@@ -177,19 +199,27 @@ class Transfer(Generic[T]):
                 return False
             self._ending = True
         result = self._settle(state)
+        self._watched = []
         self._settle = _settled  # the job refers to its transfer: this way neither waits for the collector
         with self._changed:
             self._result = result
             self._state = state
             callbacks, self._callbacks = self._callbacks, []
             self._changed.notify_all()
+        raised: BaseException | None = None
         for callback in callbacks:
-            callback()
+            try:
+                callback()
+            except BaseException as error:  # noqa: BLE001  # the others are called all the same
+                raised = raised or error
+        if raised is not None:
+            raise raised
         return True
 
     def _next_look_s(self) -> float | None:
         """Seconds until this should be looked at again, if nothing happens before."""
         times = [self.remaining_s, self._look() if self._look is not None else None]
+        times += [part._next_look_s() for part in self._watched if part._state is TransferState.RUNNING]
         return min((seconds for seconds in times if seconds is not None), default=None)
 
     def _value(self) -> T:

@@ -22,16 +22,24 @@ _FACTORS = {
     "GB": 10**9,
     "TB": 10**12,
 }
+_MOST_BYTES = 1 << 60  # more than any machine has
+_SHOWN_CHARACTERS = 40
+
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes in ``text``. Raises :class:`UsageError` for anything that is not a size."""
-    match = _SIZE.fullmatch(str(text))
+    """Bytes in ``text``. Raises :class:`UsageError` for anything that is no size, or too large a one."""
+    written = str(text)
+    shown = repr(written if len(written) <= _SHOWN_CHARACTERS else f"{written[:_SHOWN_CHARACTERS]}…")
+    match = _SIZE.fullmatch(written)
     factor = _FACTORS.get(match.group(2).upper()) if match else None
     if match is None or factor is None:
-        raise UsageError(f"not a size: {text!r} (write for example 512MiB, 8GiB or a number of bytes)")
-    return int(float(match.group(1)) * factor)
+        raise UsageError(f"not a size: {shown} (write for example 512MiB, 8GiB or a number of bytes)")
+    nbytes = float(match.group(1)) * factor
+    if nbytes > _MOST_BYTES:
+        raise UsageError(f"not a size: {shown} is more than {format_size(_MOST_BYTES)}")
+    return int(nbytes)
 
 
 def format_size(nbytes: float) -> str:

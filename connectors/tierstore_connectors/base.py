@@ -24,9 +24,10 @@ from typing import Protocol
 
 from tierstore.hints import Hint
 from tierstore.keys import Prompt, TokenIds
-from tierstore.store.load import Loaded
+from tierstore.stats import StoreStats
 from tierstore.tiers.hbm import PagePool
 from tierstore.transfer import Transfer
+from tierstore.types import Loaded
 
 
 class Hit(Protocol):
@@ -100,6 +101,10 @@ class Connector(ABC):
     @abstractmethod
     def available(self) -> int:
         """Pages that ``allocate`` could hand out now: free ones and cached ones that nobody uses."""
+
+    @abstractmethod
+    def stats(self) -> StoreStats | None:
+        """What the store below has counted; None where there is none. From any thread."""
 
     @abstractmethod
     def close(self) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import tierstore
+from tierstore import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES, Store
+from tierstore import Hit as StoreHit
 from tierstore.errors import UsageError
 from tierstore.hints import Hint
 from tierstore.keys import Identity, Prompt, TokenIds
 from tierstore.spec import KVSpec
-from tierstore.store.base import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES, Store
-from tierstore.store.base import Hit as StoreHit
-from tierstore.store.load import Loaded
+from tierstore.stats import StoreStats
 from tierstore.tiers.hbm import PagePool, open_pool
 from tierstore.transfer import Transfer
+from tierstore.types import Loaded
 from tierstore_connectors.base import Connector, Hit
 
 _CONNECT_S = 2.0  # that opening waits for a daemon
@@ -75,6 +77,9 @@ class NoStore(Connector):
     def available(self) -> int:
         return self.pool.free_pages
 
+    def stats(self) -> StoreStats | None:
+        return None
+
     def close(self) -> None:
         """The pool's memory goes with its last view."""
 
@@ -124,6 +129,9 @@ class StoreConnector(Connector):
     def available(self) -> int:
         return self.store.available_hbm()
 
+    def stats(self) -> StoreStats | None:
+        return self.store.stats()
+
     def close(self) -> None:
         self.store.close()
 
@@ -140,15 +148,15 @@ def open_connector(
 ) -> Connector:
     """A page pool of ``pool_pages`` pages on ``device`` and the connector to ``store``: the address of a
     daemon (``ipc://PATH``, ``tcp://HOST:PORT``), a directory for an embedded store, or None to compute
-    without one. Raises what :meth:`Store.open` and :meth:`Store.connect` raise."""
+    without one. Raises what :func:`tierstore.open` and :func:`tierstore.connect` raise."""
     pool = open_pool(spec, pool_pages, device=device)
     if store is None:
         return NoStore(pool, identity)
     if "://" in store:
-        connected = Store.connect(store, spec, identity=identity, pool=pool)
+        connected = tierstore.connect(store, spec, identity=identity, pool=pool)
         connected.wait_connected(_CONNECT_S)  # or not: then the engine starts with misses
         return StoreConnector(connected)
-    opened = Store.open(
+    opened = tierstore.open(
         store, spec, identity=identity, pool=pool, host_bytes=host_bytes, disk_bytes=disk_bytes
     )
     return StoreConnector(opened)

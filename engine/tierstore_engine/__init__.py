@@ -6,7 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tierstore_engine.beams import BeamHypothesis, BeamParams
     from tierstore_engine.build import LoadedModel, build_engine, load_model, open_model
+    from tierstore_engine.draft_model import DraftModel
+    from tierstore_engine.drafting import Drafter, PromptLookup
     from tierstore_engine.engine import Engine, EngineStats
     from tierstore_engine.heap import freeze_heap
     from tierstore_engine.outputs import Completion, FinishReason, RequestMetrics, StepOutput
@@ -14,12 +17,17 @@ if TYPE_CHECKING:
     from tierstore_engine.settings import EngineSettings
 
 __all__ = [
+    "BeamHypothesis",
+    "BeamParams",
     "Completion",
+    "DraftModel",
+    "Drafter",
     "Engine",
     "EngineSettings",
     "EngineStats",
     "FinishReason",
     "LoadedModel",
+    "PromptLookup",
     "RequestMetrics",
     "SamplingParams",
     "StepOutput",
@@ -30,7 +38,10 @@ __all__ = [
 ]
 
 _HOMES = {
+    "beams": ("BeamHypothesis", "BeamParams"),
     "build": ("LoadedModel", "build_engine", "load_model", "open_model"),
+    "draft_model": ("DraftModel",),
+    "drafting": ("Drafter", "PromptLookup"),
     "engine": ("Engine", "EngineStats"),
     "heap": ("freeze_heap",),
     "outputs": ("Completion", "FinishReason", "RequestMetrics", "StepOutput"),

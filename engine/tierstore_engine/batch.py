@@ -18,12 +18,19 @@ def finishing(work: Sequence[Work]) -> list[Work]:
 
 def build_step(work: Sequence[Work], pool: PagePool) -> Step:
     """The batch of ``work`` (not empty) over pages of ``pool``, flattened in its order; logits for each of
-    :func:`finishing`."""
+    :func:`finishing`, of its newest token and of each token of its draft."""
     ends = accumulate(item.tokens for item in work)
-    rows = [end - 1 for item, end in zip(work, ends, strict=True) if item.stop == len(item.sequence.tokens)]
+    rows = [
+        row
+        for item, end in zip(work, ends, strict=True)
+        if item.stop == len(item.sequence.tokens)
+        for row in range(end - 1 - len(item.draft), end)
+    ]
     return Step(
-        spans=tuple(Span(item.sequence.pages, item.start, item.stop) for item in work),
-        tokens=[token for item in work for token in item.sequence.tokens[item.start : item.stop]],
+        spans=tuple(Span(item.sequence.pages, item.start, item.start + item.tokens) for item in work),
+        tokens=[
+            token for item in work for token in (*item.sequence.tokens[item.start : item.stop], *item.draft)
+        ],
         logit_rows=rows,
         arrivals=pool.arrivals(
             page for item in work if item.sequence.arriving for page in item.sequence.pages

@@ -8,15 +8,16 @@ anything is written: :func:`open_model` (configuration and tokenizer), :func:`lo
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from tierstore import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES
 from tierstore.errors import UsageError
 from tierstore.keys import Identity
 from tierstore.spec import DEFAULT_CHUNK_TOKENS, KVSpec
-from tierstore.store.base import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES
 from tierstore.tiers.cuda import CudaDevice
 from tierstore.tiers.device_pool import DevicePool, pages_that_fit
 from tierstore.tiers.hbm import PagePool
@@ -26,6 +27,8 @@ from tierstore_engine.attention.base import make_attention
 from tierstore_engine.attention.cuda import CudaAttention
 from tierstore_engine.checkpoint import read_config
 from tierstore_engine.config import DTYPES, ModelConfig
+from tierstore_engine.draft_model import DraftModel
+from tierstore_engine.drafting import Drafter
 from tierstore_engine.engine import Engine
 from tierstore_engine.errors import UnknownModelError
 from tierstore_engine.kernels.catalog import KERNEL_DTYPES
@@ -112,6 +115,7 @@ def build_engine(
     disk_bytes: int = DEFAULT_DISK_BYTES,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     settings: EngineSettings | None = None,
+    drafter: Drafter | None = None,
 ) -> Engine:
     """An engine over a pool of ``pool_pages`` pages (None, on a GPU only: what its free memory holds), and
     over the store at ``store`` (None: without one).
@@ -135,7 +139,45 @@ def build_engine(
         disk_bytes=disk_bytes,
         device=model.device,
     )
-    return Engine(make_runner(model, connector.pool, settings), model.tokenizer, connector, settings)
+    runner = make_runner(model, connector.pool, settings)
+    return Engine(runner, model.tokenizer, connector, settings, drafter=drafter)
+
+
+def build_draft_model(
+    draft: LoadedModel,
+    model: LoadedModel,
+    *,
+    pool_pages: int,
+    tokens: int,
+    store: str | None = None,
+    host_bytes: int = DEFAULT_HOST_BYTES,
+    disk_bytes: int = DEFAULT_DISK_BYTES,
+    settings: EngineSettings | None = None,
+) -> DraftModel:
+    """``draft`` as the drafter of an engine of ``model``, over pages of its own: in the daemon at ``store``
+    under its own identity, or in the directory beside ``store`` that ends with ``-draft``.
+
+    Raises :class:`UsageError` for models whose tokens are not the same, and what :func:`build_engine` does.
+    """
+    if draft.config.vocab_size != model.config.vocab_size:
+        raise UsageError(
+            f"a draft model has the model's own tokens: it has {draft.config.vocab_size} of them, the model "
+            f"{model.config.vocab_size}"
+        )
+    settings, spec = settings or EngineSettings(), draft.kv_spec()
+    check_pool(spec, pool_pages, draft.device)
+    connector = open_connector(
+        spec,
+        draft.identity(spec),
+        pool_pages=pool_pages,
+        store=store if store is None or "://" in store else f"{store.rstrip('/')}-draft",
+        host_bytes=host_bytes,
+        disk_bytes=disk_bytes,
+        device=draft.device,
+    )
+    return DraftModel(
+        make_runner(draft, connector.pool, settings), connector, tokens=tokens, settings=settings
+    )
 
 
 def make_runner(model: LoadedModel, pool: PagePool, settings: EngineSettings) -> Runner:
@@ -169,11 +211,16 @@ def check_pool(spec: KVSpec, pool_pages: int, device: str) -> None:
 
 def check_device(device: str) -> None:
     """Raises :class:`UsageError` for a device that there is not."""
-    if device not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"unknown device {device!r} (known: auto, cpu, cuda)")
-    if device == "cuda" and not torch.cuda.is_available():
+    if device in ("auto", "cpu"):
+        return
+    if not re.fullmatch(r"cuda(:\d{1,3})?", device, re.ASCII):
+        raise UsageError(f"unknown device {device!r} (known: auto, cpu, cuda, cuda:N)")
+    if not torch.cuda.is_available():
         built = "sees none" if torch.version.cuda else "was built without CUDA"
         raise UsageError(f"no CUDA device: torch {torch.__version__} {built}; use --device cpu")
+    count = torch.cuda.device_count()
+    if _device_index(device) >= count:
+        raise UsageError(f"no device {device}: torch sees {count} (the last is cuda:{count - 1})")
 
 
 def resolve_device(device: str, dtype: str) -> str:
@@ -187,12 +234,17 @@ def resolve_device(device: str, dtype: str) -> str:
 def _fitting_pages(spec: KVSpec, device: str) -> int:
     if device == "cpu":
         raise UsageError("say how many pages the pool has: this machine's memory is not the pool's alone")
-    return pages_that_fit(spec, CudaDevice())
+    return pages_that_fit(spec, CudaDevice(_device_index(device)))
+
+
+def _device_index(device: str) -> int:
+    """1 of ``cuda:1``; ``cuda`` is the first."""
+    return torch.device(device).index or 0
 
 
 def _check_memory(config: ModelConfig, device: str) -> None:
     wanted = weights_bytes(config)
-    memory = _memory_bytes() if device == "cpu" else torch.cuda.mem_get_info()[0]
+    memory = _memory_bytes() if device == "cpu" else torch.cuda.mem_get_info(_device_index(device))[0]
     if wanted > memory:
         raise UsageError(
             f"the model's weights take {format_size(wanted)} as {config.dtype}, more than the "

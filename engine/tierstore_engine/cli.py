@@ -23,7 +23,9 @@ app = typer.Typer(
 
 
 def main() -> None:
-    app()
+    """Run the command line, and end the process."""
+    with one_line_errors("tierstore-engine"):
+        app()
 
 
 @app.callback()
@@ -49,39 +51,105 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence")] = False,
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens computed per step")] = 1024,
-    device: Annotated[str, typer.Option(help="auto|cpu|cuda")] = "auto",
+    device: Annotated[str, typer.Option(help="auto|cpu|cuda|cuda:N")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="float32|bfloat16|float16; default: the model's")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON document instead of text")] = False,
 ) -> None:
     """Continue a prompt: the text on stdout as it comes, one line about the run on stderr."""
-    with one_line_errors("tierstore-engine"):
-        # Only here: torch takes seconds to import, and --help should not.
-        from tierstore_engine.generate import GenerateRequest, run
-        from tierstore_engine.sampling import SamplingParams
+    # Only here: torch takes seconds to import, and --help should not.
+    from tierstore_engine.generate import GenerateRequest, run
+    from tierstore_engine.sampling import SamplingParams
 
-        request = GenerateRequest(
-            model=model,
-            prompt=_read_prompt(prompt_file, prompt),
-            params=SamplingParams(
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_k=top_k,
-                top_p=top_p,
-                min_p=min_p,
-                seed=seed,
-                stop=tuple(stop or ()),
-                ignore_eos=ignore_eos,
-            ),
-            store=store,
-            host_bytes=parse_size(host_bytes),
-            disk_bytes=parse_size(disk_bytes),
-            hbm_bytes=None if hbm_bytes is None else parse_size(hbm_bytes),
-            prefill_chunk=prefill_chunk,
-            device=device,
-            dtype=dtype,
-            json=json,
-        )
-        run(request)
+    request = GenerateRequest(
+        model=model,
+        prompt=_read_prompt(prompt_file, prompt),
+        params=SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            stop=tuple(stop or ()),
+            ignore_eos=ignore_eos,
+        ),
+        store=store,
+        host_bytes=parse_size(host_bytes),
+        disk_bytes=parse_size(disk_bytes),
+        hbm_bytes=None if hbm_bytes is None else parse_size(hbm_bytes),
+        prefill_chunk=prefill_chunk,
+        device=device,
+        dtype=dtype,
+        json=json,
+    )
+    run(request)
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Option(help="A Hugging Face folder, or tiny|demo|qwen2.5-0.5b|llama-3-8b")],
+    host: Annotated[str, typer.Option(help="Listen at; beyond loopback a key is needed")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 is any free one")] = 8000,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="What clients call the model; default: the folder's or preset's name")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Clients must send it", envvar="TIERSTORE_API_KEY", show_envvar=True)
+    ] = None,
+    chat_template: Annotated[Path | None, typer.Option(help="Jinja; default: the model's own")] = None,
+    store: Annotated[
+        str | None, typer.Option(help="Store directory, or a daemon's address; without one nothing is kept")
+    ] = None,
+    host_bytes: Annotated[str, typer.Option(help="Capacity of the store's host tier")] = "1GiB",
+    disk_bytes: Annotated[str, typer.Option(help="Capacity of the store's disk tier")] = "10GiB",
+    hbm_bytes: Annotated[
+        str | None, typer.Option(help="Page pool; default: a GPU's free memory, or 65,536 tokens on a CPU")
+    ] = None,
+    draft: Annotated[str | None, typer.Option(help="Speculative decoding: prompt-lookup, or a model")] = None,
+    draft_tokens: Annotated[int, typer.Option(help="Drafted per step at most")] = 5,
+    prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens computed per step")] = 1024,
+    max_sequences: Annotated[int, typer.Option(help="Computed at a time")] = 32,
+    max_new_tokens: Annotated[int, typer.Option(help="Of one continuation at most")] = 4096,
+    max_requests: Annotated[int, typer.Option(help="Worked on or waiting at a time; others get 429")] = 512,
+    max_queued_tokens: Annotated[int, typer.Option(help="Prompt tokens of those")] = 4_000_000,
+    max_body_bytes: Annotated[str, typer.Option(help="Of a request; larger ones get 413")] = "4MiB",
+    request_s: Annotated[float, typer.Option(help="Seconds for one request; then it gets 504")] = 600.0,
+    drain_s: Annotated[float, typer.Option(help="Seconds that SIGTERM waits for requests")] = 30.0,
+    device: Annotated[str, typer.Option(help="auto|cpu|cuda")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="float32|bfloat16|float16; default: the model's")] = None,
+) -> None:
+    """Serve OpenAI's API over HTTP, until SIGTERM."""
+    from tierstore_engine.server.run import ServeOptions, run
+    from tierstore_engine.server.settings import ServerSettings
+    from tierstore_engine.settings import EngineSettings
+
+    server = ServerSettings(
+        model_name=served_model_name or Path(model).name or model,
+        host=host,
+        port=port,
+        api_key=api_key,
+        chat_template=chat_template,
+        max_body_bytes=parse_size(max_body_bytes),
+        max_requests=max_requests,
+        max_queued_tokens=max_queued_tokens,
+        max_new_tokens=max_new_tokens,
+        request_s=request_s,
+        drain_s=drain_s,
+    )
+    options = ServeOptions(
+        model=model,
+        server=server,
+        engine=EngineSettings(prefill_chunk=prefill_chunk, max_sequences=max_sequences),
+        store=store,
+        host_bytes=parse_size(host_bytes),
+        disk_bytes=parse_size(disk_bytes),
+        hbm_bytes=None if hbm_bytes is None else parse_size(hbm_bytes),
+        device=device,
+        dtype=dtype,
+        draft=draft,
+        draft_tokens=draft_tokens,
+    )
+    run(options)
 
 
 def _read_prompt(file: Path | None, text: str | None) -> str:

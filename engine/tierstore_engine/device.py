@@ -76,9 +76,9 @@ class CudaRunner(Runner):
             logits = self.graphs.compute(step)
             return self._model.compute(step) if logits is None else logits
 
-    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[Choice]:
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> list[Choice]:
         with shortage_explained(self._pool, self._settings), torch.cuda.stream(self._stream):
-            sampled = sample(logits, draws).to_host()
+            sampled = sample(logits, draws, rows).to_host()
         self.wait()
         return sampled.choices()
 

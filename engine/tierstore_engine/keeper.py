@@ -4,13 +4,13 @@ given back here, and nowhere else."""
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 from typing import TypeVar
 
 from tierstore.hints import Hint, inferred
-from tierstore.store import Loaded
 from tierstore.transfer import Transfer
+from tierstore.types import Loaded
 from tierstore_connectors.base import Connector, Hit
 from tierstore_engine.sequence import Loading, Sequence, SequenceState
 
@@ -23,6 +23,9 @@ class PageKeeper:
     A sequence is admitted with pages for all of its tokens at once, so that only decoding can ever run out;
     whoever has to give way is parked: its pages are saved and released, and it is admitted again later like
     a new sequence whose prompt happens to be in the store.
+
+    Sequences that were forked share pages by reference. Full ones are never written again; the one that is
+    not is copied by the first who writes to it, and belongs to the last who has it.
     """
 
     def __init__(self, connector: Connector, *, load_deadline_s: float) -> None:
@@ -30,6 +33,7 @@ class PageKeeper:
         self._chunk = connector.pool.spec.chunk_tokens
         self._load_deadline_s = load_deadline_s
         self._parking: deque[Transfer[int]] = deque()  # saves whose end may make pages available
+        self._shares: Counter[int] = Counter()  # by page, how many sequences have it beside the first
 
     @property
     def chunk_tokens(self) -> int:
@@ -45,6 +49,11 @@ class PageKeeper:
         while self._parking and self._parking[0].done:
             self._parking.popleft()
         return bool(self._parking)
+
+    @property
+    def shared_pages(self) -> int:
+        """Pages that are saved by sharing: those that all sequences would have, less those there are."""
+        return self._shares.total()
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold the KV of ``tokens`` tokens."""
@@ -90,7 +99,7 @@ class PageKeeper:
         more = self._connector.allocate(missing) if missing > 0 else []
         sequence.loading = None
         if more is None:
-            self._connector.release([*loaded.pages, *loading.fresh])
+            self._release([*loaded.pages, *loading.fresh])
             sequence.state = SequenceState.WAITING
             return
         self._account(sequence, loading, loaded)
@@ -100,34 +109,67 @@ class PageKeeper:
         sequence.saved_pages = loaded.tokens // self._chunk
         sequence.state = SequenceState.RUNNING
 
-    def grow(self, sequence: Sequence) -> bool:
-        """See to it that the sequence has a page for its newest token. False when there is none."""
-        missing = self.pages_for(len(sequence.tokens)) - len(sequence.pages)
-        if missing <= 0:
+    def share(self, parent: Sequence, child: Sequence) -> None:
+        """Give ``child``, which has the same tokens, the pages of ``parent``, all of whose KV is computed. No
+        byte moves."""
+        assert parent.computed == len(parent.tokens) == len(child.tokens)
+        self._shares.update(parent.pages)
+        child.pages = list(parent.pages)
+        child.arriving = parent.arriving
+        child.saved_pages = parent.saved_pages
+        child.restore(parent.computed)
+        child.state = SequenceState.RUNNING
+
+    def grow(self, sequence: Sequence, *, draft_tokens: int = 0) -> bool:
+        """See to it that the tokens still to be computed, and ``draft_tokens`` more, have pages that nobody
+        else writes to. False, and nothing changed, when there is no room."""
+        pages = sequence.pages
+        first = sequence.computed // self._chunk
+        shared = [place for place in range(first, len(pages)) if self._shares[pages[place]]]
+        missing = max(self.pages_for(len(sequence.tokens) + draft_tokens) - len(pages), 0)
+        if not shared and not missing:
             return True
-        pages = self._connector.allocate(missing)
-        if pages is None:
+        fresh = self._connector.allocate(len(shared) + missing)
+        if fresh is None:
             return False
-        sequence.pages += pages
+        copies = [(fresh.pop(), place) for place in shared]
+        self._connector.pool.copy_pages((page, pages[place]) for page, place in copies)
+        self._release([pages[place] for place in shared])
+        # A new list: a captured step knows a table that only grows by its identity.
+        table = list(pages) if copies else pages
+        for page, place in copies:
+            table[place] = page
+        table += fresh
+        sequence.pages = table
         return True
+
+    def trim(self, sequence: Sequence) -> None:
+        """Give back the pages behind the sequence's newest token: what was drafted there was not accepted."""
+        keep = self.pages_for(len(sequence.tokens))
+        if len(sequence.pages) > keep:
+            self._release(sequence.pages[keep:])
+            sequence.pages = sequence.pages[:keep]
 
     def save(self, sequence: Sequence) -> Transfer[int] | None:
         """Publish the pages that have become full since the last call."""
         return self._publish(sequence, sequence.computed // self._chunk)
 
-    def leave(self, sequence: Sequence) -> None:
-        """Save what has been computed, the partial last page too, and give all pages back: *waiting*."""
+    def leave(self, sequence: Sequence, *, save: bool = True) -> None:
+        """Save what has been computed (or not), the partial last page too unless it is shared, and give all
+        pages back: *waiting*."""
         if sequence.loading is not None:
             self._abandon(sequence.loading)
             sequence.loading = None
         # A partial page can only be saved as the end of its prompt; a prefill that is cut short ends at a
         # page's end, or within a page that was loaded and is in the store already.
-        whole = sequence.computed == len(sequence.prompt)
-        stop = self.pages_for(sequence.computed) if whole else sequence.computed // self._chunk
-        saving = self._publish(sequence, stop, hint=_hint(sequence))
+        stop = self.pages_for(sequence.computed)
+        full = sequence.computed // self._chunk
+        if stop > full and (sequence.computed < len(sequence.prompt) or self._shares[sequence.pages[full]]):
+            stop = full  # who shares it is going to write to it
+        saving = self._publish(sequence, stop, hint=_hint(sequence)) if save else None
         if saving is not None and not saving.done:
             self._parking.append(saving)
-        self._connector.release(sequence.pages)
+        self._release(sequence.pages)
         sequence.pages = []
         sequence.arriving = False
         sequence.computed = sequence.saved_pages = 0
@@ -151,7 +193,7 @@ class PageKeeper:
 
     def _publish(self, sequence: Sequence, stop: int, *, hint: Hint | None = None) -> Transfer[int] | None:
         first = sequence.saved_pages
-        if stop <= first and (hint is None or not first):
+        if sequence.no_save or (stop <= first and (hint is None or not first)):
             return None
         pages = sequence.pages[first:stop]
         saving = self._connector.save(
@@ -163,7 +205,18 @@ class PageKeeper:
     def _abandon(self, loading: Loading) -> None:
         loading.transfer.cancel()
         loaded = loading.transfer.wait()  # it may have ended before it could be cancelled
-        self._connector.release([*loaded.pages, *loading.fresh])
+        self._release([*loaded.pages, *loading.fresh])
+
+    def _release(self, pages: list[int]) -> None:
+        """A sequence is done with these pages: the last that has one gives it back."""
+        owned = []
+        for page in pages:
+            if self._shares[page]:
+                self._shares[page] -= 1
+            else:
+                del self._shares[page]
+                owned.append(page)
+        self._connector.release(owned)
 
     def _account(self, sequence: Sequence, loading: Loading, loaded: Loaded) -> None:
         tally = sequence.tally
@@ -175,6 +228,8 @@ class PageKeeper:
 
 def _hint(sequence: Sequence) -> Hint | None:
     """What is known of the future of a sequence's pages when it leaves."""
+    if sequence.hint is not None and sequence.finish_reason is not None:
+        return sequence.hint
     reason = sequence.finish_reason
     return inferred(reason.value if reason is not None else "parked")
 

@@ -30,8 +30,8 @@ class Model:
     def compute(self, step: Step) -> torch.Tensor:
         return self.forward(step.on(self.device))
 
-    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[Choice]:
-        return sample(logits, draws).choices()
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> list[Choice]:
+        return sample(logits, draws, rows).choices()
 
     def wait(self) -> None:
         """On the CPU nothing is under way when :meth:`compute` returns."""

@@ -41,7 +41,8 @@ class RequestMetrics:
     arrived. ``loaded_bytes`` and ``load_s`` cover all loads, those after a preemption too (on a GPU only
     until computing could begin, which may be before the last bytes are there); ``ttft_s`` runs from ``add``
     to the first token (0 when there was none), ``itl_s`` has one entry per further token.
-    ``recomputed_tokens`` were computed once more because a preemption had lost them.
+    ``recomputed_tokens`` were computed once more because a preemption had lost them. Of ``drafted_tokens``
+    (guessed, and computed beside others) ``accepted_tokens`` were what the model chose itself.
     """
 
     prompt_tokens: int = 0
@@ -53,6 +54,8 @@ class RequestMetrics:
     itl_s: tuple[float, ...] = ()
     preemptions: int = 0
     recomputed_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def reused_tokens(self) -> int:
@@ -83,12 +86,14 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one step added to one request: its token, and the text that is certain now (it may be empty, and
-    may hold text of earlier tokens). The last one carries the completion."""
+    """What one step added to one request: its tokens (one, or more where a draft was accepted), and the text
+    that is certain now (it may be empty, and may hold text of earlier tokens). The last one carries the
+    completion."""
 
     request_id: RequestId
     text: str
     tokens: tuple[int, ...]
+    logprobs: tuple[StepLogprobs, ...] = ()  # of each token, where they were asked for
     completion: Completion | None = None
 
     @property

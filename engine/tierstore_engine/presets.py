@@ -40,6 +40,20 @@ _DEMO = ModelConfig(
     rope=RopeConfig(theta=500000.0),
 )
 
+# As deep as a real model and small otherwise: shows what 16-bit rounding adds up to over many layers. (The
+# width is Qwen2.5-0.5B's; with narrower rows torch's CPU kernels round one row as they round a thousand.)
+_DEEP = ModelConfig(
+    vocab_size=BYTE_VOCAB_SIZE,
+    hidden_size=896,
+    intermediate_size=256,
+    layers=12,
+    heads=14,
+    kv_heads=2,
+    head_dim=64,
+    max_positions=8192,
+    dtype="bfloat16",
+)
+
 _QWEN25_05B = ModelConfig(
     vocab_size=151936,
     hidden_size=896,
@@ -79,6 +93,7 @@ _LLAMA3_8B = ModelConfig(
 PRESETS: Mapping[str, ModelConfig] = {
     "tiny": _TINY,
     "demo": _DEMO,
+    "deep": _DEEP,
     "qwen2.5-0.5b": _QWEN25_05B,
     "llama-3-8b": _LLAMA3_8B,
 }

@@ -6,8 +6,9 @@ those from its own generator, so its tokens depend on its seed and its logits, n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -27,7 +28,11 @@ class SamplingParams:
     they apply in that order, after the temperature. ``stop`` ends the text before the first of its strings;
     ``stop_token_ids`` end it like the model's own end-of-sequence ids, which ``ignore_eos`` switches off.
     ``logprobs`` asks for that many most likely tokens beside the chosen one, from the model's own
-    distribution (before temperature and filters). ``keep_logits`` keeps each step's float32 logits.
+    distribution (before penalties, temperature and filters). ``keep_logits`` keeps each step's float32
+    logits.
+
+    Logits are first changed by ``logit_bias``, and lowered by ``presence_penalty`` for tokens that have been
+    generated, by ``frequency_penalty`` for each time that they were.
     """
 
     max_new_tokens: int = 128
@@ -41,6 +46,9 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     keep_logits: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _require(self.max_new_tokens >= 1, f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
@@ -50,14 +58,32 @@ class SamplingParams:
         _require(0 <= self.min_p <= 1, f"min_p must lie in [0, 1], not {self.min_p}")
         _require(self.logprobs is None or self.logprobs >= 0, f"logprobs cannot be {self.logprobs}")
         _require(all(self.stop), "a stop string must not be empty")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(math.isfinite(getattr(self, name)), f"{name} cannot be {getattr(self, name)}")
+        _require(all(map(math.isfinite, self.logit_bias.values())), "a logit_bias must be a finite number")
+
+    @property
+    def biased(self) -> bool:
+        """Whether logits are changed before anything is chosen."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.logit_bias)
+
+    def bias(self, counts: Mapping[int, int]) -> dict[int, float]:
+        """What is added to the logits of which tokens after those in ``counts`` have been generated."""
+        bias = dict(self.logit_bias)
+        for token, count in counts.items():
+            penalty = self.presence_penalty + self.frequency_penalty * count
+            bias[token] = bias.get(token, 0.0) - penalty
+        return bias
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What one sequence's next token is chosen by: ``uniform`` is a number in [0, 1) drawn for it."""
+    """What one sequence's next token is chosen by: ``uniform`` is a number in [0, 1) drawn for it, ``bias``
+    is added to the logits of these tokens first."""
 
     params: SamplingParams
     uniform: float = 0.0
+    bias: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,19 +127,23 @@ class Sampled:
 
 
 @torch.inference_mode()
-def sample(logits: torch.Tensor, draws: Sequence[Draw]) -> Sampled:
-    """The next tokens from ``logits`` (float32 ``[len(draws), vocab_size]``), on their device.
+def sample(logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | None = None) -> Sampled:
+    """A token for each draw from ``logits`` (float32 ``[rows, vocab_size]``), on their device: from the row
+    that ``rows`` names for it (None: the first draw from the first row, and so on).
 
     Nothing here looks at a number that is on the device, so nothing waits for it: no shape depends on the
     logits, filtered tokens are not taken out but have no weight. A row's choice is a matter of that row
     alone."""
-    tokens = logits.argmax(-1)
+    if rows is not None and list(rows) != list(range(len(logits))):
+        logits = logits[to_device(torch.tensor(rows), logits.device)]
+    biased = _biased(logits, draws)
+    tokens = biased.argmax(-1)
     random = [row for row, draw in enumerate(draws) if draw.params.temperature > 0]
     for start in range(0, len(random), _ROWS_AT_ONCE):
-        rows = random[start : start + _ROWS_AT_ONCE]
-        where = to_device(torch.tensor(rows), logits.device)
-        ranked = weights(logits[where], [draws[row].params for row in rows])
-        tokens[where] = _invert(*ranked, [draws[row].uniform for row in rows])
+        some = random[start : start + _ROWS_AT_ONCE]
+        where = to_device(torch.tensor(some), logits.device)
+        ranked = weights(biased[where], [draws[row].params for row in some])
+        tokens[where] = _invert(*ranked, [draws[row].uniform for row in some])
     wanted = {row: draw.params.logprobs for row, draw in enumerate(draws)}
     return Sampled(
         tokens,
@@ -150,6 +180,17 @@ def _invert(tokens: torch.Tensor, weights: torch.Tensor, uniforms: Sequence[floa
     places = torch.arange(weights.shape[1], device=weights.device)
     last = (places * (weights > 0)).amax(-1, keepdim=True)
     return tokens.gather(1, torch.minimum(rank, last)).squeeze(1)
+
+
+def _biased(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+    """``logits`` with each draw's bias; the very tensor where there is none."""
+    added = [(row, token, value) for row, draw in enumerate(draws) for token, value in draw.bias.items()]
+    if not added:
+        return logits
+    rows, tokens, values = zip(*added, strict=True)
+    where = to_device(torch.tensor([rows, tokens]), logits.device)
+    amounts = to_device(torch.tensor(values, dtype=logits.dtype), logits.device)
+    return logits.index_put((where[0], where[1]), amounts, accumulate=True)
 
 
 def _logprobs(

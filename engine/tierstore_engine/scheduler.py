@@ -23,15 +23,18 @@ _ROOM_POLL_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Compute the tokens ``start … stop`` of ``sequence``."""
+    """Compute the tokens ``start … stop`` of ``sequence``, and behind its newest one those of ``draft``: a
+    guess at what follows, of which as much counts as the model would have chosen itself."""
 
     sequence: Sequence
     start: int
     stop: int
+    draft: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
-        return self.stop - self.start
+        """Rows of the batch that this takes."""
+        return self.stop - self.start + len(self.draft)
 
 
 class Scheduler:
@@ -51,10 +54,19 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=_age)
 
-    def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out for good, saving what it has and giving its pages back."""
+    def adopt(self, sequence: Sequence) -> None:
+        """Take in a sequence that shares another one's pages. Where all places are taken it gives them back
+        and waits."""
+        if len(self.admitted) < self._settings.max_sequences:
+            insort(self.admitted, sequence, key=_age)
+        else:
+            self._keeper.leave(sequence, save=False)
+            self.add(sequence)
+
+    def remove(self, sequence: Sequence, *, save: bool = True) -> None:
+        """Take a sequence out for good, saving what it has (or not) and giving its pages back."""
         if sequence in self.admitted:
-            self._keeper.leave(sequence)
+            self._keeper.leave(sequence, save=save)
             self.admitted.remove(sequence)
             self._refused_at = None
         else:
@@ -68,7 +80,10 @@ class Scheduler:
         self._settle()  # what was in HBM has loaded at once
         arriving = [s for s in self.admitted if self._keeper.arriving(s)]
         others = [s for s in self.admitted if s not in arriving]
-        return self._work(others) or self._work(arriving)
+        work = self._work(others) or self._work(arriving)
+        if not work and self.waiting and self.admitted and all(s.held for s in self.admitted):
+            self._park()  # they wait for one another, and for the pages that they hold
+        return work
 
     def wait(self) -> None:
         """Nothing can be computed now: wait briefly for a load or for room instead of spinning."""
@@ -114,19 +129,23 @@ class Scheduler:
         while not self._keeper.grow(sequence):
             if self._keeper.parking:
                 return False
-            youngest = self.admitted[-1]
-            self._keeper.leave(youngest)
-            youngest.tally.preemptions += 1
-            self._requeue(youngest)
-            if youngest is sequence:
+            if self._park() is sequence:
                 return False
         return True
+
+    def _park(self) -> Sequence:
+        """Take its pages from the youngest."""
+        youngest = self.admitted[-1]
+        self._keeper.leave(youngest)
+        youngest.tally.preemptions += 1
+        self._requeue(youngest)
+        return youngest
 
     def _prefills(self, sequences: list[Sequence], budget: int) -> list[Work]:
         work = []
         chunk = self._settings.prefill_chunk
         for sequence in sequences:
-            if sequence.state is not SequenceState.RUNNING or sequence.remaining == 1:
+            if sequence.state is not SequenceState.RUNNING or sequence.remaining <= 1:
                 continue
             stop = min((sequence.computed // chunk + 1) * chunk, len(sequence.tokens))
             # All of the chunk or nothing: a chunk cut to fit would change the shapes, and so the bits.
@@ -142,5 +161,6 @@ class Scheduler:
         insort(self.waiting, sequence, key=_age)
 
 
-def _age(sequence: Sequence) -> int:
-    return sequence.request_id
+def _age(sequence: Sequence) -> tuple[int, int]:
+    """What was forked is as old as what it was forked from."""
+    return sequence.root, sequence.request_id

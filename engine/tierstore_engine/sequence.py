@@ -9,18 +9,21 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import random
 import time
+from collections import Counter, deque
 from collections.abc import Sequence as Ints
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import islice, pairwise
 
 import torch
 
+from tierstore.hints import Hint
 from tierstore.keys import Prompt
-from tierstore.store import Loaded
 from tierstore.transfer import Transfer
+from tierstore.types import Loaded
 from tierstore_engine.outputs import (
     Completion,
     FinishReason,
@@ -61,6 +64,8 @@ class Tally:
     load_s: float = 0.0
     preemptions: int = 0
     recomputed_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Sequence:
@@ -79,7 +84,10 @@ class Sequence:
         added: float,
     ) -> None:
         self.request_id = request_id
+        self.root = request_id  # of the request that it was forked from, or its own
         self.session: str | None = None  # what the request is part of, if that is known
+        self.hint: Hint | None = None  # what the caller knows of its pages' future
+        self.no_save = False  # whether its pages are kept out of the store
         self.prompt = prompt  # of all tokens whose KV is computed, and at least of the request's own
         self.tokens = list(tokens)
         self.prompt_tokens = len(self.tokens)
@@ -96,6 +104,8 @@ class Sequence:
         self._most_computed = 0
         self._stop_ids = stop_ids
         self._random = random.Random(params.seed)
+        self._uniforms: deque[float] = deque()  # drawn, and not used up yet
+        self._counts: Counter[int] = Counter()  # of the tokens generated, where penalties ask
         self._detokenizer = detokenizer
         self._stops = StopMatcher(params.stop)
         self._text: list[str] = []
@@ -114,6 +124,11 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     @property
+    def held(self) -> bool:
+        """Whether everything is computed, and somebody else decides how it goes on."""
+        return self.state is SequenceState.RUNNING and self.remaining == 0
+
+    @property
     def started(self) -> bool:
         """Whether anything has been computed for it yet."""
         return self._most_computed > 0
@@ -122,23 +137,62 @@ class Sequence:
         """The KV of the first ``computed`` tokens is in the pages now."""
         self.tally.recomputed_tokens += max(min(computed, self._most_computed) - self.computed, 0)
         self._most_computed = max(self._most_computed, computed)
+        self.restore(computed)
+
+    def restore(self, computed: int) -> None:
+        """The KV of the first ``computed`` tokens has come from the store, or from another sequence."""
         self.computed = computed
         if computed > len(self.prompt):
             self.prompt.extend(self.tokens[len(self.prompt) : computed])
 
-    def restore(self, loaded: int) -> None:
-        """The KV of the first ``loaded`` tokens has come from the store."""
-        self.computed = loaded
+    def fork(self, request_id: RequestId, *, seed: int | None) -> Sequence:
+        """A sequence that has come as far and goes on by itself. It has no page yet."""
+        twin = copy.copy(self)
+        twin.request_id = request_id
+        twin.params = replace(self.params, seed=seed)
+        twin.prompt = self.prompt.copy()
+        twin.tokens = list(self.tokens)
+        twin.state = SequenceState.WAITING
+        twin.pages = []
+        twin.computed = twin.saved_pages = 0
+        twin.loading = None
+        twin.arriving = False
+        twin.tally = Tally(time.monotonic(), reused_by_tier=dict(self.tally.reused_by_tier))
+        twin._random = random.Random(seed)
+        twin._uniforms = deque()
+        twin._counts = Counter(self._counts)
+        twin._detokenizer = self._detokenizer.copy()
+        twin._stops = self._stops.copy()
+        twin._text = list(self._text)
+        twin._logprobs = list(self._logprobs)
+        twin._logits = list(self._logits)
+        return twin
 
-    def draw(self) -> Draw:
-        """What the next token is to be chosen by. Once for each: the request's own generator goes on."""
-        return Draw(self.params, self._random.random())
+    def draws(self, draft: Ints[int] = ()) -> list[Draw]:
+        """What the next token is to be chosen by, and the one behind each token of ``draft``. The request's
+        own generator goes on with :meth:`append`: what is not appended draws the same numbers again."""
+        while len(self._uniforms) <= len(draft):
+            self._uniforms.append(self._random.random())
+        uniforms = islice(self._uniforms, len(draft) + 1)
+        if not self.params.biased:
+            return [Draw(self.params, uniform) for uniform in uniforms]
+        counts = Counter(self._counts)
+        draws = []
+        for place, uniform in enumerate(uniforms):
+            if place:
+                counts[draft[place - 1]] += 1
+            draws.append(Draw(self.params, uniform, self.params.bias(counts)))
+        return draws
 
     def append(self, choice: Choice) -> str:
         """Go on with the next token; the text that became certain. May finish."""
         token = choice.token
         self._note(choice)
         self.tokens.append(token)
+        if self._uniforms:
+            self._uniforms.popleft()
+        if self.params.biased:
+            self._counts[token] += 1
         self.tally.token_times.append(time.monotonic())
         if token in self._stop_ids:
             return self.finish(FinishReason.STOP)
@@ -149,6 +203,10 @@ class Sequence:
         if len(self.tokens) >= self.max_tokens:
             return text + self.finish(FinishReason.LENGTH)
         return text
+
+    def extend(self, token: int) -> None:
+        """Go on with a token that somebody else has chosen, and who sees to text and end as well."""
+        self.tokens.append(token)
 
     def finish(self, reason: FinishReason) -> str:
         """End here; the text that was still held back."""
@@ -187,4 +245,6 @@ class Sequence:
             itl_s=tuple(later - earlier for earlier, later in pairwise(times)),
             preemptions=tally.preemptions,
             recomputed_tokens=tally.recomputed_tokens,
+            drafted_tokens=tally.drafted_tokens,
+            accepted_tokens=tally.accepted_tokens,
         )

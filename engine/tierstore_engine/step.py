@@ -58,9 +58,9 @@ class Runner(Protocol):
         """Logits, float32 ``[len(logit_rows), vocab_size]``, and the KV of all its tokens in its pages: all
         that may still be under way when this returns."""
 
-    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[Choice]:
-        """The next tokens from the logits of the last ``compute``, one draw for each row. The one place where
-        a step waits for its device, once for all of them."""
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> list[Choice]:
+        """A token for each draw, from the row of the last ``compute``'s logits that ``rows`` names for it.
+        The one place where a step waits for its device, once for all of them."""
 
     def wait(self) -> None:
         """Block until all that was computed is done."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 
@@ -15,6 +16,10 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._held = ""
         self.stopped = False
+
+    def copy(self) -> StopMatcher:
+        """One in the same state, for a text that goes on from here by itself."""
+        return copy.copy(self)
 
     def push(self, text: str) -> str:
         """The text that may be shown after ``text`` came. Sets ``stopped`` at a stop string; what follows it,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,17 +31,27 @@ class Detokenizer(ABC):
     def flush(self) -> str:
         """The text still held back at the end, with replacement characters for what stayed incomplete."""
 
+    @abstractmethod
+    def copy(self) -> Detokenizer:
+        """One in the same state, for a sequence that goes on from here by itself."""
+
 
 class Tokenizer(ABC):
     """One model's vocabulary."""
 
     @abstractmethod
-    def encode(self, text: str) -> list[int]:
-        """The ids of ``text``, with whatever the model expects at a prompt's start."""
+    def encode(self, text: str, *, begin: bool = True) -> list[int]:
+        """The ids of ``text``; unless ``begin`` is False, with whatever the model expects at a prompt's start
+        (which a chat template writes itself)."""
 
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of ``tokens``, without special tokens."""
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """The bytes of one token alone, None where it is part of a character and its own are not known."""
+        text = self.decode([token])
+        return None if _REPLACEMENT in text else text.encode()
 
     @abstractmethod
     def detokenizer(self) -> Detokenizer:
@@ -51,12 +62,15 @@ class ByteTokenizer(Tokenizer):
     """One id per byte of UTF-8, then begin and end of sequence; ids beyond (a preset may have a larger
     vocabulary) are shown as ``<id>``."""
 
-    def encode(self, text: str) -> list[int]:
-        return [BOS_BYTE_ID, *text.encode("utf-8")]
+    def encode(self, text: str, *, begin: bool = True) -> list[int]:
+        return [*((BOS_BYTE_ID,) if begin else ()), *text.encode("utf-8", errors="replace")]
 
     def decode(self, tokens: Sequence[int]) -> str:
         detokenizer = self.detokenizer()
         return "".join(map(detokenizer.push, tokens)) + detokenizer.flush()
+
+    def token_bytes(self, token: int) -> bytes | None:
+        return bytes((token,)) if token < 256 else super().token_bytes(token)
 
     def detokenizer(self) -> Detokenizer:
         return _ByteDetokenizer()
@@ -74,8 +88,8 @@ class HFTokenizer(Tokenizer):
         except Exception as error:  # the library raises bare Exception for a bad file
             raise ModelError(f"{file} is not a readable tokenizer: {error}") from error
 
-    def encode(self, text: str) -> list[int]:
-        return list(self._fast.encode(text).ids)
+    def encode(self, text: str, *, begin: bool = True) -> list[int]:
+        return list(self._fast.encode(text, add_special_tokens=begin).ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._fast.decode(list(tokens)))
@@ -98,6 +112,11 @@ class _ByteDetokenizer(Detokenizer):
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return text
+
+    def copy(self) -> Detokenizer:
+        twin = _ByteDetokenizer()
+        twin._decoder.setstate(self._decoder.getstate())
+        return twin
 
 
 class _WindowDetokenizer(Detokenizer):
@@ -128,6 +147,11 @@ class _WindowDetokenizer(Detokenizer):
         text = self._grown()
         self._settle()
         return text
+
+    def copy(self) -> Detokenizer:
+        twin = copy.copy(self)
+        twin._held = list(self._held)  # the context is replaced, never changed
+        return twin
 
     def _grown(self) -> str:
         return self._decode(self._context + self._held)[len(self._decode(self._context)) :]

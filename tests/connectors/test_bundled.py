@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+import tierstore
 from tierstore.errors import UsageError
 from tierstore.keys import Identity
 from tierstore.spec import KVSpec
-from tierstore.store import Store
 from tierstore.tiers.hbm import PagePool
 from tierstore_connectors.bundled import NoStore, StoreConnector, open_connector
 from tierstore_connectors.testing import TOKENS, ConnectorTests
@@ -24,7 +24,7 @@ class TestNoStore(ConnectorTests):
 class TestHostStore(ConnectorTests):
     def open_connector(self, pages):
         pool = PagePool(SPEC, pages)
-        return StoreConnector(Store.open(None, SPEC, identity=IDENTITY, pool=pool, host_bytes=1 << 20))
+        return StoreConnector(tierstore.open(None, SPEC, identity=IDENTITY, pool=pool, host_bytes=1 << 20))
 
 
 class TestDiskStore(ConnectorTests):
@@ -58,7 +58,7 @@ class TestDiskStore(ConnectorTests):
 
 def test_a_store_without_a_pool_is_refused():
     with (
-        Store.open(None, SPEC, host_bytes=1 << 20) as store,
+        tierstore.open(None, SPEC, host_bytes=1 << 20) as store,
         pytest.raises(UsageError, match="page pool"),
     ):
         StoreConnector(store)

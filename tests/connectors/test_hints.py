@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tierstore import Hint, Store
+import tierstore
+from tierstore import Hint
 from tierstore.keys import Identity
 from tierstore.policy import Reuse
 from tierstore.spec import KVSpec
@@ -18,13 +19,13 @@ IDENTITY = Identity.of(SPEC, model="m")
 @pytest.fixture
 def connector():
     pool = PagePool(SPEC, 4)
-    connector = StoreConnector(Store.open(None, SPEC, identity=IDENTITY, pool=pool, host_bytes=1 << 20))
+    connector = StoreConnector(tierstore.open(None, SPEC, identity=IDENTITY, pool=pool, host_bytes=1 << 20))
     yield connector
     connector.close()
 
 
 def hints(connector):
-    return [page.hint.reuse for page in connector.store._state.index.tree.walk()]
+    return [page.hint.reuse for page in connector.store._hbm.index.tree.walk()]
 
 
 def test_a_hint_and_a_session_reach_the_store(connector):

@@ -15,12 +15,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from tierstore.daemon import protocol
-from tierstore.daemon.connected import ConnectedStore
+import tierstore
+from tierstore import Hit, Store
 from tierstore.keys import Identity
-from tierstore.store.base import Hit
-from tierstore.testing.faults.prompts import matches, page_count, pages, prompt_tokens, small_pages
 from tierstore.tiers.hbm import PagePool
+from tierstore.wire import messages
+from tierstore_tools.faults.prompts import matches, page_count, pages, prompt_tokens, small_pages
 
 SPEC = small_pages(layers=8)  # 32 KiB: above what the index holds itself, so they go to the extents
 IDENTITY = Identity.of(SPEC, model="chaos")
@@ -76,21 +76,22 @@ class Ended:
 Fact = Done | Durable | Failed | Ended
 
 
-def connect(life: Life) -> ConnectedStore:
+def connect(life: Life) -> Store:
     pool = PagePool(SPEC, life.hbm_pages) if life.hbm_pages else None
-    return ConnectedStore.connect(life.url, SPEC, identity=IDENTITY, pool=pool, lookup_s=LOOKUP_S)
+    return tierstore.connect(life.url, SPEC, identity=IDENTITY, pool=pool, lookup_s=LOOKUP_S)
 
 
-def daemon_stats(store: ConnectedStore) -> dict | None:
+def daemon_stats(store: Store) -> dict | None:
     """All that the daemon tells of itself; None while it is away."""
-    session = store.connection.session
+    session = store.backend.connection.session
     if session is None:
         return None
-    answer = store.connection.call(session, protocol.Stats(0), protocol.StatsAnswer).wait()
+    call = store.backend.connection.call
+    answer = call(session, messages.Stats(0), messages.StatsAnswer, lambda answer, _: answer).wait()
     return None if answer is None else json.loads(answer.json)
 
 
-def load_and_compare(store: ConnectedStore, hit: Hit, number: int, *, deadline_s=None, cancel=False) -> int:
+def load_and_compare(store: Store, hit: Hit, number: int, *, deadline_s=None, cancel=False) -> int:
     """Load a hit of prompt ``number`` into buffers; the tokens that came, every byte of them compared."""
     buffers = [bytearray(b"\xee") * SPEC.page_bytes for _ in range(hit.num_pages)]
     transfer = store.load(hit, buffers, deadline_s=deadline_s)
@@ -111,7 +112,7 @@ def compare(number: int, tokens: int, got: list) -> None:
 @dataclass
 class Client:
     life: Life
-    store: ConnectedStore
+    store: Store
     chance: random.Random
     held: list[tuple[int, Hit]] = field(default_factory=list)
     pinned: list[list[int]] = field(default_factory=list)  # prompts
@@ -121,12 +122,12 @@ class Client:
         """Do one thing. None when the daemon was away before or afterwards."""
         actions = {**_ACTIONS, **(_HBM_ACTIONS if self.store.pool is not None else {})}
         [action] = self.chance.choices(list(actions), list(actions.values()))
-        session = self.store.connection.session
+        session = self.store.backend.connection.session
         number = self.chance.randrange(self.life.prompts)
         tokens = self.chance.randint(1, MOST_PAGES * SPEC.chunk_tokens)
         self.compared = 0
         said = getattr(self, f"_{action}")(number, prompt_tokens(number, tokens, SPEC))
-        if session is None or self.store.connection.session is not session:
+        if session is None or self.store.backend.connection.session is not session:
             return said
         return said or Done(action, self.compared)
 
@@ -162,13 +163,13 @@ class Client:
 
     def _durable(self, number, prompt):
         """Save, flush, and say so if it can be relied on."""
-        session = self.store.connection.session
+        session = self.store.backend.connection.session
         saved = self.store.save(prompt, pages(number, len(prompt), SPEC)).wait(FOREVER_S)
         flushed = self.store.flush(FOREVER_S)
         stats = daemon_stats(self.store)
         if saved < len(prompt) or not flushed or stats is None:
             return None
-        if session is None or self.store.connection.session is not session:
+        if session is None or self.store.backend.connection.session is not session:
             return None  # the save and the flush may have been different daemons'
         counters = stats["store"]["counters"]
         dropped = counters["disk_dropped_pages"] + counters["disk_write_errors"]

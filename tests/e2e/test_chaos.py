@@ -255,9 +255,9 @@ class Campaign:
 
     def everything_promised_is_served(self) -> None:
         """By the next daemon, from disk."""
-        dead = self.monitor.connection.session
+        dead = self.monitor.backend.connection.session
         self.kill_daemon()
-        wait_until(lambda: self.monitor.connection.session not in (None, dead), WAIT_S)
+        wait_until(lambda: self.monitor.backend.connection.session not in (None, dead), WAIT_S)
         for number in range(self.case.prompts):
             tokens = chaos.prompt_tokens(number, chaos.MOST_PAGES * chaos.SPEC.chunk_tokens, chaos.SPEC)
             came = chaos.load_and_compare(self.monitor, self.monitor.lookup(tokens), number)

@@ -6,7 +6,15 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+
+from tierstore.errors import TierStoreError
+from tierstore.memory import Memory
+from tierstore_engine.outputs import RequestMetrics
+from tierstore_tools.longctx import cases, command
+from tierstore_tools.longctx.session import Answer, logit_bound, logit_difference, same_bits
+from tierstore_tools.longctx.settings import LongContext
 
 CASES = ["store_off", "cold", "hbm", "host", "disk", "tail"]
 
@@ -38,8 +46,11 @@ def test_every_hit_equals_the_cold_run(tmp_path):
 
 def test_a_prompt_that_ends_with_a_page(tmp_path):
     """Its last token, and so its last page, every run computes for itself."""
-    result = bench(*("--model", "tiny", "--tokens", "1024", "--json", "out.json"), cwd=tmp_path)
+    result = bench(
+        *("--model", "tiny", "--tokens", "1024", "--store", "new", "--json", "out.json"), cwd=tmp_path
+    )
     assert result.returncode == 0, result.stderr
+    assert list((tmp_path / "new").iterdir()) == []  # it was made, and nothing is left in it
     rows = {row["case"]: row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
     assert all(row["identical"] for row in rows.values())
     assert all(row["slowest_ttft_s"] >= row["ttft_s"] for row in rows.values())
@@ -57,6 +68,69 @@ def test_a_hit_that_ends_where_a_prefill_chunk_ended_gives_the_very_same_logits(
         assert rows[case]["max_logit_diff"] == 0
 
 
+def test_a_deep_model_in_16_bits_is_held_to_what_rounding_explains(tmp_path):
+    done = bench(*("--model", "deep", "--tokens", "300", "--json", "out.json"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = {row["case"]: row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
+    assert all(row["identical"] for row in rows.values())
+    assert all(row["max_logit_diff"] <= row["logit_bound"] for row in rows.values())
+    for case in ("hbm", "host", "disk"):
+        assert rows[case]["hits_identical"]
+        assert rows[case]["pages_identical"]
+
+
+def flip_a_bit(pool, page):
+    scratch = Memory(pool.spec.page_bytes, shared=False)
+    pool.read_pages([(page, scratch.address)])
+    scratch.view(0, pool.spec.page_bytes)[100] ^= 1
+    pool.write_pages([(page, scratch.address)])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_flipped_bit_in_a_page_is_found(monkeypatch, tmp_path, dtype):
+    """In the HBM page that the cold run left, after its digest was taken: the lowest bit of one number."""
+    digests = cases.page_digests
+    flipped = []
+
+    def then_flip(engine, prompt):
+        taken = digests(engine, prompt)
+        if not flipped:
+            connector = engine.connector
+            loaded = connector.load(connector.lookup(connector.prompt(prompt))).wait()
+            flipped.append(loaded.pages[3])
+            flip_a_bit(connector.pool, loaded.pages[3])
+            connector.release(loaded.pages)
+        return taken
+
+    monkeypatch.setattr(cases, "page_digests", then_flip)
+    settings = LongContext("tiny", 1000, tmp_path, device="cpu", dtype=dtype)
+    with pytest.raises(TierStoreError, match="differ from the cold run: hbm"):
+        command.run(settings, json=str(tmp_path / "out.json"), plot=None)
+    assert flipped
+    row = json.loads((tmp_path / "out.json").read_text())["rows"][2]
+    assert (row["case"], row["pages_identical"], row["identical"]) == ("hbm", False, False)
+
+
+def answer(tokens, logits):
+    return Answer(tuple(tokens), np.array(logits, np.float32), 1.0, 1.0, RequestMetrics())
+
+
+def test_logits_are_compared_up_to_the_first_token_that_differs():
+    cold = answer([1, 0, 1], [[0.0, 1.0], [1.0, 0.9], [0.0, 9.0]])
+    hit = answer([1, 1, 0], [[0.0, 1.0], [0.9, 1.0], [9.0, 0.0]])
+    assert logit_difference(hit, cold) == pytest.approx(0.1)
+    assert logit_difference(cold, cold) == 0
+    assert not same_bits(hit, cold)
+
+
+def test_what_rounding_may_do_grows_with_the_depth_and_the_coarseness_of_the_numbers():
+    cold = answer([0], [[-3.0, 3.0]])
+    by_dtype = [logit_bound(cold, layers=24, dtype=dtype) for dtype in ("float32", "float16", "bfloat16")]
+    assert by_dtype == sorted(by_dtype)
+    assert logit_bound(cold, layers=4, dtype="float32") == 2 * logit_bound(cold, layers=1, dtype="float32")
+    assert by_dtype[-1] < 3.0  # what a wrong page does
+
+
 @pytest.mark.parametrize(
     ("arguments", "says", "code"),
     [
@@ -64,7 +138,7 @@ def test_a_hit_that_ends_where_a_prefill_chunk_ended_gives_the_very_same_logits(
         (["--model", "tiny", "--tokens", "100000"], "allows 8192", 2),
         (["--tokens", "5"], "too few", 2),
         (["--prompt-file", "missing.txt"], "missing.txt", 2),
-        (["--store", "missing"], "missing is not a directory", 2),
+        (["--store", "missing/kv"], "cannot make missing/kv", 2),
         (["--sweep", "a,b"], "--sweep", 2),
         (["--json", "missing/out.json", "--model", "tiny"], "no such directory", 2),
         (["--device", "tpu"], "unknown device", 2),

@@ -9,12 +9,12 @@ import time
 import numpy as np
 import pytest
 
+import tierstore
 from tests.e2e.second_host import SecondHost, Unavailable
-from tierstore.daemon import keys
 from tierstore.keys import Identity
 from tierstore.spec import KVSpec
-from tierstore.store import Store
 from tierstore.testing.pages import pages_of
+from tierstore.wire import keys
 
 SPEC = KVSpec.uniform(layers=16, kv_heads=2, head_dim=64, dtype="float16")  # 512 KiB pages
 TOKENS = np.arange(40 * SPEC.chunk_tokens)
@@ -54,7 +54,7 @@ def other_host(request, tmp_path):
 @pytest.fixture
 def store(other_host):
     identity = Identity.of(SPEC, model="m")
-    with Store.connect(
+    with tierstore.connect(
         other_host.url, SPEC, identity=identity, lookup_s=10.0, **other_host.keys
     ) as connected:
         assert connected.wait_connected(WAIT_S)

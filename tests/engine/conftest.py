@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -14,10 +14,14 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+import tierstore
+from tierstore.store import Store
 from tierstore.tiers.hbm import PagePool
-from tierstore_connectors.bundled import NoStore
+from tierstore_connectors.bundled import NoStore, StoreConnector
+from tierstore_engine import cli
 from tierstore_engine.attention.base import make_attention
 from tierstore_engine.build import LoadedModel, load_model
+from tierstore_engine.drafting import Drafter
 from tierstore_engine.engine import Engine
 from tierstore_engine.model import Model
 from tierstore_engine.settings import EngineSettings
@@ -35,6 +39,7 @@ torch.set_num_threads(1)
 VOCAB = 320
 PROMPT_TOKENS = 333
 NEW_TOKENS = 64
+STORED_CHUNK = 16  # tokens a page of a stored engine
 
 _BASE = {
     "vocab_size": VOCAB,
@@ -102,7 +107,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
     @cache
     def make(name: str, *, sharded: bool = False) -> Path:
         folder = tmp_path_factory.mktemp(name)
-        _model(name).save_pretrained(folder, max_shard_size="60KB" if sharded else "1GB")
+        reference_model(name).save_pretrained(folder, max_shard_size="60KB" if sharded else "1GB")
         train_tokenizer().save(str(folder / "tokenizer.json"))
         return folder
 
@@ -115,7 +120,7 @@ def oracles(checkpoints: Callable[..., Path]) -> Callable[[str], Oracle]:
 
     @cache
     def make(name: str) -> Oracle:
-        model = _model(name)
+        model = reference_model(name)
         generator = torch.Generator().manual_seed(7)
         prompt = torch.randint(VOCAB, (PROMPT_TOKENS,), generator=generator).tolist()
         rows, tokens, past = [], [], None
@@ -148,14 +153,23 @@ def engine_of() -> Callable[..., Engine]:
     """Makes an engine without a store; when the test is over, none of its pages may be missing."""
     engines: list[Engine] = []
 
-    def make(model: LoadedModel, *, pool_pages: int = 64, chunk_tokens: int = 16, **settings: Any) -> Engine:
+    def make(
+        model: LoadedModel,
+        *,
+        pool_pages: int = 64,
+        chunk_tokens: int = 16,
+        drafter: Drafter | None = None,
+        **settings: Any,
+    ) -> Engine:
         spec = model.kv_spec(chunk_tokens=chunk_tokens)
         connector = NoStore(PagePool(spec, pool_pages), model.identity(spec))
         settings.setdefault("prefill_chunk", 128)
         runnable = Model(
             model.config, model.weights, make_attention(connector.pool, model.config), device="cpu"
         )
-        engines.append(Engine(runnable, model.tokenizer, connector, EngineSettings(**settings)))
+        engines.append(
+            Engine(runnable, model.tokenizer, connector, EngineSettings(**settings), drafter=drafter)
+        )
         return engines[-1]
 
     yield make
@@ -164,6 +178,74 @@ def engine_of() -> Callable[..., Engine]:
             assert engine.connector.available() == engine.connector.pool.num_pages
         engine.close()
         assert engine.connector.available() == engine.connector.pool.num_pages
+
+
+@dataclass
+class Stored:
+    """An engine and the store below it."""
+
+    engine: Engine
+    store: Store
+    closed: bool = False
+
+    def close(self) -> None:
+        """Close both, after seeing that every page is where it belongs."""
+        if not self.closed and not self.engine.has_work:
+            assert self.store.flush(30)
+            self.store.check()
+            assert self.engine.connector.available() == self.engine.connector.pool.num_pages
+        self.closed = True
+        self.engine.close()
+
+
+@pytest.fixture
+def stored_engine(tmp_path: Path) -> Iterator[Callable[..., Stored]]:
+    """Makes an engine over a store; ``disk`` names its directory. Everything is checked when it is closed."""
+    opened: list[Stored] = []
+
+    def make(
+        model: LoadedModel,
+        *,
+        disk: str | None = None,
+        pool_pages: int = 64,
+        host_bytes: int = 16 << 20,
+        drafter: Drafter | None = None,
+        **settings: Any,
+    ) -> Stored:
+        spec = model.kv_spec(chunk_tokens=STORED_CHUNK)
+        pool = PagePool(spec, pool_pages)
+        path = None if disk is None else tmp_path / disk
+        store = tierstore.open(
+            path, spec, identity=model.identity(spec), pool=pool, host_bytes=host_bytes, disk_bytes=16 << 20
+        )
+        attention = make_attention(pool, model.config)
+        runnable = Model(model.config, model.weights, attention, device="cpu")
+        settings.setdefault("prefill_chunk", 64)
+        engine = Engine(
+            runnable, model.tokenizer, StoreConnector(store), EngineSettings(**settings), drafter=drafter
+        )
+        opened.append(Stored(engine, store))
+        return opened[-1]
+
+    yield make
+    for stored in opened:
+        stored.close()
+
+
+@pytest.fixture
+def run_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs ``tierstore-engine`` in this process: exit code, stdout, stderr."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["tierstore-engine", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capsys.readouterr()
+        return int(ended.value.code or 0), out, err
+
+    return call
 
 
 @cache
@@ -189,7 +271,7 @@ def rewrite_json(file: Path, **changes: Any) -> None:
 
 
 @cache
-def _model(name: str) -> transformers.PreTrainedModel:
+def reference_model(name: str) -> transformers.PreTrainedModel:
     import transformers  # seconds, and not everywhere where the kernels are tested
 
     transformers.utils.logging.disable_progress_bar()

@@ -9,22 +9,25 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from tierstore_engine.cli import app
+from tierstore_engine.cli import main
 
 PROMPT = "Once upon a time there was a very small model. " * 4
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
     """Runs the command in an empty directory: exit code, stdout, stderr."""
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str) -> tuple[int, str, str]:
-        result = CliRunner().invoke(app, list(arguments))
-        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-        return result.exit_code, result.stdout, result.stderr
+        monkeypatch.setattr(sys, "argv", ["tierstore-engine", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capfd.readouterr()
+        return int(end.value.code or 0), out, err
 
     return call
 
@@ -80,6 +83,8 @@ def test_a_checkpoint_folder(run: Run, checkpoints: Callable[..., Path]) -> None
         (("--model", "tiny", "--prompt", "x" * 500, "--hbm-bytes", "64KiB"), 2, "need 10 pages (320 KiB)"),
         (("--model", "tiny", "--prompt", "x", "--prefill-chunk", "100"), 2, "multiple of the page's 64"),
         (("--model", "tiny", "--prompt", "x", "--device", "cuda"), 2, "no CUDA device"),
+        (("--model", "tiny", "--prompt", "x", "--device", "cuda:1"), 2, "no CUDA device"),
+        (("--model", "tiny", "--prompt", "x", "--device", "cuda:"), 2, "unknown device"),
         (("--model", "tiny", "--prompt", "x", "--dtype", "int4"), 2, "unknown dtype 'int4'"),
         (
             ("--model", "tiny", "--prompt", "x", "--hbm-bytes", "99TiB"),

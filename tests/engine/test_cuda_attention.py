@@ -159,12 +159,12 @@ class Backends:
             preset("tiny", dtype="float16"), heads=6, kv_heads=2, head_dim=64, windows=(None, window)
         )
         self.pools = [PagePool(self.config.kv_spec(chunk_tokens=CHUNK), 40) for _ in range(2)]
-        launcher = kernel_launcher()
+        self.ours_launcher = launcher = kernel_launcher()
         launcher.seed = seed
         self.ours = cuda_attention(self.pools[0], self.config, launcher)
         self.theirs = CpuAttention(self.pools[1], self.config)
         order = torch.randperm(40, generator=torch.Generator().manual_seed(seed)).tolist()
-        lengths = [(0, 40), (77, 1), (16, 25), (31, 1), (100, 7)]
+        lengths = [(0, 40), (77, 1), (16, 25), (31, 1), (100, 7), (295, 9)]
         self.spans = [Span([order.pop() for _ in range(-(-sum(n) // CHUNK))], n[0], sum(n)) for n in lengths]
         for span in self.spans:
             if span.start:
@@ -198,6 +198,23 @@ def test_mixed_batch_in_every_layer(window: int | None, seed: int) -> None:
         ours, theirs = both.ours.attend(layer, queries, batch), both.theirs.attend(layer, queries, batch)
         torch.testing.assert_close(ours, theirs, atol=4e-3, rtol=4e-3)
     assert np.array_equal(both.pools[0].array, both.pools[1].array)
+
+
+def test_chunks_in_splits_are_launched_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a long past a chunk goes in splits, many of them in as many launches as memory asks for: that
+    changes no bits."""
+    found = []
+    for bound in (1 << 17, 6 * 20):
+        monkeypatch.setattr("tierstore_engine.attention.cuda._MOST_PARTS", bound)
+        both = Backends()
+        long = both.spans[5]
+        spans = [Span(long.block_table, stop - 4, stop) for stop in (270, 290, 304)] + [both.spans[4]]
+        launcher = both.ours_launcher
+        launcher.launches.clear()
+        found.append(both.ours.attend(0, both.numbers(19, 6), both.batch(spans)))
+        split = ["true" in name for name in launcher.launches if name.startswith("prefill")]
+        assert sorted(split) == ([False, True] if bound > 1000 else [False, True, True])
+    assert torch.equal(found[0], found[1])
 
 
 def test_rotating_while_writing_changes_nothing() -> None:

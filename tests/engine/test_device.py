@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 import torch
 
+import tierstore
 from tests.engine.device import SCHEDULES, FakeDevice, missing
 from tests.engine.device.deferred import DeferredRunner
 from tests.engine.kernels.executor.launcher import ExecutorLauncher
 from tests.tierstore.daemon.client.conftest import DaemonProcess, shared_daemon  # noqa: F401  # a fixture
 from tierstore.keys import Identity
 from tierstore.store import Store
-from tierstore.store.destinations import HbmLoad
-from tierstore.store.save import HbmPages
+from tierstore.store.buffers import HbmPages
+from tierstore.store.load import HbmLoad
 from tierstore.tiers.device import Event
 from tierstore.tiers.device_pool import DevicePool
 from tierstore.tiers.hbm import HERE, Arrivals, PagePool
@@ -86,7 +87,7 @@ class Run:
 
 
 def open_run(model: LoadedModel, pool: PagePool, path: Path | None = None) -> Run:
-    store = Store.open(
+    store = tierstore.open(
         path,
         pool.spec,
         identity=model.identity(pool.spec),
@@ -142,6 +143,23 @@ def test_bits_are_those_without_overlap(
         run.close()
 
 
+def test_a_driver_that_refuses_the_host_tier_costs_speed_only(
+    tiny: LoadedModel, without_overlap: list[np.ndarray], caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = device_pool(tiny, 2)
+    device = pool.runtime
+    assert isinstance(device, FakeDevice)
+    device.refuse_registrations()
+    run = open_run(tiny, pool)
+    try:
+        assert_equal(run.conversation(), without_overlap)
+        assert run.store.stats().counters["unpinned_arenas"] == 1
+        assert device.registrations == 0
+        assert "the host tier (4 MiB) cannot be pinned" in caplog.text
+    finally:
+        run.close()
+
+
 @pytest.mark.parametrize("seed", SCHEDULES[1:5])
 def test_loads_beside_what_others_compute(
     seed: int, tiny: LoadedModel, without_overlap: list[np.ndarray]
@@ -177,7 +195,7 @@ def test_over_a_daemon(
     """Pages go between the device and another process's arena by the same copies as with one of ours."""
     pool = device_pool(tiny, seed)
     identity = Identity.of(pool.spec, model=f"tiny {seed}")
-    store = Store.connect(shared_daemon.url, pool.spec, identity=identity, pool=pool, lookup_s=5.0)
+    store = tierstore.connect(shared_daemon.url, pool.spec, identity=identity, pool=pool, lookup_s=5.0)
     store.wait_ready()
     run = run_over(store, tiny, pool)
     try:
@@ -387,10 +405,8 @@ def marker_before_the_step(patch: pytest.MonkeyPatch, pool: DevicePool) -> Itera
 def leases_end_when_copies_begin(patch: pytest.MonkeyPatch, pool: DevicePool) -> Iterator[None]:
     """Host slots are given to others while pages are still copied from them."""
 
-    def let_go(self: HbmLoad, fillings: object, moves: list) -> None:  # type: ignore[type-arg]
-        with self.state.lock:
-            for move in moves:
-                self.state.leases.unlease(move.page, move.tier)
+    def let_go(self: HbmLoad, under_way: Any, pages: int) -> None:
+        under_way._located.release()
 
     patch.setattr(HbmLoad, "_let_go", let_go)
     yield

@@ -27,7 +27,7 @@ from tierstore_engine.attention.gathered import (
     LibraryRanges,
     choose,
 )
-from tierstore_engine.build import LoadedModel, build_engine
+from tierstore_engine.build import LoadedModel, _fitting_pages, build_engine, resolve_device
 from tierstore_engine.choices import kept_choice
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.gather import KernelGather, crossover
@@ -156,6 +156,25 @@ def test_a_damaged_choice_is_measured_again(tmp_path: Path, caplog: pytest.LogCa
 def test_on_the_cpu_a_pools_size_must_be_said(tiny: LoadedModel) -> None:
     with pytest.raises(UsageError, match="say how many pages"):
         build_engine(tiny, pool_pages=None)
+
+
+def test_devices_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for device in ("cuda", "cuda:0", "cuda:1"):
+        assert resolve_device(device, "bfloat16") == device
+    with pytest.raises(UsageError, match=r"no device cuda:2: torch sees 2 \(the last is cuda:1\)"):
+        resolve_device("cuda:2", "bfloat16")
+    asked: list[int] = []
+
+    class Counted(FakeDevice):
+        def __init__(self, index: int) -> None:
+            asked.append(index)
+            super().__init__()
+
+    monkeypatch.setattr("tierstore_engine.build.CudaDevice", Counted)
+    assert _fitting_pages(preset("tiny", dtype="float16").kv_spec(), "cuda:1") > 0
+    assert asked == [1]
 
 
 def test_crossover() -> None:

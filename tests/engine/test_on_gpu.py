@@ -26,7 +26,12 @@ from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.weights import slots
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    # torch warns of what it does on a device (a capture that is empty, an attention it cannot use), and
+    # differently in each release.
+    pytest.mark.filterwarnings("default:::torch"),
+]
 
 PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True, keep_logits=True)
 # A hit on all but the last token is then as long as what was computed in whole chunks.

@@ -208,3 +208,25 @@ def test_logprobs(logits: torch.Tensor, top: int) -> None:
 def test_impossible_parameters(fields: dict[str, object], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         SamplingParams(**fields)
+
+
+def test_a_bias_is_added_before_anything_is_chosen() -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
+    greedy = SamplingParams(logprobs=1)
+    choices = sample(logits, [Draw(greedy, bias={0: -1.5, 2: 1.5}), Draw(greedy)]).choices()
+    assert [choice.token for choice in choices] == [2, 0]
+    assert choices[0].logprobs is not None
+    assert choices[0].logprobs.top[0].token == 0, "log probabilities are the model's own"
+    assert logits.tolist() == [[3.0, 2.0, 1.0]] * 2
+
+
+def test_penalties_count_what_was_generated() -> None:
+    params = SamplingParams(presence_penalty=1.0, frequency_penalty=0.25, logit_bias={5: 2.0})
+    assert params.bias({}) == {5: 2.0}
+    assert params.bias({5: 2, 7: 1}) == {5: 0.5, 7: -1.25}
+
+
+def test_rows_may_be_drawn_from_more_than_once() -> None:
+    logits = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    tokens = sample(logits, [Draw(SamplingParams())] * 3, [1, 0, 1]).tokens
+    assert tokens.tolist() == [0, 1, 0]

@@ -3,78 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from tierstore.store import Store
-from tierstore.tiers.hbm import PagePool
-from tierstore_connectors.bundled import StoreConnector
-from tierstore_engine.attention.base import make_attention
 from tierstore_engine.build import LoadedModel
-from tierstore_engine.engine import Engine
-from tierstore_engine.model import Model
 from tierstore_engine.outputs import FinishReason
 from tierstore_engine.sampling import SamplingParams
-from tierstore_engine.settings import EngineSettings
 
-from .conftest import NEW_TOKENS, Oracle
+from .conftest import NEW_TOKENS, STORED_CHUNK, Oracle, Stored
 from .test_oracle import GREEDY, assert_same, finish
-
-CHUNK = 16
-
-
-@dataclass
-class Stored:
-    """An engine and the store below it."""
-
-    engine: Engine
-    store: Store
-    closed: bool = False
-
-    def close(self) -> None:
-        """Close both, after seeing that every page is where it belongs."""
-        if not self.closed and not self.engine.has_work:
-            assert self.store.flush(30)
-            self.store.check()
-            assert self.engine.connector.available() == self.engine.connector.pool.num_pages
-        self.closed = True
-        self.engine.close()
-
-
-@pytest.fixture
-def stored_engine(tmp_path: Path) -> Iterator[Callable[..., Stored]]:
-    """Makes an engine over a store; ``disk`` names its directory. Everything is checked when it is closed."""
-    opened: list[Stored] = []
-
-    def make(
-        model: LoadedModel,
-        *,
-        disk: str | None = None,
-        pool_pages: int = 64,
-        host_bytes: int = 16 << 20,
-        **settings: Any,
-    ) -> Stored:
-        spec = model.kv_spec(chunk_tokens=CHUNK)
-        pool = PagePool(spec, pool_pages)
-        path = None if disk is None else tmp_path / disk
-        store = Store.open(
-            path, spec, identity=model.identity(spec), pool=pool, host_bytes=host_bytes, disk_bytes=16 << 20
-        )
-        attention = make_attention(pool, model.config)
-        runnable = Model(model.config, model.weights, attention, device="cpu")
-        settings.setdefault("prefill_chunk", 64)
-        engine = Engine(runnable, model.tokenizer, StoreConnector(store), EngineSettings(**settings))
-        opened.append(Stored(engine, store))
-        return opened[-1]
-
-    yield make
-    for stored in opened:
-        stored.close()
 
 
 @pytest.fixture(params=["llama3", "mistral-windowed", "qwen3"])
@@ -103,7 +42,7 @@ def test_from_host(oracle: Oracle, model: LoadedModel, stored_engine: Callable[.
     [again] = stored.engine.generate([oracle.prompt], GREEDY)
     assert_same(again, oracle)
     assert again.metrics.reused_by_tier == {"host": len(oracle.prompt) - 1}
-    pages = -(-(len(oracle.prompt) - 1) // CHUNK)
+    pages = -(-(len(oracle.prompt) - 1) // STORED_CHUNK)
     assert again.metrics.loaded_bytes == pages * stored.store.spec.page_bytes
     assert again.metrics.load_s > 0
 

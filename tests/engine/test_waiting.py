@@ -26,6 +26,7 @@ from tierstore_engine.weights import _allocate
 CHUNK = 16
 DECODING, ANOTHER = Span([3, 1, 7], 40, 41), Span([2], 5, 6)
 CHUNK_OF_PREFILL = Span([4, 5, 6, 8], 16, 50)
+BEHIND_A_LONG_PAST = Span(list(range(16)), 250, 256)
 
 
 class Nowhere(Launcher):
@@ -60,10 +61,11 @@ def run(spans: tuple[Span, ...], library: LibraryRanges = NOWHERE) -> tuple[torc
     [
         ((DECODING, ANOTHER), NOWHERE, ["rope_write", "decode", "combine_splits"]),
         ((CHUNK_OF_PREFILL,), NOWHERE, ["rope_write", "prefill"]),
+        ((BEHIND_A_LONG_PAST,), NOWHERE, ["rope_write", "prefill", "combine_chunks"]),
         ((DECODING, CHUNK_OF_PREFILL), NOWHERE, ["rope_write", "prefill", "decode", "combine_splits"]),
         ((DECODING, CHUNK_OF_PREFILL), EVERYWHERE, ["rope_write", "decode", "combine_splits"]),
     ],
-    ids=["decoding", "prefill", "both", "library"],
+    ids=["decoding", "prefill", "split", "both", "library"],
 )
 def test_a_step_looks_at_nothing_on_its_device(
     spans: tuple[Span, ...], library: LibraryRanges, launched: list[str]

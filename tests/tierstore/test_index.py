@@ -135,7 +135,7 @@ class IndexAgainstDict(RuleBasedStateMachine):
     def sleep_and_wake(self, who, tokens):
         """Everything idle leaves the tree, and is found again when it is brought back, parents first."""
         asleep = []
-        while (page := next(filter(Page.may_sleep, list(self.index.exits.idle)), None)) is not None:
+        while (page := next(filter(Page.may_sleep, list(self.index.eviction.idle)), None)) is not None:
             asleep.append((page.parent, page.record))
             self.index.sleep(page)
             assert not any(page.copies)
@@ -257,7 +257,7 @@ def test_pages_that_the_collector_does_not_know_go_all_the_same():
     assert sys.getrefcount(identity) >= free + 200  # pages and records
     for _ in range(50):
         index.drop_copy(index.victim(Tier.HOST), Tier.HOST)
-        index.sleep(next(page for page in index.exits.idle if page.may_sleep()))
+        index.sleep(next(page for page in index.eviction.idle if page.may_sleep()))
     index.check()
     assert sys.getrefcount(identity) < free + 110
     del index

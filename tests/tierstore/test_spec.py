@@ -122,6 +122,7 @@ def test_a_description_leads_back_to_the_spec(spec):
         "chunk=64;dtype=float16;full_attention[0,]x1x8/w0/s0",
         "chunk=64;dtype=float16;other[0]x1x8/w0/s0",
         "chunk=64;dtype=float16;full_attention[0]x1x8/w0/s0;x",
+        f"chunk={'9' * 5000};dtype=float16;full_attention[0]x1x8/w0/s0",
     ],
 )
 def test_a_line_that_describes_nothing_is_refused(line):

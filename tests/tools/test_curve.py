@@ -9,7 +9,7 @@ from tierstore.errors import UsageError
 from tierstore_tools.cli import app, main
 
 
-def test_what_lookups_and_notes_take_is_shown_and_written(tmp_path):
+def test_what_lookups_and_their_curve_take_is_shown_and_written(tmp_path):
     out = tmp_path / "curve.json"
     arguments = ["curve", "--tokens", "640,6400", "--seconds", "0.2", "--json", str(out)]
     result = CliRunner().invoke(app, arguments)
@@ -18,9 +18,10 @@ def test_what_lookups_and_notes_take_is_shown_and_written(tmp_path):
     assert [short["tokens"], long["tokens"]] == [640, 6400]
     assert 0 < short["lookup_us"] < long["lookup_us"]
     for cost in (short, long):
-        assert cost["calm_share"] == pytest.approx(cost["calm_note_us"] / cost["lookup_us"])
-        assert 0 < cost["thread_share"] < 1
-        assert 0 <= cost["left_out"] < 1
+        assert 0 < cost["call_us"] < cost["lookup_us"]
+        assert cost["call_share"] == pytest.approx(cost["call_us"] / cost["lookup_us"])
+        assert cost["keeps_up_with"] == pytest.approx(0.05 / (cost["work_us"] / 1e6))
+    assert 0 < short["work_us"] < long["work_us"]
 
 
 def test_prompts_may_be_those_of_a_trace(tmp_path):

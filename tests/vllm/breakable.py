@@ -25,11 +25,11 @@ SERVING = {
     "WorkerHalf.save": "wait_for_save",
     "WorkerHalf.results": "_results",
     "WorkerHalf.report": "build_connector_worker_meta",
-    "Counts.take": "get_kv_connector_stats",
-    "Probe._ask": "looking up a prompt",
+    "Counters.take": "get_kv_connector_stats",
+    "Lookups._ask_rounds": "looking up a prompt",
     "Load._start_parts": "starting a load",
     "HostBlocks.scatter": "copying to KV blocks",
-    "ConnectedStore.save_from": "starting a save",
+    "Store.save_from": "starting a save",
     "HostBlocks.gather": "copying from KV blocks",
 }
 STARTING = {
@@ -67,20 +67,20 @@ def __getattr__(name):
     """vLLM asks for the class in the processes that need it; nothing else here needs vLLM."""
     if name != "TierStoreConnector":
         raise AttributeError(name)
-    from tierstore.daemon.connected import ConnectedStore
-    from tierstore_connectors.vllm import breaker
+    from tierstore import Store
+    from tierstore_connectors.common.counters import Counters
+    from tierstore_connectors.vllm import scheduler
     from tierstore_connectors.vllm.connector import TierStoreConnector
     from tierstore_connectors.vllm.copies import HostBlocks
-    from tierstore_connectors.vllm.loads import Load
-    from tierstore_connectors.vllm.probe import Probe
+    from tierstore_connectors.vllm.lookup import Lookups
     from tierstore_connectors.vllm.scheduler import SchedulerHalf
-    from tierstore_connectors.vllm.stats import Counts
+    from tierstore_connectors.vllm.transfers import Load
     from tierstore_connectors.vllm.worker import WorkerHalf
 
     if not _patched:
         _patched.append(True)
-        breaker._REFUSED_S = 1.0  # for so long what failed is not tried again: here it is waited for often
-        kinds = (SchedulerHalf, WorkerHalf, Counts, Probe, Load, HostBlocks, ConnectedStore)
+        scheduler._REFUSED_S = 1.0  # for so long what failed is not tried again: here it is waited for often
+        kinds = (SchedulerHalf, WorkerHalf, Counters, Lookups, Load, HostBlocks, Store)
         named = {kind.__name__: kind for kind in kinds}
         for each in (*SERVING, *STARTING, *RESETTING, *ENDING):
             kind, _, method = each.partition(".")

@@ -28,7 +28,7 @@ __all__ = [
     "run_engine",
 ]
 
-_ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 _BLOCK = 32  # the smallest vLLM has on a CPU
 
 
@@ -44,7 +44,7 @@ class Engine(engines.Engine):
         **options: Any,
     ) -> None:
         ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
-        environment = {**({} if ranks > 1 else _ONE_THREAD), **(environment or {})}
+        environment = {**({} if ranks > 1 else ONE_THREAD), **(environment or {})}
         options = {"block_size": _BLOCK, "num_gpu_blocks_override": blocks, **options}
         super().__init__(model, environment=environment, **options)
 

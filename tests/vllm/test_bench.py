@@ -49,6 +49,9 @@ def test_every_case_is_measured_and_its_answers_are_vllms_own(tmp_path):
             found = overhead[compared][what]
             assert (found["pairs"], len(found["series"])) == (2, 1)
             assert 0 < found["low"] <= found["median"] <= found["high"]
+    assert set(overhead["added"]) == {
+        f"{case}{unit}" for case in ("one", "batch", "cached") for unit in ("_s", "_cpu_s")
+    }
     assert document["skipped"] == []
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.vllm import models
-from tests.vllm.engines import Ask, Engine
-from tests.vllm.harness import EXACT, patient, same, wait_hit
+from tests.vllm.engines import Ask, Engine, greatest_difference
+from tests.vllm.harness import EXACT, patient, same, wait_hit, wait_stored
 from tests.vllm.models import prompt
 
 pytestmark = pytest.mark.timeout(900)
@@ -165,6 +165,23 @@ def test_other_models_and_formats_do_not_see_each_other(model, daemon):
             assert engine.ask(Ask(LONG)).external_hit_tokens == 0, (kind, more)
 
 
+def test_the_daemon_is_not_asked_for_what_vllm_has_itself(model, daemon):
+    with Engine(model(models.LLAMA), connector=patient(daemon.url)) as engine:
+        cold = engine.ask(Ask(LONG))
+        wait_stored(daemon, 14)
+        daemon.hang()
+        try:
+            warm = engine.ask(*[Ask(LONG) for _ in range(8)])
+        finally:
+            daemon.go_on()
+        assert [each.cached_tokens for each in warm.answers] == [ALIGNED] * 8
+        assert all(greatest_difference(each, cold.answers[0]) <= EXACT for each in warm.answers)
+        counts = engine.metrics()
+        assert counts["vllm:tierstore_lookups"] == 1
+        assert counts["vllm:tierstore_saves"] == 1
+        assert not counts.get("vllm:tierstore_late_lookups")
+
+
 def test_a_request_may_ask_not_to_be_saved(model, daemon):
     with Engine(model(models.LLAMA), connector=patient(daemon.url)) as engine:
         private = Ask(LONG, params={"tierstore": {"no_save": True}})
@@ -210,4 +227,4 @@ def test_preempted_requests_and_blocks_that_are_used_again(model, daemon):
             answers = engine.ask(Ask(tokens, 120))
             assert answers.external_hit_tokens == 128
             assert same(answers, expected)
-        assert not engine.metrics().get("vllm:tierstore_faults")
+        assert not engine.metrics().get("vllm:tierstore_errors")

@@ -51,7 +51,7 @@ def test_a_daemon_that_is_absent_comes_dies_and_comes_back(model, reference, tmp
         Engine(model(models.LLAMA), connector=connector_options(daemon.url)) as engine,
     ):
         assert all_same(engine, reference) == 0
-        assert not engine.metrics().get("vllm:tierstore_faults")
+        assert not engine.metrics().get("vllm:tierstore_errors")
         daemon.start()
         wait_hit(engine, Ask(_PROMPTS[0]), 896)
         assert all_same(engine, reference) >= 896
@@ -98,7 +98,7 @@ def test_a_daemon_that_is_killed_at_random_moments(model, reference, daemon, rou
             assert same(engine.finish(), reference[at])
             if daemon.process is None:
                 daemon.start()
-        assert not engine.metrics().get("vllm:tierstore_faults")
+        assert not engine.metrics().get("vllm:tierstore_errors")
 
 
 def test_an_arena_that_is_full(model, reference, make_daemon):
@@ -109,7 +109,7 @@ def test_an_arena_that_is_full(model, reference, make_daemon):
             engine.reset_prefix_cache()
             answers = engine.ask(*asks(_PROMPTS))
             assert [answer.finish for answer in answers.answers] == ["length"] * len(_PROMPTS)
-        assert not engine.metrics().get("vllm:tierstore_faults")
+        assert not engine.metrics().get("vllm:tierstore_errors")
 
 
 def test_a_disk_that_answers_nothing(model, reference, make_daemon, tmp_path):
@@ -147,7 +147,7 @@ def test_a_disk_that_answers_nothing(model, reference, make_daemon, tmp_path):
         switch.unlink()
         wait_hit(engine, Ask(_PROMPTS[0]), 896)
         daemon.wait_written()
-        assert not engine.metrics().get("vllm:tierstore_faults")
+        assert not engine.metrics().get("vllm:tierstore_errors")
 
 
 def wait_asked(engine, daemon):
@@ -217,7 +217,7 @@ def test_errors_in_every_method_become_misses(reference, daemon, broken):
                 switch.write_text("")
                 wait_hit(engine, Ask(_PROMPTS[0]), 896)
             assert f"tierstore: {place} failed" in engine.log, method
-        assert engine.metrics()["vllm:tierstore_faults"] >= len(breakable.SERVING) * 3
+        assert engine.metrics()["vllm:tierstore_errors"] >= len(breakable.SERVING) * 3
 
 
 @pytest.mark.parametrize("method", breakable.STARTING)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from tierstore.core.feed import Feed, Lost, Removed, Stored
 from tierstore.daemon.events import events_of
 from tierstore.index import Tier
 from tierstore.keys import Identity
 from tierstore.spec import KVSpec
-from tierstore.store.feed import Feed, Lost, Removed, Stored
 
 kv_events = pytest.importorskip("vllm.distributed.kv_events")
 

@@ -3,6 +3,8 @@ speculative decoding, other connectors beside it."""
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from tests.vllm import models
@@ -30,6 +32,72 @@ def test_adapters_do_not_see_each_others_pages(model, daemon, tmp_path):
             seen.append(cold)
 
 
+def test_an_adapter_that_is_overwritten_is_another_one(model, daemon, tmp_path):
+    path = tmp_path / "a"
+    options = {"enable_lora": True, "max_lora_rank": 8, "connector": patient(daemon.url)}
+    ask = Ask(LONG, adapter=str(path))
+    with Engine(model(models.LLAMA), **options) as engine:
+        adapter(path, seed=1)
+        old = engine.ask(ask)
+        assert same(wait_hit(engine, ask, ALIGNED), old)
+        shutil.rmtree(path)
+        adapter(path, seed=2)
+        engine.reset_prefix_cache()
+        unknown = engine.ask(ask)  # vLLM has the old one in memory still
+        assert unknown.external_hit_tokens == 0
+        assert same(unknown, old)
+        assert "have changed since its first request" in engine.log
+    with Engine(model(models.LLAMA), **options) as engine:
+        new = engine.ask(ask)
+        assert new.external_hit_tokens == 0
+        assert greatest_difference(new.answers[0], old.answers[0]) > 0.01
+        assert same(wait_hit(engine, ask, ALIGNED), new)
+
+
+def test_weights_are_known_by_their_files_not_by_their_path(model, daemon, tmp_path):
+    mounted = tmp_path / "elsewhere"
+    shutil.copytree(model(models.LLAMA), mounted)
+    with Engine(model(models.LLAMA), connector=patient(daemon.url)) as engine:
+        cold = engine.ask(Ask(LONG))
+        wait_hit(engine, Ask(LONG), ALIGNED)
+    with Engine(mounted, connector=patient(daemon.url)) as engine:
+        warm = engine.ask(Ask(LONG))
+        assert warm.external_hit_tokens == ALIGNED
+        assert same(warm, cold)
+    (mounted / "model.safetensors").touch()
+    with Engine(mounted, connector=patient(daemon.url)) as engine:
+        assert engine.ask(Ask(LONG)).external_hit_tokens == 0
+
+
+def test_a_producer_saves_and_a_consumer_loads(model, daemon):
+    others = Ask(prompt(901, seed=5))
+    producer = {**patient(daemon.url), "kv_role": "kv_producer"}
+    with Engine(model(models.LLAMA), connector=producer) as engine:
+        cold = engine.ask(Ask(LONG))
+        wait_stored(daemon, 14)
+        engine.reset_prefix_cache()
+        again = engine.ask(Ask(LONG))
+        assert again.external_hit_tokens == 0
+        assert not engine.metrics().get("vllm:tierstore_lookups")
+    consumer = {**patient(daemon.url), "kv_role": "kv_consumer"}
+    with Engine(model(models.LLAMA), connector=consumer) as engine:
+        assert same(wait_hit(engine, Ask(LONG), ALIGNED), cold)
+        engine.ask(others)
+        assert not engine.metrics().get("vllm:tierstore_saves")
+    assert daemon.stats().store.pages == 14
+
+
+def test_mla_goes_without_the_cache_where_vllm_computes_prompts_in_one_piece(model, daemon):
+    with Engine(model(models.MLA), connector=patient(daemon.url), block_size=None) as engine:
+        if "prefix caching to be disabled" not in engine.log:
+            pytest.skip("vLLM has prefix caching for MLA on this processor")
+        answers = [engine.ask(Ask(LONG)) for _ in range(3)]
+        assert [each.external_hit_tokens for each in answers] == [0, 0, 0]
+        assert same(answers[2], answers[0])
+        assert "runs without the cache: vLLM computes the prompts of MLA models in one piece" in engine.log
+    assert daemon.stats().store.pages == 0
+
+
 def test_log_probabilities_of_the_prompt_are_computed(model, daemon):
     """vLLM reads no cache for them, and what it computes is saved."""
     with Engine(model(models.LLAMA), connector=patient(daemon.url)) as engine:
@@ -40,7 +108,7 @@ def test_log_probabilities_of_the_prompt_are_computed(model, daemon):
         again = engine.ask(Ask(LONG, prompt_logprobs=True))
         assert again.external_hit_tokens == 0
         assert same(again, cold)
-        assert not engine.metrics().get("vllm:tierstore_faults")
+        assert not engine.metrics().get("vllm:tierstore_errors")
 
 
 def test_drafts_that_are_rejected_are_not_saved(model, daemon):
@@ -64,7 +132,7 @@ def test_drafts_that_are_rejected_are_not_saved(model, daemon):
         answers = engine.ask(followed)
         assert answers.external_hit_tokens == 960  # 64 of them were decoded, with drafts
         assert same(answers, expected, 1e-3)
-        assert not engine.metrics().get("vllm:tierstore_faults")
+        assert not engine.metrics().get("vllm:tierstore_errors")
 
 
 def test_beside_another_connector(model, daemon, tmp_path):
@@ -86,4 +154,4 @@ def test_beside_another_connector(model, daemon, tmp_path):
     with Engine(model(models.LLAMA), connector=connector) as engine:
         cold = engine.ask(Ask(LONG))
         assert same(wait_hit(engine, Ask(LONG), ALIGNED), cold)
-        assert not engine.metrics().get("vllm:tierstore_faults")
+        assert not engine.metrics().get("vllm:tierstore_errors")

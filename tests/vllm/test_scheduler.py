@@ -33,16 +33,11 @@ def make_scheduler(model, monkeypatch):
     )
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from tierstore_connectors.vllm.finder import Finder
+    from tierstore_connectors.vllm.lookup import Lookups
 
-    class Found:
-        answered, on_disk = True, 0
-
-        def release(self):
-            pass
-
-    monkeypatch.setattr(Finder, "begin", lambda self, keys, *rest: Found() if keys else None)
-    monkeypatch.setattr(Finder, "look", lambda self, probe, *, patient: 192)
+    monkeypatch.setattr(Lookups, "may_ask", lambda self: True)
+    monkeypatch.setattr(Lookups, "ask", lambda self, lookups, epoch: None)
+    monkeypatch.setattr(Lookups, "poll", lambda self, lookup, *, patient: 192)
     schedulers = []
 
     def make(groups):
@@ -125,7 +120,7 @@ def test_loads_that_always_fail_do_not_go_in_circles(make_scheduler, groups):
     from vllm.v1.outputs import KVConnectorOutput
 
     from tierstore_connectors.vllm.connector import WorkerReport
-    from tierstore_connectors.vllm.work import LoadReport
+    from tierstore_connectors.vllm.orders import LoadReport
 
     scheduler = make_scheduler(groups)
     assert scheduler.recompute_kv_load_failures  # though vLLM's default is to fail the request
@@ -156,7 +151,7 @@ def test_loads_that_always_fail_do_not_go_in_circles(make_scheduler, groups):
     assert not scheduler.has_unfinished_requests()
     assert loads == ["a", "b"]  # once each
     assert computed >= 2 * (TOKENS - 64)
-    assert not scheduler.connector.faults.counts
+    assert not scheduler.connector.errors.counts
     assert not scheduler.connector._scheduler.requests
 
 
@@ -178,4 +173,4 @@ def test_a_request_that_is_aborted_while_it_loads(make_scheduler):
     scheduler.update_from_output(output, answer(output, KVConnectorOutput(finished_recving={"a"})))
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() > free
     assert not scheduler.connector._scheduler.requests
-    assert not scheduler.connector.faults.counts
+    assert not scheduler.connector.errors.counts

@@ -19,7 +19,7 @@ from tests.vllm.models import prompt
 _SOAK_S = float(os.environ.get("SOAK_S", "600"))
 _TRUNKS, _BRANCHES = 4, 6
 _PAUSE_S = 4.0  # at most, between two misfortunes
-_SHOWN = ("loads", "failed_loads", "late_lookups", "fenced_saves", "faults")
+_SHOWN = ("loads", "failed_loads", "late_lookups", "fenced_saves", "errors")
 
 
 def workload(chance):

@@ -8,9 +8,8 @@ from tierstore.cli import show
 from tierstore.units import format_size
 
 if TYPE_CHECKING:
-    from tierstore.curve import CurvePoint, CurveStats
+    from tierstore.curve import CurveStats
 
-_UNKNOWN = 0.2  # errors that say: it is not known
 _FEW_SAMPLED = 500  # of the curve's sample: with fewer, its figures are rough
 
 
@@ -30,24 +29,15 @@ def write(curve: CurveStats) -> None:
     )
     if curve.left_out:
         show.line(
-            f"{curve.left_out:,} lookups and saves came before the sample was thin enough to keep up: where "
-            "these are many, the figures are too low"
-        )
-    if any(point.error > _UNKNOWN for point in curve.points):
-        show.line(
-            f"where the error is more than ± {100 * _UNKNOWN:.0f} points, too few of the sample's pages fit "
-            "in to know"
+            f"{curve.left_out:,} lookups and saves came too fast and were left out: if these are many, the "
+            "figures of large capacities are too low"
         )
     show.line("")
     here = {tier.capacity_bytes: name for name, tier in curve.tiers.items()}
     show.table(
         ("least recently used, with", "hit rate", "today"),
         [
-            (
-                format_size(point.capacity_bytes),
-                _about(point),
-                here.get(point.capacity_bytes, ""),
-            )
+            (format_size(point.capacity_bytes), _percent(point.hit_rate), here.get(point.capacity_bytes, ""))
             for point in curve.points
         ],
     )
@@ -68,12 +58,6 @@ def write(curve: CurveStats) -> None:
 
 def _horizon(curve: CurveStats) -> str:
     return f"{format_size(curve.horizon_bytes)}" if curve.horizon_bytes else "no end of memory"
-
-
-def _about(point: CurvePoint) -> str:
-    if point.error < 0.0005:
-        return _percent(point.hit_rate)
-    return f"{_percent(point.hit_rate)} ± {100 * point.error:.1f}"
 
 
 def _percent(rate: float) -> str:

@@ -54,7 +54,8 @@ def command(
     else:
         _print(found)
         if vllm:  # on a line of its own, to be copied
-            show.line(f"\nvllm serve MODEL --kv-transfer-config '{dumps(vllm_flags(connect))}'")
+            show.line("")
+            show.line(f"vllm serve MODEL --kv-transfer-config '{dumps(vllm_flags(connect))}'")
     raise typer.Exit(1 if failed else 0)
 
 

@@ -12,6 +12,7 @@ from tierstore.cli.operator import Connect, Keys, Operator, ServerKey
 from tierstore.errors import UsageError
 
 _TIERS = ("host", "disk")
+_MOST_PAGES = 1 << 40  # no tier has more
 _PATIENCE_S = 600.0  # a large disk tier that has only just been opened is read through first
 
 
@@ -33,11 +34,11 @@ def command(
     """
     from rich.console import Console
 
-    from tierstore.daemon import protocol
+    from tierstore.wire import messages
 
     if tier not in _TIERS:
         raise UsageError(f"a daemon has no tier {tier!r} (known: {', '.join(_TIERS)})")
     with Operator(connect, keys, server_key) as operator, Console(file=sys.stderr).status("evicting"):
-        wanted = protocol.Evict(0, tier, -1 if pages is None else pages)
-        evicted = operator.ask(wanted, protocol.Evicted, wait_s=_PATIENCE_S)
+        wanted = messages.Evict(0, tier, -1 if pages is None else min(pages, _MOST_PAGES))
+        evicted = operator.ask(wanted, messages.Evicted, wait_s=_PATIENCE_S)
     show.line(f"{evicted.pages:,} pages have left {tier}")

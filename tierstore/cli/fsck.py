@@ -120,6 +120,9 @@ def _verdict(report: FsckReport) -> str:
     lost = report.pages - report.good_pages
     if not counts:
         return "clean"
+    if report.index_lost:
+        done = "has set the index aside and made" if report.repaired else "would set the index aside and make"
+        return f"{counts}; tierstore fsck --repair {done} an empty one, without any of its pages"
     if not report.repaired:
         return f"{counts}; tierstore fsck --repair would keep {report.good_pages:,} pages and drop {lost:,}"
     left = f"; {report.unmended:,} left for you to look at" if report.unmended else ""

@@ -37,8 +37,8 @@ def command(
 ) -> None:
     """List what a store holds, by model and tenant.
 
-    Works whether a process is using DIR or not, and changes nothing. Ages are those of the oldest and newest
-    page and of the last use that is on disk. A prompt is counted by its last page.
+    No process may be using DIR: ask a daemon with `tierstore stats`. Changes nothing. Ages are those of the
+    oldest and newest page and of the last use that is on disk. A prompt is counted by its last page.
     """
     from tierstore.tiers.disk.listing import list_store
 
@@ -56,7 +56,6 @@ def to_json(listing: Listing) -> dict[str, object]:
         "directory": listing.directory,
         "store": listing.store,
         "created_s": listing.created_s,
-        "in_use": listing.in_use,
         "pages": sum(holding.pages for holding in holdings),
         "prompts": sum(holding.prompts for holding in holdings),
         "stored_tokens": sum(holding.tokens for holding in holdings),
@@ -98,7 +97,6 @@ def _print(listing: Listing) -> None:
         f"{listing.directory}: {pages:,} pages, {format_size(nbytes)}{lost}; "
         f"{format_size(listing.allocated_bytes)}{cap} on disk "
         f"(extents {format_size(listing.extent_bytes)}, index {format_size(listing.index_bytes)})"
-        f"{'; in use' if listing.in_use else ''}"
     )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import select
 import socket
 import time
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -15,12 +15,16 @@ import msgspec
 import typer
 import zmq
 
-from tierstore.daemon import protocol
-from tierstore.daemon.protocol import ARENA_HEADER, ARENA_MAGIC, Answer, Message
+from tierstore.client.transport import LineWire, Wire, ZmqWire
 from tierstore.daemon.settings import default_listen
 from tierstore.errors import StoreUnavailableError, UsageError
+from tierstore.wire import messages
+from tierstore.wire.framing import Line, LineEnd
+from tierstore.wire.local_address import require_own_directory, require_own_peer
+from tierstore.wire.messages import ARENA_HEADER, ARENA_MAGIC, Answer, Message
 
 if TYPE_CHECKING:
+    from tierstore.client.handshake import Address
     from tierstore.daemon.stats import DaemonStats
 
 _GREETING_S = 2.0
@@ -51,48 +55,38 @@ A = TypeVar("A", bound=Message)
 
 class Operator:
     """A session with a daemon that asks and holds nothing. Of the arena, which engines map, it only keeps the
-    connection, so that its session ends when it does. For one thread.
+    connection, to talk over it. For one thread.
 
-    Raises :class:`StoreUnavailableError` when there is no daemon, at first and with every question.
+    Raises :class:`StoreUnavailableError` when there is no daemon that may be asked, at first and with every
+    question.
     """
 
     def __init__(self, url: str | None, keys: Path | None = None, server_key: Path | None = None) -> None:
-        from tierstore.daemon.greeting import Address, CurveKeys
+        from tierstore.client.handshake import Address, CurveKeys
 
         self.url = url or default_listen()
-        curve = CurveKeys.read(keys, server_key)
-        address = Address.parse(self.url, curve)
+        address = Address.parse(self.url, CurveKeys.read(keys, server_key))
         self._ids = itertools.count(1)
         self._arena: socket.socket | None = None
+        self._context: zmq.Context[Any] | None = None
+        self._wire: Wire
         token = b""
         if address.arena is not None:
             self._arena, token = self._attach(address.arena)
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.linger = 0
-        self._socket.sndtimeo = 0
-        self._socket.maxmsgsize = protocol.MAX_MESSAGE_BYTES
-        if curve is not None:
-            self._socket.curve_publickey = curve.client.public
-            self._socket.curve_secretkey = curve.client.secret
-            self._socket.curve_serverkey = curve.server
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
         if self._arena is not None:
-            self._poller.register(self._arena, zmq.POLLIN)
+            self._wire = LineWire(Line(self._arena))
+        else:
+            self._context = zmq.Context()
+            self._wire = ZmqWire(self._connect(self._context, address))
         try:
-            self._socket.connect(address.url)
-            hello = protocol.Hello(0, token, f"tierstore operator, pid {os.getpid()}")
-            self.session = self.ask(hello, protocol.Welcome, wait_s=_GREETING_S).session
-        except zmq.ZMQError as error:
-            self.close()
-            raise UsageError(f"cannot connect to {self.url}: {error.strerror}") from error
+            hello = messages.Hello(0, token, f"tierstore operator, pid {os.getpid()}")
+            self.session = self.ask(hello, messages.Welcome, wait_s=_GREETING_S).session
         except BaseException:
             self.close()
             raise
 
     def stats_json(self) -> bytes:
-        return self.ask(protocol.Stats(0), protocol.StatsAnswer).json
+        return self.ask(messages.Stats(0), messages.StatsAnswer).json
 
     def stats(self) -> DaemonStats:
         return self.parse(self.stats_json())
@@ -101,6 +95,8 @@ class Operator:
         """The answer to :meth:`stats_json` as what it is."""
         from tierstore.daemon.stats import DaemonStats
 
+        if "store" not in msgspec.json.decode(document, type=dict[str, Any]):
+            raise UsageError(f"the daemon at {self.url} shows a tenant its own part only: tierstore stats")
         try:
             return msgspec.json.decode(document, type=DaemonStats)
         except msgspec.MsgspecError as error:
@@ -111,30 +107,30 @@ class Operator:
     def ask(self, message: Any, expected: type[A], *, wait_s: float = _ANSWER_S) -> A:
         """One round trip. Raises :class:`UsageError` for what the daemon refuses as such."""
         message.id = next(self._ids)
-        self._send(message)
+        self._wire.send(messages.encode(message))
         ends = time.monotonic() + wait_s
-        while (left := ends - time.monotonic()) > 0:
-            ready = dict(self._poller.poll(int(min(left, protocol.PING_S) * 1000)))
-            if self._socket in ready:
-                answer = self._receive()
-                if isinstance(answer, protocol.Refused) and answer.id in (0, message.id):
+        while True:
+            for answer in self._receive():
+                if isinstance(answer, messages.Refused) and answer.id in (0, message.id):
                     raise _error(f"the daemon at {self.url} refuses: {answer.message}", answer.kind)
                 if isinstance(answer, expected) and answer.id == message.id:
                     return answer
-            elif ready:
-                raise StoreUnavailableError(f"the daemon at {self.url} has ended")
-            elif self._arena is None:
-                self._send(protocol.Ping(next(self._ids)))
-        raise StoreUnavailableError(
-            f"no daemon answers at {self.url} within {wait_s:.0f} s: is it running, and is this its address?"
-        )
+            left = ends - time.monotonic()
+            if left <= 0:
+                raise StoreUnavailableError(
+                    f"no daemon answers at {self.url} within {wait_s:.0f} s: is it running, and is this its "
+                    "address?"
+                )
+            if not self._wait(min(left, messages.PING_S)) and self._arena is None:
+                self._wire.send(messages.encode(messages.Ping(next(self._ids))))
 
     def close(self) -> None:
         """End the session. Idempotent."""
+        self._wire.close()
         if self._arena is not None:
             self._arena.close()
-        self._socket.close(0)
-        self._context.term()
+        if self._context is not None:
+            self._context.term()
 
     def __enter__(self) -> Operator:
         return self
@@ -144,12 +140,14 @@ class Operator:
     ) -> None:
         self.close()
 
-    def _attach(self, path: str) -> tuple[socket.socket, bytes]:
-        """The arena's connection and its token."""
+    def _attach(self, path: str) -> tuple[socket.socket | None, bytes]:
+        """The arena's connection and its token; neither where the daemon has none to spare."""
+        require_own_directory(Path(path))
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(_GREETING_S)
         try:
             connection.connect(path)
+            require_own_peer(connection, self.url)
             header, fds, _, _ = socket.recv_fds(connection, ARENA_HEADER.size, 1)
         except OSError as error:
             connection.close()
@@ -157,20 +155,48 @@ class Operator:
                 f"no daemon at {self.url} ({error.strerror or error}): start one with `tierstore serve`, "
                 "or say with --connect where it listens"
             ) from error
+        except StoreUnavailableError:
+            connection.close()
+            raise
         for fd in fds:
             os.close(fd)
+        if not header:  # it has as many clients as it takes, and hangs up: who only asks needs no arena
+            connection.close()
+            return None, b""
         if len(header) != ARENA_HEADER.size or ARENA_HEADER.unpack(header)[0] != ARENA_MAGIC:
             connection.close()
             raise StoreUnavailableError(f"what listens at {self.url} is no daemon of this version")
         return connection, ARENA_HEADER.unpack(header)[2]
 
-    def _send(self, message: Message) -> None:
-        with suppress(zmq.Again):  # a daemon that let nobody in: the deadline says so
-            self._socket.send_multipart([protocol.VERSION, protocol.encode(message)])
-
-    def _receive(self) -> Answer:
+    def _connect(self, context: zmq.Context[Any], address: Address) -> zmq.Socket[bytes]:
+        """A socket on its way to another host's daemon."""
+        connecting: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+        connecting.linger = 0
+        connecting.maxmsgsize = messages.MAX_MESSAGE_BYTES
+        curve = address.curve
+        if curve is not None:
+            connecting.curve_publickey = curve.client.public
+            connecting.curve_secretkey = curve.client.secret
+            connecting.curve_serverkey = curve.server
         try:
-            return protocol.decode_answer(self._socket.recv_multipart()[1])
+            connecting.connect(address.url)
+        except zmq.ZMQError as error:
+            connecting.close()
+            context.term()
+            raise UsageError(f"cannot connect to {self.url}: {error.strerror}") from error
+        return connecting
+
+    def _wait(self, seconds: float) -> bool:
+        """Whether there may be something to receive, or the wire takes more, within ``seconds``."""
+        poll = select.poll()
+        poll.register(self._wire.fd, select.POLLIN | (select.POLLOUT if self._wire.flush() else 0))
+        return bool(poll.poll(1000 * seconds))
+
+    def _receive(self) -> list[Answer]:
+        try:
+            return [messages.decode_answer(frames[0]) for frames in self._wire.receive()]
+        except LineEnd as error:
+            raise StoreUnavailableError(f"the daemon at {self.url} has ended") from error
         except (IndexError, msgspec.MsgspecError) as error:
             raise StoreUnavailableError(f"what answers at {self.url} is no daemon of this version") from error
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
 from tierstore.cli import show
 from tierstore.cli.operator import Connect, Keys, Operator, ServerKey
 from tierstore.cli.prompts import IdentityDigest, Model, Tokens, named
+from tierstore.errors import UsageError
 
 _PATIENCE_S = 30.0  # the daemon may look on disk for ten
 
@@ -19,30 +25,46 @@ def pin(
 ) -> None:
     """Keep the pages of a prompt that are held, until unpinned or the daemon ends.
 
-    Only whole chunks can be pinned. Pinned pages stay in the coldest tier they are in; where that is the host
-    tier, their room is gone for others. Pinning twice needs unpinning twice.
+    What a tenant pins is kept for an hour, and is half of its quota at most. Only whole chunks can be pinned.
+    Pinned pages stay in the coldest tier they are in; where that is the host tier, their room is gone for
+    others. Pinning twice needs unpinning twice.
     """
     _change(Operator(connect, keys, server_key), tokens, model, identity, undo=False)
 
 
 def unpin(
-    tokens: Tokens,
+    tokens: Annotated[
+        Path | None,
+        typer.Argument(metavar="[FILE]", help="The prompt's token ids, as for pin", allow_dash=True),
+    ] = None,
     model: Model = None,
     identity: IdentityDigest = None,
     connect: Connect = None,
     keys: Keys = None,
     server_key: ServerKey = None,
+    tenant: Annotated[
+        str | None,
+        typer.Option("--tenant", metavar="NAME", help="All that a tenant has pinned", show_default=False),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All that anybody has pinned")] = False,
 ) -> None:
-    """No longer keep the pages of a prompt."""
-    _change(Operator(connect, keys, server_key), tokens, model, identity, undo=True)
+    """No longer keep the pages of a prompt, of a tenant's prompts, or of any."""
+    if (tokens is not None) + (tenant is not None) + everything != 1:
+        raise UsageError("say what to unpin: a FILE with a prompt, --tenant NAME, or --all")
+    if tokens is not None:
+        _change(Operator(connect, keys, server_key), tokens, model, identity, undo=True)
+        return
+    from tierstore.wire import messages
+
+    with Operator(connect, keys, server_key) as operator:
+        pages = operator.ask(messages.Unpin(0, tenant), messages.Unpinned).pages
+    show.line(f"{pages:,} pages unpinned")
 
 
-def _change(
-    operator: Operator, tokens: Tokens, model: Model, identity: IdentityDigest, *, undo: bool
-) -> None:
-    from tierstore.daemon import protocol
+def _change(operator: Operator, tokens: Path, model: Model, identity: IdentityDigest, *, undo: bool) -> None:
+    from tierstore.wire import messages
 
     with operator:
         prompt, count = named(operator, tokens, model, identity)
-        pinned = operator.ask(protocol.Pin(0, prompt, undo), protocol.Pinned, wait_s=_PATIENCE_S)
+        pinned = operator.ask(messages.Pin(0, prompt, undo), messages.Pinned, wait_s=_PATIENCE_S)
     show.line(f"{pinned.tokens:,} of {count:,} tokens {'unpinned' if undo else 'pinned'}")

@@ -32,16 +32,16 @@ def command(
     """
     from rich.console import Console
 
-    from tierstore.daemon import protocol
+    from tierstore.wire import messages
 
     with Operator(connect, keys, server_key) as operator, Console(file=sys.stderr).status("prefetching"):
         prompt, count = named(operator, tokens, model, identity)
-        looked = protocol.Lookup(0, prompt, count, _LOOK_S)
-        found = operator.ask(looked, protocol.Found, wait_s=_LOOK_S + _ANSWER_S)
+        looked = messages.Lookup(0, prompt, count, _LOOK_S)
+        found = operator.ask(looked, messages.Found, wait_s=_LOOK_S + _ANSWER_S)
         pages = 0
         if found.lease:
-            wanted = protocol.Prefetch(0, found.lease, wait_s)
-            pages = operator.ask(wanted, protocol.Prefetched, wait_s=wait_s + _ANSWER_S).pages
+            wanted = messages.Prefetch(0, found.lease, wait_s)
+            pages = operator.ask(wanted, messages.Prefetched, wait_s=wait_s + _ANSWER_S).pages
     on_disk = sum(each for tier, each in found.tiers if tier == "disk")
     held = sum(each for _, each in found.tiers)
     show.line(

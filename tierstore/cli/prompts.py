@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tokenize  # NumPy parses the header of .npy as Python
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from tierstore.cli.operator import Operator
-    from tierstore.daemon.protocol import PromptPart
     from tierstore.keys import Identity
+    from tierstore.wire.messages import PromptPart
 
 Tokens = Annotated[
     Path,
@@ -44,19 +45,23 @@ IdentityDigest = Annotated[
 ]
 
 
+_MOST_LISTED = 8  # identities in a message, with this much of each name:
+_MOST_CHARS = 60
+
+
 def read_tokens(file: Path) -> npt.NDArray[np.uint32]:
     """The token ids in a file. Raises :class:`UsageError` for anything else."""
     import numpy as np
 
     try:
         if file.suffix == ".npy":
-            array = np.load(file, allow_pickle=False)
+            array = np.asarray(np.lib.format.open_memmap(file, mode="r"))
         else:
             text = sys.stdin.read() if str(file) == "-" else file.read_text()
             array = np.asarray(_numbers(text))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {file}: {error}") from error
-    except ValueError as error:
+    except (ValueError, OverflowError, RecursionError, tokenize.TokenError) as error:
         raise UsageError(f"{file} holds no token ids: {error}") from error
     if (
         array.ndim != 1
@@ -84,7 +89,10 @@ def choose_identity(known: list[Identity], model: str | None, digest: str | None
     ]
     if len(chosen) == 1:
         return chosen[0]
-    listed = "; ".join(f"{identity.digest.hex()[:8]}: {_name(identity)}" for identity in chosen or known)
+    some = (chosen or known)[:_MOST_LISTED]
+    listed = "; ".join(f"{identity.digest.hex()[:8]}: {_name(identity)}" for identity in some)
+    left_out = len(chosen or known) - len(some)
+    listed += f"; and {left_out:,} more" if left_out else ""
     if not known:
         raise UsageError("the daemon knows of no pages yet: save some first")
     if not chosen:
@@ -94,15 +102,18 @@ def choose_identity(known: list[Identity], model: str | None, digest: str | None
 
 def _name(identity: Identity) -> str:
     fields = {name: value for name, value in asdict(identity).items() if value and name != "layout"}
-    return ", ".join(f"{name} {value}" for name, value in fields.items())
+    return ", ".join(
+        f"{name} {value if len(value) <= _MOST_CHARS else value[:_MOST_CHARS] + '…'}"
+        for name, value in fields.items()
+    )
 
 
 def register(operator: Operator, tokens: npt.NDArray[np.uint32], identity: Identity) -> PromptPart:
     """The prompt, as messages name it. Raises :class:`UsageError` for pages that only their engine can
     name."""
-    from tierstore.daemon import protocol
     from tierstore.keys import Prompt
     from tierstore.spec import KVSpec, is_opaque
+    from tierstore.wire import messages
 
     if is_opaque(identity.layout):
         raise UsageError(
@@ -113,18 +124,25 @@ def register(operator: Operator, tokens: npt.NDArray[np.uint32], identity: Ident
         spec = KVSpec.parse(identity.layout)
     except SpecError as error:
         raise UsageError(f"pages of {identity.model} have a layout of another version: {error}") from error
-    message = protocol.Register(0, asdict(identity), spec.page_bytes, spec.chunk_tokens)
-    number = operator.ask(message, protocol.Registered).identity
+    message = messages.Register(0, asdict(identity), spec.page_bytes, spec.chunk_tokens)
+    number = operator.ask(message, messages.Registered).identity
     prompt = Prompt(identity, tokens, chunk_tokens=spec.chunk_tokens)
-    return protocol.PromptPart(number, b"".join(prompt.keys), prompt.token_bytes)
+    return messages.PromptPart(number, b"".join(prompt.keys), prompt.token_bytes)
 
 
 def named(operator: Operator, file: Path, model: str | None, digest: str | None) -> tuple[PromptPart, int]:
     """The prompt of a command, and how many tokens it has."""
-    from tierstore.daemon import protocol
     from tierstore.keys import Identity
+    from tierstore.wire import messages
 
     tokens = read_tokens(file)
-    answer = operator.ask(protocol.Identities(0), protocol.IdentitiesAnswer)
-    identity = choose_identity([Identity(**fields) for fields in answer.identities], model, digest)
+    known: list[Identity] = []
+    after = b""
+    while True:
+        answer = operator.ask(messages.Identities(0, after), messages.IdentitiesAnswer)
+        known += [Identity(**fields) for fields in answer.identities]
+        after = answer.more
+        if not after:
+            break
+    identity = choose_identity(known, model, digest)
     return register(operator, tokens, identity), len(tokens)

@@ -64,14 +64,14 @@ def serve(
     """Keep pages for every engine on this machine, until SIGTERM.
 
     Every flag is also a setting in the --config file (host_bytes = "8GiB") and in the environment
-    (TIERSTORE_HOST_BYTES). SIGHUP reads the file again.
+    (TIERSTORE_HOST_BYTES). SIGHUP reads the file and the keys of tenants again.
     """
     from tierstore.daemon import daemon
 
     flags = {name: value for name, value in locals().items() if name not in ("config", "daemon")}
     if listen is not None:
         flags["listen"] = ",".join(listen)
-    daemon.serve(Settings.load(flags, file=config), reload=lambda: Settings.load(flags, file=config))
+    daemon.serve(Settings.load(flags, file=config), reload=lambda: Settings.load_again(flags, file=config))
 
 
 def keygen(
@@ -85,7 +85,7 @@ def keygen(
     The daemon needs its own NAME.secret (--server-key) and each client's NAME.key in one directory
     (--tenants). A client needs its own .secret and the daemon's .key.
     """
-    from tierstore.daemon import keys
+    from tierstore.wire import keys
 
     pair, half = keys.generate(directory, name)
     typer.echo(f"{pair}\n{half}")

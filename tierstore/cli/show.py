@@ -1,4 +1,7 @@
-"""How results look: a table or a line for people, one JSON document for machines, progress on a terminal."""
+"""How results look: a table or a line for people, one JSON document for machines, progress on a terminal.
+
+What goes into a table or a line is escaped here: it may hold names that somebody else chose.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,12 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from tierstore.printable import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
+    from rich.text import Text
 
 _WIDTH = 140  # of a table that goes into a file or a pipe
 _AGES = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
@@ -22,21 +28,27 @@ def write_json(document: Mapping[str, object]) -> None:
     sys.stdout.write(json.dumps(document, indent=2) + "\n")
 
 
-def line(text: str) -> None:
+def line(words: str) -> None:
     """One line for people, on stdout."""
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(printable(words) + "\n")
+
+
+def text(value: str, style: str = "") -> Text:
+    """Text as it is: brackets in it are no markup."""
+    from rich.text import Text
+
+    return Text(printable(value), style)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> None:
     """The first ``left`` columns are words, and the others numbers, aligned to the right."""
     from rich.table import Table
-    from rich.text import Text
 
     shown = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
         shown.add_column(column, justify="left" if number < left else "right", no_wrap=number >= left)
     for row in rows:
-        shown.add_row(*(Text(cell) for cell in row))  # as Text: brackets in a name are no markup
+        shown.add_row(*map(text, row))
     _console().print(shown)
 
 

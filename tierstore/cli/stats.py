@@ -36,10 +36,13 @@ def command(
     """
     with Operator(connect, keys, server_key) as operator:
         document = operator.stats_json()
+        view = msgspec.json.decode(document, type=dict[str, Any])
         if curve:
             _write_curve(operator.parse(document), json=json)
         elif json:
-            show.write_json(msgspec.json.decode(document, type=dict[str, object]))
+            show.write_json(view)
+        elif "store" not in view:
+            _print_tenant(operator, view)
         else:
             _print(operator, operator.parse(document))
 
@@ -108,6 +111,26 @@ def counted(stats: DaemonStats) -> Iterator[tuple[str, str]]:
                     yield label, f"{number:,.1f}" if isinstance(number, float) else f"{number:,}"
 
 
+def _print_tenant(operator: Operator, view: Mapping[str, Any]) -> None:
+    """What a tenant may know: its own part."""
+    show.line(f"tierstore {view['version']} at {operator.url}")
+    show.table(
+        ("tenant", "asked tokens", "hit tokens", "of asked", "host", "quota", "pinned"),
+        [
+            (
+                name,
+                f"{each['lookup_tokens']:,}",
+                f"{sum(each['hit_tokens'].values()):,}",
+                percent(sum(each["hit_tokens"].values()), each["lookup_tokens"]),
+                format_size(each["host_bytes"]),
+                "–" if each["quota_bytes"] is None else format_size(each["quota_bytes"]),
+                format_size(each["pinned_bytes"]),
+            )
+            for name, each in view["service"]["tenants"].items()
+        ],
+    )
+
+
 def _print(operator: Operator, stats: DaemonStats) -> None:
     store, service = stats.store, stats.service
     hits: Any = store.counters["hit_tokens"]
@@ -115,7 +138,8 @@ def _print(operator: Operator, stats: DaemonStats) -> None:
     state = "ready" if stats.ready else "not ready"
     started = show.age(time.time() - stats.uptime_s)
     show.line(f"tierstore {stats.version} at {operator.url}: {state}, pid {stats.pid}, up {started}")
-    show.line(f"health: {health(stats)}\n")
+    show.line(f"health: {health(stats)}")
+    show.line("")
     show.table(
         ("tier", "capacity", "used", "full", "pages", "leased", "hit tokens", "of asked"),
         [
@@ -132,12 +156,27 @@ def _print(operator: Operator, stats: DaemonStats) -> None:
             for name, tier in store.tiers.items()
         ],
     )
-    show.line(f"hit rate {percent(sum(hits.values()), asked)} of {asked:,} tokens asked for\n")
+    show.line(f"hit rate {percent(sum(hits.values()), asked)} of {asked:,} tokens asked for")
+    show.line("")
     show.line(
         f"clients {service.sessions - 1:,}, leases {service.leases:,}, reservations {service.reservations:,} "
         f"({format_size(service.reserved_bytes)}), pages {store.pages:,}, on their way to disk "
         f"{store.pending_writes:,}"
     )
+    pins = {name: tenant for name, tenant in service.tenants.items() if tenant.pinned_pages}
+    if pins:
+        show.table(
+            ("pinned by tenant", "pages", "bytes", "quota"),
+            [
+                (
+                    name or "–",
+                    f"{each.pinned_pages:,}",
+                    format_size(each.pinned_bytes),
+                    "–" if each.quota_bytes is None else format_size(each.quota_bytes),
+                )
+                for name, each in pins.items()
+            ],
+        )
     clients = [client for client in service.clients if client.session != operator.session]
     if clients:
         show.table(

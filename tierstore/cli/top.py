@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tierstore.cli import show
 from tierstore.cli.operator import Connect, Keys, Operator, ServerKey
 from tierstore.cli.stats import health, percent, quantile, slowest
 from tierstore.errors import StoreUnavailableError
@@ -62,8 +63,8 @@ def command(
 
 
 def _live(watch: _Watch, first: Group) -> None:
+    from rich.console import Group
     from rich.live import Live
-    from rich.text import Text
 
     with _keys() as pressed, Live(first, screen=True, auto_refresh=False) as live:
         while not pressed(_REFRESH_S):
@@ -71,7 +72,8 @@ def _live(watch: _Watch, first: Group) -> None:
                 live.update(watch.look(), refresh=True)
             except StoreUnavailableError as error:
                 watch.close()
-                live.update(Text(f"{error}\n\ntrying again every second; q ends"), refresh=True)
+                trouble = Group(show.text(str(error)), "", "trying again every second; q ends")
+                live.update(trouble, refresh=True)
 
 
 @contextmanager
@@ -132,27 +134,28 @@ class _Watch:
 def view(operator: Operator, now: DaemonStats, before: DaemonStats | None, seconds: float) -> Group:
     """One screen. Without ``before`` rates are those since the start."""
     from rich.console import Group
-    from rich.text import Text
 
     rates = _Rates(now, before, seconds if before else max(now.uptime_s, 1e-9))
     store, service = now.store, now.service
     fine = all(tier.condition.value == "online" for tier in store.health.values())
     period = "now" if before else "since the start"
     lines = (
-        Text(f"tierstore {now.version} at {operator.url}, pid {now.pid}", style="bold"),
-        Text(f"health: {health(now)}", style="green" if fine else "bold red"),
-        Text(""),
+        show.text(f"tierstore {now.version} at {operator.url}, pid {now.pid}", "bold"),
+        show.text(f"health: {health(now)}", "green" if fine else "bold red"),
+        "",
         _tiers(now, rates),
-        Text(""),
-        Text(f"hit rate {rates.hit_rate} {period}, {_total_hit_rate(now)} in total"),
-        Text(f"lookups/s {rates.of('lookups'):,.1f}, pages on their way to disk {store.pending_writes:,}"),
-        Text(
+        "",
+        show.text(f"hit rate {rates.hit_rate} {period}, {_total_hit_rate(now)} in total"),
+        show.text(
+            f"lookups/s {rates.of('lookups'):,.1f}, pages on their way to disk {store.pending_writes:,}"
+        ),
+        show.text(
             f"clients {service.sessions - 1:,}, leases {service.leases:,}, reservations "
             f"{service.reservations:,} ({format_size(service.reserved_bytes)})"
         ),
-        Text(""),
+        "",
         _requests(now, rates),
-        Text(slowest(service)),
+        show.text(slowest(service)),
         *_clients(operator, now),
     )
     return Group(*lines)
@@ -241,8 +244,6 @@ def _requests(now: DaemonStats, rates: _Rates) -> Table:
 
 def _clients(operator: Operator, now: DaemonStats) -> Iterator[Any]:
     """The clients that hold most."""
-    from rich.text import Text
-
     clients = [client for client in now.service.clients if client.session != operator.session]
     if not clients:
         return
@@ -252,13 +253,13 @@ def _clients(operator: Operator, now: DaemonStats) -> Iterator[Any]:
     table = _table("client", "tenant", "leases", "reserved", "sending")
     for client in clients[:_MOST_CLIENTS]:
         table.add_row(
-            Text(client.client),
-            client.tenant or "–",
+            show.text(client.client),
+            show.text(client.tenant or "–"),
             f"{client.leases:,}",
             format_size(client.reserved_bytes),
             format_size(client.sending_bytes),
         )
-    yield Text("")
+    yield ""
     yield table
     if len(clients) > _MOST_CLIENTS:
-        yield Text(f"… and {len(clients) - _MOST_CLIENTS:,} more")
+        yield show.text(f"… and {len(clients) - _MOST_CLIENTS:,} more")

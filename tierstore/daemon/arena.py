@@ -1,9 +1,9 @@
 """The arena's own socket: hands the arena's file over, is the line to local clients, and shows their death.
 
-``PATH.arena`` beside ``ipc://PATH``, a unix stream socket of mode 0600. Whoever connects is sent the
-header and the file descriptor (see ``protocol.py``) and keeps the connection, to talk over it
-(``line.py``). The kernel closes it when the process dies, however it dies, and the event loop hears of it in
-the same moment.
+``PATH.arena`` beside ``ipc://PATH``, a unix stream socket of mode 0600. Whoever connects is sent the header
+and the file descriptor (see ``wire/messages.py``) and keeps the connection, to talk over it
+(``wire/framing.py``). The kernel closes it when the process dies, however it dies, and the event loop hears
+of it in the same moment.
 
 ``PATH.lock`` says whose the sockets are. It is locked for as long as the daemon lives, so a socket file
 that is found under a lock that is free is a dead daemon's, and may be replaced."""
@@ -24,9 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierstore.daemon.endpoint import Received
-from tierstore.daemon.line import Line, LineEnd
-from tierstore.daemon.protocol import ARENA_HEADER, ARENA_MAGIC, VERSION
 from tierstore.errors import StoreUnavailableError, UsageError
+from tierstore.wire.framing import Line, LineEnd
+from tierstore.wire.local_address import require_own_directory
+from tierstore.wire.messages import ARENA_HEADER, ARENA_MAGIC, VERSION
 
 _log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ _PEER = struct.Struct("3i")  # pid, uid, gid
 
 class SocketLock:
     """The right to listen at ``ipc://PATH``: one daemon at a time. Raises :class:`UsageError` for a path that
-    cannot be one, :class:`StoreUnavailableError` when a daemon has it."""
+    cannot be one, :class:`StoreUnavailableError` when a daemon has it, or another user its directory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -50,6 +51,7 @@ class SocketLock:
             )
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
+            require_own_directory(path)
             self._fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
             raise UsageError(f"cannot listen at {path}: {error.strerror}") from error

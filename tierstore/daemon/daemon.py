@@ -14,15 +14,16 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from tierstore.daemon import keys, logs
+from tierstore.core.core import Core, open_tiers
+from tierstore.daemon import logs
 from tierstore.daemon.arena import SocketLock
-from tierstore.daemon.assembly import arena_fd, assemble
 from tierstore.daemon.collecting import Collecting
 from tierstore.daemon.endpoint import Url
 from tierstore.daemon.events import EventPublisher
@@ -31,9 +32,12 @@ from tierstore.daemon.service import Service
 from tierstore.daemon.settings import Settings
 from tierstore.daemon.stats import DaemonStats, version
 from tierstore.errors import TierStoreError, UsageError
+from tierstore.machine import disk_bytes, memory_bytes
 from tierstore.memory import shared_huge_pages
-from tierstore.store.assembly import Assembly
+from tierstore.tiers.disk import DiskTier
+from tierstore.tiers.host import HostTier
 from tierstore.units import format_size
+from tierstore.wire import keys
 
 if TYPE_CHECKING:
     from tierstore.daemon.metrics import MetricsServer
@@ -46,7 +50,46 @@ _M_MMAP_THRESHOLD = -3
 _KEPT_BYTES = 64 << 20  # of what messages with pages have left free
 _MAPPED_FROM_BYTES = 32 << 20  # the most that every glibc takes
 
+_ENDING = (signal.SIGTERM, signal.SIGINT)
 _SWITCH_S = 0.0005  # with Python's 5 ms a lookup waits that long for each turn of whoever writes to disk
+
+
+def open_core(
+    settings: Settings,
+    *,
+    defer: Callable[[Callable[[], None]], object] | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Core:
+    """What the settings say, with an arena that clients can map. Raises :class:`~tierstore.errors.UsageError`
+    and :class:`~tierstore.errors.StoreUnavailableError` when it cannot."""
+    open_disk = None
+    if settings.disk is not None:
+        open_disk = partial(
+            DiskTier.open,
+            settings.disk,
+            capacity_bytes=settings.disk_bytes,
+            page_bytes=settings.page_bytes,
+        )
+    disk, host = open_tiers(open_disk, partial(HostTier, settings.host_bytes, shared=True))
+    return Core(
+        policy=settings.policy,
+        host=host,
+        disk=disk,
+        lease_s=settings.lease_s,
+        reserve_bytes=settings.reserve_bytes,
+        quotas=settings.quotas,
+        shared=True,
+        defer=defer,
+        clock=clock,
+    )
+
+
+def arena_fd(core: Core) -> int:
+    """What clients map."""
+    assert core.host is not None, "the daemon has a host tier"
+    fd = core.host.shared_fd
+    assert fd is not None, "the arena is not shared memory"
+    return fd
 
 
 class Daemon:
@@ -55,7 +98,7 @@ class Daemon:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.ready = False
-        self.assembly: Assembly | None = None
+        self.core: Core | None = None
         self.service: Service | None = None
         self.server: Server | None = None
         self._events: EventPublisher | None = None
@@ -77,7 +120,7 @@ class Daemon:
         settings = self.settings
         urls = [Url.parse(text) for text in settings.listen]
         pair = keys.read_pair(settings.server_key) if settings.server_key is not None else None
-        tenants = keys.read_tenants(settings.tenants) if settings.tenants is not None else {}
+        tenants = await keys.read_tenants(settings.tenants) if settings.tenants is not None else {}
         if pair is not None and settings.tenants is None:
             raise UsageError(
                 "server_key without tenants lets nobody in: give --tenants, a directory with .key files"
@@ -85,27 +128,26 @@ class Daemon:
         for url in urls:
             if url.path is not None:
                 self._locks.append(SocketLock(url.path))
-        self.assembly = assemble(settings)
+        loop = asyncio.get_running_loop()
+        self.core = open_core(settings, defer=loop.call_soon)
         if settings.events:
             self._events = EventPublisher(
-                self.assembly.state,
+                self.core.state,
                 settings.events,
                 replay_url=settings.events_replay,
                 topic=settings.events_topic,
                 encoding=settings.events_encoding,
             )
-        loop = asyncio.get_running_loop()
         self.service = Service(
-            self.assembly,
+            self.core,
             settings,
-            later=loop.call_soon,
             stats_json=lambda: msgspec.json.encode(self.stats()),
         )
         self.server = Server(self.service, keys=pair, tenants=tenants)
         for url in urls:
             if url.path is not None:
                 path = Path(f"{url.path}.arena")
-                self.server.listen_at_arena(path, arena_fd(self.assembly), settings.host_bytes)
+                self.server.listen_at_arena(path, arena_fd(self.core), settings.host_bytes)
             endpoint = self.server.listen(url)
             _log.info("listening at %s", endpoint.address)
         if settings.metrics_port:
@@ -119,7 +161,7 @@ class Daemon:
 
     def stats(self) -> DaemonStats:
         """A snapshot. From any thread."""
-        assert self.assembly is not None
+        assert self.core is not None
         assert self.service is not None
         assert self.server is not None
         return DaemonStats(
@@ -127,7 +169,7 @@ class Daemon:
             uptime_s=time.monotonic() - self._started,
             pid=os.getpid(),
             ready=self.ready,
-            store=self.assembly.stats(),
+            store=self.core.stats(),
             service=self.service.stats(),
             server=self.server.stats(),
             events=self._events.stats() if self._events is not None else None,
@@ -135,12 +177,15 @@ class Daemon:
 
     # -- changing ------------------------------------------------------------------------------------
 
-    def reload(self, newer: Settings) -> None:
-        """Take over what can change while running; say what cannot."""
+    async def reload(self, newer: Settings) -> None:
+        """Take over what can change while running, and the keys of tenants; say what cannot. Raises
+        :class:`~tierstore.errors.UsageError` for keys that cannot be read, and has changed nothing then."""
+        if self.settings.tenants is not None and self.server is not None:
+            self.server.let_in(await keys.read_tenants(self.settings.tenants))
         self.settings, stuck = self.settings.reloaded(newer)
         logs.configure(self.settings.log_level, self.settings.log_format)
-        if self.service is not None:
-            self.service.quotas.quotas = self.settings.quotas
+        if self.core is not None:
+            self.core.quotas.quotas = self.settings.quotas
         _log.info("settings reloaded")
         if stuck:
             _log.warning("these settings need a restart: %s", ", ".join(stuck))
@@ -157,8 +202,8 @@ class Daemon:
         if self.server is not None:
             await self.server.close()
         drained = True
-        if self.assembly is not None:
-            drained = await self._drain(self.assembly, drain_s)
+        if self.core is not None:
+            drained = await self._drain(self.core, drain_s)
         if self._events is not None:
             self._events.close()
         for lock in self._locks:
@@ -166,11 +211,11 @@ class Daemon:
         self._locks.clear()
         return drained
 
-    async def _drain(self, assembly: Assembly, drain_s: float) -> bool:
-        pending = assembly.stats().pending_writes
+    async def _drain(self, core: Core, drain_s: float) -> bool:
+        pending = core.stats().pending_writes
         if pending:
             _log.info("writing %d pages to disk before the end", pending)
-        closing = asyncio.get_running_loop().run_in_executor(None, assembly.close)
+        closing = asyncio.get_running_loop().run_in_executor(None, core.close)
         _, late = await asyncio.wait({closing}, timeout=drain_s + 1)
         if late:
             _log.warning("not all pages were on disk after %.0f s: leaving without them", drain_s)
@@ -179,20 +224,21 @@ class Daemon:
         return not late
 
 
-async def run(settings: Settings, reload: Callable[[], Settings]) -> bool:
+async def run(settings: Settings, reload: Callable[[], Awaitable[Settings]]) -> bool:
     """Serve until SIGTERM or SIGINT; SIGHUP takes over what ``reload()`` returns. False when the end was not
     an orderly one."""
     logs.configure(settings.log_level, settings.log_format)
     daemon = Daemon(settings)
     loop = asyncio.get_running_loop()
     ending = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ending.set)
+    # Not the loop's own: it gives them up when it closes, and a second signal would kill what ends in order.
+    for number in _ENDING:
+        signal.signal(number, lambda *_: loop.call_soon_threadsafe(ending.set))
     await daemon.start()
 
     async def reread() -> None:
         try:
-            daemon.reload(await loop.run_in_executor(None, reload))
+            await daemon.reload(await reload())
         except UsageError as error:
             _log.error("the settings stay as they are: %s", error)
 
@@ -210,6 +256,8 @@ async def run(settings: Settings, reload: Callable[[], Settings]) -> bool:
         else ""
     )
     _log.info("tierstore %s serves %s of host memory%s", version(), format_size(settings.host_bytes), disk)
+    if lacking := _lacking(settings):
+        _log.warning("this machine has less than that: %s", lacking)
     if not shared_huge_pages():
         _log.info("the arena has no huge pages, which slows the disk and copies: see `tierstore doctor`")
     assert daemon.service is not None
@@ -218,11 +266,26 @@ async def run(settings: Settings, reload: Callable[[], Settings]) -> bool:
     collecting.cancel()
     _log.info("ending")
     orderly = await daemon.stop()
+    for number in _ENDING:
+        signal.signal(number, signal.SIG_IGN)
     _log.info("ended")
     return orderly
 
 
-def serve(settings: Settings, reload: Callable[[], Settings]) -> None:
+def _lacking(settings: Settings) -> str:
+    """Capacities that this machine does not have; empty where it has them all."""
+    total = memory_bytes().total
+    lacking = []
+    if settings.host_bytes > total:
+        lacking.append(f"host_bytes {format_size(settings.host_bytes)}, memory {format_size(total)}")
+    if settings.disk is not None and settings.disk_bytes > (room := disk_bytes(settings.disk)):
+        lacking.append(
+            f"disk_bytes {format_size(settings.disk_bytes)}, room at {settings.disk} {format_size(room)}"
+        )
+    return "; ".join(lacking)
+
+
+def serve(settings: Settings, reload: Callable[[], Awaitable[Settings]]) -> None:
     """:func:`run` as the whole of a process."""
     sys.setswitchinterval(_SWITCH_S)
     _keep_message_memory()

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import zmq
 
-from tierstore.daemon.keys import ZAP_DOMAIN, KeyPair
-from tierstore.daemon.protocol import MAX_MESSAGE_BYTES, VERSION
 from tierstore.errors import UsageError
+from tierstore.wire.keys import ZAP_DOMAIN, KeyPair
+from tierstore.wire.messages import MAX_MESSAGE_BYTES, VERSION
 
 _BATCH = 32  # messages, and then the other sockets get their turn
 _MOST_FRAMES = 4096 + 4

@@ -30,13 +30,13 @@ import msgspec
 import numpy as np
 import zmq
 
+from tierstore.core.feed import Change, Feed, Followed, Lost, Removed, Stored
+from tierstore.core.state import StoreState
 from tierstore.daemon.endpoint import Url
 from tierstore.daemon.stats import EventStats
 from tierstore.errors import StoreUnavailableError, UsageError
 from tierstore.index import Tier
 from tierstore.keys import TOKEN_DTYPE
-from tierstore.store.feed import Change, Feed, Followed, Lost, Removed, Stored
-from tierstore.store.state import StoreState
 
 _log = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class EventPublisher:
             raise
         self._feed = Feed(self._wake)
         with state.lock:
-            state.holdings.feed = self._feed
+            state.holdings.followers.append(self._feed)
         self._thread = threading.Thread(target=self._run, name="tierstore-events", daemon=True)
         self._thread.start()
 
@@ -182,7 +182,7 @@ class EventPublisher:
             self._wake()
             self._thread.join(_STOPPED_S)
             with self._state.lock:
-                self._state.holdings.feed = None
+                self._state.holdings.followers.remove(self._feed)
             if not self._thread.is_alive():
                 os.close(self._wakeup)  # only now: nobody wakes the thread any more
 

@@ -1,12 +1,18 @@
-"""The daemon's log: one line each on stderr, for people or as JSON."""
+"""The daemon's log: one line each on stderr, for people or as JSON.
+
+Messages hold names that clients chose, so they are escaped: a line end in a name begins no line of the log.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
 import time
+from typing import Any
 
 import msgspec
+
+from tierstore.printable import printable
 
 
 class JsonLines(logging.Formatter):
@@ -18,7 +24,7 @@ class JsonLines(logging.Formatter):
             + f".{record.msecs:03.0f}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": printable(record.getMessage()),
         }
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
@@ -26,10 +32,17 @@ class JsonLines(logging.Formatter):
 
 
 class PlainLines(logging.Formatter):
-    """``time level message``; a traceback follows on lines of its own."""
+    """``time level message``; a traceback follows, indented."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return printable(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        lines = super().formatException(ei).splitlines()
+        return "\n".join(f"    {printable(line)}" for line in lines)
 
 
 def configure(level: str, format: str) -> None:

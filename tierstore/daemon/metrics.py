@@ -148,6 +148,8 @@ def _tenants(stats: DaemonStats) -> Iterator[Metric]:
     yield hits
     used = {name: float(each.host_bytes) for name, each in tenants.items()}
     yield _by("tenant_host_bytes", "Arena bytes, by tenant", "tenant", used, counts=False)
+    pinned = {name: float(each.pinned_bytes) for name, each in tenants.items()}
+    yield _by("tenant_pinned_bytes", "Bytes of pinned pages, by tenant", "tenant", pinned, counts=False)
 
 
 def _histogram(name: str, latency: LatencyStats) -> Metric:

@@ -14,14 +14,12 @@ from typing import Any, TypeAlias
 import msgspec
 import zmq
 
-from tierstore.daemon import protocol as p
 from tierstore.daemon.arena import ArenaListener
 from tierstore.daemon.endpoint import Endpoint, Received, Url
-from tierstore.daemon.keys import Doorkeeper, KeyPair
-from tierstore.daemon.loads import PageFrames
-from tierstore.daemon.service import Reply, Service
-from tierstore.daemon.session import Session
+from tierstore.daemon.service import PageFrames, Reply, Service, Session
 from tierstore.daemon.stats import ServerStats
+from tierstore.wire import messages as p
+from tierstore.wire.keys import Doorkeeper, KeyPair
 
 _log = logging.getLogger(__name__)
 
@@ -174,7 +172,24 @@ class Server:
 
     # -- sessions ------------------------------------------------------------------------------------
 
+    def let_in(self, tenants: dict[bytes, str]) -> None:
+        """From now on the clients with these keys are let in. Sessions of tenants without one end."""
+        if self._doorkeeper is None:
+            return
+        self._doorkeeper.let_in(tenants)
+        for session in list(self._sessions.values()):
+            if not self._is_let_in(session.tenant):
+                self._end(session)
+
+    def _is_let_in(self, tenant: str) -> bool:
+        """Whether a peer still is: ZMQ has let it in once, and keys may have gone since. Local ones have no
+        tenant."""
+        return not tenant or (self._doorkeeper is not None and tenant in self._doorkeeper)
+
     def _hello(self, way: Way, received: Received, m: p.Hello, before: Session | None) -> None:
+        if not self._is_let_in(received.tenant):
+            self._refuse(way, received.peer, m.id, "session", "this key is not let in any more")
+            return
         if not m.token:
             if before is not None:
                 self._end(before)

@@ -1,79 +1,123 @@
 """The verbs of the daemon, without sockets: a message in, an answer or a coroutine that ends in one out.
 
-Everything here runs on the event loop's thread. Nothing blocks it: what is in memory is decided at once under
-the state's lock, what waits for a disk is a coroutine (see ``lookups.py``, ``loads.py`` and ``writing.py``).
+Each session has a :class:`~tierstore.core.backend.LocalBackend` of its own, which decides; here its verbs are
+read from messages, and nothing that a message says is believed. Everything runs on the event loop's thread
+and nothing blocks it: what is in memory is answered at once, what has to be waited for is a coroutine over a
+transfer or a thread.
 """
 
 from __future__ import annotations
 
+import array
 import asyncio
 import logging
+import struct
+import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeAlias
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import TypeAlias, TypeVar, cast
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from tierstore.daemon import protocol as p
-from tierstore.daemon.loads import Loads, PageFrames
-from tierstore.daemon.lookups import LABELS, Lookups
-from tierstore.daemon.quotas import Quotas
-from tierstore.daemon.session import Refusal, Session
+from tierstore.backend import Lease, Registration, Reservation, SaveHints
+from tierstore.core.backend import LocalBackend
+from tierstore.core.clients import Client, LocalLease, Refusal
+from tierstore.core.core import Core
+from tierstore.core.prompts import PromptView
 from tierstore.daemon.settings import Settings
 from tierstore.daemon.stats import ClientStats, Histogram, ServiceStats, Slowest, TenantStats, version
-from tierstore.daemon.upkeep import Upkeep
-from tierstore.daemon.writing import Writing
-from tierstore.errors import StoreClosedError
-from tierstore.store.assembly import Assembly
+from tierstore.errors import SpecError, StoreClosedError, UsageError
+from tierstore.hints import Hint, Reuse
+from tierstore.index import LABELS, Tier
+from tierstore.keys import KEY_BYTES, TOKEN_BYTES, Identity, PageKey
+from tierstore.spec import check_page
+from tierstore.transfer import Transfer
+from tierstore.wire import messages as p
 
 _log = logging.getLogger(__name__)
 
-Reply: TypeAlias = "p.Answer | PageFrames | None"
-
-_DISK_THREADS = 4
-_COPY_THREADS = 2  # of pages that come by TCP
-_WAIT_THREADS = 4  # for what waits long: flushes, surveys
+_WAIT_THREADS = 4  # for what waits long: flushes, surveys, evictions
+_MOST_PAGE_BYTES = 1 << 30
+_MOST_CHUNK_TOKENS = 1 << 16
+_WINDOW_BYTES = 2 * p.MAX_FETCH_BYTES  # of pages on their way to one client over TCP
 _LATENCY_OF: dict[type, str] = {
     p.Lookup: "lookup", p.Load: "load", p.Fetch: "load", p.Prefetch: "load",
     p.Reserve: "save", p.Write: "save", p.Commit: "save",
 }  # fmt: skip
 
+assert sys.byteorder == "little", "positions and offsets are sent as they are in memory"
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class PageFrames:
+    """An answer that is followed by pages. ``sent`` is to be called once their memory is not needed any
+    more, on the event loop."""
+
+    answer: p.Fetched
+    frames: Sequence[memoryview]
+    sent: Callable[[], None]
+
+
+Reply: TypeAlias = "p.Answer | PageFrames | None"
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One client, by its messages. ``sending_bytes`` of pages are on their way to it, handed to ZMQ and not
+    yet sent; ``sent`` waits for that."""
+
+    backend: LocalBackend
+    sending_bytes: int = 0
+    sent: list[asyncio.Future[None]] = field(default_factory=list)
+
+    @property
+    def client(self) -> Client:
+        return self.backend.client
+
+    @property
+    def number(self) -> int:
+        return self.client.number
+
+    @property
+    def local(self) -> bool:
+        return self.client.local
+
+    @property
+    def tenant(self) -> str:
+        return self.client.tenant
+
+    def lease(self, number: int) -> LocalLease | None:
+        """The lease of this number; None when it has ended."""
+        lease = self.client.leases.get(number)
+        return lease if lease is not None and self.backend.holds(lease) else None
+
+    def note_sent(self, nbytes: int) -> None:
+        """These bytes are not on their way any more: there is room for others."""
+        self.sending_bytes -= nbytes
+        for waits in self.sent:
+            if not waits.done():
+                waits.set_result(None)
+        self.sent.clear()
+
 
 class Service:
     """What the daemon does for its clients. ``stats_json`` makes the answer to :class:`p.Stats`."""
 
-    def __init__(
-        self,
-        assembly: Assembly,
-        settings: Settings,
-        *,
-        later: Callable[[Callable[[], None]], object],
-        stats_json: Callable[[], bytes],
-    ) -> None:
-        self._state = assembly.state
+    def __init__(self, core: Core, settings: Settings, *, stats_json: Callable[[], bytes]) -> None:
+        self._core = core
+        self._state = core.state
         self._settings = settings
         self._stats_json = stats_json
-        self._disk_threads = ThreadPoolExecutor(_DISK_THREADS, thread_name_prefix="tierstore-lookup")
-        self._copy_threads = ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="tierstore-copy")
         self._wait_threads = ThreadPoolExecutor(_WAIT_THREADS, thread_name_prefix="tierstore-wait")
-        state = assembly.state
-        self.quotas = Quotas(state, settings.quotas)
-        self._lookups = Lookups(
-            state, assembly.curve.notes, lease_s=settings.lease_s, threads=self._disk_threads, later=later
-        )
-        self._loads = Loads(state, assembly.loader)
-        self._writing = Writing(
-            state,
-            self._lookups,
-            assembly.curve.notes,
-            assembly.write_behind,
-            self.quotas,
-            reserve_bytes=settings.reserve_bytes,
-            threads=self._copy_threads,
-        )
-        self._upkeep = Upkeep(assembly, self._lookups, self.quotas, threads=self._wait_threads)
         self.sessions: dict[int, Session] = {}
         self._sessions_ended = 0
         self._requests: Counter[str] = Counter()
@@ -84,8 +128,8 @@ class Service:
 
     # -- sessions ------------------------------------------------------------------------------------
 
-    def begin(self, client: str, *, local: bool, tenant: str = "") -> Session:
-        session = Session(client[:200], local, tenant)
+    def begin(self, name: str, *, local: bool, tenant: str = "") -> Session:
+        session = Session(LocalBackend(self._core, client=Client(name[:200], local, tenant)))
         self.sessions[session.number] = session
         return session
 
@@ -100,17 +144,9 @@ class Service:
 
     def end(self, session: Session) -> None:
         """The client is dead, or has gone: take back what it held. Idempotent."""
-        if session.ended:
-            return
-        session.ended = True
-        self._sessions_ended += 1
-        self.sessions.pop(session.number, None)
-        self._writing.end_all(session)
-        with self._state.lock:
-            for held in session.leases.values():
-                self._state.leases.release(held.lease)
-        session.leases.clear()
-        session.paths.clear()
+        if self.sessions.pop(session.number, None) is not None:
+            self._sessions_ended += 1
+            session.backend.end()
 
     def lookups(self) -> int:
         """How many have come: while none come, no engine begins anything."""
@@ -125,15 +161,21 @@ class Service:
         started = time.perf_counter()
         try:
             self._requests[type(m).__name__] += 1
+            self._expire_pins()
             answer = self._dispatch(session, m, frames)
         except Exception as error:  # noqa: BLE001  # counted and answered; one request must not stop the rest
             return self._refusal(m, error)
         if answer is None or isinstance(answer, p.Message | PageFrames):
             self._took(m, started)
             return answer
-        return self._finish(m, answer, started)
+        return self._finish_later(m, answer, started)
 
-    async def _finish(self, m: p.Request, answer: Awaitable[Reply], started: float) -> Reply:
+    def _expire_pins(self) -> None:
+        if self._core.pins.any_ending:
+            with self._state.lock:
+                self._core.pins.expire()
+
+    async def _finish_later(self, m: p.Request, answer: Awaitable[Reply], started: float) -> Reply:
         try:
             result = await answer
         except Exception as error:  # noqa: BLE001  # as above
@@ -157,6 +199,8 @@ class Service:
         kind, message = "internal", f"{type(error).__name__}: {error}"
         if isinstance(error, Refusal):
             kind, message = error.kind, str(error)
+        elif isinstance(error, UsageError):
+            kind, message = "usage", str(error)
         elif isinstance(error, StoreClosedError):
             kind, message = "busy", "the daemon is shutting down"
         else:
@@ -172,43 +216,256 @@ class Service:
             raise Refusal("usage", f"a {type(m).__name__} has no frames behind it")
         match m:
             case p.Lookup():
-                return self._lookups.lookup(session, m)
+                return self._lookup(session, m)
             case p.Release():
-                self._lookups.release(session, m.leases)
+                self._release(session, m.leases)
                 return None
             case p.Load():
-                return self._loads.load(session, m)
+                return self._load(session, m)
             case p.Reserve():
-                return self._writing.reserve(session, m)
+                return self._reserve(session, m)
             case p.Commit():
-                return self._writing.commit(session, m)
+                return self._commit(session, m)
             case p.Prefetch():
-                return self._loads.prefetch(session, m)
+                return self._prefetch(session, m)
             case p.Fetch():
-                return self._loads.fetch(session, m)
+                return self._fetch(session, m)
             case p.Write():
-                return self._writing.write(session, m, frames)
+                return self._write(session, m, frames)
             case p.Abort():
-                self._writing.abort(session, m)
+                reservation = session.client.reservations.get(m.reservation)
+                if reservation is not None:
+                    session.backend.abort(reservation)
                 return None
             case p.Ping():
                 return p.Pong(m.id)
             case p.Register():
-                return self._upkeep.register(session, m)
+                return self._register(session, m)
             case p.Pin():
-                return self._upkeep.pin(session, m)
+                return self._pin(session, m)
+            case p.Unpin():
+                return self._unpin(session, m)
             case p.Identities():
-                return self._upkeep.identities(session, m)
+                return self._identities(session, m)
             case p.Finish():
-                return self._upkeep.finish(session, m)
+                return p.Finished(m.id, session.backend.finish(m.session))
             case p.Evict():
-                return self._upkeep.evict(session, m)
+                return self._evict(session, m)
             case p.Flush():
-                return self._upkeep.flush(session, m)
+                return self._flush(session, m)
             case p.Stats():
                 return self._tenant_view(session, m) if session.tenant else self._stats(m)
             case p.Hello() | p.Bye():
                 raise Refusal("usage", "the server begins and ends sessions")
+
+    async def _aside(self, work: Callable[[], R]) -> R:
+        """Something that may wait for long, on a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._wait_threads, work)
+
+    # -- reading -------------------------------------------------------------------------------------
+
+    def _lookup(self, session: Session, m: p.Lookup) -> Reply | Awaitable[Reply]:
+        self._release(session, m.released)
+        wait_s = _checked_wait(m.wait_s)
+        view = _view(session, m.prompt)
+        if m.max_tokens < 0:
+            raise Refusal("usage", f"max_tokens is {m.max_tokens}")
+        found = session.backend.find(view, patience_s=wait_s, max_tokens=m.max_tokens)
+        return _then(found, partial(_found, m.id))
+
+    def _release(self, session: Session, leases: Sequence[int]) -> None:
+        """Those that are not the session's are passed over."""
+        for number in leases:
+            lease = session.client.leases.get(number)
+            if lease is not None:
+                session.backend.release(lease)
+
+    def _prefetch(self, session: Session, m: p.Prefetch) -> Reply | Awaitable[Reply]:
+        wait_s = _checked_wait(m.wait_s)
+        lease = session.lease(m.lease)
+        if lease is None:
+            return p.Prefetched(m.id, 0)
+        return _then(session.backend.prefetch(lease, wait_s=wait_s), lambda pages: p.Prefetched(m.id, pages))
+
+    def _load(self, session: Session, m: p.Load) -> Reply | Awaitable[Reply]:
+        wait_s = _checked_wait(m.wait_s)
+        lease, count = _asked_for(session, m)
+        if lease is None:
+            return p.Located(m.id, b"")
+        start = self._core.arena_address
+        located = session.backend.locate(lease, m.first, count, wait_s=wait_s)
+        return _then(
+            located,
+            lambda there: p.Located(m.id, _offsets(there.addresses, start) if there is not None else b""),
+        )
+
+    async def _fetch(self, session: Session, m: p.Fetch) -> Reply:
+        wait_s = _checked_wait(m.wait_s)
+        lease, count = _asked_for(session, m)
+        if lease is None:
+            return p.Fetched(m.id, 0, b"")
+        page_bytes = lease.page_bytes
+        if count > 1 and count * page_bytes > p.MAX_FETCH_BYTES:
+            raise Refusal("usage", f"{count} pages of {page_bytes} bytes are more than {p.MAX_FETCH_BYTES}")
+        ends = time.monotonic() + wait_s
+        nbytes = count * page_bytes
+        if not await self._room_to_send(session, nbytes, wait_s):
+            return p.Fetched(m.id, 0, b"")
+        session.sending_bytes += nbytes
+        pages = 0
+        try:
+            left = max(ends - time.monotonic(), 0.0)
+            sending = await session.backend.send(lease, m.first, count, wait_s=left)
+            pages = len(sending.frames)
+        finally:
+            session.note_sent(nbytes - pages * page_bytes)
+        answer = p.Fetched(m.id, pages, array.array("Q", sending.checksums).tobytes())
+
+        def sent() -> None:
+            session.note_sent(pages * page_bytes)
+            sending.release()
+
+        if not pages:
+            sending.release()
+            return answer
+        return PageFrames(answer, sending.frames, sent)
+
+    async def _room_to_send(self, session: Session, nbytes: int, wait_s: float) -> bool:
+        """Wait until the client has read enough of what is on its way to it. One that does not read costs no
+        more than the window."""
+        loop = asyncio.get_running_loop()
+        ends = loop.time() + wait_s
+        while session.sending_bytes and session.sending_bytes + nbytes > _WINDOW_BYTES:
+            sent = loop.create_future()
+            with _waiting(session):
+                session.sent.append(sent)
+                await asyncio.wait({sent}, timeout=max(ends - loop.time(), 0))
+            if not sent.done():
+                session.sent.remove(sent)
+                return False
+        return not session.client.ended
+
+    # -- writing -------------------------------------------------------------------------------------
+
+    def _reserve(self, session: Session, m: p.Reserve) -> Reply | Awaitable[Reply]:
+        view = _view(session, m.prompt)
+        if m.first < 0 or m.count < 0 or m.first + m.count > view.num_chunks:
+            raise Refusal(
+                "usage",
+                f"chunks {m.first} … {m.first} + {m.count} do not lie within a prompt of {view.num_chunks}",
+            )
+        hint = None
+        if m.hint is not None:
+            hint = Hint(m.hint.ttl_s, cast("Reuse | None", m.hint.reuse), m.hint.priority)
+        hints = SaveHints(hint, m.session or None)
+        reserved = session.backend.reserve(view, m.first, m.count, hints=hints)
+        return _then(reserved, partial(_reserved, m.id, self._core.arena_address))
+
+    def _write(self, session: Session, m: p.Write, frames: Sequence[memoryview]) -> Reply | Awaitable[Reply]:
+        reservation = session.client.reservation(m.reservation)
+        pages = reservation.pages[m.first : m.first + len(frames)] if m.first >= 0 else []
+        nbytes = sum(frame.nbytes for frame in frames)
+        if not frames or len(pages) != len(frames):
+            raise Refusal("usage", f"{len(frames)} frames are not pages {m.first} … of this reservation")
+        if any(frame.nbytes != reservation.page_bytes for frame in frames):
+            raise Refusal("usage", f"a page of this reservation has {reservation.page_bytes} bytes")
+        if len(frames) > 1 and nbytes > p.MAX_FETCH_BYTES:
+            raise Refusal("usage", f"{nbytes} bytes are more than the {p.MAX_FETCH_BYTES} of one Write")
+        return _then(session.backend.write(reservation, m.first, frames), lambda _: p.Written(m.id))
+
+    def _commit(self, session: Session, m: p.Commit) -> Reply | Awaitable[Reply]:
+        reservation = session.client.reservation(m.reservation)
+        if len(m.done) % 4 or len(m.checksums) != 2 * len(m.done):
+            raise Refusal("usage", f"{len(m.done)} bytes of positions, {len(m.checksums)} of checksums")
+        done = dict(zip(array.array("I", m.done), array.array("Q", m.checksums), strict=True))
+        unknown = done.keys() - set(reservation.positions)
+        if unknown or len(done) != len(m.done) // 4:
+            raise Refusal("usage", "positions that were not reserved, or twice")
+        if reservation.copying:
+            raise Refusal("usage", "pages of this reservation are still being written")
+        return _then(session.backend.commit(reservation, done), lambda pages: p.Committed(m.id, pages))
+
+    # -- identities ----------------------------------------------------------------------------------
+
+    def _register(self, session: Session, m: p.Register) -> p.Registered:
+        if sum(len(name) + len(value) for name, value in m.identity.items()) > p.MAX_IDENTITY_BYTES:
+            raise Refusal("usage", f"an identity has {p.MAX_IDENTITY_BYTES} bytes at most")
+        if not 1 <= m.page_bytes <= _MOST_PAGE_BYTES or not 1 <= m.chunk_tokens <= _MOST_CHUNK_TOKENS:
+            raise Refusal("usage", f"pages of {m.page_bytes} bytes for {m.chunk_tokens} tokens")
+        try:
+            check_page(m.page_bytes, m.chunk_tokens)
+        except SpecError as error:
+            raise Refusal("usage", str(error)) from error
+        try:
+            identity = Identity(**m.identity)
+        except TypeError as error:
+            raise Refusal("usage", f"not an identity: {error}") from error
+        if session.tenant:
+            # A client may tell its own tenants apart, but never leave the one it was given.
+            identity = replace(identity, tenant=_nested(session.tenant, identity.tenant))
+        elif identity.tenant.startswith("["):
+            raise Refusal("usage", "a tenant that begins with '[' is one that only the daemon may give")
+        registration = Registration(identity, m.page_bytes, m.chunk_tokens)
+        return p.Registered(m.id, session.backend.register(registration))
+
+    async def _identities(self, session: Session, m: p.Identities) -> p.IdentitiesAnswer:
+        known = dict(self._core.registered)
+        disk = self._core.disk
+
+        def listed() -> p.IdentitiesAnswer:
+            if disk is not None:
+                known.update((identity.digest, identity) for identity in disk.identities())
+            answer = p.IdentitiesAnswer(m.id, [])
+            nbytes = 0
+            for digest in sorted(digest for digest in known if digest > m.after):
+                identity = _seen_by(session, known[digest])
+                if identity is None:
+                    continue
+                if nbytes > p.MAX_LIST_BYTES:
+                    break
+                fields = asdict(identity)
+                nbytes += sum(len(name) + len(value.encode()) + 6 for name, value in fields.items())
+                answer.identities.append(fields)
+                answer.more = digest
+            else:
+                answer.more = b""
+            return answer
+
+        with _waiting(session):
+            return await self._aside(listed)
+
+    # -- keeping, dropping, seeing -------------------------------------------------------------------
+
+    def _pin(self, session: Session, m: p.Pin) -> Reply | Awaitable[Reply]:
+        view = _view(session, m.prompt)
+
+        def pinned(tokens: int | Refusal) -> p.Pinned:
+            if isinstance(tokens, Refusal):
+                raise tokens
+            return p.Pinned(m.id, tokens)
+
+        return _then(session.backend.pin_or_refuse(view, undo=m.undo), pinned)
+
+    def _unpin(self, session: Session, m: p.Unpin) -> p.Unpinned:
+        if session.tenant:
+            raise Refusal("denied", "a tenant unpins its prompts one by one")
+        with self._state.lock:
+            return p.Unpinned(m.id, self._core.pins.lift(m.tenant))
+
+    async def _evict(self, session: Session, m: p.Evict) -> p.Evicted:
+        if session.tenant:
+            raise Refusal("denied", "not all pages are this tenant's: it cannot say which of them leave")
+        if m.tier not in LABELS:
+            raise Refusal("usage", f"unknown tier {m.tier!r}")
+        if m.tier == Tier.HBM.label:
+            return p.Evicted(m.id, 0)
+        wanted = None if m.pages < 0 else m.pages
+        return p.Evicted(m.id, await self._aside(partial(session.backend.evict, m.tier, wanted)))
+
+    async def _flush(self, session: Session, m: p.Flush) -> p.Flushed:
+        wait_s = _checked_wait(m.wait_s)
+        with _waiting(session):
+            return p.Flushed(m.id, await self._aside(partial(session.backend.flush, wait_s)))
 
     def _tenant_view(self, session: Session, m: p.Stats) -> p.StatsAnswer:
         """What a client with a tenant may know: what is its own."""
@@ -219,27 +476,27 @@ class Service:
         return p.StatsAnswer(m.id, msgspec.json.encode(view))
 
     async def _stats(self, m: p.Stats) -> p.StatsAnswer:
-        json = await asyncio.get_running_loop().run_in_executor(self._wait_threads, self._stats_json)
-        return p.StatsAnswer(m.id, json)
-
-    # -- seeing and ending ---------------------------------------------------------------------------
+        return p.StatsAnswer(m.id, await self._aside(self._stats_json))
 
     def stats(self) -> ServiceStats:
         """A snapshot. From any thread."""
         sessions = list(self.sessions.values())
+        quotas = self._core.quotas
         with self._state.lock:
-            tenants = {name: self._tenant_stats(name) for name in self.quotas.tenants()}
+            self._core.pins.expire()
+            names = sorted({*quotas.tenants(), *self._core.pins.tenants()})
+            tenants = {name: self._tenant_stats(name) for name in names}
         return ServiceStats(
             sessions=len(sessions),
-            leases=sum(len(session.leases) for session in sessions),
-            reservations=sum(len(session.reservations) for session in sessions),
-            reserved_bytes=sum(session.reserved_bytes for session in sessions),
+            leases=sum(len(session.client.leases) for session in sessions),
+            reservations=sum(len(session.client.reservations) for session in sessions),
+            reserved_bytes=sum(session.client.reserved_bytes for session in sessions),
             sending_bytes=sum(session.sending_bytes for session in sessions),
             sessions_ended=self._sessions_ended,
             requests=dict(self._requests),
             refused=dict(self._refused),
             failed_requests=self._failed_requests,
-            quota_evicted_pages=self.quotas.evicted_pages,
+            quota_evicted_pages=quotas.evicted_pages,
             latency={name: histogram.stats() for name, histogram in self._latency.items()},
             slowest_s=self._slowest.stats(time.perf_counter()),
             tenants=tenants,
@@ -247,28 +504,135 @@ class Service:
         )
 
     def _tenant_stats(self, tenant: str) -> TenantStats:
+        core = self._core
         return TenantStats(
-            lookup_tokens=self._lookups.lookup_tokens[tenant],
-            hit_tokens={label: self._lookups.hit_tokens[tenant, label] for label in LABELS[1:]},
-            host_bytes=self.quotas.used_bytes(tenant),
-            quota_bytes=self.quotas.quotas.get(tenant),
+            lookup_tokens=core.lookup_tokens[tenant],
+            hit_tokens={label: core.hit_tokens[tenant, label] for label in LABELS[1:]},
+            host_bytes=core.quotas.used_bytes(tenant),
+            quota_bytes=core.quotas.quotas.get(tenant),
+            pinned_pages=core.pins.pages(tenant),
+            pinned_bytes=core.pins.pinned_bytes[tenant],
         )
 
     def close(self) -> None:
         """End all sessions and the threads. What still waits for a disk is answered to nobody."""
         for session in list(self.sessions.values()):
             self.end(session)
-        for threads in (self._disk_threads, self._copy_threads, self._wait_threads):
-            threads.shutdown(wait=False, cancel_futures=True)
+        self._wait_threads.shutdown(wait=False, cancel_futures=True)
+
+
+@contextmanager
+def _waiting(session: Session) -> Iterator[None]:
+    """A request of this session waits. Raises :class:`Refusal` when too many do."""
+    session.client.require_patience()
+    session.client.waiting += 1
+    try:
+        yield
+    finally:
+        session.client.waiting -= 1
+
+
+def _then(transfer: Transfer[R], answer: Callable[[R], p.Answer]) -> p.Answer | Awaitable[Reply]:
+    """The answer that a transfer's result leads to: at once where it is there."""
+    if transfer.done:
+        return answer(transfer.wait())
+
+    async def later() -> Reply:
+        return answer(await transfer)
+
+    return later()
+
+
+def _view(session: Session, part: p.PromptPart) -> PromptView:
+    """A prompt as a message says it. Raises :class:`Refusal` when that does not fit together."""
+    client = session.client
+    registration = client.registration(part.identity)
+    width = registration.chunk_tokens * TOKEN_BYTES
+    whole = len(part.tokens) // width
+    if len(part.tokens) % TOKEN_BYTES or len(part.keys) != whole * KEY_BYTES:
+        raise Refusal(
+            "usage",
+            f"{len(part.tokens)} bytes of tokens in chunks of {registration.chunk_tokens} need {whole} keys "
+            f"of {KEY_BYTES} bytes, not {len(part.keys)} bytes",
+        )
+    if not 0 <= part.known <= p.MAX_CHUNKS or part.known + whole > p.MAX_CHUNKS:
+        raise Refusal("usage", f"a prompt has {p.MAX_CHUNKS} chunks at most")
+    keys = cast(Sequence[PageKey], struct.unpack(f"{KEY_BYTES}s" * whole, part.keys))
+    if not part.path:
+        return PromptView(registration, keys, part.tokens)
+    path = client.path(part.path)
+    if part.known > len(path.pages):
+        raise Refusal("path", f"path {part.path} has {len(path.pages)} chunks, not {part.known}")
+    if path.pages and path.pages[0].identity != registration.identity.digest:
+        raise Refusal("path", f"path {part.path} is one of another identity")
+    return PromptView(registration, keys, part.tokens, path=path, path_number=part.path, known=part.known)
+
+
+def _found(number: int, lease: Lease | None) -> p.Found:
+    if lease is None:
+        raise StoreClosedError("the store is closed")
+    if not isinstance(lease, LocalLease) or not lease.number:
+        return p.Found(number, 0, 0, 0, [], 0, 0)
+    path, known = (lease.handle.number, lease.handle.chunks) if lease.handle is not None else (0, 0)
+    return p.Found(number, lease.tokens, lease.tail_tokens, lease.number, list(lease.runs), path, known)
+
+
+def _reserved(number: int, start: int, reservation: Reservation | None) -> p.Reserved:
+    if reservation is None:
+        raise StoreClosedError("the store is closed")
+    handle = reservation.handle
+    path, known = (handle.number, handle.chunks) if handle is not None else (0, 0)
+    positions = array.array("I", reservation.positions).tobytes()
+    offsets = _offsets(reservation.addresses or (), start)
+    return p.Reserved(number, reservation.number, positions, offsets, reservation.stored_tokens, path, known)
+
+
+def _offsets(addresses: Sequence[int], start: int) -> bytes:
+    """Where in the arena that begins at ``start``."""
+    offsets: npt.NDArray[np.uint64] = np.array(addresses, np.uint64) - np.uint64(start)
+    return offsets.tobytes()
+
+
+def _asked_for(session: Session, m: p.Load | p.Fetch) -> tuple[LocalLease | None, int]:
+    """The lease, None when it has ended, and how many of the pages asked for there are."""
+    if m.first < 0 or m.count < 0:
+        raise Refusal("usage", f"pages {m.first} … {m.first} + {m.count}")
+    lease = session.lease(m.lease)
+    return lease, max(min(m.count, lease.pages - m.first), 0) if lease is not None else 0
+
+
+def _checked_wait(wait_s: float) -> float:
+    """Raises :class:`Refusal`."""
+    if not 0 <= wait_s <= p.MOST_WAIT_S:
+        raise Refusal("usage", f"wait_s is {wait_s}: it must lie between 0 and {p.MOST_WAIT_S:.0f}")
+    return wait_s
+
+
+def _nested(outer: str, inner: str) -> str:
+    """The tenant of a tenant."""
+    nested: bytes = msgspec.json.encode([outer, inner])
+    return nested.decode()
+
+
+def _seen_by(session: Session, identity: Identity) -> Identity | None:
+    """An identity as a client would register it; None where it cannot."""
+    nested = identity.tenant.startswith("[")
+    if not session.tenant:
+        return None if nested else identity
+    if not nested:
+        return None
+    outer, inner = msgspec.json.decode(identity.tenant, type=tuple[str, str])
+    return replace(identity, tenant=inner) if outer == session.tenant else None
 
 
 def _client_stats(session: Session) -> ClientStats:
+    client = session.client
     return ClientStats(
-        session.number,
-        session.client,
-        session.tenant,
-        session.local,
-        len(session.leases),
-        session.reserved_bytes,
+        client.number,
+        client.name,
+        client.tenant,
+        client.local,
+        len(client.leases),
+        client.reserved_bytes,
         session.sending_bytes,
     )

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import aiofiles
+
 from tierstore.errors import UsageError
 from tierstore.policy import DEFAULT_POLICY, POLICIES
 from tierstore.units import GIB, MIB, format_size, parse_size
+from tierstore.wire.local_address import default_directory
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -23,6 +28,10 @@ else:
     import tomli as tomllib  # type: ignore[import-not-found]
 
 PREFIX = "TIERSTORE_"
+_KUBERNETES = re.compile(
+    r"TIERSTORE_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)=.*|PORT(_\d+_(TCP|UDP|SCTP))?=(tcp|udp|sctp)://.*"
+    r"|PORT_\d+_(TCP|UDP|SCTP)_(PROTO|PORT|ADDR)=.*)"
+)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("plain", "json")
 EVENT_ENCODINGS = ("map", "array")
@@ -32,8 +41,7 @@ _MOST_RESERVE = 1 * GIB
 
 def default_listen() -> str:
     """Where the daemon of this user listens when nothing else is said."""
-    directory = os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/tierstore-{os.getuid()}"
-    return f"ipc://{directory}/tierstore.sock"
+    return f"ipc://{default_directory()}/tierstore.sock"
 
 
 HELP: Mapping[str, str] = {
@@ -122,13 +130,34 @@ class Settings:
         environment: Mapping[str, str] | None = None,
     ) -> Settings:
         """Settings from all places. ``flags`` that are None were not given."""
+        with _reading(file):
+            text = "" if file is None else file.read_text("utf-8")
+        return cls._put_together(flags, file, text, environment)
+
+    @classmethod
+    async def load_again(cls, flags: Mapping[str, object], *, file: Path | None) -> Settings:
+        """:meth:`load` in the middle of serving: the file is read beside the event loop."""
+        text = ""
+        with _reading(file):
+            if file is not None:
+                async with aiofiles.open(file, encoding="utf-8") as source:
+                    text = await source.read()
+        return cls._put_together(flags, file, text)
+
+    @classmethod
+    def _put_together(
+        cls,
+        flags: Mapping[str, object] | None,
+        file: Path | None,
+        text: str,
+        environment: Mapping[str, str] | None = None,
+    ) -> Settings:
         given: dict[str, Any] = {}
-        if file is not None:
-            for name, value in _read(file).items():
-                _require_known(name, f"{file}: ")
-                given[name] = _parse(name, value)
+        for name, value in _toml(file, text).items():
+            _require_known(name, f"{file}: ")
+            given[name] = _parse(name, value)
         for variable, value in (os.environ if environment is None else environment).items():
-            if variable.startswith(PREFIX):
+            if variable.startswith(PREFIX) and not _is_kubernetes(variable, value):
                 name = variable.removeprefix(PREFIX).lower()
                 _require_known(name, f"{variable}: ")
                 given[name] = _parse(name, value)
@@ -146,13 +175,26 @@ class Settings:
         return replace(self, **{name: getattr(newer, name) for name in _RELOADED}), stuck
 
 
-def _read(file: Path) -> dict[str, object]:
+@contextmanager
+def _reading(file: Path | None) -> Iterator[None]:
     try:
-        return dict(tomllib.loads(file.read_text(encoding="utf-8")))
+        yield
     except OSError as error:
         raise UsageError(f"cannot read {file}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise UsageError(f"{file} is not TOML: {error}") from error
+
+
+def _toml(file: Path | None, text: str) -> dict[str, object]:
+    try:
+        return dict(tomllib.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{file} is not TOML: {error}") from error
+
+
+def _is_kubernetes(variable: str, value: str) -> bool:
+    """Whether Kubernetes has put this variable into the container, for a Service named ``tierstore…``."""
+    return _KUBERNETES.fullmatch(f"{variable}={value}") is not None
 
 
 def _require_known(name: str, where: str) -> None:
@@ -179,15 +221,22 @@ def _names(value: object) -> tuple[str, ...]:
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
         raise ValueError("give text, or a list of it")
-    return tuple(part.strip() for part in parts if part.strip())
+    names = tuple(part.strip() for part in parts)
+    if len(names) > 1 and "" in names:
+        raise ValueError("one of its parts is empty")
+    return tuple(filter(None, names))
 
 
 def _sizes(value: object) -> dict[str, int]:
     if isinstance(value, str):
         pairs = [part.partition("=") for part in _names(value)]
         value = {name.strip(): size for name, _, size in pairs}
+        if len(value) < len(pairs):
+            raise ValueError("one name has two sizes")
     if not isinstance(value, Mapping):
         raise ValueError("give NAME=SIZE, comma-separated, or a table")
+    if "" in value:
+        raise ValueError("a size has no name: give NAME=SIZE")
     return {str(name): _size(size) for name, size in value.items()}
 
 

@@ -8,7 +8,7 @@ import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tierstore.store.stats import StoreStats
+from tierstore.stats import StoreStats
 
 BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 
@@ -73,6 +73,8 @@ class TenantStats:
     hit_tokens: Mapping[str, int]  # by tier
     host_bytes: int
     quota_bytes: int | None
+    pinned_pages: int = 0
+    pinned_bytes: int = 0  # of all tiers: pages count once
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ does what it says outside of it.
 
 from tierstore.index.index import Index
 from tierstore.index.match import Match, common_tokens, tier_runs
-from tierstore.index.page import Copy, Page, Tier
+from tierstore.index.page import LABELS, Copy, Page, Tier
 from tierstore.index.tree import Tree
 
-__all__ = ["Copy", "Index", "Match", "Page", "Tier", "Tree", "common_tokens", "tier_runs"]
+__all__ = ["LABELS", "Copy", "Index", "Match", "Page", "Tier", "Tree", "common_tokens", "tier_runs"]

@@ -7,8 +7,8 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from tierstore.index.exits import Exits
 from tierstore.index.page import Page
+from tierstore.index.queues import EvictionQueues
 from tierstore.policy import PageHint, Reuse
 
 _SPARE_HINTS = 1024
@@ -17,8 +17,8 @@ _SPARE_HINTS = 1024
 class Hints:
     """Not thread-safe: the store locks."""
 
-    def __init__(self, exits: Exits) -> None:
-        self._exits = exits
+    def __init__(self, eviction: EvictionQueues) -> None:
+        self._eviction = eviction
         self._ending: list[tuple[float, int, Page, PageHint]] = []  # by the time at which they end
         self._order = itertools.count()
 
@@ -30,10 +30,14 @@ class Hints:
             page.hinted = tick
             if hint.expires_s < math.inf:
                 heapq.heappush(self._ending, (hint.expires_s, next(self._order), page, hint))
-            self._exits.offer_again(page)
+            self._eviction.offer_again(page)
         if len(self._ending) > 2 * held + _SPARE_HINTS:
-            self._ending = [each for each in self._ending if each[2].hint is each[3] and any(each[2].copies)]
-            heapq.heapify(self._ending)
+            self.forget_gone()
+
+    def forget_gone(self) -> None:
+        """Let go of pages that have left the tree, and of hints that are not the last ones of their pages."""
+        self._ending = [each for each in self._ending if each[2].hint is each[3] and any(each[2].copies)]
+        heapq.heapify(self._ending)
 
     def expire(self, now_s: float) -> None:
         """The pages whose time to live is over are as good as done."""
@@ -41,4 +45,4 @@ class Hints:
             _, _, page, hint = heapq.heappop(self._ending)
             if page.hint is hint and page.last_use <= page.hinted:
                 page.hint = PageHint(Reuse.DONE, hint.priority)
-                self._exits.offer_again(page)
+                self._eviction.offer_again(page)

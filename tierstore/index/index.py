@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tierstore.index.exits import Exits
 from tierstore.index.hints import Hints
 from tierstore.index.page import Copy, Page, Tier
+from tierstore.index.queues import EvictionQueues
 from tierstore.index.tree import Tree
 from tierstore.keys import PageKey
-from tierstore.policy import PageHint, Policy
-from tierstore.policy.departed import Departed
+from tierstore.policy import GhostTable, PageHint, Policy, fingerprint
 
 if TYPE_CHECKING:
     from tierstore.tiers.disk.records import PageRecord
@@ -23,14 +22,15 @@ class Index:
     def __init__(self, policies: Sequence[Policy], *, tick: int = 0) -> None:
         """``policies`` by tier. ``tick`` is the logical clock."""
         self.tree = Tree()
-        self.exits = Exits(policies)
-        self.hints = Hints(self.exits)
-        self._departed = Departed()
-        self._added: list[int] = []  # sampled pages that a save has made, and touch() tells of
+        self.eviction = EvictionQueues(policies)
+        self.hints = Hints(self.eviction)
+        self._ghosts = GhostTable()
         self.tick = tick
         self.by_serial: dict[int, Page] = {}  # pages with a disk copy, ready or not, and holes
         self.copies = [0] * len(Tier)
         self.leases = [0] * len(Tier)  # copies with at least one
+        self.awake_bytes = 0  # memory cost of the pages in the tree that are only on disk
+        self.forgotten_bytes = 0  # memory cost of all pages that have left the tree so far
         self.changes = 0  # grows whenever a match may come out differently
 
     # -- growing and shrinking -----------------------------------------------------------------------
@@ -40,20 +40,18 @@ class Index:
         page = self.tree.child(parent, key, tokens)
         if page is None:
             page = self.tree.make(parent, key, tokens, self.tick)
-            hits = self._departed.recall(page.fingerprint)
+            hits = self._ghosts.recall(_fingerprint(page))
             if hits is not None:
                 page.hits = hits + 1  # it would have been one
-            if page.sampled and self.exits.watched:
-                self._added.append(page.fingerprint)
-            self._departed.make_room(self.tree.pages)
+            self._ghosts.make_room(self.tree.pages)
         return page
 
     def add_copy(self, page: Page, tier: Tier, place: int, *, ready: bool, leases: int = 0) -> Copy:
         """Record a copy of ``page`` in a tier that has none of it."""
         assert page.copies[tier] is None, f"{page} already has a copy in {tier.label}"
+        was_only_on_disk = page.on_disk_only
         copy = page.copies[tier] = Copy(page, place, ready=ready, leases=leases)
-        if tier is not Tier.DISK:
-            self.exits.queues[tier].arrive(copy, self.tick, page.hits)
+        self.awake_bytes += (page.on_disk_only - was_only_on_disk) * page.memory_cost
         self.copies[tier] += 1
         self.leases[tier] += leases > 0
         self.changes += 1
@@ -65,7 +63,7 @@ class Index:
             for child in page.all_children():
                 copy.children += child.copies[tier] is not None
         if ready:
-            self.exits.offer_all(page)
+            self.eviction.offer_all(page)
         return copy
 
     def complete(self, pages: Sequence[Page], tier: Tier, *, let_go: bool) -> None:
@@ -79,7 +77,7 @@ class Index:
                 self.leases[tier] -= copy.leases == 0
         self.changes += 1
         for page in pages:
-            self.exits.offer_all(page)
+            self.eviction.offer_all(page)
 
     def set_damaged(self, page: Page, tier: Tier) -> None:
         """The copy's bytes are not what was saved: nobody is to be served from it any more."""
@@ -100,16 +98,17 @@ class Index:
             self.prune(page)
         else:
             if page.parent is not None:
-                self.exits.offer(page.parent, tier)
-            self.exits.offer_all(page)
+                self.eviction.offer(page.parent, tier)
+            self.eviction.offer_all(page)
         return copy.place
 
     def _take_copy(self, page: Page, tier: Tier) -> Copy:
         copy = self.copy(page, tier)
         assert copy.leases == 0, f"{page} leaves {tier.label} under a lease"
+        was_only_on_disk = page.on_disk_only
         page.copies[tier] = None
-        if tier is not Tier.DISK:
-            self.exits.queues[tier].leave(copy)
+        self.awake_bytes += (page.on_disk_only - was_only_on_disk) * page.memory_cost
+        copy.queued = False
         self.copies[tier] -= 1
         self.changes += 1
         above = page.parent.copies[tier] if page.parent else None
@@ -133,29 +132,32 @@ class Index:
 
     def prune(self, page: Page) -> None:
         """Remove ``page`` and then its ancestors from the tree as far as nothing needs them: no copies, no
-        children, no pins."""
+        children, no pins, no holds."""
         while page.parent is not None and not self._needed(page):
             parent = page.parent
             self._unlink(page)
-            self._departed.remember(page.fingerprint, page.hits)
-            self.exits.offer_all(parent)
+            self._ghosts.remember(_fingerprint(page), page.hits)
+            self.eviction.offer_all(parent)
             page = parent
 
     @staticmethod
     def _needed(page: Page) -> bool:
         hbm, host, disk = page.copies
-        return bool(page.children or host or disk or hbm or page.pins or page.hole)
+        return bool(page.children or host or disk or hbm or page.kept or page.hole)
 
     def _unlink(self, page: Page) -> None:
         self.tree.unlink(page)
-        self.exits.idle.pop(page, None)
+        self.forgotten_bytes += page.memory_cost
+        self.eviction.idle.pop(page, None)
         self.by_serial.pop(page.serial, None)
 
     # -- sleep ---------------------------------------------------------------------------------------
 
     def in_tree(self, page: Page) -> bool:
-        """Whether a page seen earlier is still there (roots always are)."""
-        return page.parent is None or self.by_serial.get(page.serial) is page
+        """Whether a page seen earlier is still there."""
+        if page.parent is None:
+            return self.tree.is_root(page)
+        return self.by_serial.get(page.serial) is page
 
     def wake(self, parent: Page, record: PageRecord, hits: int) -> Page:
         """Bring the page of ``record``, which is on disk, into the tree. One that is there stays as it is."""
@@ -183,7 +185,7 @@ class Index:
         parent = page.parent
         assert parent is not None
         self._unlink(page)
-        self.exits.offer_all(parent)
+        self.eviction.offer_all(parent)
 
     # -- use, leases, pins ---------------------------------------------------------------------------
 
@@ -192,20 +194,11 @@ class Index:
         the logical clock for all of them)."""
         self.tick += 1
         tick = self.tick
-        seen = self._added
+        for page in pages:
+            page.last_use = tick
         if hit:
-            seen = []
-            for page in pages:  # of every lookup: what is done here takes a tenth of its time
-                page.last_use = tick
-                page.hits += 1
-                if page.sampled:
-                    seen.append(page.fingerprint)
-        else:
             for page in pages:
-                page.last_use = tick
-            self._added = []
-        if seen:
-            self.exits.used(seen)
+                page.hits += 1
 
     def hint(self, pages: Sequence[Page], hint: PageHint) -> None:
         """``hint`` is about the next use of these pages."""
@@ -213,7 +206,7 @@ class Index:
 
     def victim(self, tier: Tier) -> Page | None:
         """The page whose copy in a memory tier should leave next, by the tier's policy; None if none may."""
-        return self.exits.victim(tier, self.tick)
+        return self.eviction.victim(tier, self.tick)
 
     def lease(self, page: Page, tier: Tier) -> None:
         copy = self.copy(page, tier)
@@ -226,7 +219,7 @@ class Index:
         copy.leases -= 1
         if copy.leases == 0:
             self.leases[tier] -= 1
-            self.exits.offer(page, tier)
+            self.eviction.offer(page, tier)
 
     def lease_all(self, held: Sequence[tuple[Page, Tier]]) -> None:
         """A lease on each of these copies. One loop: this and the next run at every lookup."""
@@ -253,7 +246,7 @@ class Index:
             if copy.damaged:
                 damaged.append((page, tier))
             elif not copy.children:  # else it may not leave anyhow
-                self.exits.offer(page, tier)
+                self.eviction.offer(page, tier)
         return damaged
 
     def pin(self, page: Page) -> None:
@@ -262,8 +255,22 @@ class Index:
     def unpin(self, page: Page) -> None:
         assert page.pins > 0, f"{page} is not pinned"
         page.pins -= 1
-        self.exits.offer_all(page)
-        self.prune(page)
+        self._let_go(page)
+
+    def hold(self, page: Page) -> None:
+        """Keep a page for the time of one operation. Whatever people do to its pins, it stays held."""
+        page.holds += 1
+
+    def unhold(self, page: Page) -> None:
+        """Undo one :meth:`hold`."""
+        assert page.holds > 0, f"{page} is not held"
+        page.holds -= 1
+        self._let_go(page)
+
+    def _let_go(self, page: Page) -> None:
+        if not page.kept:
+            self.eviction.offer_all(page)
+            self.prune(page)
 
     # -- seeing and checking -------------------------------------------------------------------------
 
@@ -278,15 +285,23 @@ class Index:
                 f"{len(held)} copies in {tier.label}, {self.copies[tier]} counted"
             )
             assert sum(copy.leases > 0 for _, copy in held) == self.leases[tier], f"leases in {tier.label}"
-            in_line = self.exits.in_line(tier)
+            queued = self.eviction.queued(tier)
             for page, copy in held:
                 below = sum(child.copies[tier] is not None for child in page.all_children())
                 assert copy.children == below, (
                     f"{page}: {below} children in {tier.label}, {copy.children} counted"
                 )
                 may_go = page.may_sleep() if tier is Tier.DISK else page.may_leave(tier)
-                assert not may_go or id(copy) in in_line, f"{page} is missing in a queue"
+                assert not may_go or id(copy) in queued, f"{page} is missing in a queue"
         for page in pages:
-            assert page.children or page.pins or page.hole or any(page.copies), f"{page} should be gone"
+            assert page.children or page.kept or page.hole or any(page.copies), f"{page} should be gone"
+        awake = sum(page.memory_cost for page in pages if page.on_disk_only)
+        assert awake == self.awake_bytes, (
+            f"{awake} bytes of pages are only on disk, {self.awake_bytes} counted"
+        )
         on_disk = {page.serial: page for page in pages if page.copies[Tier.DISK] is not None or page.hole}
         assert on_disk == self.by_serial, "pages on disk and serials do not agree"
+
+
+def _fingerprint(page: Page) -> int:
+    return fingerprint(int.from_bytes(page.key[:8], "big"))

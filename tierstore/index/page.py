@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
-from tierstore.curve.groups import ABOVE_ALL, least_key
 from tierstore.keys import TOKEN_BYTES, PageKey
-from tierstore.policy import NO_HINT, PageHint
-from tierstore.policy.departed import MOST_WATCHED, fingerprint
-from tierstore.policy.queue import Standing
+from tierstore.policy import NO_HINT, PageHint, QueueEntry
 
 if TYPE_CHECKING:
     from tierstore.tiers.disk.records import PageRecord
+
+
+_PAGE_COST = 1536  # bytes of memory: the objects of a page with two copies
 
 
 class Tier(enum.IntEnum):
@@ -30,7 +30,10 @@ class Tier(enum.IntEnum):
         return self.name.lower()
 
 
-class Copy(Standing, gc=False, eq=False):
+LABELS = tuple(tier.label for tier in Tier)
+
+
+class Copy(QueueEntry, gc=False, eq=False):
     """One page in one tier. ``place`` means something to that tier only. Only ``ready`` copies are served."""
 
     page: Page
@@ -55,13 +58,11 @@ class Page(Struct, gc=False, eq=False):
     tokens: bytes
     nbytes: int  # of every copy, and of all pages under one identity
     depth: int
-    least: bytes  # of the keys on the way to it that the curve looks at under load
-    fingerprint: int
-    sampled: bool
     children: dict[PageKey, Page] = field(default_factory=dict)
     twin: Page | None = None
     copies: list[Copy | None] = field(default_factory=lambda: [None, None, None])
-    pins: int = 0
+    pins: int = 0  # by people
+    holds: int = 0  # by the code itself, for the time of one operation
     last_use: int = 0
     hits: int = 0
     hint: PageHint = NO_HINT  # about its next use: void once it was used after tick ``hinted``
@@ -75,17 +76,12 @@ class Page(Struct, gc=False, eq=False):
     @classmethod
     def root(cls, identity: bytes, nbytes: int) -> Page:
         """What all pages of ``nbytes`` under an identity are below."""
-        return cls(None, identity, PageKey(b""), b"", nbytes, 0, ABOVE_ALL, 0, False)
+        return cls(None, identity, PageKey(b""), b"", nbytes, 0)
 
     @classmethod
     def below(cls, parent: Page, key: PageKey, tokens: bytes) -> Page:
         """A page that ``parent`` does not know of yet."""
-        mark = fingerprint(int.from_bytes(key[:8], "big"))
-        depth = parent.depth + 1
-        least = least_key(parent.least, parent.depth, key)
-        return cls(
-            parent, parent.identity, key, tokens, parent.nbytes, depth, least, mark, mark < MOST_WATCHED
-        )
+        return cls(parent, parent.identity, key, tokens, parent.nbytes, parent.depth + 1)
 
     def __repr__(self) -> str:
         where = ",".join(tier.label for tier in Tier if self.copies[tier] is not None)
@@ -94,6 +90,22 @@ class Page(Struct, gc=False, eq=False):
     @property
     def num_tokens(self) -> int:
         return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def kept(self) -> bool:
+        """Whether the page has to stay, in whatever tier."""
+        return self.pins > 0 or self.holds > 0
+
+    @property
+    def memory_cost(self) -> int:
+        """Bytes of memory that it takes besides its copies; its record on disk has the tokens, too."""
+        return _PAGE_COST + 2 * len(self.tokens)
+
+    @property
+    def on_disk_only(self) -> bool:
+        """Whether the disk tier has it and no tier in memory."""
+        hbm, host, disk = self.copies
+        return disk is not None and hbm is None and host is None
 
     def ready_tier(self) -> Tier | None:
         """The fastest tier with a complete copy."""
@@ -120,8 +132,8 @@ class Page(Struct, gc=False, eq=False):
         copy = self.copies[tier]
         if copy is None or not copy.ready or copy.leases or copy.children:
             return False
-        if self.pins and not any(c is not None and c.ready for c in self.copies[tier + 1 :]):
-            return False  # a pinned page keeps its coldest copy
+        if self.kept and not any(c is not None and c.ready for c in self.copies[tier + 1 :]):
+            return False  # a page that is pinned or held keeps its coldest copy
         return not self.children or any(c is not None and c.ready for c in self.copies if c is not copy)
 
     def may_sleep(self) -> bool:
@@ -129,4 +141,4 @@ class Page(Struct, gc=False, eq=False):
         hbm, host, disk = self.copies
         if disk is None or hbm is not None or host is not None:
             return False
-        return disk.ready and not disk.leases and not self.children and not self.pins
+        return disk.ready and not disk.leases and not self.children and not self.kept

@@ -35,6 +35,18 @@ class Tree:
             page = self._roots[identity] = Page.root(identity, nbytes)
         return page
 
+    def is_root(self, page: Page) -> bool:
+        """Whether ``page`` is the root of its identity, and not one that was forgotten."""
+        return self._roots.get(page.identity) is page
+
+    def forget_root(self, identity: bytes) -> bool:
+        """Forget an identity that nothing is below. Whether there is nothing (any more)."""
+        root = self._roots.get(identity)
+        if root is not None and (root.children or root.kept):
+            return False
+        self._roots.pop(identity, None)
+        return True
+
     def match(self, root: Page, prompt: Prompt, max_tokens: int) -> Match:
         """The longest prefix of ``prompt`` of which every page is in the tree and has a complete copy."""
         return self.match_below(

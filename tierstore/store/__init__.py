@@ -1,22 +1,14 @@
-"""The store: one index, one mover, one policy over a stack of tiers.
+"""What an engine talks to: one :class:`Store`, its own HBM pages over one backend.
 
-How a page travels, and which file decides or moves::
+How a page travels, and which file moves it::
 
     save   HBM page or caller's buffer ──mover──▶ host slot ──writer──▶ disk
-           save.py                                          write_behind.py
+           save.py                                          core/write_behind.py
     load   disk ──mover──▶ host slot ──mover──▶ HBM page or caller's buffer
-           load.py (a prefetch is a load that ends in the host tier)
+           core/loads.py              load.py
 
-(``load_job.py`` is what all loads have in common, ``destinations.py`` where they go, ``write_queue.py`` what
-waits to be written. ``health.py`` knows whether the disk may be asked, ``lookout.py`` notices when it stops
-answering.)
-
-``state.py`` holds everything that can change, behind one lock, and with its parts makes every decision: what
-is held and for how long (``leases.py``), who leaves and where there is room (``room.py``), what is given back
-then (``holdings.py``), which slot is filled (``fills.py``), which page of the pool is shared
-(``hbm_cache.py``), what the disk hears of uses (``uses.py``). Nobody does I/O or copies bytes while holding
-that lock; the jobs in ``load.py``, ``save.py`` and ``write_behind.py`` ask the state what to do, do it
-outside the lock, and report back.
+``hbm.py`` is what the store decides itself: which pages of the engine's pool are found, who holds them, and
+who leaves. Everything below it is a :class:`~tierstore.backend.Backend`'s.
 
 Three rules keep bytes and bookkeeping together:
 
@@ -25,7 +17,7 @@ Three rules keep bytes and bookkeeping together:
 * a disk copy is ready only after its commit, and its place is reused only after the commit that removed it.
 """
 
-from tierstore.store.base import Hit, Store
-from tierstore.store.load import Loaded
+from tierstore.store.hit import Hit
+from tierstore.store.store import Store, lookup_all
 
-__all__ = ["Hit", "Loaded", "Store"]
+__all__ = ["Hit", "Store", "lookup_all"]

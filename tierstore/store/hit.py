@@ -1,46 +1,150 @@
-"""The embedded store's answer to a lookup."""
+"""The answer to a lookup: leading pages in the engine's HBM, the rest the backend's."""
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from types import TracebackType
 
-from tierstore.index import Match, Page, Tier
-from tierstore.store.base import Hit
-from tierstore.store.leases import Lease
-from tierstore.store.state import StoreState
-from tierstore.transfer import Transfer
-
-if TYPE_CHECKING:
-    from tierstore.store.load import Loader
+from tierstore.arguments import optional_seconds
+from tierstore.backend import Backend, Lease, LookupRequest
+from tierstore.index import LABELS, Match, Page, Tier
+from tierstore.index.leases import PageLease
+from tierstore.store.hbm import HbmTier
+from tierstore.transfer import Transfer, TransferState
 
 
-class EmbeddedHit(Hit):
-    """Pages of this process's own tiers, under a lease."""
+class Hit:
+    """``tokens`` leading tokens of a prompt can be loaded. The pages stay where they are until
+    :meth:`release`, the end of the load, or the end of the lease; a later load brings what is still there.
+
+    ``by_tier`` counts the tokens by the fastest tier that held them at the lookup, fastest first.
+    """
 
     def __init__(
-        self, state: StoreState, loader: Loader, match: Match, lease: Lease, chunk_tokens: int
+        self,
+        hbm: HbmTier,
+        backend: Backend,
+        request: LookupRequest,
+        match: Match,
+        hbm_lease: PageLease,
+        lease: Lease | None,
+        patience_s: float,
     ) -> None:
-        self._state = state
-        self._loader = loader
-        self.match = match
-        self.lease = lease
-        self.chunk_tokens = chunk_tokens
-        self.tokens = match.tokens
-        counts = Counter([tier for _, tier in lease.held])
-        by_tier = {tier.label: pages * chunk_tokens for tier in Tier if (pages := counts[tier])}
-        if lease.held:
-            by_tier[lease.held[-1][1].label] += match.tail_tokens - chunk_tokens
-        self.by_tier = by_tier
+        self._hbm = hbm
+        self.backend = backend
+        self._request = request
+        self._patience_s = patience_s
+        self._hbm_lease = hbm_lease
+        self._lease = lease  # guarded by the store's lock
+        self.chunk_tokens = request.chunk_tokens
+        below = lease.tokens if lease is not None else 0
+        self.tokens = max(match.tokens, below)
+        whole = match.tokens // self.chunk_tokens
+        # Leading pages that are in HBM, under a lease of this process's own. (The backend's lease covers
+        # them, too.)
+        self.local: tuple[Page, ...] = match.pages if match.tokens >= below else match.pages[:whole]
+        self.by_tier = self._count()
+
+    def __repr__(self) -> str:
+        return f"Hit({self.tokens} tokens, {self.by_tier})"
 
     @property
-    def pages(self) -> tuple[Page, ...]:
-        """The pages of the hit, in prefix order."""
-        return self.match.pages
+    def num_pages(self) -> int:
+        """Pages of the hit, the one it ends inside of included: as many buffers take a load."""
+        return -(-self.tokens // self.chunk_tokens)
+
+    @property
+    def request(self) -> LookupRequest:
+        """What was found of the prompt. Made when it is wanted: most hits are loaded, or let go, without."""
+        return self._request.cut(self.tokens)
+
+    def _count(self) -> dict[str, int]:
+        lease = self._lease
+        if lease is not None and len(lease.runs) == 1 and not self.local:  # as nearly always
+            return {lease.runs[0][0]: self.tokens}
+        counts = dict.fromkeys(LABELS, 0)
+        position = len(self.local)
+        counts[Tier.HBM.label] = min(position * self.chunk_tokens, self.tokens)
+        while lease is not None and position < lease.pages:
+            tier, run = lease.run_at(position)
+            start = position * self.chunk_tokens
+            counts[tier] = counts.get(tier, 0) + min(run * self.chunk_tokens, self.tokens - start)
+            position += run
+        return {tier: count for tier, count in counts.items() if count}
+
+    def with_lease(self, then: Callable[[Lease | None], None]) -> None:
+        """Call ``then`` with the backend's lease, or with a new one where that has ended; None if there is
+        none to be had."""
+        lease = self._lease
+        if lease is not None and self.backend.holds(lease):
+            then(lease)
+            return
+        found = self.backend.find(self.request, patience_s=self._patience_s)
+        found.on_end(lambda: then(self._adopt(found.wait())))
+
+    def _adopt(self, lease: Lease | None) -> Lease | None:
+        lease = lease if lease is not None and lease.tokens else None
+        with self._hbm.lock:
+            old, self._lease = self._lease, lease
+        if old is not None:
+            self.backend.release(old)
+        return lease
 
     def prefetch(self, *, deadline_s: float | None = None) -> Transfer[int]:
-        return self._loader.prefetch(self, deadline_s=deadline_s)
+        """Bring what is on disk into host memory, in prefix order, and hold it there. The result is the
+        number of leading tokens that are then above the disk; at the deadline it is what has arrived."""
+        self._hbm.require_process()
+        deadline_s = optional_seconds("deadline_s", deadline_s)
+        above = self.tokens - self.by_tier.get(Tier.DISK.label, 0)
+
+        def settle(_: TransferState) -> int:
+            return above
+
+        nbytes = self.num_pages * self.backend.page_bytes
+        transfer = Transfer(
+            settle, pages=self.num_pages, nbytes=nbytes, deadline_s=deadline_s, clock=self._hbm.clock
+        )
+
+        def ask(lease: Lease | None) -> None:
+            if lease is None:
+                transfer.finish()
+                return
+            brought = self.backend.prefetch(lease, wait_s=transfer.remaining_s)
+            transfer.watch(brought)
+
+            def not_wanted() -> None:
+                brought.cancel()
+
+            transfer.on_end(not_wanted)
+
+            def note() -> None:
+                nonlocal above
+                tokens = min(brought.wait() * self.chunk_tokens, lease.tokens, self.tokens)
+                above = max(tokens, min(len(self.local) * self.chunk_tokens, self.tokens))
+                transfer.finish()
+
+            brought.on_end(note)
+
+        if above == self.tokens:
+            transfer.finish()
+        else:
+            self.with_lease(ask)
+        return transfer
 
     def release(self) -> None:
-        with self._state.lock:
-            self._state.leases.release(self.lease)
+        """Give the lease back. Repeating it is harmless."""
+        if self._hbm.forked:
+            return  # the leases are another process's
+        with self._hbm.lock:
+            self._hbm.leases.release(self._hbm_lease)
+            lease, self._lease = self._lease, None
+        if lease is not None:
+            self.backend.release(lease)
+
+    def __enter__(self) -> Hit:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()

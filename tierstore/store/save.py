@@ -1,223 +1,360 @@
-"""Saves: from HBM pages or a caller's buffers into the host tier, and on to the disk behind everybody's back.
+"""Saves: from HBM pages or a caller's buffers into slots that the backend reserves.
 
-Everything that can be decided is decided when ``save`` is called: which pages are new and which host slots
-they get. What finds no slot is not stored, at once and without waiting. A long prompt is decided in steps, so
-that others get the lock in between, and the copies of each step, on the mover's threads, do not wait for the
-next one.
+A save goes by windows, in prefix order: reserve, copy, commit. The first ones are small, so that copying
+begins soon. The next window is reserved while the last one is copied (one at a time: a daemon may decide a
+short one before a long one that came earlier), and all saves of a store together keep within what it may hold
+in reservations; those that would not, wait their turn. What finds no slot is not stored, at once.
+
+Every page is hashed as it is copied, so that its checksum is that of the very bytes the engine had. To
+another host pages are not copied but sent from where they are.
+
+Pages in HBM are published where they are when ``save_hbm`` is called, and held until it is known that they
+need not be copied, or they have been.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from msgspec import Struct
-
-from tierstore.index import Match, Page, Tier
-from tierstore.keys import PageKey, Prompt
+from tierstore.backend import Backend, LookupRequest, PrefixHandle, Reservation, SaveHints
+from tierstore.index import Page
 from tierstore.mover import Mover, Priority
-from tierstore.store.branch import Branch
-from tierstore.store.endpoints import PageSource
-from tierstore.store.state import StoreState
-from tierstore.store.telling import NOTHING_TOLD, Told
-from tierstore.store.write_behind import WriteBehind
-from tierstore.tiers.hbm import PagePool
+from tierstore.store.buffers import PageSource
+from tierstore.store.hbm import HbmTier
+from tierstore.store.prompts import PromptCache
+from tierstore.tiers.slabs import slot_bytes
 from tierstore.transfer import Transfer, TransferState
 
-_PIECE_BYTES = 4 << 20
-_STEP_PAGES = 64  # decided while the store is locked: about a millisecond
+_FIRST_WINDOW_BYTES = 4 << 20  # each is twice as large as the one before …
+_WINDOW_BYTES = 32 << 20  # … up to this
+_WINDOWS_AT_ONCE = 4  # what a client may hold in reservations is shared by that many windows
+_COPY_BYTES = 4 << 20  # one task of the mover
+_WRITE_BYTES = 8 << 20  # one message with pages
+_WRITES = 2  # of them under way in a window
 
 
-class HbmPages:
-    """The engine's pool as a source: position ``i`` is whatever pool page the index has for it."""
+@dataclass(slots=True, eq=False)
+class _Window:
+    """Pages ``first … first + count`` of a save. ``done`` are the checksums of those that have been written,
+    by their positions within it."""
 
-    def __init__(self, pool: PagePool, hbm_pages: Sequence[int]) -> None:
-        self.pool = pool
-        self.hbm_pages = list(hbm_pages)
-        self._computed = pool.computed()  # now: what is computed from here on need not be waited for
-
-    def read_into(self, wanted: Sequence[tuple[int, int]]) -> None:
-        copies = [(self.hbm_pages[position], address) for position, address in wanted]
-        self.pool.read_pages(copies, after=self._computed)
-
-
-class _Fill(Struct, gc=False, eq=False):
-    """One page to copy into its host slot."""
-
-    position: int
-    page: Page
-    address: int
-    on_hbm: bool  # the source is its HBM copy, under a lease of ours
+    first: int
+    count: int
+    nbytes: int
+    reservation: Reservation | None = None
+    stored_tokens: int = 0
+    positions: Sequence[int] = ()
+    done: dict[int, int] = field(default_factory=dict)
+    groups: deque[tuple[int, int]] = field(default_factory=deque)  # (first, stop) of positions to write
+    tasks: int = 0
 
 
-class SaveJob:
-    """The copies of one save. ``stored_tokens`` are in, or on their way into, a tier below HBM."""
+class SaveBudget:
+    """Keeps all saves of a store within what it may hold in reservations at once, and in turn."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._lock = threading.Lock()
+        self._waiting: deque[Save] = deque()
+        self._reserved_bytes = 0
+        self._pumping = False
+
+    def request(self, save: Save) -> None:
+        """Let ``save`` reserve its next window, as soon as there is room for one."""
+        with self._lock:
+            self._waiting.append(save)
+        self._pump()
+
+    def window_ended(self, nbytes: int) -> None:
+        with self._lock:
+            self._reserved_bytes -= nbytes
+        self._pump()
+
+    def _pump(self) -> None:
+        with self._lock:
+            if self._pumping:
+                return  # whoever is at it will see what has changed
+            self._pumping = True
+        try:
+            while (turn := self._next_turn()) is not None:
+                save, window = turn
+                save.reserve(window)
+        except BaseException:
+            with self._lock:
+                self._pumping = False  # the next that comes goes on
+            raise
+
+    def _next_turn(self) -> tuple[Save, _Window] | None:
+        with self._lock:
+            if self._waiting:
+                save = self._waiting[0]
+                room = self._backend.reserve_bytes
+                window = save.next_window(room)
+                if not self._reserved_bytes or self._reserved_bytes + window.nbytes <= room:
+                    self._waiting.popleft()
+                    self._reserved_bytes += window.nbytes
+                    return save, window
+            self._pumping = False
+            return None
+
+
+class Save:
+    """One save of ``count`` pages, chunks ``first …`` of a prompt. ``held`` are those in HBM, by position,
+    each under a lease. The store's lock guards what changes."""
 
     def __init__(
         self,
-        state: StoreState,
+        hbm: HbmTier,
+        backend: Backend,
+        mover: Mover,
+        budget: SaveBudget,
+        prompts: PromptCache,
+        request: LookupRequest,
         source: PageSource,
-        write_behind: WriteBehind | None,
-        prompt: Prompt,
-        chunks: range,
-        page_bytes: int,
-        told: Told = NOTHING_TOLD,
+        held: dict[int, Page],
+        first: int,
+        count: int,
+        hints: SaveHints,
     ) -> None:
-        self.state = state
-        self.prompt = prompt
-        self.chunks = chunks
-        self.page_bytes = page_bytes
-        self.source = source
-        self.write_behind = write_behind
-        self.stored_tokens = 0
-        self.fills: list[_Fill] = []
-        self.closed = False
-        self.transfer: Transfer[int] = Transfer(self._settle, pages=0, nbytes=0, clock=state.clock)
-        self._branch = Branch(state, told)
-        self._position = 0  # decided so far
-        self._submitted = 0  # fills
+        self._hbm = hbm
+        self._backend = backend
+        self._mover = mover
+        self._budget = budget
+        self._prompts = prompts
+        self._request = request
+        self._source = source
+        self._held = held
+        self._first = first
+        self._count = count
+        self._hints = hints
+        self._page_bytes = backend.page_bytes
+        self._next = 0
+        self._window_bytes = _FIRST_WINDOW_BYTES
+        self._windows = 0  # reserved, and not ended yet
+        self._closed = False
         self._copying = 0
-        self._pieces = 1  # the deciding counts as one, so that the copies do not end before it
+        self._stored_tokens = 0
+        self._handle: PrefixHandle | None = None  # of what has been reserved: it need not be said once more
+        self.transfer: Transfer[int] = Transfer(
+            self._settle, pages=count, nbytes=count * self._page_bytes, clock=hbm.clock
+        )
+        with hbm.lock:
+            hbm.pending_saves += count
 
-    # -- deciding (under the lock) -------------------------------------------------------------------
-
-    def begin(self, match: Match) -> None:
-        """Find out where in the tree the chunks belong. ``match`` is what is held of the prompt."""
-        state, prompt, first = self.state, self.prompt, self.chunks.start
-        state.identities.setdefault(prompt.identity.digest, prompt.identity)
-        parent: Page | None
-        if 0 < first <= match.tokens // prompt.chunk_tokens:
-            parent = match.pages[first - 1]
+    def start(self) -> Transfer[int]:
+        if self._count:
+            self._budget.request(self)
         else:
-            parent = state.index.tree.path(state.root(prompt.identity, self.page_bytes), prompt, first)
-        self._branch.begin(parent)
-
-    def _step(self) -> None:
-        """Find or make the next pages and reserve host slots for the new ones."""
-        state = self.state
-        stop = min(self._position + _STEP_PAGES, len(self.chunks))
-        while self._position < stop:
-            page = None if state.closed else self._next_page(following=stop - self._position - 1)
-            if page is None:
-                state.counters.not_stored_pages += len(self.chunks) - self._position
-                self._position = len(self.chunks)
-                break
-            self._branch.grow(page)
-            self._position += 1
-        state.fills.none_follows()
-        self._branch.end_step(last=self._position == len(self.chunks))
-
-    def _next_page(self, *, following: int) -> Page | None:
-        page = self._branch.next(*chunk_of(self.prompt, self.chunks[self._position]))
-        return page if page is not None and self._plan_page(self._position, page, following) else None
-
-    def _plan_page(self, position: int, page: Page, following: int) -> bool:
-        """Publish and reserve for one page, which ``following`` pages come after in this step. False when the
-        page is in no tier and cannot be put in one."""
-        state = self.state
-        on_hbm = isinstance(self.source, HbmPages) and self._publish(self.source, position, page)
-        if state.host is None:
-            return on_hbm
-        if page.copies[Tier.HOST] is not None:
-            state.counters.already_stored_pages += 1
-            self.stored_tokens += page.num_tokens
-            return True
-        place = state.fills.begin(page, following=following)
-        if place is None:
-            kept = any(page.copies)
-            state.counters.not_stored_pages += kept  # the caller counts the rest
-            state.index.prune(page)
-            return kept
-        if on_hbm:
-            state.index.lease(page, Tier.HBM)
-        self.fills.append(_Fill(position, page, state.host.address(place), on_hbm))
-        self.stored_tokens += page.num_tokens
-        state.pending_saves += 1
-        return True
-
-    def _publish(self, source: HbmPages, position: int, page: Page) -> bool:
-        """Make the caller's page the HBM copy, or read from the one that is there already."""
-        if not self.state.hbm.publish(page, source.hbm_pages[position]):
-            copy = page.copies[Tier.HBM]
-            if copy is None:
-                return False
-            source.hbm_pages[position] = copy.place
-        return True
-
-    # -- copying -------------------------------------------------------------------------------------
-
-    def _submit(self, mover: Mover) -> None:
-        """Have what is decided copied. Under the lock: a store that is closed meanwhile would drop it."""
-        pages = max(_PIECE_BYTES // self.page_bytes, 1)
-        starts = range(self._submitted, len(self.fills), pages)
-        pieces = [self.fills[start : start + pages] for start in starts]
-        new = len(self.fills) - self._submitted
-        self._submitted = len(self.fills)
-        self._pieces += len(pieces)
-        self.transfer.expect(new, new * self.page_bytes)
-        for piece in pieces:
-            mover.submit(Priority.SAVE, lambda piece=piece: self._run(piece))  # type: ignore[misc]
-
-    def run(self, mover: Mover) -> Transfer[int]:
-        """Decide, and have it copied. Without the lock."""
-        decided = False
-        while not decided:
-            self.state.give_way()
-            with self.state.lock:
-                self._step()
-                self._submit(mover)
-                decided = self._position == len(self.chunks)
-                last = decided and self._end_piece()
-        if last:
             self.transfer.finish()
         return self.transfer
 
-    def _run(self, piece: list[_Fill]) -> None:
-        state = self.state
-        with state.lock:
-            wanted = [] if self.closed else piece
-            self._copying += 1
-        self.source.read_into([(fill.position, fill.address) for fill in wanted])
-        with state.lock:
-            self._copying -= 1
-            state.pending_saves -= len(piece)
-            if wanted:
-                self._stored([fill.page for fill in piece])
+    # -- reserve -------------------------------------------------------------------------------------
+
+    def next_window(self, room: int) -> _Window:
+        """What is to be reserved next, of at most ``room`` bytes: all that is left where there is nowhere to
+        put it."""
+        count = self._count - self._next
+        if not room or self._closed:
+            return _Window(self._next, count, 0)
+        limit = min(self._window_bytes, room // _WINDOWS_AT_ONCE)
+        slot = slot_bytes(self._page_bytes)
+        count = min(count, max(limit // slot, 1))
+        return _Window(self._next, count, count * slot)
+
+    def reserve(self, window: _Window) -> None:
+        """The next window's turn has come."""
+        nowhere = not window.nbytes
+        with self._hbm.lock:
+            self._next += window.count
+            self._windows += 1
+            self._window_bytes = min(2 * self._window_bytes, _WINDOW_BYTES)
+            self._hbm.counters.not_stored_pages += window.count * nowhere
+        if nowhere:
+            self._end(window)
+            return
+        first = self._first + window.first
+        prompt = self._request.cut((first + window.count) * self._request.chunk_tokens)
+        try:
+            answer = self._backend.reserve(
+                prompt, first, window.count, hints=self._hints, handle=self._handle
+            )
+        except BaseException:  # what nobody could know to be wrong; the store goes on without this save
+            with self._hbm.lock:
+                self._hbm.counters.not_stored_pages += self._count - window.first
+                self._skip_the_rest()
+            self._end(window)
+            raise
+        answer.on_end(lambda: self._reserved(window, answer.wait()))
+
+    def _reserved(self, window: _Window, reservation: Reservation | None) -> None:
+        if reservation is not None:
+            window.reservation = reservation
+            window.positions = reservation.positions
+            window.stored_tokens = min(reservation.stored_tokens, self._tokens(window.first, window.count))
+            self._handle = reservation.handle
+            self._give_back(window, keep=set(window.positions))
+            self.transfer.advance(window.count - len(window.positions), 0)
+        with self._hbm.lock:
+            counters = self._hbm.counters
+            if window.stored_tokens >= self._tokens(window.first, window.count):
+                counters.already_stored_pages += window.count - len(window.positions)
             else:
-                self._give_up(piece)
-            for fill in piece:
-                if fill.on_hbm:
-                    state.leases.unlease(fill.page, Tier.HBM)
-            last = self._end_piece()
-            state.changed.notify_all()
-        self.transfer.advance(len(wanted), len(wanted) * self.page_bytes)
+                counters.not_stored_pages += self._count - window.first - len(window.positions)
+                self._skip_the_rest()  # what follows a page that is not there could never be found
+            more = self._next < self._count
+        if more:
+            self._budget.request(self)
+        self._write(window)
+
+    def _skip_the_rest(self) -> None:
+        for position in range(self._next, self._count):
+            self._unhold(position)
+        self._hbm.pending_saves -= self._count - self._next
+        self._next = self._count
+
+    # -- write ---------------------------------------------------------------------------------------
+
+    def _write(self, window: _Window) -> None:
+        reservation = window.reservation
+        sent = reservation is not None and reservation.addresses is None
+        step = max((_WRITE_BYTES if sent else _COPY_BYTES) // self._page_bytes, 1)
+        total = len(window.positions)
+        groups = [(start, min(start + step, total)) for start in range(0, total, step)]
+        if reservation is None or not groups:
+            self._commit(window)
+            return
+        window.tasks = len(groups)
+        at_once = _WRITES if sent else len(groups)
+        window.groups.extend(groups[at_once:])
+        for group in groups[:at_once]:
+            self._submit(window, reservation, group)
+
+    def _submit(self, window: _Window, reservation: Reservation, group: tuple[int, int]) -> None:
+        self._mover.submit(Priority.SAVE, lambda: self._copy(window, reservation, group))
+
+    def _copy(self, window: _Window, reservation: Reservation, group: tuple[int, int]) -> None:
+        with self._hbm.lock:
+            stopped = self._closed or not reservation.usable()
+            self._copying += not stopped
+        if stopped:
+            self._group_ended(window, reservation, group, {})
+            return
+        positions = window.positions[slice(*group)]
+        pages = [window.first + position for position in positions]
+        addresses = reservation.addresses
+        frames: list[memoryview] = []
+        done: dict[int, int] = {}
+        copied = False
+        try:
+            checksums: Sequence[int | None]
+            if addresses is not None:
+                targets = list(zip(pages, addresses[slice(*group)], strict=True))
+                checksums = self._source.copy(targets, self._page_bytes)
+            else:
+                frames, checksums = self._source.frames(pages, self._page_bytes)
+            for position, checksum in zip(positions, checksums, strict=True):
+                if checksum is not None:
+                    done[position] = checksum
+            copied = True
+        finally:  # whatever a driver raises: somebody waits for these copies to end
+            with self._hbm.lock:
+                self._copying -= 1
+                self._hbm.changed.notify_all()
+            if addresses is not None or not copied:
+                self._group_ended(window, reservation, group, done)
+        if addresses is None:
+            self._send(window, reservation, group, frames, done)
+
+    def _send(
+        self,
+        window: _Window,
+        reservation: Reservation,
+        group: tuple[int, int],
+        frames: Sequence[memoryview],
+        done: dict[int, int],
+    ) -> None:
+        """Send pages from where they are. A caller who cancels the save may write over them before they are
+        sent: the daemon compares checksums."""
+        sent = self._backend.write(reservation, group[0], frames)
+        sent.on_end(lambda: self._group_ended(window, reservation, group, done if sent.wait() else {}))
+
+    def _group_ended(
+        self, window: _Window, reservation: Reservation, group: tuple[int, int], done: dict[int, int]
+    ) -> None:
+        with self._hbm.lock:
+            window.done.update(done)
+            window.tasks -= 1
+            last = window.tasks == 0
+            following = window.groups.popleft() if window.groups else None
+        self.transfer.advance(len(done), len(done) * self._page_bytes)
+        if following is not None:
+            self._submit(window, reservation, following)
         if last:
+            self._commit(window)
+
+    # -- commit --------------------------------------------------------------------------------------
+
+    def _commit(self, window: _Window) -> None:
+        reservation = window.reservation
+        if reservation is None or not window.positions or not window.done:
+            if reservation is not None and window.positions:
+                self._backend.abort(reservation)
+            self._committed(window, 0)
+            return
+        # Without an answer they may be there or not: they are not counted, and saved again some day.
+        committed = self._backend.commit(reservation, window.done)
+        committed.on_end(lambda: self._committed(window, committed.wait()))
+
+    def _committed(self, window: _Window, pages: int) -> None:
+        there = sorted(window.done)[:pages]
+        given_up = set(window.positions).difference(there)
+        missing = sum(self._tokens(window.first + position, 1) for position in given_up)
+        with self._hbm.lock:
+            self._stored_tokens += max(window.stored_tokens - missing, 0)
+            self._hbm.counters.saved_pages += len(there)
+            self._hbm.counters.not_stored_pages += len(given_up)
+        self._end(window)
+
+    def _end(self, window: _Window) -> None:
+        self._give_back(window, keep=set())
+        with self._hbm.lock:
+            self._windows -= 1
+            self._hbm.pending_saves -= window.count
+            last = not self._windows and self._next == self._count
+            self._hbm.changed.notify_all()
+        self._budget.window_ended(window.nbytes)
+        if last:
+            if self._handle is not None:  # an engine saves as it computes: what comes next goes on from here
+                self._prompts.remember(self._request, self._handle)
             self.transfer.finish()
 
-    def _end_piece(self) -> bool:
-        """Whether it was the last one."""
-        self._pieces -= 1
-        return self._pieces == 0
+    # -- what both need ------------------------------------------------------------------------------
 
-    def _stored(self, pages: Sequence[Page]) -> None:
-        self.state.fills.complete(pages)
-        self.state.counters.saved_pages += len(pages)
-        if self.write_behind is not None:
-            self.write_behind.enqueue(pages)
+    def _tokens(self, position: int, count: int) -> int:
+        """Tokens in chunks of the prompt, its partial tail included."""
+        chunk_tokens = self._request.chunk_tokens
+        start = (self._first + position) * chunk_tokens
+        return min(start + count * chunk_tokens, self._request.num_tokens) - start
 
-    def _give_up(self, piece: Sequence[_Fill]) -> None:
-        self.state.fills.give_up(fill.page for fill in piece)
-        self.stored_tokens -= sum(fill.page.num_tokens for fill in piece)
-        self.state.counters.not_stored_pages += len(piece)
+    def _give_back(self, window: _Window, *, keep: set[int]) -> None:
+        """Give the leases on HBM pages back that need no copy (any more)."""
+        with self._hbm.lock:
+            for position in range(window.count):
+                if position not in keep:
+                    self._unhold(window.first + position)
+            self._hbm.changed.notify_all()
 
-    def _settle(self, state: TransferState) -> int:
-        with self.state.lock:
-            self.closed = True
-            self.state.changed.wait_for(lambda: not self._copying)
-            return self.stored_tokens
+    def _unhold(self, position: int) -> None:
+        page = self._held.pop(position, None)
+        if page is not None:
+            self._hbm.unlease(page)
 
-
-def chunk_of(prompt: Prompt, index: int) -> tuple[PageKey, bytes]:
-    """Key and token bytes of a prompt's chunk; the one after the last full chunk is its partial tail."""
-    if index < len(prompt.keys):
-        return prompt.keys[index], prompt.chunk(index)
-    return prompt.tail_key(), prompt.tail
+    def _settle(self, _: TransferState) -> int:
+        with self._hbm.lock:
+            self._closed = True
+            # The caller may reuse its pages from now on.
+            self._hbm.changed.wait_for(lambda: not self._copying)
+            return self._stored_tokens

@@ -1,6 +1,7 @@
 """A CUDA device, by its driver's own interface (``libcuda.so.1``) through ctypes.
 
-No CuPy and no torch: the store stays importable and small, and every call here releases the GIL. The device's
+No CuPy and no torch: the store stays importable and small. Every call here that may take a while, or may wait
+for a lock of the driver's, releases the GIL. (Pinning memory holds such locks for seconds.) The device's
 *primary* context is used, which is the one that torch and CuPy compute in, so addresses and streams are
 theirs too. It is made current for each call alone: the thread is somebody else's, who may be computing on
 another device. Signatures are those of ``cuda.h``; names with ``_v2`` are what the header makes of the plain
@@ -79,6 +80,11 @@ class _CopyAttributes(ctypes.Structure):
     _fields_ = (("order", c_int), ("source", _Location), ("to", _Location), ("flags", c_uint))
 
 
+_THREADS_OWN = ("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuGetErrorName")
+"""What looks at the calling thread's state or at constants alone, and so never waits. Two of them are around
+each call: releasing the GIL there would only give it away, twice, to threads that have more to do."""
+
+
 def open_driver(name: str = "libcuda.so.1") -> ctypes.CDLL:
     """NVIDIA's driver. Raises :class:`DeviceError` where there is none."""
     try:
@@ -88,6 +94,14 @@ def open_driver(name: str = "libcuda.so.1") -> ctypes.CDLL:
     except (OSError, AttributeError) as error:
         raise DeviceError(f"no CUDA device: NVIDIA's driver cannot be used ({error})") from error
     return driver
+
+
+def _with_gil(driver: ctypes.CDLL) -> ctypes.PyDLL:
+    """The same library, for the calls that keep the GIL."""
+    quick = ctypes.PyDLL(driver._name, handle=driver._handle)
+    for function in _THREADS_OWN:
+        getattr(quick, function).argtypes = _SIGNATURES[function]
+    return quick
 
 
 def _batch_function(driver: ctypes.CDLL) -> str | None:
@@ -114,6 +128,7 @@ class CudaDevice:
         self.kind = "cuda"
         self.refused_batches = 0
         self._driver = driver if driver is not None else open_driver()
+        self._quick = _with_gil(self._driver)
         self._context = c_void_p()
         device = c_int()
         self._call_bare("cuInit", 0)
@@ -192,9 +207,9 @@ class CudaDevice:
 
     def _destroy_event(self, handle: int) -> None:
         """When the interpreter ends the driver may be gone first, and nobody is there to be told."""
-        if self._driver.cuCtxPushCurrent_v2(self._context) == 0:
+        if self._quick.cuCtxPushCurrent_v2(self._context) == 0:
             self._driver.cuEventDestroy_v2(handle)
-            self._driver.cuCtxPopCurrent_v2(byref(c_void_p()))
+            self._quick.cuCtxPopCurrent_v2(byref(c_void_p()))
 
     # -- copies --------------------------------------------------------------------------------------
 
@@ -236,11 +251,11 @@ class CudaDevice:
         self._require(function, self._try(function, *arguments))
 
     def _try(self, function: str, *arguments: Any) -> int:
-        self._call_bare("cuCtxPushCurrent_v2", self._context)
+        self._require("cuCtxPushCurrent_v2", int(self._quick.cuCtxPushCurrent_v2(self._context)))
         try:
             return int(getattr(self._driver, function)(*arguments))
         finally:
-            self._call_bare("cuCtxPopCurrent_v2", byref(c_void_p()))
+            self._require("cuCtxPopCurrent_v2", int(self._quick.cuCtxPopCurrent_v2(byref(c_void_p()))))
 
     def _call_bare(self, function: str, *arguments: Any) -> None:
         self._require(function, int(getattr(self._driver, function)(*arguments)))
@@ -248,7 +263,7 @@ class CudaDevice:
     def _require(self, function: str, error: int) -> None:
         if error:
             name = c_char_p()
-            self._driver.cuGetErrorName(error, byref(name))
+            self._quick.cuGetErrorName(error, byref(name))
             told = name.value.decode() if name.value else str(error)
             raise DeviceError(f"{self.name}: {function} failed with {told}")
 

@@ -2,7 +2,8 @@
 
 Work that is put on one *stream* happens in order; between streams only *events* order it. Nothing here waits
 for the device but :meth:`Device.synchronize`, and nothing but that says that bytes have arrived. All methods
-may be called from any thread, release the GIL, and raise :class:`DeviceError` when the driver refuses.
+may be called from any thread, release the GIL where they may wait, and raise :class:`DeviceError` when the
+driver refuses.
 
 The one implementation is :class:`tierstore.tiers.cuda.CudaDevice`. Streams and addresses are plain ints, so
 that whoever computes (torch, CuPy) can share them.

@@ -4,7 +4,7 @@ Space is cut into equal *units*. A *slab* is a run of units given to one size cl
 equal *slots*; a page takes one slot. When its last slot is freed, a slab dissolves into units that any other
 class may take. So pages of different models share one space. What a history of sizes may leave behind are
 partly empty slabs; where pages can be moved (on disk), a run of units is *held*, emptied and given to another
-class (tiers/disk/windows.py says which).
+class (tiers/disk/space.py says which).
 
 A slab may begin at any unit: were it aligned to its own size, as a buddy is, slabs of 5, 8 and 28 units would
 leave gaps between them that nobody can use. Where it begins still follows from any one of its slots, since no

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from tierstore.errors import TierStoreError
 from tierstore.memory import Memory
-from tierstore.testing.churn import PAGE_SIZES, Day, Tenth
 from tierstore.units import MIB, format_size
 from tierstore_tools import machine, report
+from tierstore_tools.churn_day import PAGE_SIZES, Day, Tenth
 
 _REQUEST = 4 * MIB
 _REQUESTS = 4

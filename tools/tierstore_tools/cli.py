@@ -59,7 +59,7 @@ def tiers(
     sizes = [parse_size(size) for size in page_bytes.split(",")]
     nbytes = parse_size(total)
     if store is None:
-        _require_writable(directory)
+        _make_writable(directory)
     tiers_command.run(directory, sizes, total_bytes=nbytes, rounds=rounds, store=store, json=json)
 
 
@@ -82,7 +82,7 @@ def longctx(
     from tierstore_tools.longctx import command
     from tierstore_tools.longctx.settings import LongContext
 
-    _require_writable(store)
+    _make_writable(store)
     command.run(
         LongContext(
             model=model,
@@ -112,7 +112,7 @@ def faults(
     from tierstore_tools.faults import command
 
     directory = Path(tempfile.gettempdir()) if directory is None else directory
-    _require_writable(directory)
+    _make_writable(directory)
     command.run(directory.absolute(), runs=runs, seed=seed, json=json)
 
 
@@ -130,7 +130,7 @@ def churn(
     from tierstore_tools import churn as bench
 
     directory = Path(tempfile.gettempdir()) if directory is None else directory
-    _require_writable(directory)
+    _make_writable(directory)
     bench.run(directory, capacity_bytes=parse_size(capacity), times=times, seed=seed, json=json)
 
 
@@ -145,7 +145,7 @@ def curve(
     trace: Annotated[
         Path | None, typer.Option(help="And the first prompts of this trace, which replay reads, too")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.1, help="For each of three stretches of each length")] = 5.0,
+    seconds: Annotated[float, typer.Option(min=0.1, help="For each length")] = 5.0,
     json: JsonOption = None,
 ) -> None:
     """What the estimate of other capacities costs the lookups that it is made from."""
@@ -186,7 +186,7 @@ def vllm(
     from tierstore_tools.vllm.settings import VllmBench
 
     if directory is not None:
-        _require_writable(directory)
+        _make_writable(directory)
     with tempfile.TemporaryDirectory(prefix="tierstore-bench-", dir=directory) as scratch:
         command.run(
             VllmBench(
@@ -215,8 +215,8 @@ def replay(
     policy: Annotated[
         str,
         typer.Option(
-            help="Comma-separated, of lru, default, fifo, lfu, s3fifo, sieve, 2q, gdsf, tenure, hinted, "
-            "priority, belady"
+            help="Comma-separated, of lru, default, gdsf, hinted, priority, belady, fifo, lfu, s3fifo, "
+            "sieve, 2q"
         ),
     ] = "lru,default,belady",
     capacity: Annotated[
@@ -247,9 +247,10 @@ def replay(
 ) -> None:
     """Hit rates of policies and capacities on a trace of real requests; with --hbm, --host or --disk also
     what each tier gives, what is moved, and the time to first token."""
-    from tierstore_tools.replay import command, hinting, models, policies
+    from tierstore_tools.replay import command, policies
+    from tierstore_tools.replay import hints as hint_sources
     from tierstore_tools.replay.capacity import parse_capacities, parse_capacity
-    from tierstore_tools.replay.tiered.settings import Tiers, parse_prefetch
+    from tierstore_tools.replay.machine import Tiers, parse_prefetch
 
     hbm_size, host_size, disk_size = (text and parse_capacity(text) for text in (hbm, host, disk))
     through_tiers = any((hbm_size, host_size, disk_size))
@@ -260,11 +261,11 @@ def replay(
             trace=trace,
             policies=policies.parse_policies(policy),
             capacities=parse_capacities(capacity) if capacity else (),
-            hints=hinting.parse_hints(hints),
+            hints=hint_sources.parse_hints(hints),
             format_name=format_name,
             block_tokens=block_tokens,
             session_gap_s=session_gap_s,
-            spec=None if model is None else models.spec_of(model),
+            spec=None if model is None else command.spec_of(model),
             tiers=Tiers(
                 hbm=hbm_size or None,
                 host=host_size or None,
@@ -312,11 +313,16 @@ def _lengths(option: str, text: str) -> tuple[int, ...]:
         raise UsageError(f"{option} takes numbers of tokens, as in 1000,4000,16000, not {text!r}") from error
 
 
-def _require_writable(directory: Path) -> None:
+def _make_writable(directory: Path) -> None:
+    """Make a directory where it is not there yet. Raises :class:`UsageError`."""
     import os
 
-    if not directory.is_dir() or not os.access(directory, os.W_OK):
-        raise UsageError(f"{directory} is not a directory that can be written to: choose another one")
+    try:
+        directory.mkdir(exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make {directory}: {error.strerror}; choose another one") from error
+    if not os.access(directory, os.W_OK):
+        raise UsageError(f"{directory} cannot be written to: choose another one")
 
 
 if __name__ == "__main__":

@@ -25,12 +25,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.daemon import protocol
-from tierstore.daemon.connected import ConnectedStore
+from tierstore import Store
+from tierstore.client.backend import RemoteBackend
 from tierstore.errors import TierStoreError
 from tierstore.spec import KVSpec
-from tierstore.store import Store
 from tierstore.units import format_size
+from tierstore.wire import messages
 from tierstore_tools import requests
 from tierstore_tools.connected_bytes import BoundRow, CostRow, Sample, connect, fill, measure
 from tierstore_tools.requests import RequestsRow
@@ -143,11 +143,8 @@ class _Daemon(msgspec.Struct):
 
 def _look_at(url: str) -> _Daemon:
     with connect(url, KVSpec.uniform(layers=1, kv_heads=1, head_dim=16, dtype="float16")) as store:
-        assert isinstance(store, ConnectedStore)
-        session = store.connection.session
-        answer = None
-        if session is not None:
-            answer = store.connection.call(session, protocol.Stats(0), protocol.StatsAnswer).wait()
+        assert isinstance(store.backend, RemoteBackend), "it was connected"
+        answer = store.backend.connection.ask(messages.Stats(0), messages.StatsAnswer)
     if answer is None:
         raise TierStoreError(f"the daemon at {url} does not answer")
     return msgspec.json.decode(answer.json, type=_Daemon)

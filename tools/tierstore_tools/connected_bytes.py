@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+import tierstore
 from tierstore import copying
 from tierstore.errors import TierStoreError
 from tierstore.keys import Identity
@@ -296,7 +297,7 @@ def connect(url: str, spec: KVSpec, identity: Identity | None = None) -> Store:
     as fast as they get. Raises :class:`TierStoreError` when there is no daemon."""
     if identity is None:
         identity = Identity.of(spec, model="tierstore-bench", revision=str(time.time_ns()))
-    store = Store.connect(url, spec, identity=identity, lookup_s=_CONNECT_S)
+    store = tierstore.connect(url, spec, identity=identity, lookup_s=_CONNECT_S)
     if not store.wait_connected(_CONNECT_S):
         store.close()
         raise TierStoreError(f"there is no daemon at {url}")

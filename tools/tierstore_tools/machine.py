@@ -8,7 +8,7 @@ import platform
 from importlib import metadata
 from pathlib import Path
 
-import psutil
+from tierstore.machine import memory_bytes
 
 
 def describe(device: str = "cpu") -> dict[str, str | int]:
@@ -16,7 +16,7 @@ def describe(device: str = "cpu") -> dict[str, str | int]:
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": psutil.virtual_memory().total,
+        "memory_bytes": memory_bytes().total,
         "kernel": platform.release(),
         "python": platform.python_version(),
         "torch": _version("torch"),

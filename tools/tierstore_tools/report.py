@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
 from rich.console import Console
@@ -67,6 +68,15 @@ def write_json(document: Mapping[str, object], target: str | None) -> None:
         Path(target).write_text(text)
     except OSError as error:
         raise UsageError(f"cannot write {target}: {error.strerror}") from error
+
+
+def require_targets(json: str | None, plot: Path | None = None) -> None:
+    """Check before a long run that what comes of it can be written, and drawn. Raises :class:`UsageError`."""
+    for target in filter(None, (plot, Path(json) if json and json != "-" else None)):
+        if not target.absolute().parent.is_dir():
+            raise UsageError(f"cannot write {target}: there is no such directory")
+    if plot is not None:
+        import_module("matplotlib")
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, to_stderr: bool) -> None:

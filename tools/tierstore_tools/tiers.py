@@ -40,7 +40,8 @@ from tierstore.errors import UsageError
 from tierstore.memory import Memory
 from tierstore.spec import KVSpec
 from tierstore.store import Store
-from tierstore.testing.faults import Fault, FaultyIO, Stall
+from tierstore.testing.faulty_io import Fault, FaultyIO, Stall
+from tierstore.testing.opening import open_store
 from tierstore.tiers.disk import FileIO
 from tierstore.tiers.hbm import PagePool
 from tierstore_tools import limits
@@ -297,7 +298,7 @@ class _PageSize:
     ) -> Iterator[Store]:
         room = 2 * self._nbytes + (16 << 20)  # half of the host tier may wait to be written
         # What is held back must not look like a disk that does not answer.
-        with Store.open(
+        with open_store(
             path, self._spec, pool=pool, host_bytes=room, disk_bytes=room, stall_s=_WAIT_S, io=io
         ) as store:
             store.wait_ready()

@@ -6,28 +6,30 @@
 vLLM makes one connector object in the process of its scheduler and one in each worker. They share nothing but
 what vLLM carries between them, once per step:
 
-* the scheduler's half (``scheduler.py``) handles no bytes. It asks the daemon what is held of a prompt as
-  soon as the request arrives, has it brought from disk into memory, and tells vLLM how many tokens can be
-  loaded. Then it tells the workers what to load and what to save (``work.py``);
+* the scheduler's half (``scheduler.py``) handles no bytes. It asks the daemon what it holds of the prompts
+  that have come (``lookup.py``), has it brought from disk into memory, and tells vLLM how many tokens can be
+  loaded. Then it tells the workers what to load and what to save (``orders.py``);
 * the worker's half (``worker.py``) copies whole KV blocks between vLLM's tensors and the daemon's arena, on
-  threads of its own. It decides nothing.
+  threads of its own (``transfers.py``). It decides nothing.
 
 A *page* is the blocks of one chunk, of all layers of one KV cache group on one worker, in the order in which
-the tensors hold them (``layout.py``). A block is opaque: where in it a token lies is the attention backend's
-affair, so nothing is ever cut inside one. A chunk is found by a key made from the hash that vLLM itself
-computed for the chunk's last block (``keys.py``): it covers all tokens up to there, images, adapter and salt.
-What it does not cover (model, weights, KV dtype, layout, rank) is the page's identity (``identity.py``).
+the tensors hold them (``layout.py``). A block is opaque: only the attention backend knows where in it a token
+lies, so nothing is ever cut inside one. A chunk is found by a key made from the hash that vLLM itself
+computed for the chunk's last block: it covers all tokens up to there, images, adapter and salt. What it does
+not cover (model, weights, KV dtype, layout, rank) is the page's identity (both in ``identity.py``).
 
-Three rules keep promise 2, that a cache never hurts:
+Three rules make sure that the cache never hurts:
 
 * **Nothing is raised into vLLM**, which would end the engine for all its users. ``connector.py`` wraps every
   method: an error is counted, logged once per kind, and becomes a miss. A load that vLLM waits for is
-  reported as failed by whoever can still report it, and vLLM computes instead.
-* **Nothing waits for the daemon without a deadline**, and a daemon that did not answer twice is not asked for
-  a while (``breaker.py``).
-* **No block is held back.** A save reads blocks that vLLM may give to somebody else at any time. The
-  scheduler's half names the blocks that are new in each step, and before the step runs the worker's half ends
+  reported as failed by the part that can still report it, and vLLM computes instead.
+* **Nothing waits for the daemon without a deadline**, and a daemon that did not answer twice is left alone
+  for a while (``common/guard.py``).
+* **No block is held back.** A save reads blocks that vLLM may give to another request at any time. The
+  scheduler's half names the blocks that each step may write, and before the step runs the worker's half ends
   the saves that still read them.
+
+Only ``stores.py`` calls the store.
 
 Nothing here imports vLLM or torch until the class is asked for: vLLM imports this module in every process.
 """

@@ -1,12 +1,13 @@
-"""The class that vLLM loads. It delegates, and it is where errors stop.
+"""The class that vLLM loads: it delegates, and stops errors.
 
-For each method there is an answer to give when it has failed, and one thing decides which: vLLM waits for
-every load it was promised, and must hear of each exactly once. So what has failed before a load was ordered
-is reported by the worker that is ordered to refuse it, and what has failed there is reported as failed.
+Each method has an answer for the case that it fails. One rule decides which: vLLM waits for every load that
+it was promised, and must hear of each exactly once. If something fails before a load is ordered, the worker
+is ordered to refuse it; if something fails in the worker, it reports the load as failed.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
 from collections.abc import Iterable, Mapping
@@ -24,38 +25,98 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.core import kv_cache_utils
 
 from tierstore.errors import TierStoreError
+from tierstore_connectors.common.counters import Counters, added
+from tierstore_connectors.common.guard import ErrorLog, guarded
+from tierstore_connectors.vllm.config import Settings
 from tierstore_connectors.vllm.groups import read_groups
-from tierstore_connectors.vllm.guard import Faults, guarded
-from tierstore_connectors.vllm.keys import private_hashes
-from tierstore_connectors.vllm.layout import UnknownLayoutError
-from tierstore_connectors.vllm.metrics import TierStoreProm, TierStoreStats
+from tierstore_connectors.vllm.identity import hashes_are_private
+from tierstore_connectors.vllm.layout import UnsupportedError
+from tierstore_connectors.vllm.orders import LoadReport, Shard, StepWork
 from tierstore_connectors.vllm.scheduler import SchedulerHalf
-from tierstore_connectors.vllm.settings import Settings
-from tierstore_connectors.vllm.stats import Counts
-from tierstore_connectors.vllm.work import LoadReport, Shard, StepWork
 from tierstore_connectors.vllm.worker import Results, WorkerHalf
 
 # vLLM's MultiConnector looks for the statistics' class by name only.
-with suppress(ValueError):  # somebody has registered it already
+with suppress(ValueError):  # it is registered already
     KVConnectorFactory.register_connector("TierStoreConnector", __name__, "TierStoreConnector")
 
 _REPORTS_REQUESTS = "get_transfer_results" in vars(KVConnectorBase_V1)  # from 0.30 on
 _FIXED_SEED = "resolve_none_hash_seed" in vars(kv_cache_utils)  # from 0.29 on
 
 
+# What is counted, by either half: ``vllm:tierstore_loaded_tokens`` and so on.
+_COUNTERS: Mapping[str, str] = {
+    "lookups": "Prompts looked up",
+    "lookup_tokens": "Tokens asked for",
+    "found_tokens": "Tokens that were held",
+    "promised_tokens": "Tokens that vLLM was told can be loaded",
+    "late_lookups": "Lookups that were not answered in time",
+    "loads": "Loads of requests that came in full",
+    "loaded_tokens": "Tokens loaded into KV blocks",
+    "loaded_bytes": "Bytes loaded into KV blocks",
+    "load_seconds": "Seconds from the order to the last byte, all loads together",
+    "failed_loads": "Loads that did not come in full: vLLM computed instead",
+    "saves": "Saves that have ended",
+    "saved_tokens": "Tokens that are stored, new or already there",
+    "not_saved_tokens": "Tokens that could not be stored",
+    "fenced_saves": "Saves given up because vLLM needed their blocks",
+    "errors": "Errors that were caught",
+}
+_PREFIX = "vllm:tierstore_"
+_log = logging.getLogger("vllm.tierstore")  # below vLLM's, so that it is formatted and shown like vLLM's own
+
+
+class TierStoreStats(KVConnectorStats):
+    """Counters since the last step, or of several steps and workers together."""
+
+    data: dict[str, Any]
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        return TierStoreStats(added(self.data, other.data))
+
+    def reduce(self) -> dict[str, int | float]:
+        return {f"tierstore {name}": round(count, 3) for name, count in sorted(self.data.items())}
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+class TierStoreProm(KVConnectorPromMetrics):
+    """A counter for each count: ``vllm:tierstore_loaded_tokens`` and so on."""
+
+    def __init__(
+        self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counters = {
+            name: self._counter_cls(name=_PREFIX + name, documentation=text, labelnames=labelnames)
+            for name, text in _COUNTERS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, count in transfer_stats_data.items():
+            counter = self._counters.get(name)
+            if counter is not None:
+                counter.labels(*labels).inc(count)
+
+
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """What the scheduler's half sends to the workers' with each step."""
+    """Goes from the scheduler's half to the workers' with each step."""
 
     work: StepWork
 
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """What the workers' halves send back."""
+    """Goes back from the workers' halves."""
 
     report: LoadReport
 
@@ -66,13 +127,25 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
 @dataclass
 class WorkerShard(KVConnectorHandshakeMetadata):
-    """What a worker keeps, sent once."""
+    """Describes what a worker keeps; sent once."""
 
     shard: Shard
 
 
 def _nothing(self: Any, *args: Any, **kwargs: Any) -> None:
-    """The answer of a cache that is not there."""
+    """Answer as a cache that is not there."""
+
+
+def _check_prefixes(config: Any) -> None:
+    """Raise :class:`UnsupportedError` where vLLM cannot go on from a part of a prompt: there it
+    switches its prefix caching off, and a hit would end the engine or change the answer."""
+    if config.cache_config.enable_prefix_caching:
+        return
+    model = config.model_config
+    if model.runner_type == "pooling":
+        raise UnsupportedError("vLLM computes the prompts of this pooling model in one piece")
+    if model.use_mla and config.device_config.device_type == "cpu":
+        raise UnsupportedError("vLLM computes the prompts of MLA models in one piece on this processor")
 
 
 class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
@@ -80,15 +153,15 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self.faults = Faults()
-        self.counts = Counts()
+        self.errors = ErrorLog(_log)
+        self.counters = Counters()
         self._settings: Settings | None = None
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._caches: Mapping[str, Any] = {}
         self._orphans: set[str] = set()  # loads that no half of ours could take
         self._invalid: set[int] = set()
-        self._faults_told = 0
+        self._errors_counted = 0
         self._open()
 
     # -- both halves ---------------------------------------------------------------------------------
@@ -101,9 +174,10 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
             groups = read_groups(self._kv_cache_config, config.cache_config, settings.chunk_tokens)
             if not _REPORTS_REQUESTS and (len(groups.groups) > 1 or groups.groups[0].windowed):
                 # Earlier ones do not say which blocks have gone.
-                raise UnknownLayoutError("sliding windows need vLLM 0.30 or later")
-        except (TierStoreError, UnknownLayoutError) as error:
-            self.faults.say("the start", f"runs without the cache: {error}")
+                raise UnsupportedError("sliding windows need vLLM 0.30 or later")
+            _check_prefixes(config)
+        except (TierStoreError, UnsupportedError) as error:
+            self.errors.warn("the start", f"runs without the cache: {error}")
             return
         self._groups = groups
         self._settings = settings
@@ -112,17 +186,25 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
             # engines that have not computed it themselves. It is read after this constructor.
             config.kv_transfer_config.kv_load_failure_policy = "recompute"
             algorithm = str(config.cache_config.prefix_caching_hash_algo)
-            if private_hashes(algorithm, os.environ, fixed_seed=_FIXED_SEED):
-                self.faults.say(
+            if hashes_are_private(algorithm, os.environ, fixed_seed=_FIXED_SEED):
+                self.errors.warn(
                     "the start",
                     "vLLM's block hashes are others in each process: set PYTHONHASHSEED=0 for all engines, "
                     "or nothing is found again after a restart or by another engine",
                 )
-            self._scheduler = SchedulerHalf(settings, groups, self.faults, self.counts)
+            transfer = config.kv_transfer_config
+            self._scheduler = SchedulerHalf(
+                settings,
+                groups,
+                self.errors,
+                self.counters,
+                loads=transfer.is_kv_consumer,
+                saves=transfer.is_kv_producer,
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Nobody waits for what is saved here."""
+        """No: a save that is dropped is a later miss."""
         return False
 
     @guarded(_nothing)
@@ -136,11 +218,11 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_nothing)
     def get_kv_connector_stats(self) -> TierStoreStats | None:
-        faults = self.faults.counts.total()
-        if faults > self._faults_told:
-            self.counts.add("faults", faults - self._faults_told)
-            self._faults_told = faults
-        counts = self.counts.take()
+        errors = self.errors.counts.total()
+        if errors > self._errors_counted:
+            self.counters.add("errors", errors - self._errors_counted)
+            self._errors_counted = errors
+        counts = self.counters.take()
         return TierStoreStats(counts) if counts else None
 
     @classmethod
@@ -161,13 +243,13 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
             return
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
-        from tierstore_connectors.vllm.registering import Rank, keep
+        from tierstore_connectors.vllm.registration import Rank, register_groups
 
         tensors, pipeline = get_tp_group(), get_pp_group()
         rank = Rank(tensors.rank_in_group, tensors.world_size, pipeline.rank_in_group, pipeline.world_size)
         self._caches = kv_caches
         try:
-            kept = keep(
+            kept = register_groups(
                 self._vllm_config,
                 vllm.__version__,
                 self._settings.namespace,
@@ -178,10 +260,10 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
             )
             groups = self._groups
             self._worker = WorkerHalf(
-                self._settings, kept, groups.count, groups.chunk_tokens, self.faults, self.counts
+                self._settings, kept, groups.count, groups.chunk_tokens, self.errors, self.counters
             )
-        except (TierStoreError, UnknownLayoutError) as error:
-            self.faults.say("the start", f"runs without the cache: {error}")
+        except (TierStoreError, UnsupportedError) as error:
+            self.errors.warn("the start", f"runs without the cache: {error}")
 
     @guarded(_nothing)
     def unregister_kv_caches(self) -> None:
@@ -285,14 +367,14 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         shards = [each.shard for each in answers if isinstance(each, WorkerShard)]
         workers = self._vllm_config.parallel_config.world_size
         if len(shards) != workers:
-            self.faults.say(
+            self.errors.warn(
                 "the start", f"runs without the cache: {len(shards)} of {workers} workers have one"
             )
             return
         try:
             self._scheduler.connect(shards)
         except TierStoreError as error:
-            self.faults.say("the start", f"runs without the cache: {error}")
+            self.errors.warn("the start", f"runs without the cache: {error}")
 
     @guarded(_nothing)
     def on_new_request(self, request: Any) -> None:

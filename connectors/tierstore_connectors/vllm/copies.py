@@ -8,30 +8,31 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tierstore import copying
-from tierstore.daemon.sources import copied_frames
 from tierstore.tiers.pinned import Pin
 from tierstore_connectors.vllm.layout import PageLayout
-from tierstore_connectors.vllm.work import NULL_BLOCK
+from tierstore_connectors.vllm.orders import NULL_BLOCK
+from tierstore_connectors.vllm.stores import copied_frames
 
 Chunks = Sequence[Sequence[int]]
+Pages = Sequence[tuple[Sequence[int], int]]  # the blocks of a chunk, and where its page is
 Problem = Callable[[str, Exception], None]
 
 
 class Blocks(Protocol):
     """The KV blocks of a group on one worker. Called on mover threads, by several at once."""
 
-    def gather(self, chunk: Sequence[int], address: int) -> None:
-        """Copy a chunk's blocks to the page at ``address``. They are there when it returns."""
+    def gather(self, pages: Pages) -> None:
+        """Copy chunks' blocks to their pages. They are there when it returns."""
 
-    def scatter(self, chunk: Sequence[int], address: int) -> None:
-        """Copy the page at ``address`` to those of a chunk's blocks that are not 0. Likewise."""
+    def scatter(self, pages: Pages) -> None:
+        """Copy pages to those of their chunks' blocks that are not 0. Likewise."""
 
     def computed(self) -> None:
-        """Called on the model's thread in each step with loads or saves: what the step writes is to be
-        waited for by the copies that follow."""
+        """Make the copies that follow wait for what this step writes. Called on the model's thread, in each
+        step with loads or saves."""
 
     def share(self, pin: Pin) -> None:
-        """An arena has been mapped: ``pin`` prepares it for a device, if these are on one."""
+        """Prepare an arena that has been mapped for a device, if the blocks are on one."""
 
 
 class HostBlocks:
@@ -42,11 +43,12 @@ class HostBlocks:
         places = zip(layout.planes, layout.offsets, strict=True)
         self._sized = [(run, list(each)) for run, each in itertools.groupby(places, lambda p: p[0].run_bytes)]
 
-    def gather(self, chunk: Sequence[int], address: int) -> None:
+    def gather(self, pages: Pages) -> None:
         for run, planes in self._sized:
             copying.copy_all(
                 (
                     (address + offset + at * run, plane.address + block * plane.block_stride)
+                    for chunk, address in pages
                     for plane, offset in planes
                     for at, block in enumerate(chunk)
                 ),
@@ -54,11 +56,12 @@ class HostBlocks:
                 read_next=True,  # for its checksum
             )
 
-    def scatter(self, chunk: Sequence[int], address: int) -> None:
+    def scatter(self, pages: Pages) -> None:
         for run, planes in self._sized:
             copying.copy_all(
                 (
                     (plane.address + block * plane.block_stride, address + offset + at * run)
+                    for chunk, address in pages
                     for plane, offset in planes
                     for at, block in enumerate(chunk)
                     if block != NULL_BLOCK
@@ -67,14 +70,14 @@ class HostBlocks:
             )
 
     def computed(self) -> None:
-        """The processor has computed what it has computed."""
+        """Nothing to wait for: the processor computes in order."""
 
     def share(self, pin: Pin) -> None:
-        """The processor reaches it."""
+        """Nothing to prepare: the processor reaches every arena."""
 
 
 class SavedBlocks:
-    """What a save reads: page ``i`` is made of the blocks of chunk ``i``. A page whose copy has raised is not
+    """What a save reads: page ``i`` is made of the blocks of chunk ``i``. Pages whose copy has raised are not
     stored."""
 
     def __init__(self, blocks: Blocks, chunks: Chunks, problem: Problem) -> None:
@@ -83,20 +86,19 @@ class SavedBlocks:
         self._problem = problem
 
     def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int) -> list[int | None]:
-        return [self._copy(self._chunks[position], address, page_bytes) for position, address in pages]
+        """All in one go: each hand-over of the GIL costs the model's thread."""
+        addresses = [address for _, address in pages]
+        try:
+            self._blocks.gather([(self._chunks[position], address) for position, address in pages])
+        except Exception as error:  # noqa: BLE001  # whatever a driver raises must not end the mover's task
+            self._problem("copying from KV blocks", error)
+            return [None] * len(pages)
+        return list(copying.hash_all(addresses, page_bytes))
 
     def frames(
         self, positions: Sequence[int], page_bytes: int
     ) -> tuple[list[memoryview], Sequence[int | None]]:
         return copied_frames(self, positions, page_bytes)
-
-    def _copy(self, chunk: Sequence[int], address: int, page_bytes: int) -> int | None:
-        try:
-            self._blocks.gather(chunk, address)
-        except Exception as error:  # noqa: BLE001  # whatever a driver raises must not end the mover's task
-            self._problem("copying from KV blocks", error)
-            return None
-        return copying.hash_all([address], page_bytes)[0]
 
 
 class LoadedBlocks:
@@ -112,21 +114,15 @@ class LoadedBlocks:
 
     def write(self, pages: Sequence[tuple[int, int]]) -> None:
         try:
-            for position, address in pages:
-                self._blocks.scatter(self._chunks[position - self._first], address)
+            self._blocks.scatter([(self._chunks[at - self._first], address) for at, address in pages])
         except Exception as error:  # noqa: BLE001  # whatever a driver raises must not end the mover's thread
             self.failed = True
             self._problem("copying to KV blocks", error)
 
 
-def sound(chunks: Chunks, num_blocks: int, per_chunk: int) -> bool:
-    """Whether these are blocks there are: a wrong number must not become a wrong address."""
+def valid_blocks(chunks: Chunks, num_blocks: int, per_chunk: int) -> bool:
+    """Whether all of these blocks exist: a wrong number must not become a wrong address."""
     return all(
         len(chunk) == per_chunk and all(NULL_BLOCK <= block < num_blocks for block in chunk)
         for chunk in chunks
     )
-
-
-def whole(chunks: Chunks) -> bool:
-    """Whether no block is missing."""
-    return all(block != NULL_BLOCK for chunk in chunks for block in chunk)

@@ -26,8 +26,9 @@ import torch
 from tierstore.tiers.cuda import CudaDevice
 from tierstore.tiers.device import Addresses, Device, Event, SourceOrder, Stream
 from tierstore.tiers.pinned import Pin, Reach
+from tierstore_connectors.vllm.copies import Pages
 from tierstore_connectors.vllm.layout import PageLayout
-from tierstore_connectors.vllm.work import NULL_BLOCK
+from tierstore_connectors.vllm.orders import NULL_BLOCK
 
 LEAST_PIECE = 64 << 10
 """Bytes; smaller ones are collected. On an H100 a batch of copies to the device reached 39-52 GB/s with
@@ -37,7 +38,7 @@ OnStream = Callable[[Stream, Callable[[], None]], None]
 """Call something so that what it launches goes on a stream."""
 
 
-class Way(Protocol):
+class CopyMethod(Protocol):
     """How a page gets from a chunk's blocks to ``address`` in host memory and back: as the next thing on a
     stream. One thread at a time uses a stream."""
 
@@ -51,10 +52,10 @@ class DeviceBlocks:
     """KV tensors in the memory of a device; ``computing`` says on which stream the model runs. Copies raise
     :class:`~tierstore.tiers.device.DeviceError`, and none of theirs is under way then."""
 
-    def __init__(self, reach: Reach, way: Way, computing: Callable[[], Stream]) -> None:
+    def __init__(self, reach: Reach, method: CopyMethod, computing: Callable[[], Stream]) -> None:
         self._reach = reach
         self._device = reach.device
-        self._way = way
+        self._method = method
         self._computing = computing
         self._computed: Event | None = None  # the last one; replaced in one piece
         self._idle: queue.SimpleQueue[Stream] = queue.SimpleQueue()  # one for each thread that copies
@@ -65,15 +66,13 @@ class DeviceBlocks:
     def share(self, pin: Pin) -> None:
         self._reach.share(pin)
 
-    def gather(self, chunk: Sequence[int], address: int) -> None:
-        self._copy(self._way.down, chunk, address)
+    def gather(self, pages: Pages) -> None:
+        self._copy(self._method.down, pages)
 
-    def scatter(self, chunk: Sequence[int], address: int) -> None:
-        self._copy(self._way.up, chunk, address)
+    def scatter(self, pages: Pages) -> None:
+        self._copy(self._method.up, pages)
 
-    def _copy(
-        self, put: Callable[[Stream, Sequence[int], int], None], chunk: Sequence[int], address: int
-    ) -> None:
+    def _copy(self, put: Callable[[Stream, Sequence[int], int], None], pages: Pages) -> None:
         try:
             stream = self._idle.get_nowait()
         except queue.Empty:
@@ -81,13 +80,14 @@ class DeviceBlocks:
         try:
             if (computed := self._computed) is not None:
                 self._device.wait(stream, computed)
-            put(stream, chunk, address)
-        finally:  # whatever went wrong: the page must not be somebody else's while it is written to
+            for chunk, address in pages:
+                put(stream, chunk, address)
+        finally:  # even after an error: no slot may be reused while it is written to
             self._device.synchronize(self._device.record(stream))
             self._idle.put(stream)
 
 
-class Straight:
+class DirectCopy:
     """Each piece by itself, between its block and its place in the page."""
 
     def __init__(self, layout: PageLayout, reach: Reach) -> None:
@@ -137,7 +137,7 @@ class Straight:
             device.copy_each(stream, to, sources, sizes)
 
 
-class Collected:
+class StagedCopy:
     """The pieces are collected in a page in the device's memory, one for each stream. ``planes`` are
     ``[blocks, run_bytes]`` views of the KV tensors, in the layout's order."""
 
@@ -179,18 +179,18 @@ def make_blocks(
     computing: Callable[[], Stream],
     on_stream: OnStream,
 ) -> DeviceBlocks:
-    """The blocks of ``tensors``, which the layout was made from, copied in the way that is best for them."""
-    way: Way = Straight(layout, reach)
+    """The blocks of ``tensors``, which the layout was made from, and the copy method that suits them."""
+    method: CopyMethod = DirectCopy(layout, reach)
     if min(plane.run_bytes for plane in layout.planes) < LEAST_PIECE:
         planes = [
             plane_view(tensors, plane.address, plane.block_stride, plane.run_bytes, layout.num_blocks)
             for plane in layout.planes
         ]
-        way = Collected(layout, reach.device, planes, on_stream)
-    return DeviceBlocks(reach, way, computing)
+        method = StagedCopy(layout, reach.device, planes, on_stream)
+    return DeviceBlocks(reach, method, computing)
 
 
-class CudaMaker:
+class CudaBlocks:
     """Makes the blocks of KV tensors on one CUDA device. Raises
     :class:`~tierstore.tiers.device.DeviceError` where its driver cannot be used."""
 

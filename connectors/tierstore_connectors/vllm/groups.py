@@ -1,18 +1,21 @@
-"""The KV cache groups of a model, as vLLM describes them, and which of them can be kept.
+"""The KV cache groups of a model, the blocks that a request has in them, and those that an order is about.
 
 A model whose layers are all alike has one group. Models with sliding windows have several; they share the
-pool of blocks, and a block belongs to one group at a time. Types are told by their names: they have moved
-between modules from version to version, and this has to work without vLLM for the tests.
+pool of blocks, and a block belongs to one group at a time. Types are recognized by their names: they have
+moved between modules from version to version, and this has to work without vLLM for the tests.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tierstore_connectors.vllm.layout import UnknownLayoutError
+from tierstore_connectors.vllm.layout import UnsupportedError
+from tierstore_connectors.vllm.orders import NULL_BLOCK, GroupBlocks
+
+BlockTable = Sequence[Sequence[int]]  # block numbers, by KV cache group
 
 _MIN_CHUNK_TOKENS = 64
 _FULL = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
@@ -45,24 +48,24 @@ class Groups:
 
 
 def read_groups(kv_cache_config: Any, cache_config: Any, chunk_tokens: int) -> Groups:
-    """Both are vLLM's. Raises :class:`UnknownLayoutError` for groups that cannot be kept."""
+    """Both are vLLM's. Raises :class:`UnsupportedError` for groups that cannot be kept."""
     described = kv_cache_config.kv_cache_groups
     groups = [_group(number, each) for number, each in enumerate(described)]
     if not groups:
-        raise UnknownLayoutError("the model has no KV cache")
+        raise UnsupportedError("the model has no KV cache")
     hash_tokens = _hash_tokens(kv_cache_config, cache_config, groups)
     unit = math.lcm(hash_tokens, *_sizes(groups))
     if chunk_tokens % unit:
-        raise UnknownLayoutError(f"chunk_tokens is {chunk_tokens}: it has to be a multiple of {unit}")
+        raise UnsupportedError(f"chunk_tokens is {chunk_tokens}: it has to be a multiple of {unit}")
     chunk = chunk_tokens or -(-_MIN_CHUNK_TOKENS // unit) * unit
     return Groups(tuple(groups), len(groups), hash_tokens, chunk)
 
 
 def _hash_tokens(kv_cache_config: Any, cache_config: Any, groups: Sequence[Group]) -> int:
     """How many tokens a block hash covers. Before 0.32 vLLM does not say; this is how it decides there."""
-    told = vars(kv_cache_config).get("hash_block_size")
-    if told:
-        return int(told)
+    size = vars(kv_cache_config).get("hash_block_size")
+    if size:
+        return int(size)
     if len(groups) == 1:
         return int(cache_config.block_size)
     return int(vars(cache_config).get("prefix_match_unit") or math.gcd(*_sizes(groups)))
@@ -77,13 +80,98 @@ def _group(number: int, described: Any) -> Group:
     fields = vars(described)
     kind = type(spec).__name__
     if not fields.get("enable_kv_transfer", True) or fields.get("host_resident", False):
-        raise UnknownLayoutError(f"KV cache group {number} is one that vLLM keeps from connectors")
+        raise UnsupportedError(f"KV cache group {number} is one that vLLM keeps from connectors")
     kinds = {kind}
     if kind == _MIXED:
         kinds = {type(each).__name__ for each in spec.kv_cache_specs.values()}
     if not (kinds <= _FULL or kinds <= _WINDOWED):
         kept = ", ".join(sorted(kinds))
-        raise UnknownLayoutError(
+        raise UnsupportedError(
             f"KV cache group {number} keeps {kept}: only attention over blocks can be kept"
         )
     return Group(number, tuple(described.layer_names), int(spec.block_size), kinds <= _WINDOWED)
+
+
+class BlockTables:
+    """The blocks of the requests in a step. vLLM's scheduler answers for a request (from 0.30 on), or it has
+    said step by step (in 0.29 the whole tables of requests that have got blocks, up to 0.28 the blocks that
+    they have got). Belongs to the scheduler's thread."""
+
+    def __init__(self) -> None:
+        self._ask: Callable[[str], BlockTable | None] | None = None
+        self._so_far: dict[str, Sequence[list[int]]] = {}
+
+    def take(self, output: Any) -> None:
+        """``output`` is vLLM's ``SchedulerOutput`` of the step that begins."""
+        state = vars(output).get("kv_connector_block_state")
+        if state is not None:
+            tables = vars(state).get("block_ids")
+            if tables is None:
+                self._ask = state.get_block_ids
+            else:
+                self._so_far.update(tables)
+            return
+        for new in output.scheduled_new_reqs:
+            self._so_far[new.req_id] = [list(blocks) for blocks in new.block_ids]
+        cached = output.scheduled_cached_reqs
+        for request, tables in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if tables is None:
+                continue
+            if request in cached.resumed_req_ids or request not in self._so_far:
+                self._so_far[request] = [list(blocks) for blocks in tables]
+            else:
+                for known, more in zip(self._so_far[request], tables, strict=True):
+                    known.extend(more)
+
+    def of(self, request: str) -> BlockTable:
+        """Of a request that is scheduled in this step."""
+        table = self._ask(request) if self._ask is not None else self._so_far.get(request)
+        assert table is not None, "a request that is scheduled has blocks"
+        return table
+
+    def forget(self, request: str) -> None:
+        """It has finished."""
+        self._so_far.pop(request, None)
+
+
+def blocks_to_load(groups: Groups, group: Group, table: Sequence[int], start: int, end: int) -> GroupBlocks:
+    """The blocks of tokens ``start … end``. Leading chunks without any (outside of a window) are left out."""
+    per_chunk = groups.blocks_per_chunk(group)
+    first, last = start // group.block_tokens, -(-end // group.block_tokens)
+    last_chunk = -(-end // groups.chunk_tokens)
+    chunks: list[tuple[int, ...]] = []
+    for chunk in range(start // groups.chunk_tokens, last_chunk):
+        numbers = range(chunk * per_chunk, (chunk + 1) * per_chunk)
+        blocks = tuple(table[at] if first <= at < last else NULL_BLOCK for at in numbers)
+        if chunks or any(blocks):
+            chunks.append(blocks)
+    return GroupBlocks(group.number, last_chunk - len(chunks), tuple(chunks))
+
+
+def blocks_to_save(groups: Groups, group: Group, table: Sequence[int], first: int, end: int) -> GroupBlocks:
+    """The blocks of chunks ``first … end``, from where on none is missing (outside of a window)."""
+    per_chunk = groups.blocks_per_chunk(group)
+    chunks: list[tuple[int, ...]] = []
+    for chunk in range(end - 1, first - 1, -1):
+        blocks = tuple(table[chunk * per_chunk : (chunk + 1) * per_chunk])
+        if len(blocks) < per_chunk or NULL_BLOCK in blocks:
+            break
+        chunks.append(blocks)
+    return GroupBlocks(group.number, end - len(chunks), tuple(reversed(chunks)))
+
+
+def writable_blocks(groups: Groups, output: Any) -> set[int]:
+    """Blocks that a step may write to, and that another request may have had before. ``output`` is vLLM's
+    ``SchedulerOutput``."""
+    found: set[int] = set()
+    for new in output.scheduled_new_reqs:
+        for group in groups.groups:
+            found.update(new.block_ids[group.number][new.num_computed_tokens // group.block_tokens :])
+    for tables in output.scheduled_cached_reqs.new_block_ids:
+        for table in tables or ():
+            found.update(table)
+    more = vars(output)  # what not every version has
+    found.update(more.get("new_block_ids_to_zero") or ())
+    found.update(each.dst_block_id for each in more.get("kv_cache_block_copies") or ())
+    found.discard(NULL_BLOCK)
+    return found

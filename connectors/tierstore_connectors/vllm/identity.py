@@ -1,33 +1,52 @@
-"""Under which identity the pages of this engine are kept: everything that vLLM's block hashes do not cover.
+"""What tells pages apart: the identity of an engine's pages, and the key of each chunk.
 
-Two engines share pages only where all of it is equal: the model's configuration, name and revision, the
-dtypes, quantization, the attention backends, vLLM's version (a page's bytes are the backend's affair), the
-layout, and which part of the model this worker has. Data parallel ranks compute the same and share.
+**Keys** come from the block hashes that vLLM has computed. vLLM's hash of a block covers the hash of the
+block before it, its tokens, and whatever else changes its KV: the images in it, the LoRA adapter, the cache
+salt. A key made from less would give prompts that only look alike each other's pages. So the hash of a
+chunk's last block is the chunk's key, hashed once more with adapter and salt: with
+``--prefix-caching-hash-algo xxhash`` a tenant could find collisions of vLLM's own hash.
+
+**The identity** is everything that vLLM's block hashes do not cover. Two engines share pages only where all
+of it is equal: the model's configuration and weights, the dtypes, quantization, the attention backends,
+vLLM's version (a page's bytes are the backend's affair), the layout, and which part of the model this worker
+has. Data parallel ranks compute the same and share.
+
+Local weight files identify themselves, wherever they are mounted: by names, sizes, times, and a sample of
+their bytes, since images are often built with one time for all files. Weights from the hub are identified by
+their commit. Of all others only the user can name the version (``namespace``).
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
+import re
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from tierstore.keys import Identity
+from tierstore.keys import KEY_BYTES, Identity, PageKey
 from tierstore.spec import KVSpec
-from tierstore_connectors.vllm.layout import PageLayout, UnknownLayoutError
+from tierstore_connectors.vllm.layout import PageLayout, UnsupportedError
+
+_WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors"})
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each weight file, evenly spaced
+_MOST_ADAPTERS = 65_536
 
 
 def model_digest(config: Any, version: str, backends: list[str], device: str, namespace: str) -> str:
-    """A digest of the model and how it is computed. ``config`` is vLLM's own. Raises
-    :class:`UnknownLayoutError` where what is computed is different in each process."""
+    """A digest of the model's shape and how it is computed; of its weights see :func:`weights_revision`.
+    ``config`` is vLLM's own. Raises :class:`UnsupportedError` where each process computes something else."""
     model, cache, load = config.model_config, config.cache_config, config.load_config
     if vars(cache).get("calculate_kv_scales", False):
-        raise UnknownLayoutError("calculate_kv_scales makes up KV scales at run time: pages cannot be shared")
+        raise UnsupportedError("calculate_kv_scales makes up KV scales at run time: pages cannot be shared")
     load_format = str(load.load_format)
     parts: dict[str, Any] = {
-        "model": str(model.model),
         "architectures": sorted(model.hf_config.architectures or ()),
         "hf_config": _plain(model.hf_config.to_dict()),
         "dtype": str(model.dtype),
@@ -44,22 +63,93 @@ def model_digest(config: Any, version: str, backends: list[str], device: str, na
     return hashlib.sha256(msgspec.json.encode(sorted(parts.items()))).hexdigest()[:32]
 
 
-def revision_of(config: Any) -> str:
-    """Of the weights: what the user named, and for a local directory the weight files' names, sizes and
-    times, so that other weights under the old name are not served the old pages."""
-    model = config.model_config
-    named = str(model.revision or "")
+def weights_revision(config: Any, namespace: str) -> str:
+    """Identify the model's weights among others of the same shape. Raises
+    :class:`UnsupportedError` where nothing does: neither files, nor a commit, nor a ``namespace``."""
+    model, load = config.model_config, config.load_config
+    if files := _weight_files(config):
+        return _digest([*_facts(files), *map(_sample, files)])
+    named = f"{model.model} {model.revision or ''}"
+    if str(load.load_format) == "dummy":
+        return named  # the seed says the rest
     commit = vars(model.hf_config).get("_commit_hash")  # of a checkpoint from the hub, where "main" moves
     if commit:
-        named += f"@{commit}"
-    directory = Path(str(model.model))
-    if not directory.is_dir():
+        return f"{named}@{commit}"
+    if _COMMIT.fullmatch(str(model.revision or "")) or namespace:
         return named
-    files = sorted(
-        each for each in directory.iterdir() if each.suffix in {".safetensors", ".bin", ".pt", ".gguf"}
+    raise UnsupportedError(
+        f"the weights of {model.model} cannot be identified (no local weight files, no commit): give "
+        'kv_connector_extra_config a "namespace" that changes with them'
     )
-    facts = [(each.name, each.stat().st_size, each.stat().st_mtime_ns) for each in files]
-    return named + hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:16]
+
+
+def _weight_files(config: Any) -> list[Path]:
+    """Those that vLLM loads, as far as they are local: of a directory, of a file's name, or of the files that
+    a split file belongs to."""
+    model, load = config.model_config, config.load_config
+    place = str(vars(model).get("model_weights") or model.model)
+    if str(load.load_format) == "tensorizer":
+        extra = vars(load).get("model_loader_extra_config") or {}
+        place = str(extra.get("tensorizer_uri") or extra.get("tensorizer_dir") or place)
+    path = Path(place)
+    if path.is_dir():
+        return sorted(each for each in path.iterdir() if each.suffix in _WEIGHTS and each.is_file())
+    pattern = re.sub(r"-\d{5}-of-(\d{5})", r"-*-of-\1", path.name)  # GGUF
+    pattern = re.sub(r"%0?\d*d", "*", pattern)  # tensorizer, one file for each rank
+    return sorted(path.parent.glob(pattern)) if path.suffix in _WEIGHTS else []
+
+
+def _facts(files: Iterable[Path]) -> list[object]:
+    status = [(each.name, each.stat()) for each in files]
+    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in status]
+
+
+def _sample(file: Path) -> str:
+    """A digest of a part of a file: enough to tell a fine-tuned model from its origin."""
+    digest = hashlib.sha256()
+    with file.open("rb", buffering=0) as opened:
+        last = max(os.fstat(opened.fileno()).st_size - _SAMPLE_BYTES, 0)
+        for at in range(_SAMPLES):
+            digest.update(os.pread(opened.fileno(), _SAMPLE_BYTES, last * at // (_SAMPLES - 1)))
+    return digest.hexdigest()
+
+
+def _digest(facts: list[object]) -> str:
+    return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:32]
+
+
+class AdapterVersions:
+    """Which version of a LoRA adapter a request is computed with.
+
+    vLLM loads an adapter once and keeps it under its number, whatever becomes of its files. So the files are
+    looked at with the first request of a number. Once they change after that, it is unknown which ones vLLM
+    computes with, and the adapter goes without the cache until it has another number
+    (unloaded and loaded again) or the engine is started again."""
+
+    def __init__(self) -> None:
+        self._seen: OrderedDict[tuple[int, str], str] = OrderedDict()
+
+    def version(self, adapter: Any) -> str:
+        """``adapter`` is vLLM's ``LoRARequest``. Raises :class:`UnsupportedError` when it is
+        unknown."""
+        number, place = int(adapter.lora_int_id), str(adapter.lora_path)
+        try:
+            files = sorted(each for each in Path(place).expanduser().iterdir() if each.is_file())
+            now = _digest(_facts(files))
+        except OSError as error:
+            raise UnsupportedError(
+                f"the weights of the adapter {adapter.lora_name!r} cannot be identified ({place!r} is no "
+                "local directory): its requests go without the cache"
+            ) from error
+        first = self._seen.setdefault((number, place), now)
+        if first != now:
+            raise UnsupportedError(
+                f"the files of the adapter {adapter.lora_name!r} have changed since its first request: its "
+                "requests go without the cache until it is unloaded and loaded again"
+            )
+        if len(self._seen) > _MOST_ADAPTERS:
+            self._seen.popitem(last=False)
+        return first
 
 
 def page_identity(
@@ -93,3 +183,31 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+
+
+def request_salt(adapter: Sequence[str], salt: str | None) -> bytes:
+    """A digest of what tells apart requests with equal block hashes: the adapter (its name, path and
+    version), and the salt."""
+    return hashlib.sha256(msgspec.json.encode([list(adapter), salt])).digest()
+
+
+def chunk_key(block_hash: bytes, secret: bytes) -> PageKey:
+    """The key of the chunk whose last block has this hash."""
+    return PageKey(hashlib.sha256(secret + bytes(block_hash)).digest()[:KEY_BYTES])
+
+
+def chunk_keys(
+    block_hashes: Sequence[bytes], secret: bytes, blocks_per_chunk: int, first: int = 0
+) -> list[PageKey]:
+    """The keys of the whole chunks from chunk ``first`` on."""
+    last = range((first + 1) * blocks_per_chunk - 1, len(block_hashes), blocks_per_chunk)
+    return [chunk_key(block_hashes[at], secret) for at in last]
+
+
+def hashes_are_private(algorithm: str, environment: Mapping[str, str], *, fixed_seed: bool) -> bool:
+    """Whether vLLM's block hashes mean something in one process only, so that nothing is found again by
+    another one or after a restart. ``fixed_seed``: this vLLM begins cryptographic hashes with a constant
+    (from 0.29 on); otherwise with random bytes, unless the environment has a seed."""
+    if "PYTHONHASHSEED" in environment:
+        return False
+    return not (fixed_seed and algorithm.startswith("sha256"))

@@ -21,8 +21,8 @@ import msgspec
 _MOST_RUNS = 4096  # of one block in one tensor
 
 
-class UnknownLayoutError(Exception):
-    """The tensors are none that this version understands. The message says why."""
+class UnsupportedError(Exception):
+    """This model, its weights or its tensors cannot be kept. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +74,9 @@ class PageLayout:
 
 
 def page_layout(tensors: Sequence[TensorShape], *, num_blocks: int, blocks: int) -> PageLayout:
-    """The layout of the pages of a group. Raises :class:`UnknownLayoutError`."""
+    """The layout of the pages of a group. Raises :class:`UnsupportedError`."""
     if not tensors:
-        raise UnknownLayoutError("a KV cache group without tensors")
+        raise UnsupportedError("a KV cache group without tensors")
     planes: list[Plane] = []
     meaning: list[object] = []
     for tensor in tensors:
@@ -94,7 +94,7 @@ def _dimensions(tensor: TensorShape, num_blocks: int) -> list[tuple[int, int]]:
     """(size, stride) of each dimension, that of the blocks first."""
     dims = list(zip(tensor.shape, tensor.strides, strict=True))
     if num_blocks <= 2:
-        raise UnknownLayoutError(f"{num_blocks} blocks: which dimension counts them cannot be told")
+        raise UnsupportedError(f"{num_blocks} blocks: which dimension counts them is ambiguous")
     for at, (size, stride) in enumerate(dims[:2]):
         if at == 1 and dims[0][0] != 2:
             break  # only K and V come before the blocks
@@ -103,7 +103,7 @@ def _dimensions(tensor: TensorShape, num_blocks: int) -> list[tuple[int, int]]:
             ratio = size // num_blocks
             inner = [(ratio, stride)] if ratio > 1 else []
             return [(num_blocks, stride * ratio), *dims[:at], *inner, *dims[at + 1 :]]
-    raise UnknownLayoutError(
+    raise UnsupportedError(
         f"{tensor.name} has shape {tensor.shape}, in which nothing counts {num_blocks} blocks"
     )
 
@@ -114,7 +114,7 @@ def _planes(tensor: TensorShape, dims: Sequence[tuple[int, int]], num_blocks: in
         if size == 1:
             continue
         if stride < extent:
-            raise UnknownLayoutError(
+            raise UnsupportedError(
                 f"{tensor.name}: shape {tensor.shape} with strides {tensor.strides} (bytes) overlaps itself"
             )
         extent = stride * (size - 1) + extent
@@ -129,7 +129,7 @@ def _planes(tensor: TensorShape, dims: Sequence[tuple[int, int]], num_blocks: in
             outer.append(range(0, size * stride, stride))
     offsets = [sum(each) for each in itertools.product(*reversed(outer))]
     if len(offsets) > _MOST_RUNS:
-        raise UnknownLayoutError(f"{tensor.name}: a block lies in {len(offsets)} pieces")
+        raise UnsupportedError(f"{tensor.name}: a block lies in {len(offsets)} pieces")
     return [Plane(tensor.address + offset, dims[0][1], run) for offset in offsets]
 
 

@@ -1,75 +1,160 @@
-"""The scheduler's half: what can be loaded, what is to be loaded, what is to be saved. It handles no bytes.
+"""The scheduler's half: it decides what is promised, loaded and saved, and handles no bytes.
 
 Everything runs on the scheduler's one thread, in every step of the engine, so it has to be quick: the
-questions to the daemon are asked by threads (``probe.py``), and a request's answer is kept until it is used.
+questions to the daemon are asked by threads (``lookup.py``), and a request's answer is kept until it is used.
 
 **A load cannot go in circles.** vLLM asks again after a load has failed. A request is promised a load once,
 and once more each time vLLM has preempted it; what failed is not promised to others for a while either.
 
-**What is saved** are chunks whose blocks are complete after a step: their tokens are known (vLLM has hashed
-them) and computed. So the drafts of speculative decoding, which may be rejected, are never saved.
+**The daemon is asked only where an answer helps.** A prompt of which vLLM's own cache has every chunk is not
+looked up, and saved once a minute at most. Prompts that come together are looked up together.
+
+**A chunk is saved** when its blocks are complete after a step: its tokens are known (vLLM has hashed them)
+and computed. So the drafts of speculative decoding, which may be rejected, are never saved.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from tierstore.daemon.session import MOST_IDENTITIES
 from tierstore.errors import UsageError
-from tierstore.keys import Identity, encode_tokens
-from tierstore_connectors.vllm import blocks
-from tierstore_connectors.vllm.breaker import RefusedKeys
-from tierstore_connectors.vllm.finder import Finder
-from tierstore_connectors.vllm.groups import Groups
-from tierstore_connectors.vllm.guard import Faults
-from tierstore_connectors.vllm.probe import Probe
-from tierstore_connectors.vllm.settings import Settings
-from tierstore_connectors.vllm.stats import Counts
-from tierstore_connectors.vllm.tables import Tables
-from tierstore_connectors.vllm.tracked import Tracked
-from tierstore_connectors.vllm.work import (
+from tierstore.keys import PageKey, encode_tokens
+from tierstore_connectors.common.counters import Counters
+from tierstore_connectors.common.guard import ErrorLog, RecentKeys
+from tierstore_connectors.vllm.config import RequestOptions, Settings
+from tierstore_connectors.vllm.groups import (
+    BlockTable,
+    BlockTables,
+    Groups,
+    blocks_to_load,
+    blocks_to_save,
+    writable_blocks,
+)
+from tierstore_connectors.vllm.identity import AdapterVersions, chunk_keys, request_salt
+from tierstore_connectors.vllm.layout import UnsupportedError
+from tierstore_connectors.vllm.lookup import Lookups, PromptLookup
+from tierstore_connectors.vllm.orders import (
     LoadOrder,
     LoadReport,
-    PromptGrows,
+    PromptUpdate,
     SaveOrder,
     Shard,
     StepWork,
-    under_epoch,
 )
+from tierstore_connectors.vllm.stores import MOST_IDENTITIES
 
 _ANSWER_S = 20.0  # an answer that is older is asked for again: the daemon holds pages for a minute
+_REFUSED_S, _MOST_REFUSED = 30.0, 4096
+_STORED_S, _MOST_STORED = 60.0, 65_536
+
+
+@dataclass(slots=True, eq=False)
+class TrackedRequest:
+    """One request, from its arrival to its end.
+
+    ``held`` tokens are in the store as far as the lookup has found; ``local`` are those that vLLM has
+    itself. ``known`` chunks have been sent to the workers, ``saved`` need not be saved (any more). ``loads``
+    have been promised. ``stale``: some of its KV was computed before everything was forgotten, and nothing of
+    it may be saved. ``uncached``: it is unknown which weights it is computed with."""
+
+    request: Any  # vLLM's
+    options: RequestOptions
+    secret: bytes
+    keys: list[PageKey] = field(default_factory=list)
+    lookup: PromptLookup | None = None
+    looked_up: bool = False
+    answer: int | None = None
+    answered_at: float = 0.0
+    held: int = 0
+    local: int = 0
+    known: int = 0
+    saved: int = 0
+    loads: int = 0
+    stale: bool = False
+    uncached: bool = False
+    loading: tuple[int, int] | None = None  # from chunk, to chunk
+
+    @classmethod
+    def of(cls, request: Any, adapters: AdapterVersions) -> tuple[TrackedRequest, Sequence[str]]:
+        """Return it, and what a person should know about it."""
+        options, problem = RequestOptions.parse(request.kv_transfer_params)
+        problems = [problem] if problem else []
+        lora, uncached = request.lora_request, False
+        adapter: tuple[str, ...] = ()
+        if lora is not None:
+            try:
+                adapter = (lora.lora_name, lora.lora_path, adapters.version(lora))
+            except UnsupportedError as error:
+                problems.append(str(error))
+                uncached = True
+        return cls(request, options, request_salt(adapter, request.cache_salt), uncached=uncached), problems
+
+    def update_keys(self, groups: Groups) -> int:
+        """Have a key for each chunk that vLLM has hashed; how many there are."""
+        per_chunk = groups.chunk_tokens // groups.hash_tokens
+        hashes = self.request.block_hashes
+        if len(hashes) // per_chunk > len(self.keys):
+            self.keys += chunk_keys(hashes, self.secret, per_chunk, len(self.keys))
+        return len(self.keys)
+
+    def has_expired(self, now: float) -> bool:
+        """Whether its pages may not be leased for much longer: it is looked up anew."""
+        if self.answer is not None:
+            return now - self.answered_at > _ANSWER_S
+        lookup = self.lookup  # maybe of long before vLLM has asked
+        return lookup is not None and lookup.first_polled is None and now - lookup.asked_at > _ANSWER_S
+
+    def release(self) -> None:
+        """Let go of what was found."""
+        if self.lookup is not None:
+            self.lookup.release()
+        self.lookup = None
+        self.looked_up = False
+        self.answer = None
 
 
 class SchedulerHalf:
-    """See the module. ``connect`` has to be called before anything is found."""
+    """See the module. ``connect`` has to be called before anything is found. ``loads``, ``saves``: whether
+    this engine takes pages from the store, and gives it any."""
 
     def __init__(
         self,
         settings: Settings,
         groups: Groups,
-        faults: Faults,
-        counts: Counts,
+        errors: ErrorLog,
+        counters: Counters,
+        *,
+        loads: bool = True,
+        saves: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.groups = groups
-        self.finder = Finder(settings, faults, clock)
-        self.counts = counts
-        self.faults = faults
-        self.refused = RefusedKeys()
+        self.lookups = Lookups(settings, errors, clock)
+        self.counters = counters
+        self.errors = errors
+        # Chunks that were promised and could not be loaded: a page which cannot be had is not asked for in a
+        # circle. And prompts that are stored up to this chunk, as far as is known here.
+        self.refused = RecentKeys(_REFUSED_S, _MOST_REFUSED)
+        self.stored = RecentKeys(_STORED_S, _MOST_STORED)
         self.epoch = ""
         self._settings = settings
         self._clock = clock
-        self._tracked: dict[str, Tracked] = {}
-        self._promised: dict[str, Tracked] = {}  # vLLM waits for these loads
+        self._may_load, self._may_save = loads, saves
+        self._adapters = AdapterVersions()
+        self._unasked: dict[str, TrackedRequest] = {}  # have come, and were not looked up
+        self._ahead: set[str] = set()  # were asked for, and vLLM has not given them blocks yet
+        self._tracked: dict[str, TrackedRequest] = {}
+        self._promised: dict[str, TrackedRequest] = {}  # vLLM waits for these loads
         self._loads: list[LoadOrder] = []
-        self._grown: list[PromptGrows] = []
+        self._grown: list[PromptUpdate] = []
         self._lost: list[str] = []  # promised, and something went wrong before they were ordered
         self._forget: list[str] = []
         self._pin: list[str] = []
-        self._tables = Tables()
+        self._tables = BlockTables()
         self._steps = 0
         self._patient = True  # once a step
 
@@ -81,100 +166,138 @@ class SchedulerHalf:
                 f"{len(shards)} workers with their KV cache groups make {identities} identities; the daemon "
                 f"takes {MOST_IDENTITIES} of a client"
             )
-        self.finder.connect(shards)
+        self.lookups.connect(shards)
 
     def close(self) -> None:
         for tracked in self._tracked.values():
             tracked.release()
         self._tracked.clear()
-        self.finder.close()
+        self.lookups.close()
 
     def forget_everything(self, epoch: str) -> None:
-        """From now on pages are kept under another identity, which nobody has used before. A request that is
+        """Keep pages under a new identity from now on. A request that is
         being computed goes on with KV from before: it is not saved, unless vLLM begins it anew."""
         self.epoch = epoch
+        self.stored.clear()
         for tracked in self._tracked.values():
             tracked.release()
             tracked.held = tracked.saved = 0
             tracked.stale = tracked.request.num_computed_tokens > 0
-        self.finder.renew()
+        self.lookups.renew()
 
     # -- finding -------------------------------------------------------------------------------------
 
     def arrived(self, request: Any) -> None:
-        """A request has come, and may have to wait before vLLM asks about it: look it up meanwhile."""
-        tracked = self._track(request)
-        ahead = sum(each.probe is not None for each in self._tracked.values())
-        if ahead < self._settings.ahead:
-            self._probe(tracked)
+        """A request has come. It is looked up when vLLM asks about it, or with the next step if vLLM has no
+        room for it yet."""
+        self._unasked[request.request_id] = self._track(request)
 
     def matched(self, request: Any, local: int) -> int | None:
         """How many tokens after the ``local`` ones can be loaded; None: ask again in the next step. Called
         hundreds of times for a request that waits for room."""
         tracked = self._track(request)
         tracked.local = local
-        if tracked.loads > request.num_preemptions:
+        if not self._may_load or tracked.uncached or tracked.loads > request.num_preemptions:
             return 0
+        if local >= self._most_chunks(tracked) * self.groups.chunk_tokens:
+            self._unasked.pop(request.request_id, None)
+            return 0  # vLLM has it all
         now = self._clock()
-        if tracked.answer is not None and now - tracked.answered_at > _ANSWER_S:
+        if tracked.has_expired(now):
             tracked.release()
         if tracked.answer is None:
-            self._probe(tracked)
-            answer = self._look(tracked.probe) if tracked.probe is not None else 0
+            self._look_up(tracked)
+            answer = self._poll(tracked.lookup) if tracked.lookup is not None else 0
             if answer is None:
                 return None
             self._answered(tracked, answer, now)
         return max(self._limited(tracked, now) - local, 0)
 
-    def _look(self, probe: Probe) -> int | None:
+    def _most_chunks(self, tracked: TrackedRequest) -> int:
+        """vLLM has to compute one token at least."""
+        return int((tracked.request.num_tokens - 1) // self.groups.chunk_tokens)
+
+    def _poll(self, lookup: PromptLookup) -> int | None:
         patient, self._patient = self._patient, False
-        answer = self.finder.look(probe, patient=patient)
-        if answer is not None and not probe.answered:
-            self.counts.add("late_lookups")
+        answer = self.lookups.poll(lookup, patient=patient)
+        if answer is not None and lookup.late:
+            self.counters.add("late_lookups")
         return answer
 
-    def _answered(self, tracked: Tracked, answer: int, now: float) -> None:
+    def _answered(self, tracked: TrackedRequest, answer: int, now: float) -> None:
+        chunk_tokens = self.groups.chunk_tokens
         tracked.answer = tracked.held = answer
         tracked.answered_at = now
-        self.counts.add("lookups")
-        self.counts.add("lookup_tokens", len(tracked.keys) * self.groups.chunk_tokens)
-        self.counts.add("found_tokens", answer)
+        if answer:
+            self.stored.add(tracked.keys[answer // chunk_tokens - 1], now)
+        self.counters.add("lookups")
+        self.counters.add("lookup_tokens", len(tracked.keys) * chunk_tokens)
+        self.counters.add("found_tokens", answer)
 
-    def _limited(self, tracked: Tracked, now: float) -> int:
-        """What is promised of what is held: vLLM has to compute one token at least."""
+    def _limited(self, tracked: TrackedRequest, now: float) -> int:
+        """The tokens that may be promised."""
         chunk_tokens = self.groups.chunk_tokens
-        held = min(tracked.answer or 0, tracked.request.num_tokens - 1) // chunk_tokens
-        return self.refused.allowed(tracked.keys[:held], now) * chunk_tokens
+        held = min((tracked.answer or 0) // chunk_tokens, self._most_chunks(tracked))
+        return self.refused.before_first(tracked.keys[:held], now) * chunk_tokens
 
-    def _probe(self, tracked: Tracked) -> None:
-        if tracked.probed:
+    def _look_up(self, first: TrackedRequest) -> None:
+        """Ask about this request now, and about those that have come with it. Without a daemon the answer is
+        that it has nothing."""
+        if first.looked_up:
             return
-        tracked.probed = True
-        request = tracked.request
-        chunks = min(tracked.update_keys(self.groups), (request.num_tokens - 1) // self.groups.chunk_tokens)
-        keys = tracked.keys[:chunks]
-        tokens = request.all_token_ids[: chunks * self.groups.chunk_tokens]
-        tracked.probe = self.finder.begin(keys, partial(encode_tokens, tokens), self._under)
+        first.looked_up = True
+        self._unasked.pop(first.request.request_id, None)
+        if self._has_chunks(first) and self.lookups.may_ask():
+            self._ask([first, *self._next_unasked()])
 
-    def _under(self, identity: Identity) -> Identity:
-        return under_epoch(identity, self.epoch)
+    def _look_up_waiting(self) -> None:
+        """Ask about requests that vLLM has no room for yet."""
+        if self._unasked and len(self._ahead) < self._settings.ahead and self.lookups.may_ask():
+            self._ask(self._next_unasked())
 
-    def _track(self, request: Any) -> Tracked:
+    def _next_unasked(self) -> list[TrackedRequest]:
+        """As many as may be asked for before vLLM wants to know."""
+        count = min(self._settings.ahead - len(self._ahead), len(self._unasked))
+        waiting = [self._unasked.pop(next(iter(self._unasked))) for _ in range(count)]
+        return [each for each in waiting if self._has_chunks(each)]
+
+    def _has_chunks(self, tracked: TrackedRequest) -> bool:
+        return bool(not tracked.uncached and tracked.update_keys(self.groups) and self._most_chunks(tracked))
+
+    def _ask(self, several: Sequence[TrackedRequest]) -> None:
+        for tracked in several:
+            tracked.looked_up = True
+            request = tracked.request
+            chunks = min(len(tracked.keys), self._most_chunks(tracked))
+            tokens = request.all_token_ids[: chunks * self.groups.chunk_tokens]
+            encode = partial(encode_tokens, tokens)
+            tracked.lookup = PromptLookup(tracked.keys[:chunks], encode, self.groups.chunk_tokens)
+            self._ahead.add(request.request_id)
+        if lookups := [each.lookup for each in several if each.lookup is not None]:
+            self.lookups.ask(lookups, self.epoch)
+
+    def _track(self, request: Any) -> TrackedRequest:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            tracked, problem = Tracked.of(request)
-            if problem:
-                self.faults.say("kv_transfer_params", problem)
+            tracked, problems = TrackedRequest.of(request, self._adapters)
+            for problem in problems:
+                self.errors.warn("a request", problem)
             self._tracked[request.request_id] = tracked
         return tracked
 
     # -- loading -------------------------------------------------------------------------------------
 
-    def allocated(self, request: Any, tables: Sequence[Sequence[int]], external: int) -> None:
+    def allocated(self, request: Any, tables: BlockTable, external: int) -> None:
         """vLLM has given a request its blocks; ``external`` tokens of them are to be loaded."""
         tracked = self._track(request)
+        self._unasked.pop(request.request_id, None)
+        self._ahead.discard(request.request_id)
         chunk_tokens = self.groups.chunk_tokens
-        tracked.saved = max(tracked.saved, tracked.held // chunk_tokens)
+        stored = tracked.held // chunk_tokens
+        if tracked.answer is None:  # it was not looked up
+            tracked.update_keys(self.groups)
+            stored = self.stored.to_last(tracked.keys[: tracked.local // chunk_tokens], self._clock())
+        tracked.saved = max(tracked.saved, stored)
         if not external:
             if request.request_id not in self._promised:
                 tracked.release()
@@ -185,7 +308,7 @@ class SchedulerHalf:
         end = tracked.local + external
         chunks = -(-end // chunk_tokens)
         groups = [
-            blocks.to_load(self.groups, group, tables[group.number], tracked.local, end)
+            blocks_to_load(self.groups, group, tables[group.number], tracked.local, end)
             for group in self.groups.groups
         ]
         self._grow(tracked, chunks)
@@ -193,7 +316,7 @@ class SchedulerHalf:
         self._loads.append(LoadOrder(request.request_id, chunks, wanted))
         self._lost.remove(request.request_id)
         tracked.loading = (tracked.local // chunk_tokens, chunks)
-        self.counts.add("promised_tokens", external)
+        self.counters.add("promised_tokens", external)
 
     def reported(self, finished: Sequence[str], report: LoadReport | None) -> None:
         """What has become of loads."""
@@ -206,8 +329,9 @@ class SchedulerHalf:
             at = min(max(chunk, tracked.loading[0]), tracked.loading[1] - 1)
             if at < len(tracked.keys):
                 self.refused.add(tracked.keys[at], now)
+                self.stored.discard(tracked.keys[at:])
             tracked.held = tracked.saved = 0  # it may not be there any more
-            self.counts.add("failed_loads")
+            self.counters.add("failed_loads")
         for request in finished:
             tracked = self._promised.pop(request, None)
             if tracked is not None:
@@ -217,7 +341,7 @@ class SchedulerHalf:
     def from_disk(self, request_id: str) -> int:
         """How many of the tokens that are to be loaded came from disk."""
         tracked = self._tracked.get(request_id)
-        return tracked.probe.on_disk if tracked is not None and tracked.probe is not None else 0
+        return tracked.lookup.on_disk if tracked is not None and tracked.lookup is not None else 0
 
     # -- the orders of a step --------------------------------------------------------------------------
 
@@ -226,9 +350,11 @@ class SchedulerHalf:
         self._steps += 1
         self._patient = True
         self._preempted(output.preempted_req_ids or ())
+        if self._may_load:
+            self._look_up_waiting()
         work = StepWork(self._steps, self.epoch, idle=not output.total_num_scheduled_tokens)
         self._tables.take(output)
-        work.fresh = blocks.fresh(self.groups, output)
+        work.fresh = writable_blocks(self.groups, output)
         work.saves = self._saves(output)
         work.grown, self._grown = self._grown, []
         work.loads, self._loads = self._loads, []
@@ -238,8 +364,8 @@ class SchedulerHalf:
         return work
 
     def no_work(self) -> StepWork:
-        """When :meth:`work` has failed: at least nobody waits for loads that are not ordered, and no save
-        goes on that might read what the step writes."""
+        """The orders when :meth:`work` has failed: loads that were not ordered are refused, and saves that
+        might read what the step writes end."""
         lost = [order.request for order in self._loads] + self._lost
         self._loads, self._lost, self._grown = [], [], []
         for tracked in self._tracked.values():
@@ -269,10 +395,12 @@ class SchedulerHalf:
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-        orders = []
+        orders: list[SaveOrder] = []
+        if not self._may_save or not self.lookups.connected:
+            return orders
         for request, tokens in output.num_scheduled_tokens.items():
             tracked = self._tracked.get(request)
-            if tracked is None or tracked.wishes.no_save or tracked.stale or not self.finder.connected:
+            if tracked is None or tracked.options.no_save or tracked.stale or tracked.uncached:
                 continue
             order = self._save(tracked, computed[request] + tokens, partial(self._tables.of, request))
             if order is not None:
@@ -280,7 +408,7 @@ class SchedulerHalf:
         return orders
 
     def _save(
-        self, tracked: Tracked, computed: int, table: Callable[[], Sequence[Sequence[int]]]
+        self, tracked: TrackedRequest, computed: int, table: Callable[[], BlockTable]
     ) -> SaveOrder | None:
         if computed // self.groups.chunk_tokens <= tracked.saved:
             return None
@@ -291,17 +419,19 @@ class SchedulerHalf:
         tracked.saved = end
         tables = table()
         saved = [
-            blocks.to_save(self.groups, group, tables[group.number], first, end)
+            blocks_to_save(self.groups, group, tables[group.number], first, end)
             for group in self.groups.groups
         ]
         groups = tuple(each for each in saved if each.chunks)
         if not groups:
             return None
         self._grow(tracked, end)
-        wishes = tracked.wishes
-        return SaveOrder(tracked.request.request_id, groups, wishes.ttl_s, wishes.priority)
+        if self.lookups.reachable:
+            self.stored.add(tracked.keys[end - 1], self._clock())
+        options = tracked.options
+        return SaveOrder(tracked.request.request_id, groups, options.ttl_s, options.priority)
 
-    def _grow(self, tracked: Tracked, chunks: int) -> None:
+    def _grow(self, tracked: TrackedRequest, chunks: int) -> None:
         """Have the workers know the first ``chunks`` chunks of a prompt."""
         known = tracked.known
         if chunks <= known:
@@ -309,7 +439,7 @@ class SchedulerHalf:
         chunk_tokens = self.groups.chunk_tokens
         tokens = tracked.request.all_token_ids[known * chunk_tokens : chunks * chunk_tokens]
         keys = tuple(tracked.keys[known:chunks])
-        self._grown.append(PromptGrows(tracked.request.request_id, known, keys, encode_tokens(tokens)))
+        self._grown.append(PromptUpdate(tracked.request.request_id, known, keys, encode_tokens(tokens)))
         tracked.known = chunks
 
     # -- ending --------------------------------------------------------------------------------------
@@ -317,17 +447,19 @@ class SchedulerHalf:
     def finished(self, request_id: str) -> None:
         """A request has ended, one way or another."""
         self._tables.forget(request_id)
+        self._unasked.pop(request_id, None)
+        self._ahead.discard(request_id)
         tracked = self._tracked.pop(request_id, None)
         if tracked is None:
             return
         if request_id not in self._promised:
             tracked.release()
         if tracked.known:
-            if tracked.wishes.pin:
+            if tracked.options.pin:
                 self._pin.append(request_id)
             self._forget.append(request_id)
 
     @property
-    def requests(self) -> Mapping[str, Tracked]:
+    def requests(self) -> Mapping[str, TrackedRequest]:
         """Those that have not finished. For tests."""
         return self._tracked

@@ -16,15 +16,12 @@ from dataclasses import dataclass, field
 from tierstore.hints import Hint
 from tierstore.keys import TOKEN_BYTES, Identity, PageKey
 from tierstore.tiers.pinned import Pin
-from tierstore_connectors.vllm.copies import Blocks, LoadedBlocks, SavedBlocks, sound
-from tierstore_connectors.vllm.guard import Faults
+from tierstore_connectors.common.counters import Counters
+from tierstore_connectors.common.guard import ErrorLog
+from tierstore_connectors.vllm.config import Settings
+from tierstore_connectors.vllm.copies import Blocks, LoadedBlocks, SavedBlocks, valid_blocks
 from tierstore_connectors.vllm.layout import PageLayout
-from tierstore_connectors.vllm.loads import Load, LoadPart, prompt_of
-from tierstore_connectors.vllm.saves import Save, Saves, blocks_of
-from tierstore_connectors.vllm.settings import Settings
-from tierstore_connectors.vllm.stats import Counts
-from tierstore_connectors.vllm.stores import Stores
-from tierstore_connectors.vllm.work import (
+from tierstore_connectors.vllm.orders import (
     GroupBlocks,
     GroupPages,
     LoadOrder,
@@ -34,6 +31,8 @@ from tierstore_connectors.vllm.work import (
     StepWork,
     under_epoch,
 )
+from tierstore_connectors.vllm.stores import Stores, prompt_of
+from tierstore_connectors.vllm.transfers import Load, LoadPart, Save, Saves, blocks_of
 
 _IDLE_WAIT_S = (
     0.002  # an engine that has nothing to do but wait for loads spins: give the loads the processor
@@ -43,7 +42,7 @@ _CLOSE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class KeptGroup:
+class WorkerGroup:
     """One KV cache group of this worker: what its pages are, and where its blocks are."""
 
     pages: GroupPages
@@ -75,22 +74,22 @@ class WorkerHalf:
     def __init__(
         self,
         settings: Settings,
-        groups: Mapping[int, KeptGroup],
+        groups: Mapping[int, WorkerGroup],
         model_groups: int,
         chunk_tokens: int,
-        faults: Faults,
-        counts: Counts,
+        errors: ErrorLog,
+        counters: Counters,
     ) -> None:
         self._settings = settings
         self._groups = dict(groups)
         self._model_groups = model_groups
         self._chunk_tokens = chunk_tokens
-        self._faults = faults
-        self._counts = counts
+        self._errors = errors
+        self._counters = counters
         self._stores = Stores(settings, threads=settings.threads, reach=self._share)
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="tierstore-save")
         self._loader = ThreadPoolExecutor(2, thread_name_prefix="tierstore-load")
-        self._saves = Saves(self._saver, counts, faults)
+        self._saves = Saves(self._saver, counters, errors)
         self._prompts: dict[str, _KnownPrompt] = {}
         self._loads: dict[str, Load] = {}
         self._refused: dict[str, LoadOrder | None] = {}  # that vLLM waits for, and that are not under way
@@ -129,7 +128,7 @@ class WorkerHalf:
         if work.loads:
             self._note_computed()
         for order in work.loads:
-            # Whatever happens from here on, vLLM is told about this request.
+            # From here on vLLM hears of this request, whatever fails.
             self._refused[order.request] = order
             load = self._make_load(order)
             if load is not None:
@@ -142,9 +141,8 @@ class WorkerHalf:
         self._begin(work)
         if work.saves:
             self._note_computed()
-        for order in work.saves:
-            for blocks in self._own(order.groups):
-                self._begin_save(order, blocks)
+        made = (self._make_save(order, blocks) for order in work.saves for blocks in self._own(order.groups))
+        self._saves.begin([save for save in made if save is not None])
         for request in work.pin:
             self._pin(request)
         for request in work.forget:
@@ -190,7 +188,7 @@ class WorkerHalf:
         return results
 
     def refuse(self, work: StepWork) -> None:
-        """When :meth:`load` has failed: vLLM is told so."""
+        """Report a step's loads as failed: when :meth:`load` could not begin them."""
         for request in [*work.refused, *(order.request for order in work.loads)]:
             if request not in self._loads:
                 self._refused.setdefault(request, None)
@@ -234,7 +232,7 @@ class WorkerHalf:
             self._stores.open(group.pages.identity, group.pages.page_bytes, self._chunk_tokens)
 
     def _renew(self, epoch: str) -> None:
-        """What is under way was for the epoch before: it is given up."""
+        """Give up what is under way: it was for the epoch before."""
         self._epoch = epoch
         for load in self._loads.values():
             load.cancel()
@@ -258,7 +256,7 @@ class WorkerHalf:
         parts = []
         for blocks in self._own(order.groups):
             group = self._groups[blocks.group]
-            if not self._sound(blocks):
+            if not self._valid(blocks):
                 return None
             self._saves.fence(blocks.blocks, self._settings.fence_s)
             keys = known.keys[: blocks.end]
@@ -266,16 +264,16 @@ class WorkerHalf:
                 self._under(group.pages.identity), keys, bytes(known.tokens), self._chunk_tokens
             )
             store = self._stores.open(group.pages.identity, group.pages.page_bytes, self._chunk_tokens)
-            target = LoadedBlocks(group.blocks, blocks.chunks, blocks.first, self._faults.note)
+            target = LoadedBlocks(group.blocks, blocks.chunks, blocks.first, self._errors.caught)
             parts.append(LoadPart(store, prompt, blocks, target))
-        return Load(order, parts, deadline_s=self._settings.load_s, faults=self._faults)
+        return Load(order, parts, deadline_s=self._settings.load_s, errors=self._errors)
 
     def _loaded(self, load: Load) -> None:
         tokens = max(len(each.chunks) for each in load.order.groups) * self._chunk_tokens
-        self._counts.add("loads")
-        self._counts.add("loaded_tokens", tokens)
-        self._counts.add("loaded_bytes", load.nbytes)
-        self._counts.add("load_seconds", time.monotonic() - load.began)
+        self._counters.add("loads")
+        self._counters.add("loaded_tokens", tokens)
+        self._counters.add("loaded_bytes", load.nbytes)
+        self._counters.add("load_seconds", time.monotonic() - load.began)
 
     def _failed(self, order: LoadOrder, chunks: int, results: Results) -> None:
         """Only the first ``chunks`` chunks are there."""
@@ -288,28 +286,26 @@ class WorkerHalf:
             if at >= chunks:
                 results.blocks.update(block for block in chunk if block)
 
-    def _begin_save(self, order: SaveOrder, blocks: GroupBlocks) -> None:
+    def _make_save(self, order: SaveOrder, blocks: GroupBlocks) -> Save | None:
         known = self._prompts.get(order.request)
-        if known is None or len(known.keys) < blocks.end or not self._sound(blocks):
-            self._faults.say("orders", "a save named chunks that this worker does not know")
-            return
+        if known is None or len(known.keys) < blocks.end or not self._valid(blocks):
+            self._errors.warn("orders", "a save named chunks that this worker does not know")
+            return None
         group = self._groups[blocks.group]
         keys = known.keys[: blocks.end]
         prompt = prompt_of(self._under(group.pages.identity), keys, bytes(known.tokens), self._chunk_tokens)
         store = self._stores.open(group.pages.identity, group.pages.page_bytes, self._chunk_tokens)
-        source = SavedBlocks(group.blocks, blocks.chunks, self._faults.note)
+        source = SavedBlocks(group.blocks, blocks.chunks, self._errors.caught)
         count = len(blocks.chunks)
-        self._saves.begin(
-            Save(
-                order.request,
-                store,
-                prompt,
-                source,
-                blocks.first,
-                count,
-                blocks_of(blocks.chunks),
-                Hint(ttl_s=order.ttl_s, priority=order.priority) if order.hinted else None,
-            )
+        return Save(
+            order.request,
+            store,
+            prompt,
+            source,
+            blocks.first,
+            count,
+            blocks_of(blocks.chunks),
+            Hint(ttl_s=order.ttl_s, priority=order.priority) if order.hinted else None,
         )
 
     def _pin(self, request: str) -> None:
@@ -327,6 +323,6 @@ class WorkerHalf:
 
             self._saver.submit(pin)
 
-    def _sound(self, blocks: GroupBlocks) -> bool:
+    def _valid(self, blocks: GroupBlocks) -> bool:
         group = self._groups[blocks.group]
-        return sound(blocks.chunks, group.layout.num_blocks, group.layout.blocks)
+        return valid_blocks(blocks.chunks, group.layout.num_blocks, group.layout.blocks)

@@ -1,8 +1,9 @@
 """Paged attention on a GPU, by the kernels of :mod:`tierstore_engine.kernels`, which read the pages in place.
 
 A step's sequences with one new token go to the decode kernels, all others to the prefill kernel: two launches
-(decode: three), however the batch is mixed. (Where torch's own attention measured faster, chunks go there,
-one by one: ``gathered.py``.) Everything is launched on torch's current stream, so that the model's matrix
+(decode: three), however the batch is mixed. Chunks with few tokens behind a long past are prefilled in
+splits, which takes two more. (Where torch's own attention measured faster, chunks go there, one by one:
+``gathered.py``.) Everything is launched on torch's current stream, so that the model's matrix
 products before and after are ordered with it, and nothing waits for the device.
 
 What a sequence's tokens come out as depends on that sequence alone: not on who else is in the batch, nor on
@@ -11,9 +12,10 @@ which pages it has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +25,17 @@ from tierstore_engine.attention.base import Attention, BatchLayout, Span
 from tierstore_engine.attention.gathered import NOWHERE, GatheredPrefill, pages_of
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.kernels.launcher import Launcher
-from tierstore_engine.kernels.operations import AttentionKernels, LayerPages, Sequences, Slots
+from tierstore_engine.kernels.operations import (
+    AttentionKernels,
+    ChunkSplits,
+    LayerPages,
+    Sequences,
+    Slots,
+)
 from tierstore_engine.moving import to_device
+
+_MOST_PARTS = 1 << 17
+"""Of one launch, each of one query head: 64 MiB where head_dim is 128. One chunk has a quarter at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +45,7 @@ class _Step:
     batch: BatchLayout
     slots: Slots
     decoding: Sequences | None
-    prefilling: Sequences | None
+    prefilling: Sequence[Sequences]
     gathered: Sequence[tuple[int, Span, torch.Tensor]] = ()  # first row, span and pages of each
     with_lse: bool = False
 
@@ -49,7 +60,6 @@ class CudaAttention(Attention):
     def __init__(
         self, pages: torch.Tensor, config: ModelConfig, launcher: Launcher, *, chunk_tokens: int
     ) -> None:
-        self._config = config
         self.chunk_tokens = chunk_tokens
         self._kernels = AttentionKernels(
             launcher,
@@ -65,6 +75,8 @@ class CudaAttention(Attention):
         self.library = GatheredPrefill(pool.view(shape))
         self.library_at = NOWHERE
         """Set by whoever has measured."""
+        self._most_parts = _MOST_PARTS // config.heads
+        self._windows = [config.window(layer) for layer in range(config.layers)]
         layer_numbers = 2 * config.kv_heads * chunk_tokens * config.head_dim
         assert pool.shape[1] == config.layers * layer_numbers, "the pool has another layout than the model"
         self._layers = [
@@ -78,7 +90,7 @@ class CudaAttention(Attention):
         """A batch of decoding sequences that is these tensors: what they hold when it is computed counts. Its
         spans are empty. For batches that are captured once and replayed for good."""
         layout = BatchLayout((), (), slots.pages, slots.offsets)
-        self._fixed[id(layout)] = _Step(layout, slots, decoding, None)
+        self._fixed[id(layout)] = _Step(layout, slots, decoding, ())
         return layout
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: BatchLayout) -> None:
@@ -123,11 +135,11 @@ class CudaAttention(Attention):
         self, layer: int, queries: torch.Tensor, batch: BatchLayout, lse: torch.Tensor | None
     ) -> torch.Tensor:
         step = self._prepared(batch, with_lse=lse is not None)
-        window = self._config.window(layer)
+        window = self._windows[layer]
         queries = queries.contiguous()
         out = torch.empty_like(queries)
-        if step.prefilling is not None:
-            self._kernels.prefill(self._layers[layer], queries, step.prefilling, out, lse, window=window)
+        for sequences in step.prefilling:
+            self._kernels.prefill(self._layers[layer], queries, sequences, out, lse, window=window)
         for row, span, table in step.gathered:
             rows = slice(row, row + span.tokens)
             out[rows] = self.library.attend(layer, queries[rows], table, span.stop)
@@ -141,20 +153,36 @@ class CudaAttention(Attention):
             return fixed
         if self._step is None or self._step.batch is not batch or self._step.with_lse != with_lse:
             at_library = self._at_library if not with_lse else _nowhere
-            self._step = replace(_prepare(batch, self.chunk_tokens, at_library), with_lse=with_lse)
+            prepared = _prepare(batch, self.chunk_tokens, at_library, self._splits, self._most_parts)
+            self._step = replace(prepared, with_lse=with_lse)
         return self._step
 
     def _at_library(self, span: Span) -> bool:
         """A matter of the span alone, so that the same tokens are always computed in the same way."""
-        windowed = any(self._config.window(layer) is not None for layer in range(self._config.layers))
+        windowed = any(window is not None for window in self._windows)
         return span.tokens > 1 and not windowed and span.start in self.library_at
+
+    def _splits(self, span: Span) -> int:
+        """In how many parts a span is attended to, in all layers. Likewise."""
+        narrow = [window for window in self._windows if window is not None]
+        widest = max(narrow) if len(narrow) == len(self._windows) else None
+        return self._kernels.chunk_splits(span.tokens, span.stop, widest)
 
 
 def _nowhere(span: Span) -> bool:
     return False
 
 
-def _prepare(batch: BatchLayout, chunk_tokens: int, at_library: Callable[[Span], bool]) -> _Step:
+_Member: TypeAlias = "tuple[Span, int]"  # and its first row
+
+
+def _prepare(
+    batch: BatchLayout,
+    chunk_tokens: int,
+    at_library: Callable[[Span], bool],
+    splits_of: Callable[[Span], int],
+    most_parts: int,
+) -> _Step:
     """Sort the sequences by kernel and put their numbers on the device, in one copy."""
     first_rows = accumulate((span.tokens for span in batch.spans), initial=0)
     everyone = list(zip(batch.spans, first_rows, strict=False))
@@ -164,40 +192,85 @@ def _prepare(batch: BatchLayout, chunk_tokens: int, at_library: Callable[[Span],
         for span, row in everyone
         if at_library(span)
     ]
-    members = [member for member in everyone if not at_library(member[0])]
-    kinds = [[member for member in members if (member[0].tokens == 1) == single] for single in (True, False)]
-    parts = [_numbers(kind, chunk_tokens) for kind in kinds]
+    singles: list[_Member] = []
+    whole: list[_Member] = []
+    split: list[_Member] = []
+    for member in everyone:
+        span, _ = member
+        if span.tokens == 1:
+            singles.append(member)
+        elif not at_library(span):
+            (whole if splits_of(span) == 1 else split).append(member)
+    kinds = [_Kind(singles), _Kind(whole)]
+    for members in _groups(split, splits_of, most_parts):
+        kinds.append(_Kind(members, [splits_of(span) for span, _ in members]))
+    parts = [kind.numbers(chunk_tokens) for kind in kinds]
     numbers = to_device(torch.from_numpy(np.concatenate(parts)), device)
     on_device = torch.split(numbers, [len(part) for part in parts])
-    decoding, prefilling = (
-        _sequences(part, [span for span, _ in kind]) if kind else None
-        for part, kind in zip(on_device, kinds, strict=True)
-    )
+    decoding, *prefilling = (kind.sequences(part) for part, kind in zip(on_device, kinds, strict=True))
     slots = Slots(batch.pages.to(torch.int32), batch.offsets.to(torch.int32))
-    return _Step(batch, slots, decoding, prefilling, gathered)
+    return _Step(batch, slots, decoding, [each for each in prefilling if each is not None], gathered)
 
 
-def _numbers(kind: list[tuple[Span, int]], chunk_tokens: int) -> npt.NDArray[np.int32]:
-    """All sequences' first rows, then their counts, their lengths, and their block tables, padded to one
-    width."""
-    tables = [span.block_table[: -(-span.stop // chunk_tokens)] for span, _ in kind]
-    width = max(map(len, tables), default=0)
-    numbers = [first for _, first in kind]
-    numbers += [span.tokens for span, _ in kind]
-    numbers += [span.stop for span, _ in kind]
-    for table in tables:
-        numbers += [*table, *(0,) * (width - len(table))]
-    return np.array(numbers, np.int32)
+def _groups(
+    members: Sequence[_Member], splits_of: Callable[[Span], int], most_parts: int
+) -> Iterator[list[_Member]]:
+    """``members`` in launches of at most ``most_parts``, which are memory, or of one member."""
+    group: list[_Member] = []
+    room = most_parts
+    for member in members:
+        parts = member[0].tokens * splits_of(member[0])
+        if group and parts > room:
+            yield group
+            group, room = [], most_parts
+        group.append(member)
+        room -= parts
+    if group:
+        yield group
 
 
-def _sequences(numbers: torch.Tensor, spans: list[Span]) -> Sequences:
-    count = len(spans)
-    rows, counts, lengths = numbers[: 3 * count].view(3, count)
-    return Sequences(
-        rows,
-        counts,
-        lengths,
-        tables=numbers[3 * count :].view(count, -1),
-        max_count=max(span.tokens for span in spans),
-        max_length=max(span.stop for span in spans),
-    )
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """The sequences of one launch, with the number of ``splits`` of each, if they are split."""
+
+    members: Sequence[_Member]
+    splits: Sequence[int] = ()
+
+    def numbers(self, chunk_tokens: int) -> npt.NDArray[np.int32]:
+        """All sequences' first rows, then their counts, their lengths, their splits and first parts (where
+        they are split), and their block tables, padded to one width."""
+        spans = [span for span, _ in self.members]
+        tables = [span.block_table[: -(-span.stop // chunk_tokens)] for span in spans]
+        width = max(map(len, tables), default=0)
+        numbers = [first for _, first in self.members]
+        numbers += [span.tokens for span in spans]
+        numbers += [span.stop for span in spans]
+        numbers += self.splits
+        numbers += self._first_parts()[: len(self.splits)]
+        for table in tables:
+            numbers += [*table, *(0,) * (width - len(table))]
+        return np.array(numbers, np.int32)
+
+    def sequences(self, numbers: torch.Tensor) -> Sequences | None:
+        """The same by what :meth:`numbers` are on the device; None where there are none."""
+        if not self.members:
+            return None
+        spans, count = [span for span, _ in self.members], len(self.members)
+        columns = 5 if self.splits else 3
+        rows, counts, lengths, *split = numbers[: columns * count].view(columns, count)
+        return Sequences(
+            rows,
+            counts,
+            lengths,
+            tables=numbers[columns * count :].view(count, -1),
+            max_count=max(span.tokens for span in spans),
+            max_length=max(span.stop for span in spans),
+            splits=ChunkSplits(split[0], split[1], max(self.splits), self._first_parts()[-1])
+            if split
+            else None,
+        )
+
+    def _first_parts(self) -> list[int]:
+        """And behind them the number of all parts."""
+        parts = (span.tokens * splits for (span, _), splits in zip(self.members, self.splits, strict=False))
+        return list(accumulate(parts, initial=0))

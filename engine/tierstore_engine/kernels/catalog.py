@@ -44,11 +44,14 @@ class KernelSet:
     decode: Instance
     combine: Instance
     prefill: Instance
+    split_prefill: Instance
+    combine_chunks: Instance
     prefill_rows: int
     merge: Instance
 
     def instances(self) -> tuple[Instance, ...]:
-        return (self.rope_write, self.write, self.decode, self.combine, self.prefill, self.merge)
+        decoding = (self.rope_write, self.write, self.decode, self.combine)
+        return (*decoding, self.prefill, self.split_prefill, self.combine_chunks, self.merge)
 
 
 PAGE_COPY = Instance("page_copy.cu", "page_copy", 512)
@@ -70,13 +73,16 @@ def kernel_set(*, dtype: str, head_dim: int, group: int, page_tokens: int) -> Ke
     if page_tokens % _DECODE_TILE:
         raise KernelError(f"the CUDA backend needs chunk_tokens to be a multiple of 16, not {page_tokens}")
     number = _C_TYPES[dtype]
-    prefill, prefill_rows = _prefill(number, head_dim, page_tokens)
+    prefill, prefill_rows = _prefill(number, head_dim, page_tokens, split=False)
+    split_prefill, _ = _prefill(number, head_dim, page_tokens, split=True)
     return KernelSet(
         rope_write=Instance("rope_write.cu", f"rope_write<{number}, {head_dim}, {page_tokens}, true>", 256),
         write=Instance("rope_write.cu", f"rope_write<{number}, {head_dim}, {page_tokens}, false>", 256),
         decode=_decode(number, head_dim, group, page_tokens),
         combine=Instance("merge.cu", f"combine_splits<{number}, {head_dim}, {page_tokens}>", head_dim),
         prefill=prefill,
+        split_prefill=split_prefill,
+        combine_chunks=Instance("merge.cu", f"combine_chunks<{number}, {head_dim}>", head_dim),
         prefill_rows=prefill_rows,
         merge=Instance("merge.cu", f"merge_states<{number}, {head_dim}>", head_dim),
     )
@@ -94,13 +100,13 @@ def _decode(number: str, head_dim: int, group: int, page_tokens: int) -> Instanc
     return Instance(f"{kernel}.cu", name, warps * 32, max(ring, states))
 
 
-def _prefill(number: str, head_dim: int, page_tokens: int) -> tuple[Instance, int]:
+def _prefill(number: str, head_dim: int, page_tokens: int, *, split: bool) -> tuple[Instance, int]:
     # Two strips of 16 rows per warp share each fragment of K and V; a head_dim of 256 leaves registers for
-    # one. Longer tiles mean fewer barriers; 32 tokens is what fits the registers from head_dim 128 on.
+    # one. Longer tiles mean fewer barriers; 32 tokens is what fits the registers from head_dim 96 on.
     warps, strips = 4, 2 if head_dim <= 128 else 1
-    tile = 64 if head_dim <= 96 else 32
+    tile = 64 if head_dim <= 64 else 32
     while page_tokens % tile:
         tile //= 2
     rows = warps * strips * 16
-    name = f"prefill<{number}, {head_dim}, {page_tokens}, {tile}, {warps}, {strips}>"
+    name = f"prefill<{number}, {head_dim}, {page_tokens}, {tile}, {warps}, {strips}, {str(split).lower()}>"
     return Instance("prefill.cu", name, warps * 32, (rows + 4 * tile) * head_dim * 2), rows

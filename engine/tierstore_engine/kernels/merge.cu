@@ -3,12 +3,49 @@
 //
 //   lse = log(sum of exp(lse_i))        out = sum of out_i exp(lse_i - lse)
 //
-// combine_splits merges the splits of a decode step. merge_states merges two finished results, such as
-// attention over KV on this device with attention over KV that is kept elsewhere.
+// combine_splits merges the splits of a decode step, combine_chunks those of a chunk of prefill. merge_states
+// merges two finished results, such as attention over KV on this device with attention over KV that is kept
+// elsewhere.
 #include <ptx.cuh>
 
 #include "numbers.cuh"
 #include "split.cuh"
+
+// Merge the `splits` parts at `first`, `first + stride` … of one query, by a block of HEAD_DIM threads. Some of
+// them may have seen nothing, all of them may not.
+template <class T, int HEAD_DIM>
+__device__ __forceinline__ void combine_parts(const float* __restrict__ part_out, const float* __restrict__ part_log2,
+                                              long long first, long long stride, int splits, T* __restrict__ out,
+                                              float* __restrict__ lse, long long query) {
+  const int dim = threadIdx.x;
+  // Read several at once: one after the other, each a trip to memory, 64 splits take as long as attending to
+  // thousands of tokens. Where there are fewer the last one is read again, and has no weight.
+  constexpr int AT_ONCE = 8;
+  float most = NEGATIVE_INFINITY;
+#pragma unroll 1
+  for (int begin = 0; begin < splits; begin += AT_ONCE)
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) most = fmaxf(most, part_log2[first + min(begin + i, splits - 1) * stride]);
+  float sum = 0.f, value = 0.f;
+#pragma unroll 1
+  for (int begin = 0; begin < splits; begin += AT_ONCE) {
+    float logs[AT_ONCE], values[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const long long part = first + min(begin + i, splits - 1) * stride;
+      logs[i] = part_log2[part];
+      values[i] = part_out[part * HEAD_DIM + dim];
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const float weight = begin + i < splits ? ptx::exp2_approx(logs[i] - most) : 0.f;
+      sum += weight;
+      value += weight * values[i];
+    }
+  }
+  out[query * HEAD_DIM + dim] = Numbers<T>::narrow(value / sum);
+  if (lse != nullptr && dim == 0) lse[query] = (most + log2f(sum)) * LN_2;
+}
 
 // grid (heads, sequences), block HEAD_DIM.
 template <class T, int HEAD_DIM, int PAGE>
@@ -20,38 +57,32 @@ __global__ void __launch_bounds__(HEAD_DIM)
                    T* __restrict__ out,                  // [tokens, heads, HEAD_DIM]
                    float* __restrict__ lse,              // [tokens, heads], natural logarithm, or null
                    int part_splits, int window, int min_split_pages, int max_splits) {
-  const int head = blockIdx.x, heads = gridDim.x, sequence = blockIdx.y, dim = threadIdx.x;
+  const int head = blockIdx.x, heads = gridDim.x, sequence = blockIdx.y;
   const int splits = split_count<PAGE>(lengths[sequence], window, min_split_pages, max_splits);
   if (splits == 0) return;
   const long long first = static_cast<long long>(sequence) * part_splits * heads + head;
-  // Read several at once: one after the other, each a trip to memory, 64 splits take as long as attending to
-  // thousands of tokens. Where there are fewer the last one is read again, and has no weight.
-  constexpr int AT_ONCE = 8;
-  float most = NEGATIVE_INFINITY;
-#pragma unroll 1
-  for (int begin = 0; begin < splits; begin += AT_ONCE)
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) most = fmaxf(most, part_log2[first + min(begin + i, splits - 1) * heads]);
-  float sum = 0.f, value = 0.f;
-#pragma unroll 1
-  for (int begin = 0; begin < splits; begin += AT_ONCE) {
-    float logs[AT_ONCE], values[AT_ONCE];
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) {
-      const long long part = first + min(begin + i, splits - 1) * heads;
-      logs[i] = part_log2[part];
-      values[i] = part_out[part * HEAD_DIM + dim];
-    }
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) {
-      const float weight = begin + i < splits ? ptx::exp2_approx(logs[i] - most) : 0.f;
-      sum += weight;
-      value += weight * values[i];
-    }
-  }
   const long long query = static_cast<long long>(rows[sequence]) * heads + head;
-  out[query * HEAD_DIM + dim] = Numbers<T>::narrow(value / sum);
-  if (lse != nullptr && dim == 0) lse[query] = (most + log2f(sum)) * LN_2;
+  combine_parts<T, HEAD_DIM>(part_out, part_log2, first, heads, splits, out, lse, query);
+}
+
+// grid (heads, max count, sequences), block HEAD_DIM.
+template <class T, int HEAD_DIM>
+__global__ void __launch_bounds__(HEAD_DIM)
+    combine_chunks(const float* __restrict__ part_out,      // [parts, heads, HEAD_DIM]
+                   const float* __restrict__ part_log2,     // [parts, heads], base 2
+                   const int* __restrict__ rows,            // [sequences]: each one's first row of out
+                   const int* __restrict__ counts,          // [sequences]: its rows
+                   const int* __restrict__ splits,          // [sequences]
+                   const int* __restrict__ first_parts,     // [sequences]: its parts are [splits, count] from here on
+                   T* __restrict__ out,                     // [tokens, heads, HEAD_DIM]
+                   float* __restrict__ lse) {               // [tokens, heads], natural logarithm, or null
+  const int head = blockIdx.x, heads = gridDim.x, token = blockIdx.y, sequence = blockIdx.z;
+  const int count = counts[sequence];
+  if (token >= count) return;
+  const long long first = (static_cast<long long>(first_parts[sequence]) + token) * heads + head;
+  const long long query = (static_cast<long long>(rows[sequence]) + token) * heads + head;
+  const long long stride = static_cast<long long>(count) * heads;
+  combine_parts<T, HEAD_DIM>(part_out, part_log2, first, stride, splits[sequence], out, lse, query);
 }
 
 // grid (queries = tokens * heads), block HEAD_DIM. A part that saw nothing has an LSE of -inf, and its output

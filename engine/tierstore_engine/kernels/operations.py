@@ -1,4 +1,4 @@
-"""The kernels as operations on tensors. A method is one launch (decode: two), with its parameters in order.
+"""The kernels as operations on tensors. A method is one launch (of splits: two), its parameters in order.
 
 All tensors are on the launcher's device, and contiguous unless said otherwise. Nothing here waits for the
 device. Indices are int32; ``queries``, keys, values and outputs are in the kernels' dtype, LSEs (natural
@@ -21,19 +21,27 @@ _COPY_BLOCKS = 16  # enough to fill PCIe; more would take SMs from whoever compu
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
-    """How decoding cuts a sequence into splits: of at least ``min_pages`` pages, at most ``max_splits``.
+    """How a sequence is cut into splits: of at least ``min_pages`` pages, at most ``max_splits``; a chunk of
+    prefill, which has blocks of its own, in no more than makes ``chunk_blocks`` of them (about two for each
+    SM of a large GPU; not tuned on one).
 
-    A sequence's splits depend on its own length only, so that its bits do not depend on the batch.
+    A sequence's splits depend on its own tokens only, so that its bits do not depend on the batch.
     """
 
     min_pages: int = 8
     max_splits: int = 64
+    chunk_blocks: int = 256
 
     def splits(self, length: int, window: int | None, page_tokens: int) -> int:
         """As ``split_count`` in ``split.cuh``; never less with a larger ``length``, nor without a window."""
         first = max(length - window, 0) if window else 0
         pages = -(-length // page_tokens) - first // page_tokens
         return min(-(-pages // self.min_pages), self.max_splits)
+
+    def chunk_splits(self, blocks: int, visible: int, page_tokens: int) -> int:
+        """For a chunk that is ``blocks`` blocks unsplit and sees ``visible`` tokens."""
+        pages = -(-visible // page_tokens)
+        return max(min(pages // self.min_pages, self.chunk_blocks // blocks, self.max_splits), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +55,27 @@ class LayerPages:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkSplits:
+    """In how many parts each sequence's chunk of prefill is attended to.
+
+    ``counts`` and ``first_parts`` are int32 arrays on the device, ``most`` the largest count, ``parts`` those
+    of all queries together: a sequence with ``n`` new tokens has ``n * count`` of them, from its first on.
+    """
+
+    counts: torch.Tensor
+    first_parts: torch.Tensor
+    most: int
+    parts: int
+
+
+@dataclass(frozen=True, slots=True)
 class Sequences:
     """The sequences of one launch, by device arrays of one entry each, so that a captured graph may be
     replayed with other contents.
 
     ``rows`` is each one's first row of queries and ``counts`` how many it has: its last tokens. ``lengths``
     are its tokens, those included. ``tables [sequences, width]`` are its pages. ``max_count`` and
-    ``max_length`` are bounds for the launch: no entry may be larger.
+    ``max_length`` are bounds for the launch: no entry may be larger. ``splits`` is for prefill.
     """
 
     rows: torch.Tensor
@@ -62,6 +84,7 @@ class Sequences:
     tables: torch.Tensor
     max_count: int
     max_length: int
+    splits: ChunkSplits | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -105,6 +128,8 @@ class AttentionKernels:
         self._decode = launcher.load(kernels.decode)
         self._combine = launcher.load(kernels.combine)
         self._prefill = launcher.load(kernels.prefill)
+        self._split_prefill = launcher.load(kernels.split_prefill)
+        self._combine_chunks = launcher.load(kernels.combine_chunks)
         self._merge = launcher.load(kernels.merge)
         self._scale = np.float32(head_dim**-0.5)
 
@@ -146,6 +171,13 @@ class AttentionKernels:
         )
         self._rope_write((len(keys),), arguments)
 
+    def chunk_splits(self, count: int, length: int, window: int | None = None) -> int:
+        """In how many parts a chunk of ``count`` tokens, the last of ``length``, had best be attended to:
+        1 where it has blocks enough for a device, or sees little. Of these two numbers alone."""
+        visible = min(length, window + count) if window else length
+        blocks = -(-count * self.group // self._prefill_rows) * self.kv_heads
+        return self.split_rule.chunk_splits(blocks, visible, self.page_tokens)
+
     def prefill(
         self,
         layer: LayerPages,
@@ -160,14 +192,27 @@ class AttentionKernels:
         ``window``.
 
         ``queries`` and ``out`` are ``[tokens, heads, head_dim]``, ``lse [tokens, heads]``; only the
-        sequences' rows are read and written.
+        sequences' rows are read and written. Two launches where the sequences have ``splits``, which take
+        memory for all their parts.
         """
-        grid = (-(-sequences.max_count * self.group // self._prefill_rows), self.kv_heads, len(sequences))
-        arguments = (
-            *(queries, sequences.rows, sequences.counts, *_pool(layer), *_tables(sequences), out, lse),
-            *(np.int32(self.group), np.int32(window or 0), self._scale),
+        rows = -(-sequences.max_count * self.group // self._prefill_rows)
+        inputs = (queries, sequences.rows, sequences.counts, *_pool(layer), *_tables(sequences))
+        numbers = (np.int32(self.group), np.int32(window or 0), self._scale)
+        splits = sequences.splits
+        if splits is None:
+            unused = (None, np.int32(1), None, None, None)
+            self._prefill((rows, self.kv_heads, len(sequences)), (*inputs, out, lse, *unused, *numbers))
+            return
+        part_log2 = _workspace((splits.parts, self.heads), queries.device)
+        part_out = _workspace((*part_log2.shape, self.head_dim), queries.device)
+        parts = (splits.counts, np.int32(splits.most), splits.first_parts, part_out, part_log2)
+        grid = (rows, self.kv_heads, len(sequences) * splits.most)
+        self._split_prefill(grid, (*inputs, None, None, *parts, *numbers))
+        combined = (
+            *(part_out, part_log2, sequences.rows, sequences.counts),
+            *(splits.counts, splits.first_parts, out, lse),
         )
-        self._prefill(grid, arguments)
+        self._combine_chunks((self.heads, sequences.max_count, len(sequences)), combined)
 
     def decode(
         self,

@@ -9,15 +9,20 @@
 // length - count + i, within the window. That covers a cold prefill (count = length), a chunk after a cached
 // prefix, and a single token. Sequences of any mix of lengths go in one launch.
 //
-// grid (ceil(max count * group / ROWS), kv_heads, sequences), block WARPS * 32, dynamic shared memory
-// (ROWS + 4 * TILE) * HEAD_DIM * 2 bytes.
+// A few new tokens behind a long past are few blocks with much to read. With SPLIT the tiles that a block would
+// walk over are cut into `splits[sequence]` parts, each for a block of its own, which leaves what a decode split
+// leaves (split.cuh); combine_chunks (merge.cu) merges them. How many there are is the caller's choice, for each
+// sequence by itself.
+//
+// grid (ceil(max count * group / ROWS), kv_heads, sequences * most_splits), block WARPS * 32, dynamic shared
+// memory (ROWS + 4 * TILE) * HEAD_DIM * 2 bytes.
 #include <ptx.cuh>
 
 #include "numbers.cuh"
 #include "paged.cuh"
 #include "tile.cuh"
 
-template <class T, int HEAD_DIM, int PAGE, int TILE, int WARPS, int STRIPS>
+template <class T, int HEAD_DIM, int PAGE, int TILE, int WARPS, int STRIPS, bool SPLIT>
 __global__ void __launch_bounds__(WARPS * 32)
     prefill(const T* __restrict__ queries,   // [tokens, heads, HEAD_DIM]
             const int* __restrict__ rows,    // [sequences]: each one's first row of queries
@@ -27,6 +32,11 @@ __global__ void __launch_bounds__(WARPS * 32)
             const int* __restrict__ lengths,  // [sequences]: its tokens, the new ones included
             T* __restrict__ out,              // as queries
             float* __restrict__ lse,          // [tokens, heads], natural logarithm, or null
+            // Of a SPLIT instance, which writes the last two instead of those above:
+            const int* __restrict__ splits, int most_splits,  // [sequences], and the largest of them
+            const int* __restrict__ first_parts,  // [sequences]: its parts are [splits, count] from here on
+            float* __restrict__ part_out,         // [parts, heads, HEAD_DIM]
+            float* __restrict__ part_log2,        // [parts, heads], base 2; -inf where nothing was seen
             int group, int window, float scale) {
   constexpr int ROWS = WARPS * STRIPS * 16, CHUNKS = Tile<HEAD_DIM>::CHUNKS, THREADS = WARPS * 32;
   static_assert(PAGE % TILE == 0 && TILE % 16 == 0, "a tile lies in one page");
@@ -34,7 +44,8 @@ __global__ void __launch_bounds__(WARPS * 32)
   T* const q_tile = reinterpret_cast<T*>(smem);
   T* const ring = q_tile + ROWS * HEAD_DIM;  // two stages of a K and a V tile
 
-  const int sequence = blockIdx.z, kv_head = blockIdx.y, kv_heads = gridDim.y;
+  const int sequence = SPLIT ? blockIdx.z / most_splits : blockIdx.z;
+  const int kv_head = blockIdx.y, kv_heads = gridDim.y;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int count = counts[sequence], length = lengths[sequence], heads = kv_heads * group;
   // The last rows see the most keys; their blocks start first.
@@ -45,6 +56,15 @@ __global__ void __launch_bounds__(WARPS * 32)
   const int last_position = past + min(count - 1, (first_row + ROWS - 1) / group);
   const int visible_begin = window > 0 ? max(first_position - window + 1, 0) : 0;
   const int visible_end = last_position + 1;
+  int first_token = visible_begin / TILE * TILE, end_token = visible_end;  // of the tiles to walk over
+  if constexpr (SPLIT) {
+    const int split = blockIdx.z % most_splits, count_of_splits = splits[sequence];
+    if (split >= count_of_splits) return;
+    const int tiles = (visible_end - first_token + TILE - 1) / TILE;
+    // 32 bits hold tiles * splits for 500 million tokens.
+    end_token = min(first_token + tiles * (split + 1) / count_of_splits * TILE, visible_end);
+    first_token += tiles * split / count_of_splits * TILE;
+  }
   const HeadPages<T, HEAD_DIM, PAGE> pages(pool, page_stride, layer_offset, tables + sequence * table_stride,
                                            kv_head, kv_heads);
   const long long first_query = rows[sequence];
@@ -62,19 +82,21 @@ __global__ void __launch_bounds__(WARPS * 32)
     const T* const keys = pages.keys(pages.page_of(token), token);
     T* const k_tile = ring + token / TILE % 2 * (2 * TILE * HEAD_DIM);
     T* const v_tile = k_tile + TILE * HEAD_DIM;
+    // A constant number of rounds, so that they are unrolled without a check of each.
 #pragma unroll
-    for (int i = threadIdx.x; i < TILE * CHUNKS; i += THREADS) {
+    for (int round = 0; round < (TILE * CHUNKS + THREADS - 1) / THREADS; round++) {
+      const int i = round * THREADS + static_cast<int>(threadIdx.x);
+      if (TILE * CHUNKS % THREADS != 0 && i >= TILE * CHUNKS) break;
       const int row = i / CHUNKS, chunk = i % CHUNKS, place = Tile<HEAD_DIM>::at(row, chunk);
       // Tokens that no row sees become zeros: whatever lies there must not meet a weight of zero as NaN.
-      const bool wanted = token + row >= visible_begin && token + row < visible_end;
+      const bool wanted = token + row >= visible_begin && token + row < end_token;
       const T* const from = keys + row * HEAD_DIM + chunk * 8;
       ptx::cp_async16(k_tile + place, from, wanted);
       ptx::cp_async16(v_tile + place, from + pages.plane, wanted);
     }
     ptx::cp_async_commit();
   };
-  const int first_token = visible_begin / TILE * TILE;
-  load(first_token);
+  if (!SPLIT || first_token < end_token) load(first_token);  // a part may be empty
 
   // Of every strip a lane holds two rows, lane / 4 and lane / 4 + 8.
   auto row_of = [&](int strip, int half) {
@@ -87,10 +109,10 @@ __global__ void __launch_bounds__(WARPS * 32)
 #pragma unroll
   for (int strip = 0; strip < STRIPS; strip++) maximum[strip][0] = maximum[strip][1] = NEGATIVE_INFINITY;
 
-  for (int token = first_token; token < visible_end; token += TILE) {
+  for (int token = first_token; token < end_token; token += TILE) {
     ptx::cp_async_wait<0>();
     __syncthreads();  // this tile is there for everybody, and everybody is done with the one before
-    if (token + TILE < visible_end) load(token + TILE);
+    if (token + TILE < end_token) load(token + TILE);
     const T* const k_tile = ring + token / TILE % 2 * (2 * TILE * HEAD_DIM);
     const T* const v_tile = k_tile + TILE * HEAD_DIM;
 
@@ -196,6 +218,21 @@ __global__ void __launch_bounds__(WARPS * 32)
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
       const int row = row_of(strip, half);
       if (row >= count * group) continue;
+      if constexpr (SPLIT) {
+        // A row may have seen nothing: a window that begins later, or a part that is empty.
+        const float inverse = sum > 0.f ? 1.f / sum : 0.f;
+        const long long part = first_parts[sequence] + static_cast<long long>(blockIdx.z % most_splits) * count +
+                               row / group;
+        const long long place = part * heads + kv_head * group + row % group;
+        float* const to = part_out + place * HEAD_DIM + lane % 4 * 2;
+#pragma unroll
+        for (int column = 0; column < HEAD_DIM / 8; column++)
+          *reinterpret_cast<float2*>(to + column * 8) =
+              make_float2(sums[strip][column][half * 2] * inverse, sums[strip][column][half * 2 + 1] * inverse);
+        if (lane % 4 == 0)
+          part_log2[place] = maximum[strip][half] * scale_log2 + log2f(sum);
+        continue;
+      }
       const long long query = query_index(row);
       T* const to = out + query * HEAD_DIM + lane % 4 * 2;
 #pragma unroll

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import logging
+import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -12,15 +14,15 @@ import pytest
 from tests.tierstore.daemon.client.conftest import shared_daemon  # noqa: F401  # a fixture
 from tierstore.keys import Identity
 from tierstore.spec import KVSpec
+from tierstore_connectors.common.counters import Counters
+from tierstore_connectors.common.guard import ErrorLog
+from tierstore_connectors.vllm.config import Settings
 from tierstore_connectors.vllm.copies import HostBlocks
 from tierstore_connectors.vllm.groups import Group, Groups
-from tierstore_connectors.vllm.guard import Faults
 from tierstore_connectors.vllm.layout import TensorShape, page_layout
+from tierstore_connectors.vllm.orders import GroupPages
 from tierstore_connectors.vllm.scheduler import SchedulerHalf
-from tierstore_connectors.vllm.settings import Settings
-from tierstore_connectors.vllm.stats import Counts
-from tierstore_connectors.vllm.work import GroupPages
-from tierstore_connectors.vllm.worker import KeptGroup, WorkerHalf
+from tierstore_connectors.vllm.worker import WorkerGroup, WorkerHalf
 
 BLOCK, CHUNK, NUM_BLOCKS = 8, 16, 64
 _models = itertools.count()
@@ -92,10 +94,22 @@ class Engine:
     """One scheduler's half, one worker's, and the KV memory of ``windowed`` groups. ``lacking``: groups whose
     layers are in other pipeline stages."""
 
-    def __init__(self, url, model, *, windowed=(False,), lacking=(), on=None, **settings):
+    def __init__(
+        self,
+        url,
+        model,
+        *,
+        windowed=(False,),
+        lacking=(),
+        on=None,
+        loads=True,
+        saves=True,
+        clock=time.monotonic,
+        **settings,
+    ):
         self.on = on or HostMemory()
         self.settings = Settings(store=url, **{"lookup_s": 5.0, **settings})
-        self.faults, self.counts = Faults(), Counts()
+        self.errors, self.counters = ErrorLog(logging.getLogger("vllm.tierstore")), Counters()
         groups = tuple(
             Group(number, (f"layer {number}",), BLOCK, window) for number, window in enumerate(windowed)
         )
@@ -111,14 +125,16 @@ class Engine:
             identity = Identity.of(spec, model=model, shard=f"group{group.number}")
             pages = GroupPages(group.number, identity, layout.page_bytes, group.windowed)
             if group.number not in lacking:
-                kept[group.number] = KeptGroup(pages, layout, self.on.blocks(layout, array))
-        self.worker = WorkerHalf(self.settings, kept, len(groups), CHUNK, self.faults, self.counts)
-        self.scheduler = SchedulerHalf(self.settings, self.groups, self.faults, self.counts)
+                kept[group.number] = WorkerGroup(pages, layout, self.on.blocks(layout, array))
+        self.worker = WorkerHalf(self.settings, kept, len(groups), CHUNK, self.errors, self.counters)
+        self.scheduler = SchedulerHalf(
+            self.settings, self.groups, self.errors, self.counters, loads=loads, saves=saves, clock=clock
+        )
         self.scheduler.connect([self.worker.shard])
 
     def connected(self):
         """A daemon that has just been started takes a moment."""
-        return self.worker._stores.wait_connected(30) and self.scheduler.finder._stores.wait_connected(30)
+        return self.worker._stores.wait_connected(30) and self.scheduler.lookups._stores.wait_connected(30)
 
     def matched(self, request, local=0):
         """What vLLM is told in the end."""
@@ -197,4 +213,4 @@ def engine(shared_daemon):  # noqa: F811
     yield make
     for each in engines:
         each.close()
-        assert not each.faults.counts, each.faults.counts
+        assert not each.errors.counts, each.errors.counts

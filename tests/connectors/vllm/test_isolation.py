@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import pytest
 
+import tierstore
 from tests.tierstore.daemon.client.conftest import (  # noqa: F401  # fixtures
     make_daemon,
     shared_daemon,
     short_directory,
 )
-from tierstore.daemon.connected import ConnectedStore
 from tierstore.errors import SpecError
 from tierstore.index import Index, Tier
 from tierstore.keys import Identity, PageKey, Prompt, encode_tokens
 from tierstore.policy import POLICIES
 from tierstore.spec import KVSpec
-from tierstore.store.base import Store
 
 CHUNK = 16
 SPEC = KVSpec.opaque(1000, chunk_tokens=CHUNK)
@@ -60,7 +59,7 @@ def check(store, identity):
 
 
 def connect(url, identity):
-    store = ConnectedStore.connect(url, SPEC, identity=identity, lookup_s=5.0)
+    store = tierstore.connect(url, SPEC, identity=identity, lookup_s=5.0)
     assert store.wait_connected(30)
     return store
 
@@ -73,10 +72,10 @@ def test_a_connected_store(shared_daemon):  # noqa: F811
 
 def test_an_embedded_store(tmp_path):
     identity = Identity.of(SPEC, model="isolation, embedded")
-    with Store.open(tmp_path, SPEC, identity=identity, host_bytes=1 << 20, disk_bytes=64 << 20) as store:
+    with tierstore.open(tmp_path, SPEC, identity=identity, host_bytes=1 << 20, disk_bytes=64 << 20) as store:
         assert all(check(store, identity))
         assert store.flush(30)
-    with Store.open(tmp_path, SPEC, identity=identity, host_bytes=1 << 20, disk_bytes=64 << 20) as store:
+    with tierstore.open(tmp_path, SPEC, identity=identity, host_bytes=1 << 20, disk_bytes=64 << 20) as store:
         a, c = prompt(identity, keys("a")), prompt(identity, keys("c"))
         assert store.lookup(c).tokens == 0  # equal tokens on disk, found by their likeness otherwise
         assert contents(store, store.lookup(a)) == pages(1)

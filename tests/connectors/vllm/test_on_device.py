@@ -172,14 +172,14 @@ def test_a_driver_that_fails_costs_a_hit_and_its_copies_end_first(on_device, mon
     def refused(stream, chunk, address):
         raise DeviceError("no")
 
-    monkeypatch.setattr(type(blocks._way), "up", lambda self, *ends: refused(*ends))
+    monkeypatch.setattr(type(blocks._method), "up", lambda self, *ends: refused(*ends))
     monkeypatch.setattr(second.on.device, "synchronize", ended.append)
     results = load(second, Request("b", TOKENS), OTHER)
     monkeypatch.undo()
     assert results.finished == {"b"}
     assert results.blocks == set(OTHER[0][:8])
     assert ended
-    assert second.faults.counts.pop("copying to KV blocks")
+    assert second.errors.counts.pop("copying to KV blocks")
     caplog.clear()  # the frames in it hold on to the mapping
     assert second.matched(Request("c", TOKENS)) == 0  # it is not tried again at once
 
@@ -206,8 +206,8 @@ def test_pieces_are_collected_where_they_are_small():
         layout = page_layout(shapes, num_blocks=8, blocks=4)
         tensors = [torch.from_numpy(each) for each in array]
         reach = Reach(FakeDevice())
-        return type(cuda.make_blocks(layout, tensors, reach, computing=int, on_stream=print)._way)
+        return type(cuda.make_blocks(layout, tensors, reach, computing=int, on_stream=print)._method)
 
     sizes = (cuda.LEAST_PIECE - 1, cuda.LEAST_PIECE)
     found = [way(run, layers=layers) for run, layers in itertools.product(sizes, (1, 3))]
-    assert found == [cuda.Collected] * 2 + [cuda.Straight] * 2
+    assert found == [cuda.StagedCopy] * 2 + [cuda.DirectCopy] * 2

@@ -1,37 +1,49 @@
-"""Keys, settings, wishes, groups, the breaker, refused keys, counts, errors."""
+"""Keys, settings, request options, groups, the breaker, recent keys, counts, errors."""
 
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 from types import SimpleNamespace
 
 import pytest
 
 from tierstore.errors import UsageError
 from tierstore.keys import PageKey
-from tierstore_connectors.vllm.breaker import Breaker, RefusedKeys
-from tierstore_connectors.vllm.groups import read_groups
-from tierstore_connectors.vllm.guard import Faults, guarded
-from tierstore_connectors.vllm.identity import _plain, host_device, model_digest, revision_of
-from tierstore_connectors.vllm.keys import chunk_keys, private_hashes, secret_of
-from tierstore_connectors.vllm.layout import UnknownLayoutError
-from tierstore_connectors.vllm.settings import Settings
-from tierstore_connectors.vllm.stats import HELP, Counts, added
-from tierstore_connectors.vllm.tables import Tables
-from tierstore_connectors.vllm.wishes import Wishes
-from tierstore_connectors.vllm.work import LoadReport
+from tierstore_connectors.common.counters import Counters, added
+from tierstore_connectors.common.guard import Breaker, ErrorLog, RecentKeys, guarded
+from tierstore_connectors.vllm.config import RequestOptions, Settings
+from tierstore_connectors.vllm.groups import BlockTables, read_groups
+from tierstore_connectors.vllm.identity import (
+    AdapterVersions,
+    _plain,
+    chunk_keys,
+    hashes_are_private,
+    host_device,
+    model_digest,
+    request_salt,
+    weights_revision,
+)
+from tierstore_connectors.vllm.layout import UnsupportedError
+from tierstore_connectors.vllm.orders import LoadReport
 
 
 def test_a_chunk_has_the_key_of_its_last_block():
     hashes = [bytes([at]) * 32 for at in range(7)]
-    plain = secret_of((), None)
+    plain = request_salt((), None)
     keys = chunk_keys(hashes, plain, 2)
     assert len(keys) == 3
     assert len(set(keys)) == 3
     assert keys[1:] == chunk_keys(hashes, plain, 2, first=1)
     changed = [*hashes[:2], b"x" * 32, *hashes[3:]]
     assert chunk_keys(changed, plain, 2) == keys  # the last block's hash covers the others, in vLLM
-    others = [secret_of((), "salt"), secret_of(("a", "/a"), None), secret_of(("a",), "/a"), secret_of((), "")]
+    others = [
+        request_salt((), "salt"),
+        request_salt(("a", "/a"), None),
+        request_salt(("a",), "/a"),
+        request_salt((), ""),
+    ]
     assert len({plain, *others}) == 5
 
 
@@ -53,23 +65,27 @@ def test_settings_are_checked():
             Settings.parse(wrong)
 
 
-def test_wishes_are_taken_as_far_as_they_make_sense():
-    assert Wishes.parse(None) == (Wishes(), None)
-    assert Wishes.parse({"other": 1}) == (Wishes(), None)
+def test_request_options_are_taken_as_far_as_they_make_sense():
+    assert RequestOptions.parse(None) == (RequestOptions(), None)
+    assert RequestOptions.parse({"other": 1}) == (RequestOptions(), None)
     asked = {"pin": True, "no_save": True, "ttl_s": 5, "priority": -3}
-    assert Wishes.parse({"tierstore": asked}) == (Wishes(True, True, 5, -3), None)
-    wishes, problem = Wishes.parse({"tierstore": {"pin": "yes", "priority": 1000, "ttl_s": -1, "x": 1}})
-    assert wishes == Wishes()
+    assert RequestOptions.parse({"tierstore": asked}) == (RequestOptions(True, True, 5, -3), None)
+    options, problem = RequestOptions.parse(
+        {"tierstore": {"pin": "yes", "priority": 1000, "ttl_s": -1, "x": 1}}
+    )
+    assert options == RequestOptions()
     assert all(name in problem for name in ("pin", "priority", "ttl_s", "x"))
 
 
-@pytest.mark.parametrize("value", [None, "x", [], {}, float("nan"), float("inf"), -1, 2.5, True, 10**30])
-def test_no_wish_is_an_error(value):
+@pytest.mark.parametrize(
+    "value", [None, "x", [], {}, float("nan"), float("inf"), -1, 2.5, True, 10**30, 10**400]
+)
+def test_no_request_option_is_an_error(value):
     for name in ("pin", "ttl_s", "no_save", "priority"):
-        wishes, _ = Wishes.parse({"tierstore": {name: value}})
-        assert wishes.ttl_s is None or 0 <= wishes.ttl_s < float("inf")
-        assert isinstance(wishes.priority, int)
-    assert Wishes.parse({"tierstore": value})[0] == Wishes()
+        options, _ = RequestOptions.parse({"tierstore": {name: value}})
+        assert options.ttl_s is None or 0 <= options.ttl_s < float("inf")
+        assert isinstance(options.priority, int)
+    assert RequestOptions.parse({"tierstore": value})[0] == RequestOptions()
 
 
 def kv_config(*specs, **more):
@@ -119,7 +135,7 @@ def test_groups_of_anything_else_are_refused():
         (hidden, 0),
         (kv_config(full), 40),
     ):
-        with pytest.raises(UnknownLayoutError):
+        with pytest.raises(UnsupportedError):
             read_groups(config, CACHE, chunk)
 
 
@@ -144,25 +160,29 @@ def test_the_breaker_opens_after_two_failures_and_tries_again():
     assert breaker.allows(now + 8.0)
 
 
-def test_refused_keys_cut_what_is_promised_for_a_while():
-    refused = RefusedKeys()
+def test_recent_keys_are_known_for_a_while():
+    recent = RecentKeys(30.0, 4096)
     keys = [PageKey(bytes([at]) * 16) for at in range(5)]
-    assert refused.allowed(keys, 0.0) == 5
-    refused.add(keys[3], 0.0)
-    assert refused.allowed(keys, 29.0) == 3
-    refused.add(keys[1], 10.0)
-    assert refused.allowed(keys, 29.0) == 1
-    assert refused.allowed(keys, 31.0) == 1
-    assert refused.allowed(keys, 41.0) == 5
-    assert len(refused) == 0
+    assert (recent.before_first(keys, 0.0), recent.to_last(keys, 0.0)) == (5, 0)
+    recent.add(keys[3], 0.0)
+    assert (recent.before_first(keys, 29.0), recent.to_last(keys, 29.0)) == (3, 4)
+    recent.add(keys[1], 10.0)
+    assert (recent.before_first(keys, 29.0), recent.to_last(keys, 29.0)) == (1, 4)
+    assert (recent.before_first(keys, 31.0), recent.to_last(keys, 31.0)) == (1, 2)
+    assert (recent.before_first(keys, 41.0), recent.to_last(keys, 41.0)) == (5, 0)
+    assert len(recent) == 0
     for at in range(5000):
-        refused.add(PageKey(at.to_bytes(16, "big")), 50.0)
-    assert len(refused) == 4096
+        recent.add(PageKey(at.to_bytes(16, "big")), 50.0)
+    assert len(recent) == 4096
+    recent.discard([PageKey(at.to_bytes(16, "big")) for at in range(4990, 6000)])
+    assert len(recent) == 4086
+    recent.clear()
+    assert len(recent) == 0
 
 
 class Guarded:
     def __init__(self):
-        self.faults = Faults()
+        self.errors = ErrorLog(logging.getLogger("vllm.tierstore"))
 
     @guarded(lambda self, x: ("miss", x))
     def method(self, x):
@@ -175,14 +195,14 @@ def test_errors_stop_are_counted_and_are_logged_once(caplog):
     guard = Guarded()
     with caplog.at_level(logging.WARNING, logger="vllm.tierstore"):
         assert [guard.method(x) for x in (1, 2, 3)] == [1, ("miss", 2), ("miss", 3)]
-        guard.faults.say("start", "runs without the cache")
-        guard.faults.say("start", "runs without the cache")
-    assert guard.faults.counts == {"method": 2, "start": 2}
+        guard.errors.warn("start", "runs without the cache")
+        guard.errors.warn("start", "runs without the cache")
+    assert guard.errors.counts == {"method": 2, "start": 2}
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
 
 
 def test_tables_of_versions_that_tell_them_step_by_step():
-    tables = Tables()
+    tables = BlockTables()
 
     def step(new=(), cached=(), resumed=()):
         tables.take(
@@ -207,7 +227,7 @@ def test_tables_of_versions_that_tell_them_step_by_step():
 
 
 def test_tables_of_the_version_that_tells_those_that_have_changed():
-    tables = Tables()
+    tables = BlockTables()
 
     def step(**block_ids):
         state = SimpleNamespace(block_ids=block_ids, boundary_state_offloads={})
@@ -232,19 +252,18 @@ def test_tables_of_the_version_that_tells_those_that_have_changed():
     ],
 )
 def test_hashes_that_only_one_process_knows(algorithm, fixed_seed, private):
-    assert private_hashes(algorithm, {}, fixed_seed=fixed_seed) is private
-    assert not private_hashes(algorithm, {"PYTHONHASHSEED": "0"}, fixed_seed=fixed_seed)
+    assert hashes_are_private(algorithm, {}, fixed_seed=fixed_seed) is private
+    assert not hashes_are_private(algorithm, {"PYTHONHASHSEED": "0"}, fixed_seed=fixed_seed)
 
 
 def test_counts_add_up():
-    counts = Counts()
+    counts = Counters()
     counts.add("loads")
     counts.add("loaded_bytes", 10)
     taken = counts.take()
     assert taken == {"loads": 1, "loaded_bytes": 10}
     assert counts.take() == {}
     assert added(taken, {"loads": 2, "saves": 1}) == {"loads": 3, "loaded_bytes": 10, "saves": 1}
-    assert taken.keys() <= HELP.keys()
     assert LoadReport({"a": 3}).merge(LoadReport({"a": 2, "b": 1})).failed == {"a": 2, "b": 1}
 
 
@@ -259,9 +278,13 @@ def vllm_config(directory, **changes):
         quantization=None,
         seed=changes.pop("seed", 0),
         revision=None,
+        model_weights=changes.pop("model_weights", ""),
     )
     cache = SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256", calculate_kv_scales=False)
-    load = SimpleNamespace(load_format=changes.pop("load_format", "auto"))
+    load = SimpleNamespace(
+        load_format=changes.pop("load_format", "auto"),
+        model_loader_extra_config=changes.pop("model_loader_extra_config", {}),
+    )
     for name, value in changes.items():
         setattr(model if name in vars(model) else cache, name, value)
     return SimpleNamespace(model_config=model, cache_config=cache, load_config=load)
@@ -273,6 +296,7 @@ def test_a_model_is_told_apart_by_all_that_changes_its_kv(tmp_path):
 
     base = digest()
     assert digest() == base
+    assert digest(model="/mounted/elsewhere") == base
     assert digest(seed=1) == base  # of sampling
     others = [
         digest(version="2"),
@@ -287,22 +311,110 @@ def test_a_model_is_told_apart_by_all_that_changes_its_kv(tmp_path):
         digest(load_format="dummy", seed=1),
     ]
     assert len({base, *others}) == len(others) + 1
-    with pytest.raises(UnknownLayoutError, match="scales"):
+    with pytest.raises(UnsupportedError, match="scales"):
         digest(calculate_kv_scales=True)
 
 
-def test_other_weights_in_the_same_place_are_another_revision(tmp_path):
-    config = vllm_config(tmp_path)
-    (tmp_path / "a.safetensors").write_bytes(b"x" * 10)
-    first = revision_of(config)
-    assert revision_of(config) == first
-    (tmp_path / "a.safetensors").write_bytes(b"y" * 11)
-    assert revision_of(config) != first
-    config.model_config.model = "org/name"
-    config.model_config.revision = "v1"
-    assert revision_of(config) == "v1"
-    config.model_config.hf_config._commit_hash = "abc"
-    assert revision_of(config) == "v1@abc"
+def write(path, content, *, time_ns=10**18):
+    """A file of this content, last written then."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    os.utime(path, ns=(time_ns, time_ns))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("model.safetensors", ["model-2.safetensors"]),
+        ("pytorch_model.bin", ["more.pt"]),
+        ("model.gguf", ["b.gguf"]),
+        ("model.tensors", ["b.tensors"]),
+    ],
+)
+def test_other_weights_are_another_revision_wherever_they_are_mounted(tmp_path, name, others):
+    here, there = tmp_path / "here", tmp_path / "there"
+    content = bytes(range(256)) * 4000
+    write(here / name, content)
+    first = weights_revision(vllm_config(here), "")
+    shutil.copytree(here, there)
+    assert weights_revision(vllm_config(there), "") == first  # and the same digest: see the test below
+    write(there / name, content, time_ns=10**18 + 1)
+    assert weights_revision(vllm_config(there), "") != first
+    write(there / name, content + b"x")
+    assert weights_revision(vllm_config(there), "") != first
+    write(there / name, bytes(reversed(content)))  # of a size and a time, as in a reproducible image
+    assert weights_revision(vllm_config(there), "") != first
+    write(there / name, content)
+    write(there / "notes.txt", b"x")
+    assert weights_revision(vllm_config(there), "") == first
+    for other in others:
+        write(there / other, content)
+    assert weights_revision(vllm_config(there), "") != first
+
+
+def test_weights_in_single_and_in_split_files(tmp_path):
+    def revision(place, **changes):
+        return weights_revision(vllm_config(tmp_path / place, **changes), "")
+
+    write(tmp_path / "a.gguf", b"a" * 10)
+    write(tmp_path / "b.gguf", b"b" * 10)
+    assert revision("a.gguf") != revision("b.gguf")
+    before = revision("a.gguf")
+    write(tmp_path / "b.gguf", b"c" * 10)
+    assert revision("a.gguf") == before
+    for part in (1, 2):
+        write(tmp_path / f"m-0000{part}-of-00002.gguf", b"m" * 10)
+    before = revision("m-00001-of-00002.gguf")
+    write(tmp_path / "m-00002-of-00002.gguf", b"n" * 10)
+    assert revision("m-00001-of-00002.gguf") != before
+    for rank in (0, 1):
+        write(tmp_path / f"t-{rank:03}.tensors", b"t" * 10)
+    extra = {"tensorizer_uri": str(tmp_path / "t-%03d.tensors")}
+    config = vllm_config("org/name", load_format="tensorizer", model_loader_extra_config=extra)
+    before = weights_revision(config, "")
+    write(tmp_path / "t-001.tensors", b"u" * 10)
+    assert weights_revision(config, "") != before
+
+
+def test_weights_that_nothing_tells_apart_need_a_namespace(tmp_path):
+    remote = vllm_config(tmp_path, model_weights="s3://bucket/model")  # vLLM has fetched all but the weights
+    config = {"tensorizer_uri": "s3://bucket/m.tensors"}
+    streamed = vllm_config("org/name", load_format="tensorizer", model_loader_extra_config=config)
+    for unknown in (vllm_config(tmp_path), vllm_config("org/name"), remote, streamed):
+        with pytest.raises(UnsupportedError, match='give kv_connector_extra_config a "namespace"'):
+            weights_revision(unknown, "")
+        assert weights_revision(unknown, "version 1")
+    hub = vllm_config("org/name")
+    hub.model_config.hf_config._commit_hash = "abc"
+    assert weights_revision(hub, "").endswith("@abc")
+    hub.model_config.hf_config._commit_hash = None
+    hub.model_config.revision = "0123456789" * 4
+    assert weights_revision(hub, "").endswith(hub.model_config.revision)
+    assert weights_revision(vllm_config("org/name", load_format="dummy"), "")
+
+
+def adapter(directory, number=1, name="a"):
+    return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=str(directory))
+
+
+def test_an_adapter_is_known_by_its_files_and_not_after_they_have_changed(tmp_path):
+    write(tmp_path / "a" / "adapter_model.safetensors", b"1" * 10)
+    write(tmp_path / "a" / "adapter_config.json", b"{}")
+    versions = AdapterVersions()
+    first = versions.version(adapter(tmp_path / "a"))
+    assert versions.version(adapter(tmp_path / "a")) == first
+    assert AdapterVersions().version(adapter(tmp_path / "a")) == first
+    write(tmp_path / "a" / "adapter_model.safetensors", b"2" * 10, time_ns=10**18 + 1)
+    with pytest.raises(UnsupportedError, match="have changed since its first request"):
+        versions.version(adapter(tmp_path / "a"))
+    second = versions.version(adapter(tmp_path / "a", number=2))  # vLLM has loaded it again
+    assert second != first
+    assert AdapterVersions().version(adapter(tmp_path / "a")) == second
+    write(tmp_path / "a" / "adapter_config.json", b'{"lora_alpha": 4}')
+    assert AdapterVersions().version(adapter(tmp_path / "a")) != second
+    with pytest.raises(UnsupportedError, match="is no local directory"):
+        versions.version(adapter("org/adapter", number=3))
 
 
 def test_configurations_are_made_plain_and_the_processor_has_a_name():

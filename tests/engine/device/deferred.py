@@ -32,9 +32,9 @@ class DeferredRunner(Runner):
         self._runtime.launch(self._pool.compute, lambda: logits.copy_(self._model.compute(step)))
         return logits
 
-    def sample(self, logits: torch.Tensor, draws: Sequence[Draw]) -> list[Choice]:
+    def sample(self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> list[Choice]:
         sampled: list[Sampled] = []
-        self._runtime.launch(self._pool.compute, lambda: sampled.append(sample(logits, draws)))
+        self._runtime.launch(self._pool.compute, lambda: sampled.append(sample(logits, draws, rows)))
         self.wait()
         return sampled[0].choices()
 

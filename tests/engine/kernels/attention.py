@@ -34,9 +34,10 @@ class Executed:
             split_rule=split_rule,
         )
 
-    def prefill(self, problem: Problem, *, seed: int = 0) -> Problem:
+    def prefill(self, problem: Problem, *, splits: Sequence[int] | None = None, seed: int = 0) -> Problem:
+        """``splits`` are those of each sequence of ``problem``."""
         self.launcher.seed = seed
-        sequences = problem.sequences()
+        sequences = problem.sequences(splits=splits)
         arguments = (problem.layer, problem.queries, sequences, problem.out, problem.lse)
         self.kernels.prefill(*arguments, window=problem.window)
         return problem

@@ -41,7 +41,7 @@ PREFILL = [
         "token <= last_position - window",
         "token < first_position - window",
     ),
-    Bug("keys beyond the end are read", "prefill.cu", "&& token + row < visible_end", ""),
+    Bug("keys beyond the end are read", "prefill.cu", "&& token + row < end_token", ""),
     Bug("keys before the window are read", "prefill.cu", "token + row >= visible_begin &&", ""),
     Bug(
         "operands of P swapped",
@@ -87,6 +87,44 @@ PREFILL = [
         "(maximum[strip][half] * scale_log2 + log2f",
         "(maximum[strip][half] + log2f",
     ),
+]
+
+SPLIT_PREFILL = [
+    Bug(
+        "parts overlap",
+        "prefill.cu",
+        "tiles * (split + 1) / count_of_splits * TILE",
+        "(tiles * (split + 1) / count_of_splits + 1) * TILE",
+    ),
+    Bug(
+        "parts leave a gap",
+        "prefill.cu",
+        "tiles * (split + 1) / count_of_splits * TILE",
+        "(tiles * (split + 1) / count_of_splits - 1) * TILE",
+    ),
+    Bug(
+        "parts of the longest for all",
+        "prefill.cu",
+        "count_of_splits = splits[sequence];",
+        "count_of_splits = most_splits;",
+    ),
+    Bug("parts that are not there", "prefill.cu", "if (split >= count_of_splits) return;", ""),
+    Bug("parts that saw nothing", "prefill.cu", "sum > 0.f ? 1.f / sum : 0.f", "1.f / sum"),
+    Bug("parts of all sequences in one place", "prefill.cu", "first_parts[sequence] +", ""),
+    Bug(
+        "parts of other tokens",
+        "prefill.cu",
+        "(blockIdx.z % most_splits) * count +",
+        "(blockIdx.z % most_splits) +",
+    ),
+    Bug("tokens of the next sequence", "merge.cu", "if (token >= count) return;", ""),
+    Bug(
+        "parts of the next token",
+        "merge.cu",
+        "stride = static_cast<long long>(count) * heads",
+        "stride = heads",
+    ),
+    Bug("one part too few", "merge.cu", "stride, splits[sequence], out", "stride, splits[sequence] - 1, out"),
 ]
 
 TILES = [
@@ -215,8 +253,8 @@ SPLITS = [
     Bug(
         "LSE in base 2",
         "merge.cu",
-        "lse[query] = (most + log2f(sum)) * LN_2;\n}\n\n// grid (queries",
-        "lse[query] = most + log2f(sum);\n}\n\n// grid (queries",
+        "lse[query] = (most + log2f(sum)) * LN_2;",
+        "lse[query] = most + log2f(sum);",
     ),
 ]
 

@@ -6,14 +6,15 @@ pages far outside of the pool, and every array ends at a guard page.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
 
 from tests.engine.kernels.executor import guarded
-from tierstore_engine.kernels.operations import LayerPages, Sequences, Slots
+from tierstore_engine.kernels.operations import ChunkSplits, LayerPages, Sequences, Slots
 
 LAYERS, LAYER = 2, 1
 NO_PAGE = 1 << 24
@@ -87,7 +88,7 @@ class Problem:
         page = int(np.prod(self.shape.page_shape))
         return LayerPages(self.pool, page, LAYER * page // LAYERS)
 
-    def sequences(self, *, extra_width: int = 1) -> Sequences:
+    def sequences(self, *, extra_width: int = 1, splits: Iterable[int] | None = None) -> Sequences:
         width = max(map(len, self.tables), default=0) + extra_width
         tables = [table + [NO_PAGE] * (width - len(table)) for table in self.tables]
         lengths = [past + new for past, new in self.spans]
@@ -99,7 +100,13 @@ class Problem:
             tables=int32(np.array(tables, np.int32).reshape(len(tables), width)),
             max_count=max(counts),
             max_length=max(lengths),
+            splits=self._chunk_splits(list(splits)) if splits is not None else None,
         )
+
+    def _chunk_splits(self, splits: list[int]) -> ChunkSplits:
+        pairs = zip(self.spans, splits, strict=True)
+        first_parts = list(accumulate((new * count for (_, new), count in pairs), initial=0))
+        return ChunkSplits(int32(splits), int32(first_parts[:-1]), max(splits), first_parts[-1])
 
     def check(self) -> None:
         """The results are what they should be, to within the roundings that a kernel must make."""

@@ -30,8 +30,10 @@ SHAPES = {
 
 def prefill(shape: Shape, folder: Path) -> None:
     for seed, window in ((0, None), (1, 40)):
-        problem = Problem(shape, [(0, 70), (129, 3)], window=window)
-        Executed(shape, launcher=ExecutorLauncher(folder=folder, races=True)).prefill(problem, seed=seed)
+        for splits in (None, (1, 3)):
+            problem = Problem(shape, [(0, 70), (129, 3)], window=window)
+            executed = Executed(shape, launcher=ExecutorLauncher(folder=folder, races=True))
+            executed.prefill(problem, splits=splits, seed=seed)
 
 
 def decode(shape: Shape, folder: Path) -> None:

@@ -28,12 +28,13 @@ WIDEST = 255  # what a thread can have at all
 # Registers per thread by kernel and head_dim (16, 32, 64, 96, 128, 256).
 CEILINGS = {
     "rope_write": (64, 64, 64, 64, 64, 64),
-    "combine_splits": (64, 64, 64, 40, 40, 40),
+    "combine_splits": (72, 72, 64, 40, 40, 40),
+    "combine_chunks": (72, 72, 64, 48, 40, 40),
     "merge_states": (24, 24, 24, 24, 24, 24),
     "decode_simt 1": (64, 64, 64, 104, 96, 128),
     "decode_simt 2": (72, 80, 96, 168, 128, 168),
     "decode_mma": (64, 80, 128, 160, 208, 248),
-    "prefill": (128, 168, 232, WIDEST, WIDEST, WIDEST),
+    "prefill": (152, 168, 240, 232, WIDEST, WIDEST),
 }
 PAGE_COPY_CEILING = 48
 BLOCK_BYTES = 99 * 1024  # of shared memory on sm_86 and sm_89, the smallest

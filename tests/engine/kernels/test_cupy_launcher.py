@@ -20,7 +20,7 @@ import torch
 
 from tierstore_engine.kernels.catalog import Instance
 from tierstore_engine.kernels.cubins import CubinCache
-from tierstore_engine.kernels.cupy_launcher import CupyLauncher, architecture
+from tierstore_engine.kernels.cupy_launcher import CupyLauncher, _Stream, architecture
 from tierstore_engine.kernels.errors import KernelError
 from tierstore_engine.kernels.toolkit import find_toolkit
 
@@ -121,3 +121,24 @@ def test_devices_that_the_kernels_are_for() -> None:
         KernelError, match=r"need compute capability 8\.0 .*this device has 7\.5: use --device cpu"
     ):
         architecture(7, 5)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the kernels' own tests show it")
+def test_the_installed_cupy_takes_these_calls(tmp_path: Path) -> None:
+    """Each goes as far as the driver that is not there: a call of another form would be a TypeError."""
+    cupy = pytest.importorskip("cupy")
+    image = tmp_path / "some.cubin"
+    image.write_bytes(b"")
+    no_driver = cupy.cuda.runtime.CUDARuntimeError
+    assert cupy.cuda.runtime.driverGetVersion() == 0
+    with pytest.raises(no_driver):
+        cupy.RawModule(path=str(image)).get_function("symbol")
+    kernel = cupy.RawKernel("", "symbol")
+    with pytest.raises(no_driver):
+        kernel((1,), (32,), (np.uintp(0), np.int32(1)), shared_mem=0, stream=_Stream(HANDLE))
+    with pytest.raises(no_driver):
+        kernel.max_dynamic_shared_size_bytes = 64 << 10
+    with pytest.raises(no_driver), cupy.cuda.Device(0):
+        pass
+    with pytest.raises(TypeError):
+        cupy.RawModule(image=str(image))

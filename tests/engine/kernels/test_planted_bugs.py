@@ -28,6 +28,7 @@ Builds: TypeAlias = "dict[Bug, Future[None]]"
 
 PREFILL_GROUP, MMA_GROUP, SIMT_GROUP = 3, 5, 2
 PREFILLS = [([(0, 70), (129, 3)], None), ([(100, 40)], 40), ([(64, 90)], 70)]
+SPLITS = ((3, 2), (3,), (4,))
 # Long enough for every warp's ring to be filled more than once.
 DECODES = [([900, 65, 1], None), ([300, 130], 70)]
 
@@ -69,19 +70,22 @@ def build_planted(bug: Bug, folder: Path) -> None:
 
 
 def launched_by(bug: Bug) -> list[Instance]:
-    prefilling = bug in bugs.PREFILL + bugs.TILES + bugs.PAGES
+    prefilling = bug in bugs.PREFILL + bugs.SPLIT_PREFILL + bugs.TILES + bugs.PAGES
     group = PREFILL_GROUP if prefilling else SIMT_GROUP if bug in bugs.DECODE_SIMT else MMA_GROUP
     shape = Shape()
     found = kernel_set(dtype=shape.dtype, head_dim=shape.head_dim, group=group, page_tokens=shape.page_tokens)
+    if bug in bugs.SPLIT_PREFILL:
+        return [found.split_prefill, found.combine_chunks]
     return [found.prefill] if prefilling else [found.decode, found.combine]
 
 
-def assert_prefill_caught(kernels: Path) -> None:
+def assert_prefill_caught(kernels: Path, *, split: bool = False) -> None:
     executed = Executed(Shape(heads=PREFILL_GROUP, kv_heads=1), launcher=ExecutorLauncher(folder=kernels))
-    for spans, window in PREFILLS:
+    for (spans, window), splits in zip(PREFILLS, SPLITS, strict=True):
         for seed in SCHEDULES:
             try:
-                executed.prefill(Problem(executed.shape, spans, window=window), seed=seed).check()
+                problem = Problem(executed.shape, spans, window=window)
+                executed.prefill(problem, splits=splits if split else None, seed=seed).check()
             except (AssertionError, ExecutionError):
                 return
     pytest.fail("not caught")
@@ -109,6 +113,12 @@ def test_prefill(bug: Bug, tmp_path: Path, builds: Builds) -> None:
     assert_prefill_caught(planted(bug, tmp_path))
 
 
+@named(bugs.SPLIT_PREFILL)
+def test_split_prefill(bug: Bug, tmp_path: Path, builds: Builds) -> None:
+    builds[bug].result()
+    assert_prefill_caught(planted(bug, tmp_path), split=True)
+
+
 @named(bugs.DECODE_MMA + bugs.SPLITS)
 def test_decode_on_tensor_cores(bug: Bug, tmp_path: Path, builds: Builds) -> None:
     builds[bug].result()
@@ -124,6 +134,8 @@ def test_decode_on_cuda_cores(bug: Bug, tmp_path: Path, builds: Builds) -> None:
 def test_without_a_bug_nothing_is_caught() -> None:
     with pytest.raises(pytest.fail.Exception):
         assert_prefill_caught(KERNEL_DIR)
+    with pytest.raises(pytest.fail.Exception):
+        assert_prefill_caught(KERNEL_DIR, split=True)
     for group in (SIMT_GROUP, MMA_GROUP):
         with pytest.raises(pytest.fail.Exception):
             assert_decode_caught(KERNEL_DIR, group)

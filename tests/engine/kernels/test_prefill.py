@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.engine.kernels.attention import Executed
 from tests.engine.kernels.executor import SCHEDULES
 from tests.engine.kernels.problem import Problem, Shape
+from tierstore_engine.kernels.operations import SplitRule
 
 pytestmark = pytest.mark.usefixtures("executor")
 
@@ -30,6 +31,18 @@ ALL_SHAPES = [
     for head_dim in (16, 32, 64, 96, 128, 256)
     for heads, kv_heads in ((1, 1), (4, 2), (5, 1), (16, 1))
 ]
+
+# Splits by new tokens and those before them.
+SPLIT_OF_LLAMA = {
+    (64, 100_000): 16,
+    (2, 100_000): 32,
+    (64, 0): 1,
+    (64, 800): 1,
+    (64, 1000): 2,
+    (512, 100_000): 2,
+    (600, 100_000): 1,
+    (2048, 100_000): 1,
+}
 
 executed = cache(Executed)
 spans = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 80)), min_size=1, max_size=3)
@@ -77,6 +90,59 @@ def test_schedules_and_neighbours_change_no_bits() -> None:
     for page, other in zip(alone.tables[0], beside.tables[1], strict=True):
         beside.pool[other] = alone.pool[page]
     assert torch.equal(executed(shape).prefill(beside).out[theirs], alone.out[rows])
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("window", [None, 50])
+def test_splits(shape: Shape, window: int | None) -> None:
+    """Each sequence in parts of its own number: one that is not split, parts that are empty, and parts that
+    see nothing of some rows' windows."""
+    for seed in SCHEDULES:
+        problem = Problem(shape, [(0, 70), (64, 33), (350, 30), (10, 2)], window=window, seed=seed)
+        executed(shape).prefill(problem, splits=[2, 1, 5, 3], seed=seed).check()
+
+
+@given(
+    shape=st.sampled_from(list(SHAPES.values())),
+    spans=spans,
+    splits=st.lists(st.integers(1, 6), min_size=3, max_size=3),
+    window=windows,
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=24, deadline=None)
+def test_any_batch_in_splits(
+    shape: Shape, spans: list[tuple[int, int]], splits: list[int], window: int | None, seed: int
+) -> None:
+    problem = Problem(shape, spans, window=window, seed=seed)
+    executed(shape).prefill(problem, splits=splits[: len(spans)], seed=seed).check()
+
+
+def test_neighbours_and_schedules_change_no_bits_of_splits() -> None:
+    """Neither its place among the parts nor how many its neighbour has."""
+    shape = SHAPES["gqa-wide"]
+    alone = executed(shape).prefill(Problem(shape, [(190, 40)]), splits=[3])
+    rows = slice(alone.first_rows[0], alone.first_rows[0] + 40)
+    for seed in SCHEDULES:
+        again = executed(shape).prefill(Problem(shape, [(190, 40)]), splits=[3], seed=seed)
+        assert torch.equal(alone.out[rows], again.out[rows])
+    beside = Problem(shape, [(300, 9), (190, 40)], seed=5)
+    theirs = slice(beside.first_rows[1], beside.first_rows[1] + 40)
+    beside.queries[theirs] = alone.queries[rows]
+    for page, other in zip(alone.tables[0], beside.tables[1], strict=True):
+        beside.pool[other] = alone.pool[page]
+    assert torch.equal(executed(shape).prefill(beside, splits=[5, 3]).out[theirs], alone.out[rows])
+    assert torch.equal(executed(shape).prefill(beside, splits=[2, 3]).lse[theirs], alone.lse[rows])
+
+
+def test_a_short_chunk_behind_a_long_past_fills_a_device() -> None:
+    """Llama-3-8B's heads: 64 tokens are 16 blocks, and in splits 256; what has enough is left whole."""
+    kernels = Executed(
+        Shape(dtype="bfloat16", heads=32, kv_heads=8, head_dim=128), split_rule=SplitRule()
+    ).kernels
+    splits = {(count, past): kernels.chunk_splits(count, past + count) for count, past in SPLIT_OF_LLAMA}
+    assert splits == SPLIT_OF_LLAMA
+    assert kernels.chunk_splits(64, 100_000, window=4096) == 8
+    assert kernels.chunk_splits(64, 100_000, window=100) == 1
 
 
 @pytest.mark.soak

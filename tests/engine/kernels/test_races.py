@@ -92,7 +92,7 @@ def launched_by(job: str, shape: str) -> list[Instance]:
         dtype=of.dtype, head_dim=of.head_dim, group=of.heads // of.kv_heads, page_tokens=of.page_tokens
     )
     launched = {
-        "prefill": [found.prefill],
+        "prefill": [found.prefill, found.split_prefill, found.combine_chunks],
         "decode": [found.decode, found.combine],
         "write": [found.write, found.rope_write],
         "merge": [found.merge],

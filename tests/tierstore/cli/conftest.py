@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
+import tierstore
 from tests.tierstore.daemon.client.conftest import SPEC, DaemonProcess, pages_of
-from tierstore.daemon.connected import ConnectedStore
 from tierstore.keys import Identity
 
 PAGES = 20
@@ -28,6 +33,43 @@ def run(*arguments):
     return done.returncode, done.stdout, done.stderr
 
 
+class Terminal:
+    """A command on a terminal of its own."""
+
+    def __init__(self, *arguments):
+        self.fd, there = pty.openpty()
+        environment = os.environ | {"TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
+        self.process = subprocess.Popen(
+            command(*arguments),
+            stdin=there,
+            stdout=there,
+            stderr=there,
+            env=environment,
+            preexec_fn=lambda: signal.signal(
+                signal.SIGINT, signal.SIG_DFL
+            ),  # tests in the background ignore it
+        )
+        os.close(there)
+
+    def wait_for(self, text, seconds=30):
+        seen = b""
+        ends = time.monotonic() + seconds
+        while text not in seen:
+            assert time.monotonic() < ends, seen
+            if select.select([self.fd], [], [], 0.1)[0]:
+                seen += os.read(self.fd, 65536)
+        return seen
+
+    def has_ended(self):
+        self.wait_for(b"\x1b[?1049l")  # the screen is what it was
+        assert self.process.wait(20) == 0
+
+    def end(self):
+        self.process.kill()
+        self.process.wait(10)
+        os.close(self.fd)
+
+
 @pytest.fixture
 def directory():
     """A path short enough for a unix socket."""
@@ -42,7 +84,7 @@ def daemon(directory):
     process = DaemonProcess(directory).start()
     try:
         identity = Identity.of(SPEC, model="m")
-        with ConnectedStore.connect(process.url, SPEC, identity=identity, lookup_s=5.0) as store:
+        with tierstore.connect(process.url, SPEC, identity=identity, lookup_s=5.0) as store:
             assert store.wait_connected(30)
             assert store.save(TOKENS, pages_of(TOKENS)).wait(30) == len(TOKENS)
             assert store.flush(30)

@@ -39,19 +39,44 @@ def test_the_flags_for_vllm_are_on_one_line_and_pass_the_doctors_own_checks(shor
     flags = out.splitlines()[-1].partition("--kv-transfer-config ")[2].strip("'")
     assert json.loads(flags) == proposed(url)
     checks = found(flags=json.loads(flags))
-    assert "kv_role" not in checks
+    assert checks["kv_role"].status is Status.OK
     assert checks["kv_load_failure_policy"].status is Status.OK
     assert checks["chunk_tokens"].status is Status.OK
     assert url in checks["daemon"].found
 
 
 def test_what_vllm_accepts_and_does_otherwise_than_one_thinks():
-    flags = {"kv_role": "kv_consumer", "kv_connector_extra_config": {"chunk_tokens": 100}}
+    flags = {"kv_role": "kv_client", "kv_connector_extra_config": {"chunk_tokens": 100}}
     checks = found("ipc:///nowhere/s", flags)
     assert checks["kv_role"].status is Status.FAIL
+    assert checks["chunk_tokens"].status is Status.FAIL
+    # The connector sets the policy itself, whatever is given.
+    assert checks["kv_load_failure_policy"].status is Status.OK
+
+
+@pytest.mark.parametrize(
+    ("role", "meaning"),
+    [("kv_both", "saves and loads"), ("kv_producer", "loads nothing"), ("kv_consumer", "saves nothing")],
+)
+def test_what_a_role_means(role, meaning):
+    check = found("ipc:///nowhere/s", {"kv_role": role})["kv_role"]
+    assert (check.status, meaning in check.found) == (Status.OK, True)
+
+
+def test_inside_of_vllms_multiconnector_the_policy_is_for_the_user_to_set():
+    ours = {**proposed("ipc:///nowhere/inside"), "kv_role": "kv_consumer"}
+    flags = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": [{"kv_connector": "Other"}, ours]},
+    }
+    checks = found(flags=flags)
     assert checks["kv_load_failure_policy"].status is Status.WARN
     assert '"recompute"' in checks["kv_load_failure_policy"].advice
-    assert checks["chunk_tokens"].status is Status.FAIL
+    assert checks["kv_role"].found.startswith("kv_consumer")
+    assert "/nowhere/inside" in checks["daemon"].found
+    flags["kv_load_failure_policy"] = "recompute"
+    assert found(flags=flags)["kv_load_failure_policy"].status is Status.OK
 
 
 @pytest.mark.parametrize("flags", ["{", "[]", '{"kv_connector_extra_config": 1}'])

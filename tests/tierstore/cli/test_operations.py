@@ -6,9 +6,7 @@ from __future__ import annotations
 import configparser
 import json
 import os
-import pty
 import re
-import select
 import signal
 import socket
 import subprocess
@@ -19,16 +17,16 @@ from pathlib import Path
 import pytest
 import zmq
 
-from tests.tierstore.cli.conftest import PAGES, TOKENS, command, run
+from tests.tierstore.cli.conftest import PAGES, TOKENS, Terminal, command, run
 from tests.tierstore.daemon.client.conftest import DaemonProcess
 from tierstore.cli.operator import Operator
 from tierstore.cli.stats import quantile
 from tierstore.cli.top import view
-from tierstore.daemon import keys, protocol
 from tierstore.daemon.metrics import StatsCollector
 from tierstore.daemon.settings import HELP, Settings
 from tierstore.daemon.stats import BOUNDS_S, LatencyStats, Slowest
 from tierstore.errors import StoreUnavailableError
+from tierstore.wire import keys, messages
 
 DOCS = Path(__file__).parents[3] / "docs"
 
@@ -78,13 +76,13 @@ def test_the_curve_says_what_more_memory_would_be_worth(daemon):
     assert document["ceiling"] == 1.0
     assert document["asked_tokens"] == 3 * len(TOKENS)
     assert document["tiers"]["host"]["more"][0].keys() == {"share", "added_bytes", "added_hit_rate"}
-    assert {"capacity_bytes": 4 << 20, "hit_rate": 1.0, "error": 0.0} in document["points"]
+    assert {"capacity_bytes": 4 << 20, "hit_rate": 1.0} in document["points"]
 
 
 def test_an_operators_session_ends_with_it(daemon):
     with Operator(daemon.url) as operator:
         assert operator.stats().service.sessions == 2
-    ended = time.monotonic() + protocol.SILENCE_S / 2  # at once, and not when the daemon misses it
+    ended = time.monotonic() + messages.SILENCE_S / 2  # at once, and not when the daemon misses it
     with Operator(daemon.url) as operator:
         while operator.stats().service.sessions > 2:
             assert time.monotonic() < ended
@@ -111,32 +109,116 @@ def test_a_daemon_that_hangs_or_ends_is_not_waited_for(daemon):
         assert (code, err.count("\n")) == (1, 1)
         daemon.kill()
         with pytest.raises(StoreUnavailableError, match="has ended"):
-            operator.ask(protocol.Stats(0), protocol.StatsAnswer, wait_s=30)
+            operator.ask(messages.Stats(0), messages.StatsAnswer, wait_s=30)
 
 
-def test_over_tcp_with_keys(directory):
-    keys.generate(directory, "daemon")
-    keys.generate(directory / "tenants", "ops")
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def keyed(directory):
+    """A daemon that lets the keys in ``tenants/`` in by TCP, and how to ask it with a key."""
+    keys.generate(directory, "daemon")
+    keys.generate(directory / "tenants", "ops")
+    url = f"tcp://127.0.0.1:{free_port()}"
     process = DaemonProcess(
         directory,
         f"--server-key={directory}/daemon.secret",
         f"--tenants={directory}/tenants",
-        listen=[f"tcp://127.0.0.1:{port}"],
+        listen=[url],
     ).start()
+    process.tcp = url
+    where = ("--connect", process.tcp, "--server-key", directory / "daemon.key")
+
+    def ask_as(secret):
+        return run("stats", "--json", *where, "--keys", secret)[0] == 0
+
+    ends = time.monotonic() + 60
+    while not ask_as(directory / "tenants" / "ops.secret"):
+        assert time.monotonic() < ends
+    yield process, ask_as
+    process.kill()
+
+
+def test_over_tcp_with_keys(keyed, directory):
+    daemon, ask_as = keyed
+    keys.generate(directory, "stranger")
+    assert not ask_as(directory / "stranger.secret")
+    with Operator(daemon.tcp, directory / "tenants" / "ops.secret", directory / "daemon.key") as operator:
+        clients = json.loads(operator.stats_json())["service"]["clients"]
+    assert {client["tenant"] for client in clients} == {"ops"}
+
+
+def test_a_tenant_is_shown_its_own_part(keyed, directory):
+    daemon, _ = keyed
+    where = ("--connect", daemon.tcp, "--server-key", directory / "daemon.key")
+    secret = ("--keys", directory / "tenants" / "ops.secret")
+    code, out, err = run("stats", *where, *secret)
+    assert (code, err) == (0, "")
+    assert re.search(r"^ops +0 +0 +– +0 B +– +0 B$", out, re.M)
+    for verb in (("top",), ("stats", "--curve")):
+        code, out, err = run(*verb, *where, *secret)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert "its own part only" in err
+
+
+def test_sighup_lets_new_keys_in_and_old_ones_no_more(keyed, directory):
+    daemon, ask_as = keyed
+    ops = directory / "tenants" / "ops.secret"
+    secret, public = keys.generate(directory, "new")
+    assert not ask_as(secret)
+    public.rename(directory / "tenants" / "new.key")
+    daemon.signal(signal.SIGHUP)
+    ends = time.monotonic() + 60
+    while not ask_as(secret):
+        assert time.monotonic() < ends
+    (directory / "tenants" / "ops.key").unlink()
+    daemon.signal(signal.SIGHUP)
+    while ask_as(ops):
+        assert time.monotonic() < ends
+    assert ask_as(secret)
+
+
+def test_sighup_ends_the_sessions_of_tenants_whose_key_has_gone(keyed, directory):
+    daemon, _ = keyed
+    tenants = directory / "tenants"
+    with Operator(daemon.tcp, tenants / "ops.secret", directory / "daemon.key") as operator:
+        assert operator.stats_json()
+        (tenants / "ops.key").unlink()
+        daemon.signal(signal.SIGHUP)
+        with pytest.raises(StoreUnavailableError, match="say Hello first"):  # noqa: PT012
+            while True:
+                operator.stats_json()
+        with pytest.raises(StoreUnavailableError, match="not let in any more"):
+            operator.ask(messages.Hello(0, b"", "ops"), messages.Welcome)
+
+
+def test_a_settings_file_that_takes_its_time_holds_nobody_up(directory):
+    file = directory / "tierstore.toml"
+    file.write_text('log_level = "info"\n')
+    process = subprocess.Popen(
+        command("serve", "--config", file, "--host-bytes", "4MiB", "--listen", f"ipc://{directory}/s"),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
-        where = ("--connect", f"tcp://127.0.0.1:{port}", "--server-key", directory / "daemon.key")
-        secret = directory / "tenants" / "ops.secret"
-        ends = time.monotonic() + 30
-        while (found := run("stats", "--json", *where, "--keys", secret))[0]:
-            assert time.monotonic() < ends, found
-        assert json.loads(found[1])["service"]["clients"][0]["tenant"] == "ops"
-        keys.generate(directory, "stranger")
-        assert run("stats", *where, "--keys", directory / "stranger.secret")[0] == 1
+        while "serves" not in process.stderr.readline():
+            assert process.poll() is None
+        file.unlink()
+        os.mkfifo(file)
+        process.send_signal(signal.SIGHUP)
+        with open(file, "w") as pipe:  # as soon as the daemon reads
+            with Operator(f"ipc://{directory}/s") as operator:
+                assert operator.stats().ready
+            pipe.write("drain_s = 7.0\n")
+        while "settings reloaded" not in process.stderr.readline():
+            assert process.poll() is None
     finally:
         process.kill()
+        process.communicate()
 
 
 def test_an_answer_of_another_version_is_said_to_be_one(directory):
@@ -198,42 +280,6 @@ def test_rates_are_those_since_the_last_look(daemon):
         assert "hit rate – now, 49.8 % in total" in lines
 
 
-class Terminal:
-    """A command on a terminal of its own."""
-
-    def __init__(self, *arguments):
-        self.fd, there = pty.openpty()
-        environment = os.environ | {"TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
-        self.process = subprocess.Popen(
-            command(*arguments),
-            stdin=there,
-            stdout=there,
-            stderr=there,
-            env=environment,
-            preexec_fn=lambda: signal.signal(
-                signal.SIGINT, signal.SIG_DFL
-            ),  # tests in the background ignore it
-        )
-        os.close(there)
-
-    def wait_for(self, text, seconds=30):
-        seen = b""
-        ends = time.monotonic() + seconds
-        while text not in seen:
-            assert time.monotonic() < ends, seen
-            if select.select([self.fd], [], [], 0.1)[0]:
-                seen += os.read(self.fd, 65536)
-
-    def has_ended(self):
-        self.wait_for(b"\x1b[?1049l")  # the screen is what it was
-        assert self.process.wait(20) == 0
-
-    def end(self):
-        self.process.kill()
-        self.process.wait(10)
-        os.close(self.fd)
-
-
 def test_top_on_a_terminal_outlives_the_daemon_and_ends_with_q(daemon):
     terminal = Terminal("top", "--connect", daemon.url)
     try:
@@ -273,17 +319,17 @@ def test_the_protocols_document_names_every_message_field_and_limit():
     text = (DOCS / "protocol.md").read_text()
     classes = [
         each
-        for each in vars(protocol).values()
-        if isinstance(each, type) and issubclass(each, protocol.Message) and each is not protocol.Message
+        for each in vars(messages).values()
+        if isinstance(each, type) and issubclass(each, messages.Message) and each is not messages.Message
     ]
     assert len(classes) > 30
     for each in classes:
         signature = f"`{each.__name__}({', '.join(each.__struct_fields__)})`"
         assert signature in text, signature
     for name in ("MAX_MESSAGE_BYTES", "MAX_CHUNKS", "MAX_IDENTITY_BYTES", "MAX_FETCH_BYTES"):
-        assert f"| `{name}` | {getattr(protocol, name):,} |" in text, name
+        assert f"| `{name}` | {getattr(messages, name):,} |" in text, name
     for name in ("PING_S", "SILENCE_S"):
-        assert f"| `{name}` | {getattr(protocol, name):g} |" in text, name
+        assert f"| `{name}` | {getattr(messages, name):g} |" in text, name
 
 
 def test_the_example_settings_are_settings_and_all_of_them():

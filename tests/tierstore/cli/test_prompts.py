@@ -7,12 +7,12 @@ import json
 import numpy as np
 import pytest
 
+import tierstore
 from tests.tierstore.cli.conftest import PAGES, TOKENS, run
 from tests.tierstore.daemon.client.conftest import SPEC, pages_of
 from tierstore.cli.prompts import read_tokens
-from tierstore.daemon.connected import ConnectedStore
 from tierstore.errors import UsageError
-from tierstore.keys import Identity
+from tierstore.keys import Identity, Prompt
 
 
 @pytest.fixture
@@ -38,6 +38,18 @@ def test_what_is_pinned_outlives_an_eviction_until_it_is_unpinned(daemon, tokens
     assert daemon.store.lookup(TOKENS).tokens == 0
 
 
+def test_all_pins_are_shown_and_undone_together(daemon, tokens_file):
+    where = ("--connect", daemon.url)
+    assert run("pin", tokens_file, *where)[0] == 0
+    assert "pinned by tenant" in run("stats", *where)[1]
+    assert run("unpin", "--tenant", "bob", *where) == (0, "0 pages unpinned\n", "")
+    assert run("unpin", "--all", *where) == (0, f"{PAGES} pages unpinned\n", "")
+    assert "pinned by tenant" not in run("stats", *where)[1]
+    code, _, err = run("unpin", *where)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "--tenant NAME" in err
+
+
 def test_prefetch_brings_pages_from_disk_into_the_host_tier(daemon, tokens_file):
     where = ("--connect", daemon.url)
     run("evict", "host", *where)
@@ -56,7 +68,7 @@ def test_prefetch_brings_pages_from_disk_into_the_host_tier(daemon, tokens_file)
 def test_which_pages_are_meant_has_to_be_clear(daemon, tokens_file):
     where = ("--connect", daemon.url)
     other = Identity.of(SPEC, model="m", adapter="french")
-    with ConnectedStore.connect(daemon.url, SPEC, identity=other, lookup_s=5.0) as store:
+    with tierstore.connect(daemon.url, SPEC, identity=other, lookup_s=5.0) as store:
         assert store.wait_connected(30)
         assert store.save(TOKENS, pages_of(TOKENS)).wait(30)
     code, out, err = run("pin", tokens_file, "--model", "m", *where)
@@ -69,14 +81,24 @@ def test_which_pages_are_meant_has_to_be_clear(daemon, tokens_file):
     assert "model m" in err
 
 
+def test_the_line_about_identities_is_short_however_many_there_are(daemon, tokens_file):
+    others = [Identity.of(SPEC, model=f"{n} " + 3000 * "x") for n in range(30)]
+    with tierstore.connect(daemon.url, SPEC, identity=others[0], lookup_s=5.0) as store:
+        assert store.wait_connected(30)
+        for other in others:
+            store.lookup(Prompt(other, TOKENS, chunk_tokens=SPEC.chunk_tokens))
+        code, _, err = run("pin", tokens_file, "--connect", daemon.url)
+    assert (code, err.count("\n")) == (2, 1)
+    assert len(err) < 2000
+    assert "more" in err
+
+
 def test_a_daemon_that_knows_of_an_identity_from_disk_only(daemon, tokens_file):
     daemon.store.close()
     daemon.end()
     daemon.start()
     where = ("--connect", daemon.url)
-    with ConnectedStore.connect(
-        daemon.url, SPEC, identity=Identity.of(SPEC, model="x"), lookup_s=5.0
-    ) as other:
+    with tierstore.connect(daemon.url, SPEC, identity=Identity.of(SPEC, model="x"), lookup_s=5.0) as other:
         assert other.wait_connected(30)
     code, out, err = run("prefetch", tokens_file, "--model", "m", *where)
     assert (code, err) == (0, "")

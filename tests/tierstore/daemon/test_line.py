@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore.daemon.line import LENGTH, Line, LineEnd
-from tierstore.daemon.protocol import MAX_MESSAGE_BYTES
+from tierstore.wire.framing import LENGTH, Line, LineEnd
+from tierstore.wire.messages import MAX_MESSAGE_BYTES
 
 
 @pytest.fixture

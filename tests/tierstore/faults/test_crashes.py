@@ -8,10 +8,10 @@ import pytest
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from tierstore.testing.faults import Fail, Fault, FaultyIO
-from tierstore.testing.faults.campaign import crash_trials
-from tierstore.testing.faults.crashes import CRASHES
-from tierstore.testing.faults.scripts import HARDLY_SMALLER_INDEX, SCENES, SMALLER_INDEX, random_scene
+from tierstore.testing.faulty_io import Fail, Fault, FaultyIO
+from tierstore_tools.faults.campaign import crash_trials
+from tierstore_tools.faults.disk import CRASHES
+from tierstore_tools.faults.scripts import HARDLY_SMALLER_INDEX, SCENES, SMALLER_INDEX, random_scene
 
 BY_NAME = {scene.name: scene for scene in SCENES}
 
@@ -62,13 +62,12 @@ def test_a_smaller_cap_holds_after_any_crash(place, prove):
 
 @pytest.mark.parametrize("scene", [SMALLER_INDEX, HARDLY_SMALLER_INDEX], ids=lambda scene: scene.name)
 def test_nothing_is_lost_while_a_smaller_index_is_made(place, prove, scene):
-    """The old index and the new one may not both be whole for want of room: what is in one is in it for good,
-    and whoever opens the directory goes on."""
+    """Until the new index takes the old one's name the old one is whole, and what it kept is kept again."""
     trials = crash_trials(scene, place)
     killed = [trial for trial in trials if trial.fault == "crash"]
     others = [trial for trial in trials if trial.fault != "crash" and not is_creation(trial)]
-    assert len(killed) > 50
-    assert any("(Punched)" in trial.describe() for trial in killed), "the old index never had to shrink"
+    assert len(killed) > 40
+    assert sum("(Renamed)" in trial.describe() for trial in killed) > 1, "no smaller index was made"
     prove([*killed, *others[::25]])
 
 

@@ -6,10 +6,9 @@ import errno
 
 import pytest
 
-from tierstore.testing.faults import Fail, Fault, FaultyIO, Stall
-from tierstore.testing.faults.player import load, save
-from tierstore.testing.faults.prompts import Life, prompt_tokens, small_pages
+from tierstore.testing.faulty_io import Fail, Fault, FaultyIO, Stall
 from tierstore.units import MIB
+from tierstore_tools.faults.prompts import Life, load, prompt_tokens, save, small_pages
 
 LIFE = Life(small_pages(), disk_bytes=1 * MIB, mover_threads=4)
 TOKENS = 64

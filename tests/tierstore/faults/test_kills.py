@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tierstore.testing.faults import Killer, Verdict
-from tierstore.testing.faults.mortal import LIVES
+from tierstore_tools.faults.kills import Killer
+from tierstore_tools.faults.mortal import LIVES
+from tierstore_tools.faults.verdict import Verdict
 
 KILLS = 100
 

@@ -8,11 +8,19 @@ from dataclasses import replace
 import pytest
 
 from tierstore.errors import UsageError
-from tierstore.testing.faults import Fail, Fault, FaultyIO, judge
-from tierstore.testing.faults.journal import allocated_bytes
-from tierstore.testing.faults.player import load, save
-from tierstore.testing.faults.prompts import Life, inline_life, page_count, prompt_tokens, small_pages
+from tierstore.testing.faulty_io import Fail, Fault, FaultyIO
 from tierstore.units import KIB, MIB
+from tierstore_tools.faults.prompts import (
+    Life,
+    inline_life,
+    load,
+    page_count,
+    prompt_tokens,
+    save,
+    small_pages,
+)
+from tierstore_tools.faults.recording import allocated_bytes
+from tierstore_tools.faults.verdict import judge
 
 LIFE = Life(small_pages(), disk_bytes=1 * MIB)
 TOKENS = 64

@@ -8,8 +8,8 @@ import pytest
 
 from tierstore.keys import Identity
 from tierstore.spec import KVSpec
-from tierstore.store import Store
 from tierstore.testing import pages as testing_pages
+from tierstore.testing.opening import open_store as open_testing_store
 from tierstore.tiers.hbm import PagePool
 
 SPEC = KVSpec.uniform(layers=2, kv_heads=1, head_dim=32, dtype="float32", chunk_tokens=16)  # 8 KiB pages
@@ -29,7 +29,7 @@ def leading_tokens(page, count):
 
 def load_bytes(store, hit, **kwargs) -> tuple[int, list[bytes]]:
     """Load a hit into fresh buffers: the tokens that came, and the bytes of their pages."""
-    buffers = [bytearray(store.spec.page_bytes) for _ in hit.pages]
+    buffers = [bytearray(store.spec.page_bytes) for _ in range(hit.num_pages)]
     loaded = store.load(hit, buffers, **kwargs).wait(30)
     full = -(-loaded.tokens // store.spec.chunk_tokens)
     return loaded.tokens, [bytes(buffer) for buffer in buffers[:full]]
@@ -42,7 +42,7 @@ def open_store(tmp_path):
 
     def open_(path="disk", *, spec=SPEC, pages=64, disk_pages=256, hbm_pages=0, **kwargs):
         pool = PagePool(spec, hbm_pages) if hbm_pages else None
-        store = Store.open(
+        store = open_testing_store(
             None if path is None else tmp_path / path,
             spec,
             identity=kwargs.pop("identity", Identity.of(spec, model="test")),

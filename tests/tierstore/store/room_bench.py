@@ -6,11 +6,11 @@ import itertools
 
 import numpy as np
 
+from tierstore.core.disk_room import DiskRoom
+from tierstore.core.state import StoreState
 from tierstore.index import Tier
 from tierstore.keys import Identity, Prompt
 from tierstore.policy import LRU
-from tierstore.store.disk_room import DiskRoom
-from tierstore.store.state import StoreState
 from tierstore.tiers.disk import DiskTier, PageRecord, PageUse
 from tierstore.tiers.disk.space import Shortage
 from tierstore.tiers.host import HostTier
@@ -26,8 +26,8 @@ class Bench:
     def __init__(self, path):
         self.disk = DiskTier.open(path, capacity_bytes=CAPACITY, page_bytes=SMALL)
         self.host = HostTier(2 * MIB)
-        self.state = StoreState([LRU(), LRU(), LRU()], host=self.host, pool=None, disk=self.disk)
-        self.state.surveyed()
+        self.state = StoreState([LRU(), LRU(), LRU()], host=self.host, disk=self.disk)
+        self.state.scanned()
         self.room = DiskRoom(self.state, self.disk, self.commit)
         self.after_relocation = None
         self._relocate, self.disk.relocate = self.disk.relocate, self.relocate
@@ -102,7 +102,7 @@ class Bench:
         return records
 
     def records(self):
-        return {serial: record for serial, record in self.disk.scan() if serial in self.disk.ledger}
+        return {serial: record for serial, record in self.disk.scan() if serial in self.disk.page_table}
 
     def verify(self):
         """Every page that is held is as it was saved, and everybody agrees on where."""
@@ -110,7 +110,7 @@ class Bench:
             view = memoryview(bytearray(record.nbytes))
             assert self.disk.read([(record, view)]).all_good
             assert bytes(view[:16]) == self.bytes[serial]
-            assert self.disk.ledger.place(serial) == record.place
+            assert self.disk.page_table.place(serial) == record.place
             page = self.state.index.by_serial.get(serial)
             assert page is None or page.record.place == page.copies[Tier.DISK].place == record.place
         self.state.check()

@@ -9,13 +9,13 @@ import threading
 
 import pytest
 
+import tierstore
 from tests.tierstore.store.conftest import SPEC, load_bytes, pages_of
 from tests.tierstore.store.troubled import DURABLE, HOT, NAMES, WAIT_S, WRITES, Troubled
+from tierstore.core.health import Condition
 from tierstore.errors import StoreUnavailableError
-from tierstore.store import Store
-from tierstore.store.health import Condition
-from tierstore.tiers.disk.catalog import Catalog
-from tierstore.tiers.disk.links import Links
+from tierstore.tiers.disk.child_filter import ChildFilter
+from tierstore.tiers.disk.index_db import IndexDB
 
 NEW = list(range(50_000, 50_000 + 16 * 8))
 
@@ -87,7 +87,7 @@ def test_an_index_that_cannot_be_committed_is_a_disk_that_takes_no_pages(trouble
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "the index is full")
 
-    monkeypatch.setattr(Catalog, "apply", fail)
+    monkeypatch.setattr(IndexDB, "apply", fail)
     troubled.save(NEW)
     assert troubled.store.flush(WAIT_S)
     assert "read-only for 0 s (the index is full)" in troubled.stats().health_line
@@ -106,8 +106,8 @@ def test_a_disk_that_fails_again_after_each_probe_is_not_tried_every_second(trou
         troubled.until(lambda: troubled.condition is Condition.READ_ONLY)
         retries.append(troubled.stats().health["disk"].retry_s)
         troubled.io.set()
-        with troubled.store._state.lock:
-            troubled.store._write_behind._queue._owed.clear()
+        with troubled.store.backend.core.state.lock:
+            troubled.store.backend.core.write_behind._queue._owed.clear()
         troubled.clock.advance(retries[-1])
         troubled.until(lambda: troubled.condition is Condition.ONLINE)
     assert retries == pytest.approx([1, 2, 4, 8])
@@ -176,7 +176,7 @@ def test_a_hit_that_begins_in_memory_is_served_as_far_as_memory_goes(troubled):
 @pytest.fixture
 def always_looking(monkeypatch):
     """Lookups look at the index for whatever is not in memory, as they do before its links have been read."""
-    monkeypatch.setattr(Links, "may_lead", lambda *_, **__: True)
+    monkeypatch.setattr(ChildFilter, "may_lead", lambda *_, **__: True)
 
 
 @pytest.mark.usefixtures("always_looking")
@@ -184,7 +184,7 @@ def test_an_index_that_cannot_be_read_is_a_disk_that_cannot_be_read(troubled, mo
     def fail(*_: object) -> None:
         raise OSError(errno.EIO, "the index failed")
 
-    monkeypatch.setattr(Catalog, "find", fail)
+    monkeypatch.setattr(IndexDB, "find", fail)
     for n in range(3):
         assert troubled.condition is Condition.ONLINE, n
         assert troubled.served([*HOT, 1, 2, 3, *range(40)]) == len(HOT)
@@ -203,7 +203,9 @@ def test_an_index_that_cannot_be_read_is_a_disk_that_cannot_be_read(troubled, mo
 def test_reads_that_hang_hold_nobody_who_does_not_need_the_disk(troubled):
     stall = troubled.stall("preadv")
     hits = [troubled.store.lookup(DURABLE) for _ in range(12)]
-    stuck = [troubled.store.load(hit, [bytearray(SPEC.page_bytes) for _ in hit.pages]) for hit in hits]
+    stuck = [
+        troubled.store.load(hit, [bytearray(SPEC.page_bytes) for _ in range(hit.num_pages)]) for hit in hits
+    ]
     prefetch = troubled.store.lookup(DURABLE).prefetch()
     assert stall.entered.wait(WAIT_S)
     assert troubled.served(HOT) == len(HOT)  # before anybody knows
@@ -230,11 +232,11 @@ def test_a_stall_on_a_disk_that_had_failed_before_is_waited_out_and_then_probed(
     assert troubled.store.flush(WAIT_S)
     stall = troubled.stall("preadv")
     hit = troubled.store.lookup(DURABLE)
-    transfer = troubled.store.load(hit, [bytearray(SPEC.page_bytes) for _ in hit.pages])
+    transfer = troubled.store.load(hit, [bytearray(SPEC.page_bytes) for _ in range(hit.num_pages)])
     assert stall.entered.wait(WAIT_S)
-    with troubled.store._state.lock:  # so that the stall is seen before the probe is due
+    with troubled.store.backend.core.state.lock:  # so that the stall is seen before the probe is due
         troubled.clock.advance(10)
-        troubled.store._state.health.under_way(10)
+        troubled.store.backend.core.state.health.under_way(10)
     assert transfer.wait(WAIT_S).tokens == 0
     assert troubled.condition is Condition.OFFLINE
     assert troubled.served(HOT) == len(HOT)
@@ -246,7 +248,7 @@ def test_whoever_waits_for_a_load_notices_the_stall_himself(troubled):
     """Nobody else comes by."""
     stall = troubled.stall("preadv")
     hit = troubled.store.lookup(DURABLE)
-    transfer = troubled.store.load(hit, [bytearray(SPEC.page_bytes) for _ in hit.pages])
+    transfer = troubled.store.load(hit, [bytearray(SPEC.page_bytes) for _ in range(hit.num_pages)])
     waiting = threading.Thread(target=transfer.wait, args=(WAIT_S,))
     waiting.start()
     assert stall.entered.wait(WAIT_S)
@@ -263,7 +265,9 @@ def test_a_load_with_a_deadline_does_not_wait_for_the_stall_to_be_one(troubled):
     tokens, _ = load_bytes(troubled.store, troubled.store.lookup(DURABLE), deadline_s=0.0)
     assert tokens == 0
     hit = troubled.store.lookup(DURABLE)
-    transfer = troubled.store.load(hit, [bytearray(SPEC.page_bytes) for _ in hit.pages], deadline_s=5.0)
+    transfer = troubled.store.load(
+        hit, [bytearray(SPEC.page_bytes) for _ in range(hit.num_pages)], deadline_s=5.0
+    )
     assert stall.entered.wait(WAIT_S)
     troubled.clock.advance(5)
     assert transfer.done
@@ -296,7 +300,7 @@ def test_writes_that_hang_hold_nobody(troubled, call):
 def test_a_store_is_closed_though_its_disk_does_not_answer(troubled, call, tmp_path, caplog):
     stall = troubled.stall(call)
     hit = troubled.store.lookup(DURABLE)
-    transfer = troubled.store.load(hit, [bytearray(SPEC.page_bytes) for _ in hit.pages])
+    transfer = troubled.store.load(hit, [bytearray(SPEC.page_bytes) for _ in range(hit.num_pages)])
     troubled.save(NEW)
     assert stall.entered.wait(WAIT_S)
     troubled.clock.advance(10)
@@ -305,10 +309,10 @@ def test_a_store_is_closed_though_its_disk_does_not_answer(troubled, call, tmp_p
     if call == "preadv":
         assert transfer.wait(WAIT_S).tokens == 0
     with pytest.raises(StoreUnavailableError, match="in use"):
-        Store.open(tmp_path / "disk", SPEC, host_bytes=1 << 20, disk_bytes=16 << 20)
+        tierstore.open(tmp_path / "disk", SPEC, host_bytes=1 << 20, disk_bytes=16 << 20)
     closed = troubled.store
     troubled.mend()
-    troubled.until(lambda: closed._assembly._given_back)
+    troubled.until(lambda: closed.backend.core._given_back)
     troubled.store = troubled.open()
     assert troubled.served(NEW) == len(NEW)
     troubled.nothing_is_lost()
@@ -316,16 +320,16 @@ def test_a_store_is_closed_though_its_disk_does_not_answer(troubled, call, tmp_p
 
 @pytest.mark.usefixtures("always_looking")
 def test_a_lookup_does_not_wait_for_an_index_that_cannot_be_paged_in(troubled, monkeypatch):
-    monkeypatch.setattr("tierstore.store.find._LOOK_S", 0.05)
+    monkeypatch.setattr("tierstore.core.find._LOOK_S", 0.05)
     answering, entered = threading.Event(), threading.Event()
-    find = Catalog.find
+    find = IndexDB.find
 
     def stuck(*args):
         entered.set()
         answering.wait(WAIT_S)
         return find(*args)
 
-    monkeypatch.setattr(Catalog, "find", stuck)
+    monkeypatch.setattr(IndexDB, "find", stuck)
     longer = [*HOT, *range(16)]
     for n in range(8):  # more than there are threads to look
         assert troubled.store.lookup(list(range(80_000 + n, 80_040))).tokens == 0
@@ -337,7 +341,7 @@ def test_a_lookup_does_not_wait_for_an_index_that_cannot_be_paged_in(troubled, m
     assert troubled.served(longer) == len(HOT)
     assert troubled.condition is Condition.OFFLINE
     answering.set()
-    monkeypatch.setattr("tierstore.store.find._LOOK_S", WAIT_S)
+    monkeypatch.setattr("tierstore.core.find._LOOK_S", WAIT_S)
     troubled.until(lambda: troubled.condition is Condition.ONLINE)
     troubled.nothing_is_lost()
 

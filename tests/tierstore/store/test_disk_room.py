@@ -33,7 +33,7 @@ def scattered(bench, *, every=4):
 def test_a_class_of_its_own_makes_room_for_itself(bench):
     records = bench.fill(SMALL)
     assert bench.save(SMALL) is not None
-    assert records[0].serial not in bench.disk.ledger
+    assert records[0].serial not in bench.disk.page_table
     assert bench.room.moves.stats().moved_pages == 0
 
 
@@ -44,7 +44,7 @@ def test_pages_in_use_all_over_the_disk_make_way_and_stay(bench):
     assert None not in large
     assert bench.room.moves.stats().moved_pages > 0
     assert kept <= bench.records().keys()
-    gone = len(records) - sum(record.serial in bench.disk.ledger for record in records)
+    gone = len(records) - sum(record.serial in bench.disk.page_table for record in records)
     assert gone * SMALL <= 4 * LARGE + 2 * LARGE, "more has left than was needed"
     assert {record.serial for record in records[1:20] if record.serial not in kept}.isdisjoint(
         bench.records()
@@ -172,10 +172,10 @@ def test_what_lies_idle_is_collected_without_anybody_leaving(bench):
         for record in records[::2]:
             bench.state.room.leaves_disk(record.serial)
     bench.commit()
-    before = len(bench.disk.ledger)
+    before = len(bench.disk.page_table)
     saved = [bench.save(LARGE) for _ in range(5)]
     assert None not in saved
-    assert len(bench.disk.ledger) == before + 5
+    assert len(bench.disk.page_table) == before + 5
     assert bench.room.moves.stats().moved_bytes <= 5 * LARGE
 
 

@@ -64,7 +64,7 @@ class Hammer:
 
     def load(self, rng, which):
         hit = self.store.lookup(self.prompts[which])
-        buffers = [bytearray(SPEC.page_bytes) for _ in hit.pages]
+        buffers = [bytearray(SPEC.page_bytes) for _ in range(hit.num_pages)]
         transfer = self.store.load(hit, buffers, deadline_s=rng.choice([None, None, 0.0005, 5]))
         if rng.random() < 0.2:
             transfer.cancel()

@@ -6,7 +6,7 @@ import errno
 
 import pytest
 
-from tierstore.store.health import Condition, Health
+from tierstore.core.health import Condition, Health
 from tierstore.testing.clock import ManualClock
 
 FULL = OSError(errno.ENOSPC, "No space left on device")

@@ -7,10 +7,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.tierstore.store.conftest import SPEC, load_bytes, pages_of
-from tierstore import Hint, Store, UsageError
+from tierstore import Hint, UsageError
+from tierstore.index import sessions
 from tierstore.keys import Identity
-from tierstore.store import sessions
 from tierstore.testing.clock import ManualClock
+from tierstore.testing.opening import open_store as open_testing_store
 
 CHUNK = SPEC.chunk_tokens
 LIKELY = Hint(reuse="likely")
@@ -29,7 +30,7 @@ def save(store, tokens, **kwargs):
 
 def held(store, *prompts):
     """Tokens of each prompt that are held, without using them."""
-    state = store._state
+    state = store.backend.core.state
     found = []
     with state.lock:
         for tokens in prompts:
@@ -41,7 +42,7 @@ def held(store, *prompts):
 
 @pytest.fixture
 def store(open_store):
-    return open_store(None, policy="hinted")
+    return open_store(None, policy="default")
 
 
 A, B, C = (prompt_of(number) for number in (1, 2, 3))
@@ -94,7 +95,7 @@ def test_a_hint_is_used_up_by_the_next_use(store):
 
 def test_after_its_time_a_page_is_as_good_as_done(open_store):
     clock = ManualClock()
-    store = open_store(None, policy="hinted", clock=clock)
+    store = open_store(None, policy="default", clock=clock)
     save(store, A, hint=Hint(reuse="likely", ttl_s=10))
     save(store, B)
     clock.advance(9)
@@ -106,7 +107,7 @@ def test_after_its_time_a_page_is_as_good_as_done(open_store):
 
 
 def test_hints_reach_the_disk_and_outlive_the_host_copy(open_store):
-    store = open_store(policy="hinted")
+    store = open_store(policy="default")
     save(store, A, hint=LIKELY)
     save(store, B)
     save(store, C, hint=DONE)
@@ -119,7 +120,7 @@ def test_hints_reach_the_disk_and_outlive_the_host_copy(open_store):
 
 
 def test_a_hint_for_pages_that_are_on_disk_already(open_store):
-    store = open_store(policy="hinted")
+    store = open_store(policy="default")
     save(store, A)
     save(store, B)
     assert store.flush(10)
@@ -223,16 +224,16 @@ def test_done_is_not_about_pages_that_were_there_before(store):
 
 def test_sessions_are_bounded_and_forgotten(open_store, monkeypatch):
     clock = ManualClock()
-    store = open_store(None, policy="hinted", clock=clock)
+    store = open_store(None, policy="default", clock=clock)
     save(store, A, session="old")
     clock.advance(4000)
     save(store, B, session="new")
-    assert len(store._state.sessions) == 1
+    assert len(store.backend.core.state.sessions) == 1
     assert store.finish("old") == 0
     monkeypatch.setattr(sessions, "MOST_SESSIONS", 3)
     for name in "abcd":
         save(store, C, session=name)
-    assert len(store._state.sessions) == 3
+    assert len(store.backend.core.state.sessions) == 3
 
 
 # -- and nothing else -----------------------------------------------------------------------------------
@@ -261,13 +262,13 @@ others = st.one_of(
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.one_of(saves, others), max_size=25),
-    st.sampled_from(["hinted", "priority", "lru", "default"]),
+    st.sampled_from(["lru", "default"]),
     st.booleans(),
 )
 def test_whatever_is_hinted_every_loaded_byte_is_right(tmp_path_factory, actions, policy, on_disk):
     clock = ManualClock()
     where = tmp_path_factory.mktemp("hints") / "disk" if on_disk else None
-    store = Store.open(
+    store = open_testing_store(
         where,
         SPEC,
         identity=Identity.of(SPEC, model="test"),

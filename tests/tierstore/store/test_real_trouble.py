@@ -10,7 +10,7 @@ import pytest
 
 from tests.tierstore.store.conftest import SPEC, load_bytes, pages_of
 from tests.tierstore.store.troubled import DURABLE, HOT, WAIT_S, Troubled
-from tierstore.store.health import Condition
+from tierstore.core.health import Condition
 from tierstore.units import KIB, MIB
 
 NEW = list(range(50_000, 50_000 + 16 * 8))
@@ -140,7 +140,8 @@ class Stuck(FileIO):
         return super().pwritev(fd, buffers, offset)
 
 io = Stuck()
-store = Store.open(
+from tierstore.testing.opening import open_store
+store = open_store(
     sys.argv[1], SPEC, host_bytes=1 << 20, disk_bytes=16 << 20, inline_bytes=0, io=io, stall_s=0.2
 )
 store.save(list(range(64)), pages_of(list(range(64)))).wait()

@@ -9,11 +9,11 @@ import time
 
 import pytest
 
+import tierstore
 from tests.tierstore.store.conftest import SPEC, load_bytes, pages_of
 from tierstore.errors import StoreUnavailableError, UsageError
 from tierstore.keys import Identity
-from tierstore.store import Store
-from tierstore.testing.faults.faulty_io import Fault, FaultyIO, Stall
+from tierstore.testing.faulty_io import Fault, FaultyIO, Stall
 
 TOKENS = list(range(100, 170))
 LONG = list(range(16 * 32))
@@ -44,7 +44,7 @@ def test_closing_writes_what_is_queued(open_store):
 
 
 def test_pages_are_written_beside_others_that_take_long(open_store, monkeypatch):
-    monkeypatch.setattr("tierstore.store.write_behind._LEAST_BESIDE", 1)
+    monkeypatch.setattr("tierstore.core.write_behind._LEAST_BESIDE", 1)
     io = FaultyIO()
     store = open_store(io=io, inline_bytes=0)
     writes = Stall(), Stall()
@@ -104,20 +104,6 @@ def test_a_hit_larger_than_the_host_tier_passes_through_it_into_hbm(open_store):
     second.release_hbm(loaded.pages)
 
 
-def test_prefetch_brings_a_hit_above_the_disk(open_store):
-    first = open_store()
-    save(first, LONG)
-    first.close()
-    second = open_store()
-    with second.lookup(LONG) as hit:
-        assert hit.prefetch().wait(10) == len(LONG)
-        assert second.stats().tiers["disk"].leased_pages == 0
-        assert second.stats().tiers["host"].leased_pages == 32
-        assert load_bytes(second, second.lookup(LONG)) == (len(LONG), pages_of(LONG))
-    assert second.stats().counters["disk_read_pages"] == 32
-    assert second.stats().tiers["host"].leased_pages == 0
-
-
 def test_a_prefetch_cancelled_half_way_leaves_nothing_held(open_store):
     first = open_store()
     save(first, LONG)
@@ -129,7 +115,7 @@ def test_a_prefetch_cancelled_half_way_leaves_nothing_held(open_store):
             transfer.cancel()
             assert transfer.wait(10) == 0
         second.evict("host")
-    second._mover.drain(10)
+    second.backend.core.mover.drain(10)
     assert all(tier.leased_pages == 0 for tier in second.stats().tiers.values())
 
 
@@ -139,7 +125,7 @@ def test_many_loads_of_one_prefix_read_it_once(open_store):
     first.close()
     second = open_store()
     hits = [second.lookup(LONG) for _ in range(12)]
-    buffers = [[bytearray(SPEC.page_bytes) for _ in hit.pages] for hit in hits]
+    buffers = [[bytearray(SPEC.page_bytes) for _ in range(hit.num_pages)] for hit in hits]
     transfers = [second.load(hit, into) for hit, into in zip(hits, buffers, strict=True)]
     assert [transfer.wait(10).tokens for transfer in transfers] == [len(LONG)] * 12
     assert all([bytes(page) for page in into] == pages_of(LONG) for into in buffers)
@@ -216,7 +202,8 @@ from tests.tierstore.store.conftest import SPEC, pages_of
 from tierstore.keys import Identity
 from tierstore.store import Store
 identity = Identity.of(SPEC, model="test")
-store = Store.open(sys.argv[1], SPEC, identity=identity, host_bytes=1 << 20, disk_bytes=16 << 20)
+import tierstore
+store = tierstore.open(sys.argv[1], SPEC, identity=identity, host_bytes=1 << 20, disk_bytes=16 << 20)
 for n in range(1000):
     tokens = list(range(1000 * n, 1000 * n + 64))
     store.save(tokens, pages_of(tokens)).wait()
@@ -242,7 +229,7 @@ def test_a_store_in_use_is_refused_at_once(open_store, tmp_path):
     open_store()
     started = time.monotonic()
     with pytest.raises(StoreUnavailableError, match="in use"):
-        Store.open(tmp_path / "disk", SPEC, host_bytes=1 << 20, disk_bytes=16 << 20)
+        tierstore.open(tmp_path / "disk", SPEC, host_bytes=1 << 20, disk_bytes=16 << 20)
     assert time.monotonic() - started < 2
 
 
@@ -252,7 +239,7 @@ def test_a_store_in_use_is_refused_at_once(open_store, tmp_path):
 )
 def test_what_cannot_work_leaves_no_directory_behind(tmp_path, kwargs, message):
     with pytest.raises(UsageError, match=message):
-        Store.open(tmp_path / "new", SPEC, **{"host_bytes": 1 << 20, "disk_bytes": 16 << 20, **kwargs})
+        tierstore.open(tmp_path / "new", SPEC, **{"host_bytes": 1 << 20, "disk_bytes": 16 << 20, **kwargs})
     assert not (tmp_path / "new").exists()
 
 
@@ -263,7 +250,7 @@ def test_a_failing_disk_is_only_a_missing_tier(open_store, monkeypatch):
     def fail(*_: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(store._disk, "write", fail)
+    monkeypatch.setattr(store.backend.core.disk, "write", fail)
     assert store.save(LONG, pages_of(LONG)).wait(10) == len(LONG)
     assert store.flush(10)
     stats = store.stats()

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 
 import numpy as np
 import pytest
 import xxhash
 
+import tierstore
 from tests.tierstore.store.conftest import SPEC, leading_tokens, load_bytes, page_of, pages_of
-from tierstore.errors import StoreClosedError, UsageError
+from tierstore.errors import UsageError
 from tierstore.index import Tier
-from tierstore.keys import Identity, Prompt
-from tierstore.store import Store
+from tierstore.keys import Prompt
 
 TOKENS = list(range(100, 170))  # 4 full chunks and 6 tokens
 
@@ -27,70 +26,12 @@ def save(store, tokens, **kwargs):
     return store.save(tokens, pages_of(tokens), **kwargs).wait(10)
 
 
-def test_what_was_saved_comes_back_token_for_token(store):
-    assert save(store, TOKENS) == 70
-    hit = store.lookup(TOKENS)
-    assert hit.tokens == 70
-    assert hit.by_tier == {"host": 70}
-    assert load_bytes(store, hit) == (70, pages_of(TOKENS))
-    assert store.stats().open_hits == 0
-
-
-@pytest.mark.parametrize("same", [0, 1, 15, 16, 17, 63, 64, 65, 69])
-def test_the_match_ends_at_the_first_other_token(store, same):
-    save(store, TOKENS)
-    hit = store.lookup([*TOKENS[:same], 7, 7, 7])
-    assert hit.tokens == same
-    tokens, pages = load_bytes(store, hit)
-    assert tokens == same
-    for page, expected in zip(pages, pages_of(TOKENS), strict=False):
-        assert page == expected
-
-
-def test_max_tokens_cuts_the_hit(store):
-    save(store, TOKENS)
-    for limit in (0, 1, 16, 37, 69):
-        with store.lookup(TOKENS, max_tokens=limit) as hit:
-            assert hit.tokens == limit
-
-
-def test_nothing_is_found_under_another_identity(store):
-    save(store, TOKENS)
-    for identity in (
-        Identity.of(SPEC, model="other"),
-        Identity.of(SPEC, model="test", tenant="b"),
-        Identity.of(SPEC, model="test", revision="2"),
-    ):
-        prompt = Prompt(identity, TOKENS, chunk_tokens=SPEC.chunk_tokens)
-        assert store.lookup(prompt).tokens == 0
-    wrong_layout = Prompt(Identity("test", "float16 or so"), TOKENS, chunk_tokens=SPEC.chunk_tokens)
-    with pytest.raises(UsageError, match="another page layout"):
-        store.lookup(wrong_layout)
-
-
 def test_a_second_save_keeps_one_copy(store):
     save(store, TOKENS)
     used = store.stats().tiers["host"].used_bytes
     assert save(store, TOKENS) == 70
     assert store.stats().tiers["host"].used_bytes == used
     assert store.stats().counters["already_stored_pages"] == 5
-
-
-def test_branches_share_their_prefix(store):
-    other = [*TOKENS[:32], *range(500, 538)]
-    save(store, TOKENS)
-    save(store, other)
-    assert store.stats().pages == 5 + 3
-    for tokens in (TOKENS, other):
-        assert load_bytes(store, store.lookup(tokens)) == (70, pages_of(tokens))
-
-
-def test_saving_from_the_middle_needs_the_pages_before(store):
-    pages = pages_of(TOKENS)
-    assert store.save(TOKENS, pages[2:], first=2).wait(10) == 0
-    assert store.save(TOKENS, pages[:2]).wait(10) == 32
-    assert store.save(TOKENS, pages[2:], first=2).wait(10) == 38
-    assert load_bytes(store, store.lookup(TOKENS)) == (70, pages)
 
 
 def test_capacity_holds_and_the_oldest_prompts_leave(open_store):
@@ -142,7 +83,7 @@ def test_a_lease_ends_by_itself_and_the_load_brings_what_is_still_there(open_sto
 
 def damage_first(store, tokens):
     """Take the first of these pages out of the host tier, those below it stay."""
-    state = store._state
+    state = store.backend.core.state
     with state.lock:
         root = state.root(store.identity, store.spec.page_bytes)
         first, *_ = state.index.tree.match(root, store.prompt(tokens), len(tokens)).pages
@@ -167,25 +108,6 @@ def test_slots_taken_ahead_and_not_needed_are_given_back(open_store):
     assert save(store, range(64)) == 64  # of its four pages, only the first is filled again
     assert store.stats().tiers["host"].used_bytes == 4 * SPEC.page_bytes
     assert load_bytes(store, store.lookup(range(64))) == (64, pages_of(list(range(64))))
-
-
-def test_pins_outlast_pressure(open_store):
-    store = open_store(None, pages=6)
-    save(store, range(32))
-    assert store.pin(range(32)) == 32
-    for n in range(1, 5):
-        save(store, list(range(1000 * n, 1000 * n + 64)))
-    assert store.lookup(range(32)).tokens == 32
-    assert store.unpin(range(32)) == 32
-    assert store.evict("host") == 4  # the pinned ones are still under the lookup's lease
-
-
-def test_evict_by_hand(store):
-    save(store, TOKENS)
-    assert store.evict("host", 2) == 2
-    assert store.lookup(TOKENS).tokens == 48
-    with pytest.raises(UsageError, match="unknown tier"):
-        store.evict("tape")
 
 
 def test_eight_bit_keys_serve_no_wrong_page(open_store):
@@ -218,25 +140,6 @@ def test_eight_bit_keys_serve_no_wrong_page(open_store):
     assert store.stats().key_collisions > 0
 
 
-def test_bad_arguments_are_said_and_lose_nothing(store):
-    save(store, TOKENS)
-    with pytest.raises(UsageError, match="page buffer 0 has 3 bytes"):
-        store.save(TOKENS, [b"abc"])
-    with pytest.raises(UsageError, match="do not lie within"):
-        store.save(TOKENS, pages_of(TOKENS), first=1)
-    with pytest.raises(UsageError, match="5 pages, there are 1"):
-        store.load(store.lookup(TOKENS), [bytearray(SPEC.page_bytes)])
-    with pytest.raises(UsageError, match="no page pool"):
-        store.load(store.lookup(TOKENS))
-    assert store.lookup(TOKENS).tokens == 70
-
-
-def test_a_closed_store_says_so(store):
-    store.close()
-    with pytest.raises(StoreClosedError):
-        store.lookup(TOKENS)
-
-
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
@@ -247,17 +150,7 @@ def test_a_closed_store_says_so(store):
 )
 def test_what_cannot_work_is_refused_at_open(kwargs, message):
     with pytest.raises(UsageError, match=message):
-        Store.open(None, SPEC, **kwargs)
-
-
-def test_transfers_can_be_awaited(store):
-    async def run():
-        await store.save(TOKENS, pages_of(TOKENS))
-        buffers = [bytearray(SPEC.page_bytes) for _ in range(5)]
-        loaded = await store.load(store.lookup(TOKENS), buffers)
-        return loaded.tokens, [bytes(buffer) for buffer in buffers]
-
-    assert asyncio.run(run()) == (70, pages_of(TOKENS))
+        tierstore.open(None, SPEC, **kwargs)
 
 
 # -- with a page pool -----------------------------------------------------------------------------------
@@ -275,35 +168,6 @@ def compute(store, tokens, first=0):
 
 def hbm_bytes(store, pages):
     return [store.pool.array[page].tobytes() for page in pages]
-
-
-def test_an_hbm_hit_is_the_same_page_without_a_copy(open_store):
-    store = open_store(None, hbm_pages=16)
-    pages, saved = compute(store, TOKENS)
-    assert saved.wait(10) == 70
-    store.release_hbm(pages)
-    hit = store.lookup(TOKENS, max_tokens=64)
-    assert hit.by_tier == {"hbm": 64}
-    loaded = store.load(hit).wait(10)
-    assert loaded.pages == tuple(pages[:4])
-    assert loaded.moved_bytes == 0
-    store.release_hbm(loaded.pages)
-
-
-def test_a_hit_that_ends_inside_a_page_gives_a_private_copy(open_store):
-    store = open_store(None, hbm_pages=16)
-    pages, saved = compute(store, TOKENS)
-    saved.wait(10)
-    loaded = store.load(store.lookup(TOKENS, max_tokens=40)).wait(10)
-    assert loaded.tokens == 40
-    assert loaded.pages[:2] == tuple(pages[:2])
-    assert loaded.pages[2] not in pages
-    assert hbm_bytes(store, loaded.pages) == pages_of(TOKENS)[:3]
-    store.pool.array[loaded.pages[2]] = 0  # the engine writes on
-    store.release_hbm(loaded.pages)
-    store.release_hbm(pages)
-    assert load_bytes(store, store.lookup(TOKENS)) == (70, pages_of(TOKENS))
-    assert store.available_hbm() == 16
 
 
 def test_evicted_from_hbm_it_comes_back_from_host(open_store):
@@ -333,29 +197,3 @@ def test_a_full_pool_gives_none_and_loads_come_short(open_store):
     assert store.stats().counters["loads_cut_short"] == 1
     store.release_hbm([*held, *loaded.pages])
     assert store.available_hbm() == 6
-
-
-def test_two_sequences_that_compute_the_same_pages_keep_one_copy(open_store):
-    store = open_store(None, hbm_pages=16)
-    first, a = compute(store, TOKENS)
-    second, b = compute(store, TOKENS)
-    assert a.wait(10) == b.wait(10) == 70
-    store.release_hbm(second)
-    assert store.stats().tiers["hbm"].pages == 5
-    store.release_hbm(first)
-    assert store.available_hbm() == 16
-    assert page_of(TOKENS[:16]) == store.pool.array[first[0]].tobytes()
-
-
-def test_cancel_gives_everything_back(open_store):
-    store = open_store(None, hbm_pages=128, pages=128)
-    tokens = list(range(16 * 100))
-    save(store, tokens)
-    for _ in range(20):
-        transfer = store.load(store.lookup(tokens))
-        transfer.cancel()
-        loaded = transfer.wait(10)
-        store.release_hbm(loaded.pages)
-    store._mover.drain(10)
-    assert store.available_hbm() == 128
-    assert store.stats().open_hits == 0

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.tierstore.store.conftest import load_bytes, pages_of
+from tierstore.core.health import Condition
+from tierstore.stats import StoreStats
 from tierstore.store import Store
-from tierstore.store.health import Condition
-from tierstore.store.stats import StoreStats
 from tierstore.testing.clock import ManualClock
-from tierstore.testing.faults.faulty_io import Fail, Fault, FaultyIO, Stall
+from tierstore.testing.faulty_io import Fail, Fault, FaultyIO, Stall
 
 WRITES = ("pwritev", "allocate", "sync")
 DURABLE = list(range(16 * 24))  # 24 pages: on disk only
@@ -80,8 +80,8 @@ class Troubled:
         give_up = time.monotonic() + WAIT_S
         while not condition():
             assert time.monotonic() < give_up, self.stats()
-            with self.store._state.changed:
-                self.store._state.changed.wait(0.02)
+            with self.store.backend.core.state.changed:
+                self.store.backend.core.state.changed.wait(0.02)
 
     def comes_back(self) -> None:
         """Some minutes later the disk is online, without anybody having done anything about it."""

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from tierstore.testing.faults import Fail, Fault, FaultyIO, FlipBit, Lose, Misdirect, Short, Stall
+from tierstore.testing.faulty_io import Fail, Fault, FaultyIO, FlipBit, Lose, Misdirect, Short, Stall
 
 BLOCK = 4096
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import gc
 import re
+import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,10 +18,10 @@ import xxhash
 
 from tests.engine.device import SCHEDULES, FakeDevice, missing
 from tests.tierstore.tiers.hbm_bugs import BUGS, Bug
-from tierstore.daemon.sources import HbmSource
 from tierstore.errors import UsageError
 from tierstore.memory import Memory
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
+from tierstore.store.buffers import HbmPages
 from tierstore.tiers import cuda
 from tierstore.tiers.cuda import DeviceArray
 from tierstore.tiers.device import DeviceError, SourceOrder
@@ -263,7 +265,7 @@ def test_a_daemons_client_saves_what_was_computed() -> None:
     for seed in SCHEDULES[:4]:
         bench = Bench(seed)
         bench.set_page(2, 9)
-        source = HbmSource(bench.pool, [2])
+        source = HbmPages(bench.pool, [2])
         target = np.zeros(SPEC.page_bytes, np.uint8)
         checksums = source.copy([(0, target.ctypes.data)], SPEC.page_bytes)
         assert target.tobytes() == bytes([9]) * SPEC.page_bytes
@@ -392,6 +394,41 @@ def test_a_thread_that_works_on_another_device_keeps_its_context() -> None:
     assert driver.cuCtxPopCurrent_v2(ctypes.byref(found)) == 0
     assert found.value == other.value
     assert driver.cuCtxPopCurrent_v2(ctypes.byref(found)) != 0  # and that was all there was
+
+
+def test_changing_the_context_keeps_the_gil() -> None:
+    """It is done around every call, while hundreds of copies are queued; the calls themselves release it."""
+    device, go, order = FakeDevice(), threading.Lock(), []
+    event = device.record(device.stream())
+    interval = sys.getswitchinterval()
+
+    def other() -> None:
+        with go:
+            order.append("other")
+
+    def raced(calls: Callable[[], object]) -> bool:
+        """Whether another thread ran while ``calls`` were made, although nobody took the GIL from us."""
+        order.clear()
+        go.acquire()
+        thread = threading.Thread(target=other)
+        thread.start()
+        time.sleep(0.01)  # it waits for the lock by now, or for the GIL with nothing to take from it
+        sys.setswitchinterval(1000)
+        try:
+            go.release()
+            for _ in range(20_000):
+                calls()
+            return bool(order)
+        finally:
+            sys.setswitchinterval(interval)
+            thread.join()
+
+    def change() -> None:
+        device._quick.cuCtxPushCurrent_v2(device._context)
+        device._quick.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+    assert not raced(change)
+    assert raced(lambda: device.reached(event))
 
 
 def test_the_array_as_other_libraries_take_it() -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tierstore.errors import UsageError
-from tierstore.tiers.disk.windows import choose
+from tierstore.tiers.disk.space import choose
 from tierstore.tiers.slabs import SlabAllocator, best_run, slot_bytes
 
 SIZES = [1, 4096, 5000, 72 << 10, 128 << 10, 300_000]

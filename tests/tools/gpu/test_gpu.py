@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from tierstore.spec import KVSpec, LayerGroup, LayerKind
 from tierstore.tiers.device_pool import DevicePool
 from tierstore_tools.gpu import arithmetic, check, decode, lines, prefill
 from tierstore_tools.gpu.arithmetic import LLAMA_3_8B, Heads
+from tierstore_tools.gpu.decode import DecodeCase
+from tierstore_tools.gpu.prefill import PrefillCase
 from tierstore_tools.gpu.transfers import SlowdownRow, TransferBench, TransferRow
 from tierstore_tools.longctx.cases import Result, Row
 
@@ -57,19 +60,20 @@ def test_a_100k_hit_is_12_8_gb() -> None:
 
 @executed
 def test_decode_rows() -> None:
+    cases = (DecodeCase(2, 64), DecodeCase(1, 150, layers=3))
     rows = list(
         decode.run(
             ExecutorLauncher(),
             "cpu",
             on_the_cpu,
-            cases=((2, 64), (1, 150)),
+            cases=cases,
             shape=TINY,
             page_tokens=16,
             copy_nbytes=1 << 16,
         )
     )
-    for row, (batch, context) in zip(rows, ((2, 64), (1, 150)), strict=True):
-        assert row.kv_bytes == batch * context * 2 * 2 * 16 * 2
+    for row, case in zip(rows, cases, strict=True):
+        assert row.kv_bytes == case.batch * case.context * 2 * 2 * 16 * 2
         assert row.largest_difference < 0.03  # beside torch, in bfloat16
         assert row.best_torch_s is not None
         assert row.fraction == pytest.approx(row.kv_gb_per_s / row.copy_gb_per_s)
@@ -78,10 +82,10 @@ def test_decode_rows() -> None:
 
 @executed
 def test_prefill_rows() -> None:
-    cases = ((40, 0), (20, 50))
+    cases = (PrefillCase(40), PrefillCase(20, 50), PrefillCase(20, 50, layers=3))
     rows = list(prefill.run(ExecutorLauncher(), "cpu", on_the_cpu, cases=cases, shape=TINY, page_tokens=16))
-    for row, (tokens, past) in zip(rows, cases, strict=True):
-        assert (row.tokens, row.past) == (tokens, past)
+    for row, case in zip(rows, cases, strict=True):
+        assert (row.tokens, row.past, row.layers) == (case.tokens, case.past, case.layers)
         assert row.largest_difference < 0.05
         assert row.fraction == pytest.approx(row.flash_s / row.kernel_s)
         assert row.kernel_tflop_per_s == pytest.approx(row.flops / row.kernel_s / 1e12)
@@ -173,7 +177,9 @@ def test_steps_exist() -> None:
 def test_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "check.json"
     assert check.main(["--json", str(target)]) == 0
+    steps = [f"{step.name}: not measured: no CUDA device" for step in check.steps(PYTHON)]
     assert capsys.readouterr().out.splitlines() == [
+        *steps,
         "1. decode: not measured: no CUDA device",
         "2. prefill: not measured: no CUDA device",
         "3. transfers: not measured: no CUDA device",
@@ -210,7 +216,95 @@ def test_a_gpu_without_cupy(
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert check.main(["--json", str(tmp_path / "check.json")]) == 1
     [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith("failed: CuPy, which launches the CUDA kernels, is not installed: pip install")
+    assert line.startswith("gpu-check: this interpreter lacks cupy-cuda13x: pip install cupy-cuda13x, or")
+
+
+NOT_IN_EVERY_IMAGE = (
+    *("xxhash", "typer", "rich", "prometheus_client", "aiofiles", "psutil", "safetensors", "tokenizers"),
+    *("pytest", "pytest_timeout", "hypothesis", "matplotlib", "transformers", "starlette", "uvicorn"),
+)
+
+
+def check_here(tmp_path: Path, *, without: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """The command in an interpreter that lacks some packages."""
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({without!r}))\n"
+        "from tierstore_tools.gpu import check\n"
+        f"sys.exit(check.main(['--json', {str(tmp_path / 'check.json')!r}]))"
+    )
+    return subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_torch_cupy_numpy_and_three_wheels_are_enough_to_say_that_there_is_no_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("cupy")
+    done = check_here(tmp_path, without=NOT_IN_EVERY_IMAGE)
+    assert (done.returncode, done.stderr) == (0, "")
+    told = done.stdout.splitlines()
+    assert len(told) == len(check.steps(PYTHON)) + len(lines.LINES)
+    assert all(line.endswith(": not measured: no CUDA device") for line in told)
+    document = json.loads((tmp_path / "check.json").read_text())
+    assert len(document["steps"]) == len(check.steps(PYTHON))
+
+
+def test_without_the_wheels_one_line_names_them(tmp_path: Path) -> None:
+    done = check_here(tmp_path, without=("lmdb", "msgspec", "zmq", *NOT_IN_EVERY_IMAGE))
+    [line] = done.stdout.splitlines()
+    assert (done.returncode, done.stderr) == (1, "")
+    assert "lmdb, msgspec, pyzmq: pip install lmdb msgspec pyzmq, or" in line
+    assert not (tmp_path / "check.json").exists()
+
+
+def test_a_device_needs_more_packages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cupy")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert check.main(["--json", str(tmp_path / "check.json")]) == 1
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("failed: this interpreter lacks tokenizers: pip install tokenizers")
+
+
+def test_a_further_call_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    marks.mkdir()
+
+    def marked(name: str, code: str = "") -> check.Step:
+        return script(name, f"open({str(marks / name)!r}, 'a').write('x'); {code}")
+
+    steps = [marked("fails", "raise SystemExit(1)"), marked("first"), marked("second")]
+    document: dict[str, Any] = {}
+    times = iter([0.0, 1.0, 2.0, 11.0])
+    target = tmp_path / "check.json"
+    machine = {"gpu": "one", "driver": "1", "torch": "2", "tierstore": "0"}
+
+    def write(told: dict[str, Any]) -> None:
+        target.write_text(json.dumps(told))
+
+    document = check.go_on_with(target, machine)
+    assert not check.run(steps, document, budget_s=10, write=write, clock=lambda: next(times))
+    document = check.go_on_with(target, machine)
+    assert [step["state"] for step in document["steps"]] == [
+        "failed: exit code 1",
+        "ok",
+        "not run: the time was over",
+    ]
+    assert not check.run(steps, document, budget_s=60, write=write)
+    assert [step["step"] for step in document["steps"]] == ["first", "second", "fails"]  # what failed is last
+    assert {path.name: path.read_text() for path in marks.iterdir()} == {
+        "fails": "xx",
+        "first": "x",
+        "second": "x",
+    }
+    assert "steps" not in check.go_on_with(target, machine | {"gpu": "another"})
+
+
+def test_the_suite_of_the_kernels_leaves_out_what_needs_no_device() -> None:
+    (kernels,) = (step for step in check.steps(PYTHON) if step.name == "kernels")
+    ignored = [argument for argument in kernels.command if argument.startswith("--ignore=")]
+    assert all((Path(__file__).parents[3] / path.removeprefix("--ignore=")).is_file() for path in ignored)
+    assert len(ignored) == 4
 
 
 def test_unknown_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -222,11 +316,15 @@ def test_unknown_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 # -- the lines that must hold -------------------------------------------------------------------------------
 
 DECODE = [
-    {"kv_bytes": 16e6, "fraction": 0.2, "kernel_s": 1.0, "best_torch_s": 1.0},  # too little KV for the first
-    {"kv_bytes": 2e9, "fraction": 0.85, "kernel_s": 1.0, "best_torch_s": None},
+    # Too little KV for the first figure.
+    {"kv_bytes": 16e6, "fraction": 0.2, "kernel_s": 1.0, "best_torch_s": 1.0, "largest_difference": 0.02},
+    {"kv_bytes": 2e9, "fraction": 0.85, "kernel_s": 1.0, "best_torch_s": None, "largest_difference": 0.0},
     {"batch": 64, "context": 131072, "state": "not measured: needs 70 GiB of memory"},
 ]
-PREFILL = [{"fraction": 0.9, "library_overhead": 0.03}, {"fraction": 1.2, "library_overhead": -0.01}]
+PREFILL = [
+    {"fraction": 0.9, "library_overhead": 0.03, "largest_difference": 0.01},
+    {"fraction": 1.2, "library_overhead": -0.01, "largest_difference": 0.02},
+]
 TRANSFERS = [
     {"case": "load", "fraction": 0.9},
     {"case": "save", "fraction": 0.1},
@@ -262,6 +360,9 @@ def test_lines_that_hold() -> None:
         ("decode", lambda r: r[1].update(fraction=0.849), "of the copy's speed, from 1 GB of KV on 0.849"),
         ("decode", lambda r: r[0].update(best_torch_s=0.99), "as fast as torch's attention 0.99"),
         ("decode", lambda r: r[1].update(fraction=math.nan), "from 1 GB of KV on nan"),
+        ("decode", lambda r: r[1].update(largest_difference=0.03), "largest difference from torch 0.03"),
+        ("decode", lambda r: r[0].update(largest_difference=math.nan), "difference from torch nan"),
+        ("prefill", lambda r: r[1].update(largest_difference=0.03), "largest difference from torch 0.03"),
         ("prefill", lambda r: r[0].update(fraction=0.89), "of flash attention's speed 0.89"),
         ("prefill", lambda r: r[1].update(library_overhead=0.031), "added by gathering 0.031"),
         ("transfers", lambda r: r[0].update(fraction=0.899), "of one plain copy, loading 0.899"),
@@ -312,10 +413,12 @@ def test_lines_without_their_steps() -> None:
 def test_rows_are_what_the_lines_read() -> None:
     """The names in the rows that the benchmarks write."""
     tiny = {"shape": TINY, "page_tokens": 16}
-    decoded = decode.run(ExecutorLauncher(), "cpu", on_the_cpu, cases=((1, 20),), copy_nbytes=1 << 12, **tiny)
+    decoded = decode.run(
+        ExecutorLauncher(), "cpu", on_the_cpu, cases=(DecodeCase(1, 20),), copy_nbytes=1 << 12, **tiny
+    )
     (row,) = map(asdict, decoded)
     assert row.keys() >= DECODE[0].keys()
-    (row,) = map(asdict, prefill.run(ExecutorLauncher(), "cpu", on_the_cpu, cases=((20, 0),), **tiny))
+    (row,) = map(asdict, prefill.run(ExecutorLauncher(), "cpu", on_the_cpu, cases=(PrefillCase(20),), **tiny))
     assert row.keys() >= PREFILL[0].keys()
     assert {field.name for field in fields(TransferRow)} >= TRANSFERS[0].keys()
     assert {field.name for field in fields(SlowdownRow)} >= {"slowdown"}

@@ -3,18 +3,20 @@ from __future__ import annotations
 import json
 import random
 import re
+import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib
 import pytest
 from typer.testing import CliRunner
 
 from tests.tools.replay.written import mooncake_line, session, turn, write_lines
 from tierstore.policy import POLICIES
 from tierstore_tools import cli
-from tierstore_tools.replay.policies import policy_names
+from tierstore_tools.replay.formats import load
+from tierstore_tools.replay.policies import POLICY_NAMES
 from tierstore_tools.replay.simulator import simulate
-from tierstore_tools.replay.trace import Recorded, Request
 
 
 @pytest.fixture
@@ -46,25 +48,40 @@ def refused(monkeypatch, capsys, *arguments: object) -> str:
     return lines[0]
 
 
-def recorded(path: Path) -> Recorded:
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return Recorded([Request(0.0, line["hash_ids"], line["input_length"]) for line in lines], 512)
-
-
 def test_the_document_has_a_row_per_policy_and_capacity(trace):
     document = replay("--trace", trace, "--policy", "lru,default", "--capacity", "30blocks,50%,20480tokens")
     assert document["requests"] == 200
-    assert document["unique_blocks"] == len({each for one in recorded(trace) for each in one.blocks})
+    assert document["unique_blocks"] == len({each for one in load(trace).trace for each in one.blocks})
+    assert document["unfinished"] == 0
     assert 0 < document["ideal"] < 1
     rows = document["rows"]
     half = document["unique_blocks"] // 2
     asked = [(policy, blocks) for policy in ("lru", "default") for blocks in (30, half, 40)]
     assert [(row["policy"], row["capacity_blocks"]) for row in rows] == asked
     for row in rows:
-        simulated = simulate(recorded(trace), row["policy"], row["capacity_blocks"])
+        simulated = simulate(load(trace).trace, row["policy"], row["capacity_blocks"])
         assert row["hit_rate"] == simulated.hit_rate
         assert row["capacity_tokens"] == 512 * row["capacity_blocks"]
         assert row["hints"] == "none"
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_killed_replay_leaves_what_it_had(trace, tmp_path, jobs):
+    out = tmp_path / "out.json"
+    capacities = ",".join(f"{blocks}blocks" for blocks in range(2, 2000))
+    asked = ["replay", "--trace", trace, "--policy", "lru", "--capacity", capacities, "--jobs", jobs]
+    command = [sys.executable, "-m", "tierstore_tools.cli", *map(str, asked), "--json", str(out)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stderr is not None
+        lines = iter(running.stderr.readline, "")
+        told = next((line for line in lines if "blocks: hit rate" in line), "")
+        next(lines)  # by now the first one is in the document
+        running.kill()
+    assert told.startswith("lru, ")
+    document = json.loads(out.read_text())
+    assert document["unfinished"] == 1998 - len(document["rows"]) > 0
+    row = document["rows"][0]
+    assert row["hit_rate"] == simulate(load(trace).trace, "lru", row["capacity_blocks"]).hit_rate
 
 
 def test_processes_come_to_the_same_result(trace):
@@ -73,7 +90,7 @@ def test_processes_come_to_the_same_result(trace):
 
 
 def test_all_policies_can_be_named(trace):
-    names = policy_names()
+    names = POLICY_NAMES
     assert set(names) >= set(POLICIES)
     rows = replay("--trace", trace, "--policy", ",".join(names), "--capacity", "40blocks")["rows"]
     assert [row["policy"] for row in rows] == list(names)
@@ -82,7 +99,7 @@ def test_all_policies_can_be_named(trace):
 def test_the_help_names_them_all():
     told = CliRunner().invoke(cli.app, ["replay", "--help"]).stdout
     named = told.split("of lru", 1)[1].split("[default", 1)[0]
-    assert {"lru", *re.findall(r"[a-z0-9]+", named)} == set(policy_names())
+    assert {"lru", *re.findall(r"[a-z0-9]+", named)} == set(POLICY_NAMES)
 
 
 def test_hints_stand_above_the_figures(trace):
@@ -112,6 +129,16 @@ def test_the_picture_and_the_document_are_written(trace, tmp_path):
     assert json.loads(out.read_text())["token_bytes"] == 512
     assert "34 MiB" in result.stdout
     assert "0." in result.stdout
+
+
+def test_the_picture_is_in_the_unit_of_the_tables(trace, tmp_path, monkeypatch):
+    monkeypatch.setitem(matplotlib.rcParams, "svg.fonttype", "none")
+    for model, unit in ((("--model", "tiny"), "MiB"), ((), "k")):
+        plot = tmp_path / "plot.svg"
+        replay("--trace", trace, "--policy", "lru", "--capacity", "5,10,100%", "--plot", plot, *model)
+        ticks = re.findall(rf">(\d+) {unit}<", plot.read_text())
+        assert len(ticks) > 1
+        assert unit != "MiB" or all(int(tick).bit_count() == 1 for tick in ticks)
 
 
 def test_bytes_are_counted_in_a_model_of_a_folder(trace, tmp_path):

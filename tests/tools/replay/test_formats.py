@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tests.tools.replay.written import mooncake_line, session, subagent, turn, write_lines
 from tierstore.errors import UsageError
 from tierstore_tools.replay.formats import LengthsTrace, load
-from tierstore_tools.replay.packed import PackedTrace, RawRequest
-from tierstore_tools.replay.trace import extent
+from tierstore_tools.replay.trace import RawRequest, Trace, extent
 
 # -- the packed form -------------------------------------------------------------------------------------
 
@@ -25,7 +24,7 @@ from tierstore_tools.replay.trace import extent
 )
 def test_a_packed_trace_has_the_prompts_it_was_given(raw):
     raw = sorted(raw, key=lambda each: each[2])  # a scope that another one followed does not come back
-    trace = PackedTrace(16)
+    trace = Trace(16)
     for at_s, ids, scope in raw:
         trace.append(RawRequest(at_s, ids, 16 * len(ids), 1, session=scope, scope=scope))
     trace.close()
@@ -39,12 +38,11 @@ def test_a_packed_trace_has_the_prompts_it_was_given(raw):
             prefixes.setdefault(prefix, block) for prefix, block in zip(named, request.blocks, strict=True)
         ]
     assert len(set(prefixes.values())) == len(prefixes)
-    assert trace.extent() == extent(trace)
-    assert trace.extent().unique_blocks == len(prefixes)
+    assert extent(trace).unique_blocks == len(prefixes)
 
 
 def test_prompts_of_ten_thousand_blocks_are_read_back():
-    trace = PackedTrace(64)
+    trace = Trace(64)
     for turns in range(20):
         trace.append(RawRequest(turns, range(10_000 + 50 * turns), 64 * 10_000, 1))
     trace.append(RawRequest(20.0, [*range(5_000), 77_777], 64 * 5_001, 1))
@@ -52,7 +50,6 @@ def test_prompts_of_ten_thousand_blocks_are_read_back():
     trace.close()
     lengths = [len(request.blocks) for request in trace]
     assert lengths == [*range(10_000, 11_000, 50), 5_001, 0]
-    assert trace.extent() == extent(trace)
 
 
 # -- the formats -----------------------------------------------------------------------------------------
@@ -112,7 +109,7 @@ def test_weka_sessions_may_start_one_after_the_other_and_share_ids(tmp_path):
     path = write_lines(tmp_path / "sessions.jsonl", sessions)
     trace = load(path, session_gap_s=30).trace
     assert [request.timestamp_s for request in trace] == [0, 30, 60]
-    assert trace.extent().unique_blocks == 2
+    assert extent(trace).unique_blocks == 2
 
 
 def test_weka_comes_in_many_files(tmp_path):
@@ -153,6 +150,21 @@ def test_csv_of_lengths(tmp_path):
     assert isinstance(loaded.trace, LengthsTrace)
     assert (len(loaded.trace), loaded.trace.tokens) == (3, 1857)
     assert loaded.trace.span_s == pytest.approx(60.0)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["Timestamp;Request tokens;Response tokens", "5,5;472;18", "45,5;1087,0;230"],
+        ["Timestamp\tRequest tokens\tResponse tokens", "5.5\t472\t18", "45.5\t1087\t230"],
+    ],
+)
+def test_csv_with_other_delimiters(tmp_path, lines):
+    path = tmp_path / "lengths.csv"
+    path.write_text("\n".join(lines) + "\n")
+    trace = load(path).trace
+    assert isinstance(trace, LengthsTrace)
+    assert (list(trace.outputs), trace.span_s) == ([18, 230], 40.0)
 
 
 # -- what is not as it should be -------------------------------------------------------------------------
@@ -249,9 +261,31 @@ def test_a_file_that_is_not_there_or_of_an_unknown_format_is_refused(tmp_path):
         load(tmp_path, format_name="parquet")
     with pytest.raises(UsageError, match="no session"):
         load(tmp_path)
-    (tmp_path / "cut.gz").write_bytes(gzip.compress(b'{"hash_ids": []}\n' * 1000)[:-20])
-    with pytest.raises(UsageError, match="cannot read"):
-        load(tmp_path / "cut.gz")
+
+
+def test_a_gzip_file_that_ends_early_is_read_up_to_there(tmp_path):
+    lines = [mooncake_line([0, number], at_ms=number) for number in range(2000)]
+    whole = write_lines(tmp_path / "whole.jsonl", lines).read_bytes()
+    packed = gzip.compress(whole, mtime=0)
+    path = tmp_path / "trace.jsonl.gz"
+    path.write_bytes(packed[: len(packed) * 3 // 4])
+    loaded = load(path)
+    assert 1000 < len(loaded.trace) < 2000
+    assert (loaded.complaints.count, loaded.complaints.first) == (
+        1,
+        "trace.jsonl.gz: the gzip file ends early",
+    )
+    assert [request.timestamp_s for request in loaded.trace] == [at / 1e3 for at in range(len(loaded.trace))]
+    parts = whole[: len(whole) // 2], whole[len(whole) // 2 :]
+    path.write_bytes(b"".join(map(gzip.compress, parts)) + bytes(9))
+    assert (len(load(path).trace), load(path).complaints.count) == (2000, 0)
+    path.write_bytes(packed[:-4000] + bytes(4000))
+    damaged = load(path)
+    assert 1000 < len(damaged.trace) < 2000
+    assert damaged.complaints.count > 0
+    path.write_bytes(packed[:5])
+    with pytest.raises(UsageError, match="has no requests"):
+        load(path)
 
 
 def test_a_damaged_session_costs_itself_only(tmp_path):

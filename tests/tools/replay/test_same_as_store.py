@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+import tierstore
 from tests.tools.replay.traces import conversation
 from tierstore.keys import Identity, Prompt
 from tierstore.policy import POLICIES
 from tierstore.spec import KVSpec
 from tierstore.store import Store
-from tierstore_tools.replay.cache import Cache, Memory
-from tierstore_tools.replay.simulator import Simulator
+from tierstore_tools.replay.simulator import Cache, Memory, Simulator
 
 # A block of the trace is a page of one token, whose id it is.
 SPEC = KVSpec.uniform(layers=1, kv_heads=1, head_dim=512, dtype="float32", chunk_tokens=1)
@@ -38,10 +38,10 @@ def serve(store: Store, prompt: Prompt) -> int:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_store_finds_what_the_simulator_says(policy):
-    count, capacity = (2000, 3000) if policy == "default" else (150, 300)
-    requests = conversation()[:count]
-    simulator = Simulator(POLICIES[policy](), capacity)
-    with Store.open(
+    capacity = 300
+    requests = conversation()[:400]
+    simulator = Simulator(policy, capacity)
+    with tierstore.open(
         None, SPEC, identity=IDENTITY, host_bytes=capacity * SPEC.page_bytes, policy=policy
     ) as store:
         for number, (prompt, request) in enumerate(as_stored(requests)):
@@ -56,10 +56,10 @@ def test_a_store_with_a_disk_finds_what_the_simulator_says_of_each_tier(tmp_path
     """The disk keeps everything, and what a load brings back from there stays in memory."""
     capacity, requests = 300, conversation()[:150]
     memory = Memory()
-    host = Cache(POLICIES["default"](), capacity, memory)
-    disk = Cache(POLICIES["default"](), 100_000, memory)
+    host = Cache("default", capacity, memory)
+    disk = Cache("default", 100_000, memory)
     in_memory = on_disk = 0
-    with Store.open(
+    with tierstore.open(
         tmp_path,
         SPEC,
         identity=IDENTITY,
@@ -70,7 +70,7 @@ def test_a_store_with_a_disk_finds_what_the_simulator_says_of_each_tier(tmp_path
         for number, (prompt, request) in enumerate(as_stored(requests)):
             with store.lookup(prompt) as hit:
                 found = (hit.by_tier.get("host", 0), hit.by_tier.get("disk", 0))
-                buffers = [bytearray(SPEC.page_bytes) for _ in hit.pages]
+                buffers = [bytearray(SPEC.page_bytes) for _ in range(hit.num_pages)]
                 assert store.load(hit, buffers).wait(30).tokens == hit.tokens
                 missing = len(prompt) - hit.tokens
                 assert store.save(prompt, [PAGE] * missing, first=hit.tokens).wait(30) == missing
@@ -87,12 +87,10 @@ def _replay(host: Cache, disk: Cache, memory: Memory, blocks) -> None:
     held, hit = host.held(blocks), disk.held(blocks)
     memory.use(blocks[:hit])
     for tier, found in ((host, held), (disk, hit)):
-        tier.accessed(blocks[:hit])
         tier.hold(blocks[:found])
     host.store(blocks[:hit], held)  # the load
     host.store(blocks, hit)
     disk.store(blocks, hit)
     memory.saved(blocks[hit:])
     for tier in (host, disk):
-        tier.accessed(blocks[hit:])
         tier.release(blocks)

@@ -1,17 +1,19 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tools.replay import synthetic
 from tests.tools.replay.traces import conversation
-from tierstore.policy import POLICIES, PageHint, Reuse
-from tierstore_tools.replay import synthetic
-from tierstore_tools.replay.oracle import Belady, BeladyHints, NextUses, OracleHints
+from tierstore.policy import PageHint, Reuse
+from tierstore_tools.replay.hints import BeladyHints, NextUses, OracleHints
+from tierstore_tools.replay.policies import POLICY_NAMES
 from tierstore_tools.replay.simulator import Simulator, simulate
-from tierstore_tools.replay.trace import Recorded, Request, extent
+from tierstore_tools.replay.trace import Request, extent
 
 CAPACITY = 1500  # blocks
 REQUESTS = 1000
@@ -32,7 +34,7 @@ def hit_rate(name: str, capacity: int = CAPACITY) -> float:
 @functools.cache
 def belady() -> float:
     requests = conversation()[:REQUESTS]
-    return run(Belady(), requests, CAPACITY, BeladyHints(NextUses(requests)))
+    return run("belady", requests, CAPACITY, BeladyHints(NextUses(requests)))
 
 
 def lru_by_definition(requests, capacity: int) -> float:
@@ -72,7 +74,7 @@ def test_with_room_for_everything_the_hit_rate_is_the_ideal():
 
 
 def test_a_hit_ends_at_the_first_block_that_is_not_there():
-    simulator = Simulator(POLICIES["lru"](), 10)
+    simulator = Simulator("lru", 10)
     assert simulator.step(Request(0, [1, 2, 3], 3)) == 0
     assert simulator.step(Request(1, [1, 2, 4], 3)) == 2
     assert simulator.step(Request(2, [1, 2, 3, 5], 4)) == 3
@@ -82,7 +84,7 @@ def test_a_hit_ends_at_the_first_block_that_is_not_there():
 
 
 def test_a_prompt_that_does_not_fit_is_stored_as_far_as_it_does():
-    simulator = Simulator(POLICIES["lru"](), 4)
+    simulator = Simulator("lru", 4)
     simulator.step(Request(0, [1, 2], 2))
     simulator.step(Request(1, list(range(10, 20)), 10))
     assert len(simulator.tier) == 4
@@ -93,11 +95,11 @@ def test_a_prompt_that_does_not_fit_is_stored_as_far_as_it_does():
 prompts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=7), max_size=40)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", POLICY_NAMES)
 @settings(max_examples=10, deadline=None)
 @given(prompts=prompts, capacity=st.integers(1, 12))
 def test_what_a_tier_holds_is_closed_over_prefixes_and_never_too_much(name, prompts, capacity):
-    simulator = Simulator(POLICIES[name](), capacity)
+    simulator = Simulator(name, capacity)
     for at, prompt in enumerate(prompts):
         blocks = [hash(tuple(prompt[:end])) & 0xFFFFFFFF for end in range(1, len(prompt) + 1)]
         simulator.step(Request(at, blocks, len(blocks)))
@@ -105,14 +107,14 @@ def test_what_a_tier_holds_is_closed_over_prefixes_and_never_too_much(name, prom
         simulator.tier.check()
 
 
-@pytest.mark.parametrize("name", ["lru", "2q", "tenure"])
+@pytest.mark.parametrize("name", ["lru", "2q", "default"])
 def test_nobody_finds_more_than_belady(name):
     assert hit_rate(name) <= belady() < extent(conversation()[:REQUESTS]).ideal
 
 
 def test_what_is_known_of_these_policies_comes_out():
     assert hit_rate("lru", 5000) >= hit_rate("lfu", 5000), "the order of the published figures"
-    assert hit_rate("tenure") > 1.05 * hit_rate("lru")
+    assert hit_rate("default") > 1.05 * hit_rate("lru")
     assert belady() > 1.5 * hit_rate("lru")
 
 
@@ -121,7 +123,7 @@ def test_hints_are_worth_the_more_the_more_often_they_are_right():
     rates = []
     for right in (0.1, 0.9, 1.0):
         hints = OracleHints(NextUses(requests), right)
-        rates.append(run(POLICIES["default"](), requests, CAPACITY, hints))
+        rates.append(run("default", requests, CAPACITY, hints))
     assert rates == sorted(rates)
     assert rates[0] < hit_rate("lru") < rates[1]
     assert rates[1] > 0.7 * belady()
@@ -133,7 +135,7 @@ def test_a_block_whose_time_is_over_leaves_first():
             return [PageHint(Reuse.LIKELY, 0, 5.0)] if number == 0 else None
 
     def hit_at(now_s: float) -> int:
-        simulator = Simulator(POLICIES["hinted"](), 2, hints=Hints())
+        simulator = Simulator("hinted", 2, hints=Hints())
         for at, block in ((0, 1), (1, 2), (now_s, 3)):
             simulator.step(Request(at, [block], 1))
         return simulator.step(Request(now_s, [1], 1))
@@ -142,38 +144,51 @@ def test_a_block_whose_time_is_over_leaves_first():
     assert hit_at(6.0) == 0
 
 
-def first(trace: Recorded, count: int) -> list[Request]:
-    return list(trace.requests[:count])
-
-
-@pytest.mark.parametrize("kind", ["chat", "documents", "drift", "phases"])
-def test_the_default_is_nowhere_worse_than_lru(kind):
-    requests = first(synthetic.GENERATORS[kind](), 500)
+@pytest.mark.parametrize(
+    ("kind", "least"), [("chat", 1), ("documents", 1), ("phases", 0.99), ("drift", 0.96)]
+)
+def test_the_default_is_worse_than_lru_only_where_what_was_used_often_is_over(kind, least):
+    requests = synthetic.GENERATORS[kind]()[:500]
     lru = simulate(requests, "lru", 2000).hit_rate
-    assert simulate(requests, "default", 2000).hit_rate >= 0.99 * lru > 0
+    assert simulate(requests, "default", 2000).hit_rate >= least * lru > 0
+
+
+@pytest.mark.parametrize(("capacity", "least"), [(700, 1.05), (2000, 1.2), (12_000, 1)])
+def test_the_default_finds_more_than_lru_in_conversations(capacity, least):
+    lru, default = (simulate(conversation(), name, capacity).hit_rate for name in ("lru", "default"))
+    assert default >= least * lru
+
+
+def test_a_large_cache_of_pages_that_are_over_is_no_worse_than_lru():
+    """Their scores have to fall when the first new pages are evicted too soon."""
+    trace = synthetic.drift(3000)
+    lru = simulate(trace, "lru", 8000)
+    assert lru.evicted_blocks > 0
+    assert simulate(trace, "default", 8000).hit_rate >= 0.99 * lru.hit_rate
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("kind", synthetic.GENERATORS)
-def test_the_default_is_nowhere_worse_than_lru_at_any_capacity(kind):
+def test_the_default_is_at_no_capacity_much_worse_than_lru(kind):
+    """Worst where what was used often is over at once, in a small cache."""
     trace = synthetic.GENERATORS[kind]()
     for capacity in (1000, 1500, 2000, 3000, 5000, 8000, 12_000, 20_000, 30_000, 50_000, 100_000):
         lru = simulate(trace, "lru", capacity).hit_rate
-        assert simulate(trace, "default", capacity).hit_rate >= 0.99 * lru, f"{capacity} blocks"
+        assert simulate(trace, "default", capacity).hit_rate >= 0.93 * lru, f"{capacity} blocks"
 
 
 def test_generators_make_the_same_traffic_again():
     for kind, generate in synthetic.GENERATORS.items():
         if kind in ("loop", "drift"):
-            assert generate().requests == generate().requests, kind
+            assert generate() == generate(), kind
     trace = synthetic.chat(200)
-    assert trace.requests == synthetic.chat(200).requests != synthetic.chat(200, seed=1).requests
+    assert trace == synthetic.chat(200) != synthetic.chat(200, seed=1)
     before: dict[int, int | None] = {}
     for kind in (synthetic.chat, synthetic.agents, synthetic.documents, synthetic.mixed):
         before.clear()
         made = kind(300)
-        assert all(a.timestamp_s <= b.timestamp_s for a, b in zip(made, made.requests[1:], strict=False))
+        assert all(a.timestamp_s <= b.timestamp_s for a, b in itertools.pairwise(made))
         for request in made:
             for parent, block in zip([None, *request.blocks], request.blocks, strict=False):
                 assert before.setdefault(block, parent) == parent, "ids are chained over prefixes"

@@ -8,12 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.errors import UsageError
-from tierstore_tools.replay.packed import PackedTrace, RawRequest
+from tierstore_tools.replay.machine import Bandwidths, Machine, Prefill, read_bandwidths, read_prefill
 from tierstore_tools.replay.simulator import simulate
-from tierstore_tools.replay.tiered.engine import Engine
-from tierstore_tools.replay.tiered.links import Link, WriteBehind
-from tierstore_tools.replay.tiered.machine import Bandwidths, Machine, Prefill, read_bandwidths, read_prefill
-from tierstore_tools.replay.tiered.result import TieredRow, Waits
+from tierstore_tools.replay.tiered import Engine, Link, TieredRow, Waits, WriteBehind
+from tierstore_tools.replay.trace import RawRequest, Trace, extent
 
 BLOCK = 64
 BLOCK_BYTES = 1_000_000
@@ -24,10 +22,10 @@ def machine(hbm=0, host=0, disk=0, *, bandwidths=FAST, prefill=Prefill(0.001)) -
     return Machine(hbm, host, disk, BLOCK_BYTES, bandwidths, prefill)
 
 
-def conversations(seed: int, count: int = 400) -> PackedTrace:
+def conversations(seed: int, count: int = 400) -> Trace:
     """Chats of many users that grow by a few blocks a turn, all with one system prompt."""
     chance = random.Random(seed)
-    trace = PackedTrace(BLOCK)
+    trace = Trace(BLOCK)
     chats: list[list[int]] = []
     numbers = iter(range(1_000_000))
     system = [next(numbers) for _ in range(3)]
@@ -43,9 +41,7 @@ def conversations(seed: int, count: int = 400) -> PackedTrace:
     return trace
 
 
-def through(
-    trace: PackedTrace, machine: Machine, *, policy: str = "lru", prefetch: bool = False
-) -> TieredRow:
+def through(trace: Trace, machine: Machine, *, policy: str = "lru", prefetch: bool = False) -> TieredRow:
     engine = Engine(machine, policy, block_tokens=trace.block_tokens, prefetch=prefetch)
     for request in trace:
         engine.step(request)
@@ -70,7 +66,7 @@ def test_one_tier_alone_hits_what_the_simulator_hits(tier):
 def test_tiers_that_hold_everything_hit_what_is_there_to_hit():
     trace = conversations(2)
     row = through(trace, machine(hbm=50, host=150, disk=10**6))
-    ideal = trace.extent().ideal * trace.blocks * BLOCK
+    ideal = extent(trace).ideal * trace.blocks * BLOCK
     assert row.hit_tokens.hbm > 0
     assert row.hit_tokens.host > 0
     assert row.hit_tokens.disk > 0
@@ -122,7 +118,7 @@ def test_what_a_slow_disk_has_is_computed_again():
 
 
 def test_the_time_to_a_first_token_is_loading_and_then_computing():
-    trace = PackedTrace(BLOCK)
+    trace = Trace(BLOCK)
     trace.append(RawRequest(0.0, [1, 2, 3, 4], 4 * BLOCK, 1))
     trace.append(RawRequest(9.0, [8, 9], 2 * BLOCK, 1))  # takes the places in HBM
     trace.append(RawRequest(20.0, [1, 2, 3, 4, 5], 5 * BLOCK, 1))
@@ -162,9 +158,9 @@ def test_writes_that_would_wait_too_long_are_dropped():
 # -- before the next turn --------------------------------------------------------------------------------
 
 
-def regular_turns(session_named: bool) -> PackedTrace:
+def regular_turns(session_named: bool) -> Trace:
     """One agent that comes every ten seconds, among others that never come again and fill the host tier."""
-    trace = PackedTrace(BLOCK)
+    trace = Trace(BLOCK)
     requests = []
     for number in range(300):
         fresh = [10_000 + 8 * number + at for at in range(8)]

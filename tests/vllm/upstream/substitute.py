@@ -40,15 +40,6 @@ _used: set[str] = set()
 _running: list[str] = [""]  # the module of the test
 
 
-class Found:
-    """What ours finds in place of a daemon's answer."""
-
-    answered, on_disk = True, 0
-
-    def release(self):
-        pass
-
-
 def pytest_configure(config):
     for marker in ("cpu_test", "skip_global_cleanup", "optional", "slow_test"):
         config.addinivalue_line("markers", f"{marker}: vLLM's")
@@ -101,14 +92,14 @@ def _connect(scheduler):
     """Tell the connector of its workers, as the engine does."""
     from tierstore.keys import Identity
     from tierstore.spec import KVSpec
-    from tierstore_connectors.vllm import finder
+    from tierstore_connectors.vllm import lookup
     from tierstore_connectors.vllm.connector import WorkerShard
-    from tierstore_connectors.vllm.work import GroupPages, Shard
+    from tierstore_connectors.vllm.orders import GroupPages, Shard
 
     half = scheduler.connector._scheduler
     if half is None:
         return  # a model that it does not keep, and has said so
-    finder._CONNECT_S = 0.0
+    lookup._CONNECT_S = 0.0
     spec = KVSpec.opaque(4096, chunk_tokens=half.groups.chunk_tokens)
     pages = tuple(
         GroupPages(group.number, Identity.of(spec, model="m", shard=str(group.number)), 4096, group.windowed)
@@ -117,7 +108,7 @@ def _connect(scheduler):
     shard = WorkerShard(Shard(half.groups.chunk_tokens, pages))
     workers = scheduler.vllm_config.parallel_config.world_size
     scheduler.connector.set_xfer_handshake_metadata_pp_aware({(0, rank): shard for rank in range(workers)})
-    assert half.finder.connected
+    assert half.lookups.connected
 
 
 def _stand_in(connector, mock):
@@ -146,14 +137,15 @@ def _stand_in(connector, mock):
         asking[:] = [request.request_id, local]
         return matched(request, local)
 
-    def look(probe, *, patient):
+    def poll(lookup, *, patient):
         name, local = asking
         asked[name] = asked.get(name, 0) + 1
         return local + mock["matched_tokens"] if asked[name] > mock["num_defers_before_matching"] else None
 
     half.matched = ask
-    half.finder.begin = lambda keys, *rest: Found()
-    half.finder.look = look
+    half.lookups.may_ask = lambda: True
+    half.lookups.ask = lambda lookups, epoch: None
+    half.lookups.poll = poll
 
 
 def _mock_around_ours():
@@ -196,8 +188,8 @@ def pytest_runtest_call(item):
         raise
     for scheduler, connector in _made:
         _used.add(item.nodeid)
-        connector.faults.counts.pop("the start", None)  # a model that is not kept
-        assert not connector.faults.counts, f"caught: {connector.faults.counts}"
+        connector.errors.counts.pop("the start", None)  # a model that is not kept
+        assert not connector.errors.counts, f"caught: {connector.errors.counts}"
         if connector._scheduler is not None and _running[0] not in _MOCKED:  # a mock may not pass it on
             assert set(connector._scheduler.requests) <= set(scheduler.requests)
     return result

@@ -9,6 +9,7 @@ import resource
 from collections.abc import Iterator
 
 from tierstore.cli.checks.check import Check, ok, read_text, warn
+from tierstore.machine import memory_bytes
 from tierstore.units import GIB, format_size
 
 _THP = "/sys/kernel/mm/transparent_hugepage"
@@ -39,14 +40,7 @@ def _kernel() -> Check:
 
 
 def _memory() -> Check:
-    figures = {
-        name: int(kib) * 1024
-        for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", read_text("/proc/meminfo") or "", re.MULTILINE)
-    }
-    available, total = figures.get("MemAvailable", 0), figures.get("MemTotal", 0)
-    limit = read_text("/sys/fs/cgroup/memory.max")
-    if limit is not None and limit.isdigit() and int(limit) < total:
-        total, available = int(limit), min(available, int(limit))
+    total, available = memory_bytes()
     found = f"{format_size(available)} available of {format_size(total)}"
     if available < _LEAST_MEMORY:
         advice = (

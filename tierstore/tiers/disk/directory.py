@@ -9,17 +9,23 @@ import weakref
 from pathlib import Path
 
 from tierstore.errors import StoreUnavailableError, UsageError
+from tierstore.tiers.disk.io import FileIO
 
 _LOCK = "lock"
 INDEX = "index.lmdb"
 _EXTENTS = "extents"
-_OURS = {_LOCK, INDEX, f"{INDEX}-lock", f"{INDEX}.new", f"{INDEX}.new-lock", _EXTENTS}
+_DAMAGED = f"{INDEX}.damaged"
+_OURS = {_LOCK, INDEX, f"{INDEX}-lock", f"{INDEX}.new", f"{INDEX}.new-lock", _DAMAGED, _EXTENTS}
 
 _held: weakref.WeakSet[StoreDirectory]
 
 
 class StoreInUseError(StoreUnavailableError):
-    """Another process owns the directory, or another store in this one."""
+    """Process ``owner`` owns the directory, or another store in this one."""
+
+    def __init__(self, path: Path, owner: str) -> None:
+        super().__init__(f"{path} is in use by process {owner}: stop it, or give another directory")
+        self.owner = owner
 
 
 class StoreDirectory:
@@ -29,6 +35,7 @@ class StoreDirectory:
         self.path = path
         self.index = path / INDEX
         self.new_index = path / f"{INDEX}.new"
+        self.damaged_index = path / _DAMAGED  # set aside by fsck, until the next opening
         self.extents = path / _EXTENTS
         self._lock_fd = lock_fd
         _held.add(self)
@@ -74,7 +81,7 @@ class StoreDirectory:
         return sorted(names)
 
     def sign(self) -> None:
-        """Leave this process's id in the lock, for whoever finds it taken."""
+        """Leave this process's id in the lock, for a process that finds it taken."""
         os.ftruncate(self._lock_fd, 0)
         os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
 
@@ -85,6 +92,15 @@ class StoreDirectory:
             for each in (Path(root), *(Path(root, name) for name in names)):
                 total += each.lstat().st_blocks * 512
         return total
+
+    def leftovers(self) -> list[Path]:
+        """What an index that was being made leaves behind when its process ends."""
+        return [path for path in (self.new_index, self.path / f"{self.new_index.name}-lock") if path.exists()]
+
+    def remove_leftovers(self, io: FileIO) -> None:
+        """Delete them. Raises :class:`OSError`."""
+        for path in self.leftovers():
+            io.unlink(path)
 
     def release(self) -> None:
         """Give the directory up. Idempotent."""
@@ -122,9 +138,7 @@ def _lock(path: Path, fd: int) -> int:
         os.close(fd)
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
             raise StoreUnavailableError(f"cannot lock {path}: {error.strerror}") from error
-        raise StoreInUseError(
-            f"{path} is in use by process {owner or '(unknown)'}: stop it, or give another directory"
-        ) from None
+        raise StoreInUseError(path, owner or "(unknown)") from None
     return fd
 
 

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierstore.tiers.disk.aio import Landed, QueuedRead
-from tierstore.tiers.disk.io import FileIO
+from tierstore.tiers.disk.io import FileIO, Landed, QueuedRead
 from tierstore.units import MIB
 
 _GROWTH = 128 * MIB  # what ext4 keeps as one extent

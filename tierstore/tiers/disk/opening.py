@@ -1,34 +1,129 @@
-"""Opening a directory: what was found is checked, what does not fit this life's capacity is let go."""
+"""Opening a directory: what was found is checked, what does not fit this life's capacity is let go.
+
+The index is scanned once after that, so that pages can leave and free space is known. Lookups do not wait for
+the scan: they find their pages in the index itself. Writing and evicting do.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from tierstore.errors import StoreUnavailableError
+from tierstore.memory import ALIGNMENT
 from tierstore.tiers.disk.calibration import Calibration, calibrate
-from tierstore.tiers.disk.catalog import FORMAT, MOVING_FORMAT, Catalog, unreadable
-from tierstore.tiers.disk.directory import StoreDirectory
+from tierstore.tiers.disk.directory import INDEX, StoreDirectory
 from tierstore.tiers.disk.extents import ExtentFiles
-from tierstore.tiers.disk.inspection import stored_format
+from tierstore.tiers.disk.index_db import FORMAT, Change, IndexDB, Serials
+from tierstore.tiers.disk.index_file import DamagedIndexError, IndexFile, check_index, stored_format
 from tierstore.tiers.disk.io import FileIO
-from tierstore.tiers.disk.layout import Layout, file_bytes, unit_bytes
-from tierstore.tiers.disk.ledger import Ledger
+from tierstore.tiers.disk.page_table import PageTable, parent_rows, reachable
 from tierstore.tiers.disk.payloads import Payloads
-from tierstore.tiers.disk.rebuild import rebuild, remove_leftovers, resume
-from tierstore.tiers.disk.space import Space
-from tierstore.tiers.disk.survey import SurveyThread
+from tierstore.tiers.disk.space import (
+    Layout,
+    Space,
+    file_bytes,
+    index_cost,
+    index_room,
+    tree_headroom,
+    unit_bytes,
+)
+from tierstore.units import KIB
 
 _log = logging.getLogger(__name__)
 
+_SERIALS = 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class ScannedPages:
+    """The pages that are there, and the serials of those that cannot be: their parents are gone, or their
+    places are outside of this life's space or taken."""
+
+    page_table: PageTable
+    lost: Sequence[int]
+
+
+def scan_index(index_db: IndexDB, space: Space) -> ScannedPages:
+    """Read the facts of every page and claim the places they name. Raises :class:`OSError`, and
+    :class:`DamagedIndexError` for facts that are not in order."""
+    facts = index_db.facts()
+    facts = facts[facts["serial"] < _SERIALS]  # any other key is damage
+    serials = facts["serial"].astype(np.int64)
+    if bool((np.diff(serials) <= 0).any()):
+        raise DamagedIndexError(index_db.path, "its tree 'facts' is out of order")
+    parents = parent_rows(facts)
+    roots = np.fromiter(index_db.roots(), np.int64)
+    rooted = (parents >= 0) | np.isin(facts["parent"].astype(np.int64), roots)
+    good = reachable(parents, rooted & (facts["parent"] < facts["serial"]))
+    rows = np.flatnonzero(good)
+    claimed = space.claim(facts["place"][rows].tolist(), facts["nbytes"][rows].tolist())
+    good[rows] = claimed
+    kept = reachable(parents, good)
+    unclaimed = np.flatnonzero(good & ~kept)
+    space.unclaim(facts["place"][unclaimed].tolist(), facts["nbytes"][unclaimed].tolist())
+    return ScannedPages(PageTable(facts[kept]), serials[~kept].tolist())
+
+
+class IndexScan:
+    """A scan under way beside lookups. ``page_table`` is None until it has succeeded."""
+
+    def __init__(self, index_db: IndexDB, space: Space, *, check: IndexFile | None, waited_for: bool) -> None:
+        """``check`` is the index's file, if its payloads have yet to be checked: no page may leave before.
+        Damage is logged unless the scan is ``waited_for``: then the caller reports :attr:`error`."""
+        self.page_table: PageTable | None = None
+        self.error: Exception | None = None
+        self._index_db = index_db
+        self._space = space
+        self._check = check
+        self._waited_for = waited_for
+        self._thread = threading.Thread(target=self._run, name="tierstore-scan", daemon=True)
+        self._thread.start()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Whether it has ended within ``timeout`` seconds."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            if self._check is not None:
+                self._check.check_payloads()
+            scan = scan_index(self._index_db, self._space)
+            self._forget(scan.lost)
+            self.page_table = scan.page_table
+        except DamagedIndexError as error:
+            self.error = error
+            if not self._waited_for:
+                _log.error("disk tier: nothing will be written: %s", error)
+        except Exception as error:  # noqa: BLE001  # an index that cannot be read: then nothing is written to it
+            self.error = error
+            _log.error("disk tier: the index could not be read, nothing will be written", exc_info=error)
+
+    def _forget(self, lost: Sequence[int]) -> None:
+        try:
+            self._index_db.forget(lost)
+        except OSError as error:  # an index so full that not even deletions fit: the next life tries again
+            _log.warning("disk tier: %d lost pages stay in the index: %s", len(lost), error)
+
+
 STORE = b"store"
-_QUICKLY_SURVEYED = 50_000  # pages: a tenth of a second, which opening may take
+MOST_COUNT = 1 << 62  # no serial and no tick of a real store is beyond
+_MOVING_FORMAT = 1000 + FORMAT  # earlier versions marked an index so whose pages were partly in another file
+_EMPTY_MAP_BYTES = 1 << 20
+_EMPTY_INDEX = 96 * KIB  # what an index without pages takes, with its lock file
+_BATCH_PAGES = 1024  # copied at a time to an index that is made smaller
+_SPARE = 32 * KIB  # for LMDB's lists of free pages
+_QUICKLY_SCANNED = 50_000  # pages: a tenth of a second, which opening may take
 
 
 class StoreMeta(msgspec.Struct, kw_only=True):
@@ -49,25 +144,26 @@ class OpenedParts:
 
     directory: StoreDirectory
     meta: StoreMeta
-    catalog: Catalog
+    index_db: IndexDB
     extents: ExtentFiles
     payloads: Payloads
     space: Space
-    survey: SurveyThread
+    scan: IndexScan
+    serials: Serials
 
 
 def open_parts(path: Path, layout: Layout, *, inline_bytes: int, io_threads: int, io: FileIO) -> OpenedParts:
-    """Lock and open ``path``.
+    """Lock and open ``path``, whose index is checked before LMDB opens it.
 
     Raises :class:`StoreUnavailableError` for a directory that cannot be used; one that is refused stays as
     it is.
     """
     directory = StoreDirectory.acquire(path)
     try:
-        if stored_format(directory.index) != MOVING_FORMAT:
-            refuse_other_formats(directory)
+        refuse_other_formats(directory)
+        index = check_index(directory.index) if stored_format(directory.index) is not None else None
         directory.sign()
-        return _Opening(directory, layout, inline_bytes, io_threads, io).parts()
+        return _Opening(directory, layout, inline_bytes, io_threads, io, index).parts()
     except OSError as error:
         directory.release()
         raise StoreUnavailableError(
@@ -83,10 +179,10 @@ def refuse_other_formats(directory: StoreDirectory) -> None:
     found = stored_format(directory.index)
     if found is None or found == FORMAT:
         return
-    if found == MOVING_FORMAT:
+    if found == _MOVING_FORMAT:
         raise StoreUnavailableError(
-            f"the index in {directory.path} was being made smaller when its process ended: open the store "
-            "once, which completes that"
+            f"the index in {directory.path} was being made smaller by an earlier tierstore when its process "
+            "ended: open the store once with that version, or remove the directory"
         )
     if found > FORMAT:
         raise StoreUnavailableError(
@@ -99,29 +195,48 @@ def refuse_other_formats(directory: StoreDirectory) -> None:
     )
 
 
+def make_index(directory: StoreDirectory, io: FileIO) -> None:
+    """Make an empty index where there is none: under another name, since LMDB does not sync the first pages
+    it writes, and half of them are no index. Raises :class:`OSError`."""
+    if directory.index.exists() and directory.index.stat().st_size:
+        return
+    with IndexDB(directory.new_index, map_bytes=_EMPTY_MAP_BYTES) as new:
+        new.put_meta({})
+    io.rename(directory.new_index, directory.index)
+    io.sync_directory(directory.path)
+    directory.remove_leftovers(io)
+
+
 class _Opening:
     """The steps of opening a locked directory of a known format."""
 
     def __init__(
-        self, directory: StoreDirectory, layout: Layout, inline_bytes: int, io_threads: int, io: FileIO
+        self,
+        directory: StoreDirectory,
+        layout: Layout,
+        inline_bytes: int,
+        io_threads: int,
+        io: FileIO,
+        index: IndexFile | None,
     ) -> None:
         self._directory = directory
         self._layout = layout
         self._inline_bytes = inline_bytes
         self._io_threads = io_threads
         self._io = io
-        # While things are put in order, what there was before may still be there.
-        self._most_bytes = max(directory.allocated_bytes(), layout.capacity_bytes)
+        self._index = index  # as it was found: checked but for its payloads
+        self._taken_before = directory.allocated_bytes()
 
     def parts(self) -> OpenedParts:
         self._directory.extents.mkdir(exist_ok=True, mode=0o700)
-        if stored_format(self._directory.index) == MOVING_FORMAT:
-            resume(self._directory, most_bytes=self._most_bytes, io=self._io)
-        remove_leftovers(self._directory, self._io)
-        self._make_index()
+        self._directory.remove_leftovers(self._io)
+        if self._directory.damaged_index.exists():  # fsck has left it for a person to look at: until now
+            self._io.unlink(self._directory.damaged_index)
+        make_index(self._directory, self._io)
         with ExitStack() as opened:
-            catalog = self._open_catalog(opened)
-            meta = self._meta(catalog)
+            index_db = self._open_index(opened)
+            meta = self._meta(index_db)
+            serials = self._serials(index_db)
             extents = ExtentFiles(
                 self._directory.extents,
                 capacity_bytes=self._layout.extent_bytes,
@@ -131,45 +246,35 @@ class _Opening:
             opened.callback(extents.close)
             payloads = Payloads(extents, io_threads=self._io_threads)
             opened.callback(payloads.close)
-            space, survey = self._survey(catalog, meta)
-            if self._too_large():
-                survey.wait()
-                if survey.ledger is None:
-                    raise unreadable(self._directory.index, str(survey.error))
-                self._rebuild(catalog, meta, survey.ledger)
-                catalog = self._open_catalog(opened)
-                space, survey = self._survey(catalog, meta)
-            opened.callback(survey.wait)
-            if meta.calibration is None and not len(catalog):
+            space, scan = self._scan(index_db, meta)
+            if self._directory.index.stat().st_size > self._layout.index_bytes:
+                scan.wait()
+                if scan.page_table is None:
+                    raise scan.error or OSError("the index could not be read")
+                self._shrink_index(index_db, meta, scan.page_table)
+                self._index = None
+                index_db = self._open_index(opened)
+                space, scan = self._scan(index_db, meta)
+            opened.callback(scan.wait)
+            if meta.calibration is None and not len(index_db):
                 meta.calibration = self._calibrate(payloads, extents)
             if meta.calibration is not None:
                 payloads.read_mode = meta.calibration.mode
             meta.capacity_bytes = self._layout.capacity_bytes
-            catalog.put_meta(_encoded(meta))
+            index_db.put_meta(_encoded(meta))
             # The files' names, too, must outlive a power loss.
             self._io.sync_directory(self._directory.path)
             self._io.sync_directory(self._directory.path.parent)
             opened.pop_all()
-        return OpenedParts(self._directory, meta, catalog, extents, payloads, space, survey)
+        return OpenedParts(self._directory, meta, index_db, extents, payloads, space, scan, serials)
 
-    def _make_index(self) -> None:
-        """Make an empty index where there is none: under another name, since LMDB does not sync the first
-        pages it writes, and half of them are no index."""
-        if self._directory.index.exists() and self._directory.index.stat().st_size:
-            return
-        with Catalog(self._directory.new_index, map_bytes=self._layout.index_bytes) as new:
-            new.put_meta({})
-        self._io.rename(self._directory.new_index, self._directory.index)
-        self._io.sync_directory(self._directory.path)
-        remove_leftovers(self._directory, self._io)
+    def _open_index(self, opened: ExitStack) -> IndexDB:
+        index_db = IndexDB(self._directory.index, map_bytes=self._layout.index_bytes)
+        opened.callback(index_db.close)
+        return index_db
 
-    def _open_catalog(self, opened: ExitStack) -> Catalog:
-        catalog = Catalog(self._directory.index, map_bytes=self._layout.index_bytes)
-        opened.callback(catalog.close)
-        return catalog
-
-    def _meta(self, catalog: Catalog) -> StoreMeta:
-        stored = catalog.get_meta(STORE)
+    def _meta(self, index_db: IndexDB) -> StoreMeta:
+        stored = index_db.get_meta(STORE)
         meta = decode_meta(stored, self._directory.path) if stored else None
         unit = unit_bytes(self._layout.extent_bytes, meta.unit_bytes if meta else None)
         if meta is not None:
@@ -182,32 +287,82 @@ class _Opening:
             file_bytes=file_bytes(self._layout.extent_bytes),
         )
 
-    def _survey(self, catalog: Catalog, meta: StoreMeta) -> tuple[Space, SurveyThread]:
+    def _serials(self, index_db: IndexDB) -> Serials:
+        # A counter has no checksum of its own, and must not give a number away again.
+        next_serial = max(index_db.next_serial, index_db.last_serial + 1)
+        if max(next_serial, index_db.tick) >= MOST_COUNT:
+            raise DamagedIndexError(self._directory.index, "its counters cannot be")
+        return Serials(next_serial, index_db.roots())
+
+    def _scan(self, index_db: IndexDB, meta: StoreMeta) -> tuple[Space, IndexScan]:
         space = Space(
             self._layout,
             unit_bytes=meta.unit_bytes,
             inline_bytes=self._inline_bytes,
-            index=catalog.usage,
+            index=index_db.usage,
         )
-        survey = SurveyThread(catalog, space)
-        if len(catalog) <= _QUICKLY_SURVEYED:
-            survey.wait()
-        return space, survey
+        quick = len(index_db) <= _QUICKLY_SCANNED
+        scan = IndexScan(index_db, space, check=self._index, waited_for=quick)
+        if quick:
+            scan.wait()
+            if isinstance(scan.error, DamagedIndexError):
+                raise scan.error
+        return space, scan
 
-    def _too_large(self) -> bool:
-        return self._directory.index.stat().st_size > self._layout.index_bytes
+    def _shrink_index(self, old: IndexDB, meta: StoreMeta, page_table: PageTable) -> None:
+        """Replace an index whose file is larger than its share. (LMDB's file never shrinks.)
 
-    def _rebuild(self, catalog: Catalog, meta: StoreMeta, ledger: Ledger) -> None:
-        rebuild(
-            self._directory,
-            catalog,
-            ledger.places(),
-            map_bytes=self._layout.index_bytes,
-            capacity_bytes=self._layout.capacity_bytes,
-            most_bytes=self._most_bytes,
-            meta=_encoded(meta),
-            io=self._io,
-        )
+        The new file holds the most recently used pages, as many as find room beside the old one. Both count
+        against the larger of this cap and the last one. Until the new file takes its name, the old one is the
+        index, unchanged. Raises :class:`OSError`.
+        """
+        most_bytes = max(meta.capacity_bytes or self._taken_before, self._layout.capacity_bytes)
+        serials = page_table.latest_first()
+        kept = 0
+        if most_bytes - self._directory.allocated_bytes() >= _EMPTY_INDEX:
+            with IndexDB(self._directory.new_index, map_bytes=self._layout.index_bytes) as new:
+                new.put_meta(_encoded(meta))
+                new.apply(Change(roots=old.roots(), next_serial=old.next_serial, tick=old.tick))
+                kept = self._copy_pages(old, new, serials, page_table, most_bytes)
+            old.close()
+            self._io.rename(self._directory.new_index, self._directory.index)
+            self._io.sync_directory(self._directory.path)
+            self._directory.remove_leftovers(self._io)
+        else:
+            old.close()
+            self._io.unlink(self._directory.index)
+            make_index(self._directory, self._io)
+        if kept < len(serials):
+            _log.warning(
+                "disk tier: the index of %s was made smaller: %d of %d pages found room",
+                self._directory.path,
+                kept,
+                len(serials),
+            )
+
+    def _copy_pages(
+        self, old: IndexDB, new: IndexDB, serials: Sequence[int], page_table: PageTable, most_bytes: int
+    ) -> int:
+        """Copy pages in this order, as long as there is room. Returns how many."""
+        places = page_table.places()
+        ends = np.cumsum([index_cost(nbytes, place) for place, nbytes in map(places.__getitem__, serials)])
+        done = copied = 0
+        while copied < len(serials):
+            free = most_bytes - self._directory.allocated_bytes() - _SPARE
+            room = min(
+                free - tree_headroom(new.usage.tree_bytes + free // 4), index_room(new.map_bytes, new.usage)
+            )
+            # A quarter of the room at a time: what a page takes is only known when it is there.
+            end = max(int(np.searchsorted(ends, done + room // 4, side="right")), copied + 1)
+            batch = serials[copied : min(end, copied + _BATCH_PAGES)]
+            cost = int(ends[copied + len(batch) - 1]) - done
+            if cost > room:
+                break
+            used = {serial: page_table.use(serial) for serial in batch}
+            new.apply(Change(added=old.pages(batch), used=used, next_serial=old.next_serial, tick=old.tick))
+            copied += len(batch)
+            done += cost
+        return copied
 
     def _calibrate(self, payloads: Payloads, extents: ExtentFiles) -> Calibration | None:
         try:
@@ -220,11 +375,12 @@ class _Opening:
 def decode_meta(stored: bytes, path: Path) -> StoreMeta:
     """What is stored under :data:`STORE`. Raises :class:`StoreUnavailableError` when it is damaged."""
     try:
-        return msgspec.json.decode(stored, type=StoreMeta)
-    except msgspec.MsgspecError as error:
-        raise StoreUnavailableError(
-            f"the index in {path} is damaged ({error}): remove the directory to start afresh"
-        ) from error
+        meta = msgspec.json.decode(stored, type=StoreMeta)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise DamagedIndexError(path / INDEX, f"it does not say which store it is of: {error}") from error
+    if meta.file_bytes < ALIGNMENT or meta.unit_bytes < ALIGNMENT:
+        raise DamagedIndexError(path / INDEX, "its geometry cannot be")
+    return meta
 
 
 def _encoded(meta: StoreMeta) -> dict[bytes, bytes]:

@@ -1,25 +1,215 @@
 """Payload bytes between memory and extents: several requests in flight, checksums on the way.
 
-A batch becomes a queue of requests. The calling thread works it off together with helpers from a crew, so
-that a batch always makes progress, however busy the crew is. Each thread hashes what it has just moved while
+A batch becomes a queue of requests. The calling thread works it off together with helpers from a pool, so
+that a batch always makes progress, however busy the pool is. Each thread hashes what it has just moved while
 the others wait for the disk. Both the system calls and the hash run without the GIL. Reads of small pages
-that lie apart are handed to the kernel all at once instead, where that is faster (aio.py).
+that lie apart are handed to the kernel all at once instead, where that is faster (io.py).
 """
 
 from __future__ import annotations
 
+import enum
 import logging
+import mmap
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from tierstore.tiers.disk.buffers import PageBuffer
-from tierstore.tiers.disk.crew import Crew
+import xxhash
+
+from tierstore.memory import ALIGNMENT, address_of
 from tierstore.tiers.disk.extents import ExtentFiles
-from tierstore.tiers.disk.reads import PageRead, ReadBatch
+from tierstore.tiers.disk.io_threads import IOThreads
 from tierstore.tiers.disk.records import PageRecord
-from tierstore.tiers.disk.requests import Extent, Request, plan
+from tierstore.tiers.slabs import slot_bytes
 from tierstore.units import KIB, MIB
+
+# -- outcomes ------------------------------------------------------------------------------------------
+#
+# What became of reading pages: damage is not failure, and a failure says nothing about the page.
+
+
+class PageRead(enum.Enum):
+    """How one page came back."""
+
+    GOOD = "good"  # byte for byte what was saved
+    DAMAGED = "damaged"  # the disk gave what it has, and that is not the page: it will never be read again
+    FAILED = "failed"  # the disk gave an error: the page may well be there
+
+
+@dataclass(frozen=True, slots=True)
+class ReadBatch:
+    """The outcomes of one read, page by page, and one of the errors if there were any."""
+
+    outcomes: Sequence[PageRead]
+    error: OSError | None = None
+
+    @property
+    def good(self) -> int:
+        """How many pages are as they were saved."""
+        return sum(outcome is PageRead.GOOD for outcome in self.outcomes)
+
+    @property
+    def all_good(self) -> bool:
+        return self.good == len(self.outcomes)
+
+
+# -- planning requests ---------------------------------------------------------------------------------
+#
+# Which I/O to do for a batch of extents: pure arithmetic, no files, no threads.
+
+
+MAX_BUFFERS = 512  # per request; the kernel takes 1024, and a page may need two
+
+
+class Extent(NamedTuple):
+    """Bytes ``place … place + nbytes`` of the extent space."""
+
+    place: int
+    nbytes: int
+
+
+class Part(NamedTuple):
+    """Bytes ``start … stop`` of extent number ``page`` of the batch."""
+
+    page: int
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class Request:
+    """One read or write: ``parts`` side by side, from ``offset`` of the extent space on, within one file."""
+
+    offset: int
+    nbytes: int
+    parts: list[Part]
+
+    def singles(self) -> Iterator[Request]:
+        """The same, one part at a time."""
+        offset = self.offset
+        for part in self.parts:
+            yield Request(offset, part.stop - part.start, [part])
+            offset += part.stop - part.start
+
+
+def plan(extents: Sequence[Extent], *, request_bytes: int, file_bytes: int) -> list[Request]:
+    """Cover ``extents``, which do not overlap, with requests in order of their places.
+
+    Neighbours share a request, up to ``request_bytes`` of them. What is larger, or lies across the border of
+    two files, is cut.
+    """
+    requests: list[Request] = []
+    last: Request | None = None
+    for index in sorted(range(len(extents)), key=lambda index: extents[index].place):
+        place = extents[index].place
+        for start, stop in _cuts(extents[index], request_bytes, file_bytes):
+            if last is not None and _joins(last, place + start, stop - start, request_bytes, file_bytes):
+                last.nbytes += stop - start
+                last.parts.append(Part(index, start, stop))
+            else:
+                last = Request(place + start, stop - start, [Part(index, start, stop)])
+                requests.append(last)
+    return requests
+
+
+def _joins(last: Request, offset: int, nbytes: int, request_bytes: int, file_bytes: int) -> bool:
+    return (
+        last.offset + last.nbytes == offset
+        and offset % file_bytes != 0
+        and last.nbytes + nbytes <= request_bytes
+        and len(last.parts) < MAX_BUFFERS
+    )
+
+
+def _cuts(extent: Extent, request_bytes: int, file_bytes: int) -> Iterator[tuple[int, int]]:
+    start = 0
+    while start < extent.nbytes:
+        to_border = file_bytes - (extent.place + start) % file_bytes
+        stop = min(start + min(request_bytes, to_border), extent.nbytes)
+        yield start, stop
+        start = stop
+
+
+# -- memory --------------------------------------------------------------------------------------------
+#
+# A page's memory while it is read or written, and its checksum.
+
+
+class PageBuffer:
+    """The payload bytes of one page, as O_DIRECT wants them: in whole blocks.
+
+    Where the payload does not end on a block's border, its last bytes go through a block of their own, so
+    that nothing beyond the caller's view is ever read or written.
+    """
+
+    __slots__ = ("_pieces", "_tail", "_tail_start", "checksum", "nbytes", "view")
+
+    def __init__(self, view: memoryview) -> None:
+        self.view = view
+        self.nbytes = slot_bytes(view.nbytes)  # on disk
+        self.checksum: int | None = None  # XXH3-64 of the payload, once all of it was transferred
+        self._tail_start = view.nbytes // ALIGNMENT * ALIGNMENT
+        self._tail = memoryview(mmap.mmap(-1, ALIGNMENT)) if self._tail_start < self.nbytes else None
+        self._pieces: _PieceHash | None = None
+
+    @property
+    def aligned(self) -> bool:
+        return address_of(self.view, writable=False) % ALIGNMENT == 0
+
+    def fill_tail(self) -> None:
+        """Before writing: put the payload's end into its block."""
+        if self._tail is not None:
+            self._tail[: self.view.nbytes - self._tail_start] = self.view[self._tail_start :]
+
+    def empty_tail(self) -> None:
+        """After reading: take the payload's end out of its block."""
+        if self._tail is not None:
+            self.view[self._tail_start :] = self._tail[: self.view.nbytes - self._tail_start]
+
+    def expect_pieces(self) -> None:
+        """To be called before the page is transferred in more than one piece."""
+        self._pieces = _PieceHash(self.view)
+
+    def memory(self, start: int, stop: int) -> list[memoryview]:
+        """The memory for bytes ``start … stop`` of the extent, both multiples of 4096."""
+        if self._tail is None or stop <= self._tail_start:
+            return [self.view[start:stop]]
+        if start == self._tail_start:
+            return [self._tail]
+        return [self.view[start : self._tail_start], self._tail]
+
+    def hash(self, start: int, stop: int) -> None:
+        """Bytes ``start … stop`` have just been transferred, and are in this core's cache."""
+        if self._pieces is None:
+            self.checksum = xxhash.xxh3_64_intdigest(self.view)
+        else:
+            self.checksum = self._pieces.add(start, min(stop, self.view.nbytes))
+
+
+class _PieceHash:
+    """XXH3-64 over pieces that come in any order, from several threads."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+        self._lock = threading.Lock()
+        self._hash = xxhash.xxh3_64()
+        self._hashed = 0
+        self._waiting: dict[int, int] = {}  # start -> stop
+
+    def add(self, start: int, stop: int) -> int | None:
+        """Hash this piece if all before it has been; else the thread that closes the gap does. Returns the
+        checksum when nothing is missing."""
+        with self._lock:
+            self._waiting[start] = stop
+            while self._hashed in self._waiting:
+                stop = self._waiting.pop(self._hashed)
+                self._hash.update(self._view[self._hashed : stop])
+                self._hashed = stop
+            return self._hash.intdigest() if self._hashed == self._view.nbytes else None
+
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +226,7 @@ class ReadMode:
 
     direct: bool
     streams: int  # requests in flight per batch
-    queued: bool = False  # small ones all at once, from one thread (aio.py)
+    queued: bool = False  # small ones all at once, from one thread (io.py)
 
 
 class Payloads:
@@ -47,8 +237,8 @@ class Payloads:
         self._streams = io_threads
         self.read_mode = ReadMode(direct=True, streams=io_threads)
         # Apart, so that demand reads never queue behind write-behind.
-        self._readers = Crew(io_threads, name="tierstore-disk-read")
-        self._writers = Crew(io_threads, name="tierstore-disk-write")
+        self._readers = IOThreads(io_threads, name="tierstore-disk-read")
+        self._writers = IOThreads(io_threads, name="tierstore-disk-write")
 
     def write(self, pages: Sequence[tuple[PageRecord, memoryview]]) -> None:
         """Write the payloads to their places and fill in the records' checksums.
@@ -181,7 +371,9 @@ class _Batch:
             buffer.hash(part.start, part.stop)
 
 
-def _work_off(requests: Sequence[Request], work: Callable[[Request], None], crew: Crew, streams: int) -> None:
+def _work_off(
+    requests: Sequence[Request], work: Callable[[Request], None], threads: IOThreads, streams: int
+) -> None:
     """Do ``work`` for all requests, ``streams`` at a time, the caller included. After an error no further
     request is begun, those in flight are waited for, and the error is raised."""
     queue = deque(requests)
@@ -194,7 +386,7 @@ def _work_off(requests: Sequence[Request], work: Callable[[Request], None], crew
                 queue.clear()
                 raise
 
-    helpers = [crew.submit(drain) for _ in range(min(streams, len(requests)) - 1)]
+    helpers = [threads.submit(drain) for _ in range(min(streams, len(requests)) - 1)]
     try:
         drain()
     finally:

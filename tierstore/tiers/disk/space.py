@@ -5,15 +5,265 @@ from __future__ import annotations
 import enum
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from tierstore.tiers.disk.catalog import IndexUsage
-from tierstore.tiers.disk.layout import Layout
-from tierstore.tiers.disk.records import INLINE, PageRecord, Removal
-from tierstore.tiers.disk.trees import PIECE_BYTES
-from tierstore.tiers.disk.windows import Window, choose
-from tierstore.tiers.slabs import SlabAllocator, slot_bytes
-from tierstore.units import KIB, MIB
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import UsageError
+from tierstore.memory import ALIGNMENT
+from tierstore.tiers.disk.index_db import IndexUsage
+from tierstore.tiers.disk.records import INLINE, PIECE_BYTES, PageRecord, Removal
+from tierstore.tiers.slabs import Slab, SlabAllocator, best_run, slot_bytes
+from tierstore.units import GIB, KIB, MIB, format_size
+
+# -- sharing out the cap -------------------------------------------------------------------------------
+#
+# How a directory's byte capacity is shared out between the index, the extents and everything else in it.
+#
+# The cap is hard: LMDB's map and the extent space are sized once, at open, so that together with a fixed
+# allowance for the rest they cannot exceed it, whatever is written later. Nothing is measured while running.
+
+
+_ALLOWANCE = 40 * KIB  # two directories, the lock file, LMDB's lock file
+_BLOCK_MAP_FRACTION = 256  # the file system's own map of the extent files: 1/330 at its very worst on ext4
+_LEAST_INDEX = 256 * KIB
+_RECORD_SHARE = 704  # per page: a 64-token record, facts and link in B-tree leaves; 540 to 600 were measured
+_LEAST_RECORDS_FRACTION = 64  # of the cap: other models may have smaller pages
+_SLACK_FRACTION = 512  # of the cap, for inline payloads beside larger pages
+_MOST_SLACK = 64 * MIB
+_INLINE_FRACTION = 31 / 32  # of the cap, when pages are small enough to live in the index
+_LEAST_FILE = 1 * GIB
+_MOST_FILES = 256
+_UNITS = 1024  # and up to twice as many: fine enough for slabs that waste little
+_LEAST_UNITS = 16
+_MOST_UNITS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """``index_bytes`` + ``extent_bytes`` + what the file system needs for them ≤ ``capacity_bytes``."""
+
+    capacity_bytes: int
+    index_bytes: int  # LMDB's map size: its file never grows beyond
+    payload_bytes: int  # of these, what inline payloads may take: the rest is for the records
+    extent_bytes: int
+
+
+def split(capacity_bytes: int, *, page_bytes: int, inline_bytes: int) -> Layout:
+    """Share out a cap for a life that mostly writes pages of ``page_bytes``.
+
+    Raises :class:`UsageError` when not even one such page would fit.
+    """
+    if page_bytes < 1 or inline_bytes < 0:
+        raise UsageError(
+            f"page_bytes must be positive and inline_bytes not negative: {page_bytes}, {inline_bytes}"
+        )
+    room = capacity_bytes - _ALLOWANCE
+    if page_bytes <= inline_bytes:
+        index = payload = int(room * _INLINE_FRACTION)
+        least = _LEAST_INDEX + 2 * page_bytes
+    else:
+        pages = room // slot_bytes(page_bytes)
+        records = max(pages * _RECORD_SHARE, room // _LEAST_RECORDS_FRACTION)
+        payload = min(room // _SLACK_FRACTION, _MOST_SLACK)
+        index = min(records + min(records, _MOST_TREE_HEADROOM) + payload, room // 2)
+        least = _LEAST_INDEX
+    index = _round_down(max(index, least))
+    extents = _round_down((room - index) * _BLOCK_MAP_FRACTION // (_BLOCK_MAP_FRACTION + 1))
+    extents = max(extents, 0)
+    if index > room or (page_bytes > inline_bytes and extents < slot_bytes(page_bytes)):
+        needed = _ALLOWANCE + least + 2 * slot_bytes(page_bytes)
+        raise UsageError(
+            f"a disk capacity of {format_size(capacity_bytes)} cannot hold a page of "
+            f"{format_size(page_bytes)}: give at least {format_size(needed)}"
+        )
+    return Layout(capacity_bytes, index, payload, extents)
+
+
+def unit_bytes(extent_bytes: int, before: int | None) -> int:
+    """The slab unit for an extent space. The one used ``before`` is kept while it is bearable, since slots
+    only keep their positions under the same unit."""
+    if before and _LEAST_UNITS <= extent_bytes // before <= _MOST_UNITS:
+        return before
+    wanted = extent_bytes // _UNITS
+    return min(max(1 << (wanted.bit_length() - 1) if wanted else 0, ALIGNMENT), 4 * MIB)
+
+
+def file_bytes(extent_bytes: int) -> int:
+    """The size of one extent file: 1 GiB, more where that would make too many files."""
+    size = _LEAST_FILE
+    while extent_bytes > size * _MOST_FILES:
+        size *= 2
+    return size
+
+
+def _round_down(nbytes: int) -> int:
+    return nbytes // ALIGNMENT * ALIGNMENT
+
+
+# -- emptying slabs ------------------------------------------------------------------------------------
+#
+# Which slabs to empty, so that a class of pages which has no room gets some. Pure: no files, no threads.
+#
+# A *window* is a run of units where a slab of the class could be. The pages in it, of whatever class, have to
+# move elsewhere, to free slots of their own classes or to new slabs on free units; then the slabs dissolve
+# and the window is free. The cheapest windows are the emptiest. A window may cut a larger slab, which then
+# has to be emptied as a whole.
+
+
+_MOST_TRIED = 24  # windows whose pages have nowhere to go, before it is given up
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Units ``start … start + units``. ``slabs`` are those in it and across its borders."""
+
+    start: int
+    units: int
+    slabs: tuple[Slab, ...]
+
+
+def choose(
+    space: SlabAllocator,
+    nbytes: int,
+    count: int,
+    *,
+    wanted: Mapping[int, int],
+    fixed: Collection[Slab],
+    most_moved: float,
+    joining: bool = False,
+) -> list[Window]:
+    """Up to ``count`` windows for slabs of pages of ``nbytes``, the cheapest ones whose pages have somewhere
+    to go.
+
+    ``wanted`` are the free slots, by slot bytes, that somebody is about to take. ``fixed`` are slabs with
+    pages that cannot move. At most ``most_moved`` bytes move for each byte that is gained: by dissolving
+    slabs, or, where free units enough are there and only have to be joined (``joining``), by the slabs that
+    fit in afterwards and did not before.
+    """
+    units, _ = space.shape(nbytes)
+    if not units:
+        return []
+    elsewhere = _Elsewhere(space, wanted)
+    candidates = _Candidates(space, units, fixed, joining=joining)
+    hopeless = {slot_bytes(nbytes)}  # classes: moving one out of its own way gains nothing
+    chosen: list[Window] = []
+    tried = 0
+    again = True
+    while again:
+        again = False
+        for price, start in candidates.cheapest(hopeless):
+            if len(chosen) == count or tried == _MOST_TRIED or price > most_moved:
+                break
+            window = Window(start, units, candidates.slabs_in(start))
+            if elsewhere.has_emptied(window):
+                continue
+            stuck = elsewhere.take_pages_of(window)
+            if stuck is None:
+                chosen.append(window)
+                continue
+            tried += 1
+            if elsewhere.is_hopeless(stuck):
+                hopeless.add(stuck)
+                again = True  # without those that this class is in, which may be most
+                break
+    return chosen
+
+
+class _Candidates:
+    """All windows of a space as it is, and their prices: the bytes that move for each byte gained."""
+
+    def __init__(self, space: SlabAllocator, units: int, fixed: Collection[Slab], *, joining: bool) -> None:
+        self._slabs = slabs = space.slabs()
+        columns = [(slab.start, slab.units, slab.slot_bytes, slab.slots, len(slab.free)) for slab in slabs]
+        first, length, self._size, slots, free = np.array(columns, np.int64).reshape(-1, 5).T
+        self._fixed = np.fromiter((slab in fixed for slab in slabs), np.bool_, len(slabs))
+        used = (slots - free) * self._size
+        end = first + length
+        # Windows that begin anywhere else are like one of these.
+        starts = np.unique(np.concatenate([[0], first, end, first - units]))
+        self._starts = starts = starts[(starts >= 0) & (starts + units <= space.units)]
+        self._low = np.searchsorted(end, starts, side="right")
+        self._high = np.searchsorted(first, starts + units)
+        dissolved = self._within(length)
+        if joining:  # the free run that comes about, against the one that the window's pages take elsewhere
+            run = np.append(first, space.units)[self._high] - np.insert(end, 0, 0)[self._low]
+            gained = (run // units - dissolved // units) * units
+        else:  # what lies beyond the window's borders is gained, too
+            gained = np.maximum(dissolved, units)
+        self._good = (dissolved > 0) & (gained > 0)
+        self._price = self._within(used) / (np.maximum(gained, 1) * space.unit_bytes)
+
+    def cheapest(self, hopeless: Collection[int]) -> Iterator[tuple[float, int]]:
+        """(price, first unit), the cheapest first, of those without a slab that is fixed or ``hopeless``."""
+        stuck = np.isin(self._size, list(hopeless)) | self._fixed
+        rows = np.flatnonzero(self._good & (self._within(stuck.astype(np.int64)) == 0))
+        rows = rows[np.argsort(self._price[rows], kind="stable")]
+        return zip(self._price[rows].tolist(), self._starts[rows].tolist(), strict=True)
+
+    def slabs_in(self, start: int) -> tuple[Slab, ...]:
+        row = int(np.searchsorted(self._starts, start))
+        return tuple(self._slabs[self._low[row] : self._high[row]])
+
+    def _within(self, each: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The sum over the slabs of each window."""
+        total = np.concatenate([[0], np.cumsum(each)])
+        return total[self._high] - total[self._low]  # type: ignore[no-any-return]
+
+
+def _cost(window: Window) -> Counter[int]:
+    """Slots by slot bytes: those that the window's pages go to, and its own free ones."""
+    cost = Counter[int]()
+    for slab in window.slabs:
+        cost[slab.slot_bytes] += slab.slots
+    return cost
+
+
+class _Elsewhere:
+    """Where pages can go while windows are being chosen: free slots, and free units for new slabs."""
+
+    def __init__(self, space: SlabAllocator, wanted: Mapping[int, int]) -> None:
+        self._space = space
+        self._free = space.free_slots()
+        self._free.subtract(wanted)
+        self._taken = space.taken_units()
+        self._emptied: set[Slab] = set()
+
+    def has_emptied(self, window: Window) -> bool:
+        """Whether a slab of this window goes with another window already."""
+        return not self._emptied.isdisjoint(window.slabs)
+
+    def is_hopeless(self, size: int) -> bool:
+        """Whether there is no place for even one more slab's pages."""
+        units, slots = self._space.shape(size)
+        return self._free[size] < slots and best_run(self._taken, units) is None
+
+    def take_pages_of(self, window: Window) -> int | None:
+        """Find places for all pages of a window and take them. If that cannot be done nothing is taken, and
+        the slot bytes of pages that have no place are returned."""
+        stop = window.start + window.units
+        free, taken = Counter(self._free), bytearray(self._taken)
+        taken[window.start : stop] = b"\1" * window.units
+        for size, slots in _cost(window).items():
+            free[size] -= slots
+            while free[size] < 0:
+                if not self._add_slab(size, free, taken):
+                    return size
+        self._free, self._taken = free, taken
+        self._emptied.update(window.slabs)
+        return None
+
+    def _add_slab(self, size: int, free: Counter[int], taken: bytearray) -> bool:
+        units, slots = self._space.shape(size)
+        start = best_run(taken, units)
+        if start is None:
+            return False
+        taken[start : start + units] = b"\1" * units
+        free[size] += slots
+        return True
+
 
 _RECORD_BYTES = 768  # reserved in the index for each page until its commit shows what it really took
 _PIECE_COST = 4096 + 64

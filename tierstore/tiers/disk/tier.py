@@ -5,11 +5,13 @@ It decides nothing: what is written and what leaves is the store's business.
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
@@ -17,22 +19,84 @@ from typing import TypeVar
 import xxhash
 
 from tierstore.keys import Identity
-from tierstore.tiers.disk.change import Change
-from tierstore.tiers.disk.crew import Crew
-from tierstore.tiers.disk.io import FileIO, QueuedIO
-from tierstore.tiers.disk.layout import Layout, split
-from tierstore.tiers.disk.ledger import Ledger
-from tierstore.tiers.disk.links import Links
+from tierstore.tiers.disk.calibration import Presence, try_out
+from tierstore.tiers.disk.child_filter import ChildFilter
+from tierstore.tiers.disk.index_db import Change, identity_of
+from tierstore.tiers.disk.io import FileIO, InFlightCalls, QueuedIO, TrackedIO
+from tierstore.tiers.disk.io_threads import IOThreads
 from tierstore.tiers.disk.opening import OpenedParts, open_parts
-from tierstore.tiers.disk.probe import Presence, try_out
-from tierstore.tiers.disk.reads import PageRead, ReadBatch
+from tierstore.tiers.disk.page_table import PageTable
+from tierstore.tiers.disk.payloads import PageRead, ReadBatch
 from tierstore.tiers.disk.records import INLINE, PageRecord, PageUse, Removal
-from tierstore.tiers.disk.serials import Serials, identity_of
-from tierstore.tiers.disk.space import Space
-from tierstore.tiers.disk.stats import DiskStats
-from tierstore.tiers.disk.unsynced import Unsynced
-from tierstore.tiers.disk.watch import Watch, WatchedIO
+from tierstore.tiers.disk.space import Layout, Space, split
 from tierstore.units import KIB
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStats:
+    """A snapshot. Counters count from open."""
+
+    capacity_bytes: int  # the cap on everything under the directory
+    used_bytes: int  # slots and index pages in use or promised
+    file_bytes: int  # what extent files take on disk, used or not
+    index_used_bytes: int
+    index_bytes: int  # the index's share of the cap
+    extent_used_bytes: int
+    extent_bytes: int  # the extents' share of the cap
+    pages: int  # durable
+    direct_io: bool  # False: this file system has no O_DIRECT, and pages go through the page cache
+    read_direct: bool  # how pages are read, and with how many requests at a time
+    read_streams: int
+    written_pages: int
+    written_bytes: int
+    read_pages: int
+    read_bytes: int
+    bad_pages: int  # reads that did not come back as they were saved
+    failed_pages: int  # reads that the disk answered with an error
+    commits: int
+
+
+class Unsynced:
+    """Payloads that were written and are in no commit yet: can the disk have lost them? Thread-safe.
+
+    The kernel reports a lost write once. Whatever was written before a sync that failed may be gone, though
+    the next sync will say that it succeeded.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._written: dict[int, int] = {}  # place -> number of failed syncs before the write
+        self._failed_syncs = 0
+
+    def begin(self) -> int:
+        """To be given to :meth:`written` when what is written from now on has been."""
+        return self._failed_syncs
+
+    def written(self, places: Iterable[int], begun: int) -> None:
+        with self._lock:
+            for place in places:
+                self._written[place] = begun
+
+    def sync_failed(self) -> None:
+        with self._lock:
+            self._failed_syncs += 1
+
+    def require(self, records: Iterable[PageRecord]) -> None:
+        """Raises :class:`OSError` if one of these pages was written before a sync that failed."""
+        with self._lock:
+            for record in records:
+                if record.place == INLINE:
+                    continue
+                assert record.place in self._written, f"page {record.serial} was never written"
+                if self._written[record.place] != self._failed_syncs:
+                    raise OSError(errno.EIO, "the disk failed after this page was written")
+
+    def forget(self, places: Iterable[int]) -> None:
+        """They are durable now, or were given back."""
+        with self._lock:
+            for place in places:
+                self._written.pop(place, None)
+
 
 _LOOKERS = 4  # threads that read the index for lookups
 
@@ -46,25 +110,25 @@ class DiskTier:
     :meth:`commit` as removed. Whoever calls sees to it that a page is not removed while it is being read.
     """
 
-    def __init__(self, parts: OpenedParts, layout: Layout, watch: Watch) -> None:
-        self.watch = watch  # what is under way, for whoever wants to know whether the disk still answers
+    def __init__(self, parts: OpenedParts, layout: Layout, in_flight: InFlightCalls) -> None:
+        self.in_flight = in_flight  # tells whether the disk still answers
         self._layout = layout
         self._directory = parts.directory
-        self._presence = Presence(parts.directory.path, watch)
-        self._lookers = Crew(_LOOKERS, name="tierstore-disk-look")
-        self._catalog = parts.catalog
+        self._presence = Presence(parts.directory.path, in_flight)
+        self._lookers = IOThreads(_LOOKERS, name="tierstore-disk-look")
+        self._index_db = parts.index_db
         self._extents = parts.extents
         self._payloads = parts.payloads
         self._space = parts.space
-        self._survey = parts.survey
-        self.links = Links(parts.catalog, watch)  # what need not be looked for in the index
-        self.serials = Serials(parts.catalog.next_serial, parts.catalog.roots())
+        self._scan = parts.scan
+        self.child_filter = ChildFilter(parts.index_db, in_flight)  # what need not be looked for in the index
+        self.serials = parts.serials
         self._unsynced = Unsynced()
         self._commit_lock = threading.Lock()
         self._closed = False
         # Guarded by _lock.
         self._lock = threading.Lock()
-        self._pages = len(parts.catalog)
+        self._pages = len(parts.index_db)
         self._counts: Counter[str] = Counter()
 
     @classmethod
@@ -89,10 +153,10 @@ class DiskTier:
         :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
         """
         layout = split(capacity_bytes, page_bytes=page_bytes, inline_bytes=inline_bytes)
-        watch = Watch(clock)
-        watched = WatchedIO(io or QueuedIO(), watch)
+        in_flight = InFlightCalls(clock)
+        watched = TrackedIO(io or QueuedIO(), in_flight)
         parts = open_parts(directory, layout, inline_bytes=inline_bytes, io_threads=io_threads, io=watched)
-        return cls(parts, layout, watch)
+        return cls(parts, layout, in_flight)
 
     def __enter__(self) -> DiskTier:
         return self
@@ -108,19 +172,19 @@ class DiskTier:
     # -- what is there -------------------------------------------------------------------------------
 
     @property
-    def ledger(self) -> Ledger | None:
+    def page_table(self) -> PageTable | None:
         """The facts of all durable pages; None until they have been read (a second for a million), during
         which pages are found and read, but none is written or leaves. The caller adds to it and removes from
         it as it decides."""
-        return self._survey.ledger
+        return self._scan.page_table
 
-    def wait_surveyed(self, timeout: float | None = None) -> bool:
-        """Wait for :attr:`ledger`. False when it did not come in ``timeout`` seconds, or cannot be had."""
-        return self._survey.wait(timeout) and self._survey.ledger is not None
+    def wait_scanned(self, timeout: float | None = None) -> bool:
+        """Wait for :attr:`page_table`. False when it cannot be had in ``timeout`` seconds."""
+        return self._scan.wait(timeout) and self._scan.page_table is not None
 
     @property
     def space(self) -> Space:
-        """The free space, for whoever makes room in it."""
+        """The free space, in which the store makes room."""
         return self._space
 
     @property
@@ -131,31 +195,31 @@ class DiskTier:
     @property
     def tick(self) -> int:
         """The store's logical clock at the last commit."""
-        return self._catalog.tick
+        return self._index_db.tick
 
     def identities(self) -> list[Identity]:
         """Of everything that ever had a page here, except damaged ones. Raises :class:`OSError`."""
-        with self.watch.call():
-            roots = self._catalog.roots().values()
+        with self.in_flight.call():
+            roots = self._index_db.roots().values()
         return [identity for root in roots if (identity := identity_of(root)) is not None]
 
     def find(self, parent: int, identity: bytes, chunks: Iterable[tuple[bytes, bytes]]) -> list[PageRecord]:
         """The pages that hold ``chunks`` (key and tokens), one after the other below the page or root
         ``parent``, as far as they are there. Raises :class:`OSError`."""
-        with self.watch.call():
-            return self._catalog.find(parent, identity, chunks)
+        with self.in_flight.call():
+            return self._index_db.find(parent, identity, chunks)
 
     def find_similar(self, parent: int, identity: bytes, tokens: bytes) -> list[PageRecord]:
         """Some of the pages right below ``parent`` that begin with the same four tokens as ``tokens``.
 
         Raises :class:`OSError`.
         """
-        with self.watch.call():
-            return self._catalog.find_similar(parent, identity, tokens)
+        with self.in_flight.call():
+            return self._index_db.find_similar(parent, identity, tokens)
 
     def within(self, seconds: float, look: Callable[[], T]) -> T:
         """The outcome of ``look``, which reads the index, on a thread of the tier's own: the index is mapped
-        memory, and a disk that does not answer would hold whoever touches it for good.
+        memory, and a disk that does not answer would hold the caller for good.
 
         Raises :class:`OSError`; a :class:`TimeoutError` after ``seconds``, and then ``look`` goes on alone.
         """
@@ -163,12 +227,12 @@ class DiskTier:
 
     def scan(self) -> Iterator[tuple[int, PageRecord | None]]:
         """Every page on disk by serial; None for a record that is damaged. Reads the whole index."""
-        return self._catalog.scan()
+        return self._index_db.scan()
 
     def records(self, serials: Iterable[int]) -> list[PageRecord | None]:
         """The record of each page; None for one that is not there or damaged. Raises :class:`OSError`."""
-        with self.watch.call():
-            return list(self._catalog.records(serials))
+        with self.in_flight.call():
+            return list(self._index_db.records(serials))
 
     # -- places --------------------------------------------------------------------------------------
 
@@ -235,8 +299,8 @@ class DiskTier:
         return batch
 
     def _read_inline(self, record: PageRecord, view: memoryview) -> PageRead:
-        with self.watch.call():
-            found = self._catalog.read_payload(record, view)
+        with self.in_flight.call():
+            found = self._index_db.read_payload(record, view)
         whole = found and xxhash.xxh3_64_intdigest(view) == record.checksum
         return PageRead.GOOD if whole else PageRead.DAMAGED
 
@@ -262,16 +326,16 @@ class DiskTier:
             records = [record for record, _ in added]
             self._unsynced.require(records)
             new = self.serials.unwritten()
-            with self.watch.call():
-                self._catalog.apply(Change(added, removed, used, new.roots, new.next_serial, tick))
-            self.links.add(records)
-            self._space.settle(records, removed, index=self._catalog.usage)
-            if self.ledger is not None:
-                self.ledger.add(records, used)
+            with self.in_flight.call():
+                self._index_db.apply(Change(added, removed, used, new.roots, new.next_serial, tick))
+            self.child_filter.add(records)
+            self._space.settle(records, removed, index=self._index_db.usage)
+            if self.page_table is not None:
+                self.page_table.add(records, used)
             self.serials.written(new.roots)
             self._unsynced.forget([record.place for record in records])
             with self._lock:
-                self._pages = len(self._catalog)
+                self._pages = len(self._index_db)
                 self._counts["commits"] += 1
                 self._counts["written_pages"] += len(records)
                 self._counts["written_bytes"] += sum(record.nbytes for record in records)
@@ -281,15 +345,15 @@ class DiskTier:
         place that it had before. The old places stay as they are until ``space.vacate``, for those who are
         still reading there, and so that a crash finds one of the two.
 
-        The ledger is for the caller to change. Raises :class:`OSError`: then nothing has moved.
+        The page table is for the caller to change. Raises :class:`OSError`: then nothing has moved.
         """
         with self._commit_lock:
             self._presence.require()
             self._sync()
             self._unsynced.require([record for record, _ in moved])
-            with self.watch.call():
-                self._catalog.relocate(moved)
-            self._space.settle_moved(moved, index=self._catalog.usage)
+            with self.in_flight.call():
+                self._index_db.relocate(moved)
+            self._space.settle_moved(moved, index=self._index_db.usage)
             self._unsynced.forget([record.place for record, _ in moved])
             with self._lock:
                 self._counts["commits"] += 1
@@ -338,27 +402,27 @@ class DiskTier:
         )
 
     def check(self) -> None:
-        """Assert that the index, the ledger, the free space and the files agree. For idle moments: reads
+        """Assert that the index, the page table, the free space and the files agree. For idle moments: reads
         every record (but says nothing of damaged ones: those are the disk's doing)."""
-        if not self.wait_surveyed():
+        if not self.wait_scanned():
             return
-        ledger = self.ledger
-        assert ledger is not None
+        page_table = self.page_table
+        assert page_table is not None
         with self._commit_lock:
-            ledger.check()
-            places = ledger.places()
+            page_table.check()
+            places = page_table.places()
             held: list[tuple[int, int]] = []  # also by pages that are about to leave
-            serials = {*self._catalog.roots(), *self.serials.roots()}
-            for serial, record in self._catalog.scan():
+            serials = {*self._index_db.roots(), *self.serials.roots()}
+            for serial, record in self._index_db.scan():
                 serials.add(serial)
                 if record is None:
                     held += [places[serial]] if serial in places else []
                     continue
                 place = (record.place, record.nbytes)
-                lead = self.links.may_lead(record.parent, record.key, record.tokens, whole=True)
+                lead = self.child_filter.may_lead(record.parent, record.key, record.tokens, whole=True)
                 assert lead, f"page {serial} is said not to be there"
-                # Holes have no record, but they have a row in the ledger as long as there are pages below.
-                rooted = record.parent in serials or ledger.children(record.parent)
+                # A tombstone has no record, but a row in the page table while there are pages below it.
+                rooted = record.parent in serials or page_table.children(record.parent)
                 assert rooted, f"page {serial} has lost its parent {record.parent}"
                 assert places.get(serial, place) == place, f"page {serial} is misplaced"
                 held.append(place)
@@ -376,9 +440,9 @@ class DiskTier:
         self._closed = True
         with ExitStack() as closing:  # the last one first
             closing.callback(self._directory.release)
-            closing.callback(self._catalog.close)
+            closing.callback(self._index_db.close)
             closing.callback(self._extents.close)
             closing.callback(self._payloads.close)
             closing.callback(self._lookers.close)
-            self._survey.wait()
-            self.links.close()
+            self._scan.wait()
+            self.child_filter.close()

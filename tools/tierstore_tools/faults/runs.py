@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tierstore.testing.faults.campaign import (
+from tierstore_tools.faults.campaign import (
     FAULTS,
     Trial,
     crash_trials,
@@ -18,13 +18,13 @@ from tierstore.testing.faults.campaign import (
     run_trials,
     trials_of,
 )
-from tierstore.testing.faults.crashes import CRASHES
-from tierstore.testing.faults.damage import DAMAGES
-from tierstore.testing.faults.kills import Killer
-from tierstore.testing.faults.mortal import LIVES
-from tierstore.testing.faults.prompts import odd_life
-from tierstore.testing.faults.scripts import random_scene
-from tierstore.testing.faults.verdict import Verdict
+from tierstore_tools.faults.damage import DAMAGES
+from tierstore_tools.faults.disk import CRASHES
+from tierstore_tools.faults.kills import Killer
+from tierstore_tools.faults.mortal import LIVES
+from tierstore_tools.faults.prompts import odd_life
+from tierstore_tools.faults.scripts import random_scene
+from tierstore_tools.faults.verdict import Verdict
 from tierstore_tools.report import Phases
 
 KILLED = "kill -9"

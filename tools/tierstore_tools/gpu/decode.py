@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +16,24 @@ from tierstore_tools.gpu.arithmetic import LLAMA_3_8B, Heads, copy_bytes, decode
 Timer = Callable[[Callable[[], object]], float]
 """Seconds that something takes on the device."""
 
-CASES = tuple((batch, context << 10) for context in (4, 16, 32, 64, 128) for batch in (1, 4, 16, 64))
 PAGE_TOKENS = 64
+ENGINE_LAYERS = 32  # in a page of the engine's pool: the stride between one layer's parts of two pages
 COPY_BYTES = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCase:
+    """``batch`` sequences of ``context`` tokens, in pages of ``layers`` layers, one of which is read."""
+
+    batch: int
+    context: int
+    layers: int = 1
+
+
+CASES = (
+    *(DecodeCase(batch, context << 10) for context in (4, 16, 32, 64, 128) for batch in (1, 4, 16, 64)),
+    *(DecodeCase(batch, context << 10, ENGINE_LAYERS) for batch, context in ((1, 100), (16, 16))),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +43,7 @@ class DecodeRow:
 
     batch: int
     context: int
+    layers: int
     kv_bytes: int
     kernel_s: float
     kv_gb_per_s: float
@@ -37,10 +53,10 @@ class DecodeRow:
     largest_difference: float
 
 
-def memory_needed(batch: int, context: int) -> int:
-    """Bytes on the device for one case: K and V in pages, gathered from there and contiguous, what is left of
-    the case before, and the copy beside it."""
-    return 4 * decode_bytes(LLAMA_3_8B, batch, context) + 2 * COPY_BYTES
+def memory_needed(case: DecodeCase) -> int:
+    """Bytes on the device for one case: K and V in pages of all their layers, gathered from there and
+    contiguous, what is left of the case before, and the copy beside it."""
+    return (3 + case.layers) * decode_bytes(LLAMA_3_8B, case.batch, case.context) + 2 * COPY_BYTES
 
 
 def copy_rate(device: str, timer: Timer, nbytes: int = COPY_BYTES) -> float:
@@ -51,17 +67,20 @@ def copy_rate(device: str, timer: Timer, nbytes: int = COPY_BYTES) -> float:
 
 
 class DecodeProblem:
-    """``batch`` sequences of ``context`` tokens in pages, and the same K and V contiguous."""
+    """The sequences of ``case`` in pages, and the same K and V contiguous."""
 
     def __init__(
-        self, launcher: Launcher, device: str, batch: int, context: int, *, shape: Heads, page_tokens: int
+        self, launcher: Launcher, device: str, case: DecodeCase, *, shape: Heads, page_tokens: int
     ) -> None:
+        batch, context = case.batch, case.context
         self._context = context
+        self._layer = case.layers // 2
         pages = pages_for(context, page_tokens)
         generator = torch.Generator(device).manual_seed(batch * context)
         dtype = torch.bfloat16
-        plane = (batch * pages, 2, shape.kv_heads, page_tokens, shape.head_dim)
-        self._pool = torch.empty(plane, dtype=dtype, device=device).normal_(generator=generator)
+        planes = (batch * pages, case.layers, 2, shape.kv_heads, page_tokens, shape.head_dim)
+        self._pool = torch.zeros(planes, dtype=dtype, device=device)
+        self._pool[:, self._layer].normal_(generator=generator)
         self._tables = torch.randperm(batch * pages, generator=generator, device=device).int().view(batch, -1)
         query = (batch, shape.heads, shape.head_dim)
         self._queries = torch.empty(query, dtype=dtype, device=device).normal_(generator=generator)
@@ -85,12 +104,15 @@ class DecodeProblem:
         )
 
     def ours(self) -> None:
-        layer = LayerPages(self._pool, page_stride=self._pool.stride(0), offset=0)
+        offset = self._layer * self._pool.stride(1)
+        layer = LayerPages(self._pool, page_stride=self._pool.stride(0), offset=offset)
         self._kernels.decode(layer, self._queries, self._sequences, self.out)
 
     def contiguous(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, K and V as torch's attention takes them: gathered, which is not timed."""
-        gathered = self._pool[self._tables.long()]  # [batch, pages, 2, kv_heads, page_tokens, head_dim]
+        gathered = self._pool[:, self._layer][
+            self._tables.long()
+        ]  # [batch, pages, 2, kv_heads, page_tokens, head_dim]
         planes = gathered.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)[:, :, :, : self._context]
         keys, values = planes.contiguous()
         return self._queries.unsqueeze(2), keys, values
@@ -107,25 +129,26 @@ def run(
     device: str,
     timer: Timer,
     *,
-    cases: tuple[tuple[int, int], ...] = CASES,
+    cases: Sequence[DecodeCase] = CASES,
     shape: Heads = LLAMA_3_8B,
     page_tokens: int = PAGE_TOKENS,
     copy_nbytes: int = COPY_BYTES,
 ) -> Iterator[DecodeRow]:
-    """One row for each (batch, context)."""
-    for batch, context in cases:
+    """One row for each case."""
+    for case in cases:
         copied = copy_rate(device, timer, copy_nbytes)  # beside each case: clocks change
-        problem = DecodeProblem(launcher, device, batch, context, shape=shape, page_tokens=page_tokens)
+        problem = DecodeProblem(launcher, device, case, shape=shape, page_tokens=page_tokens)
         seconds = timer(problem.ours)
         queries, keys, values = problem.contiguous()
         times, reference = _torch_times(queries, keys, values, timer, device)
-        nbytes = decode_bytes(shape, batch, context)
+        nbytes = decode_bytes(shape, case.batch, case.context)
         difference = torch.nan
         if reference is not None:
             difference = float((reference.squeeze(2) - problem.out).abs().max())
         yield DecodeRow(
-            batch,
-            context,
+            case.batch,
+            case.context,
+            case.layers,
             nbytes,
             seconds,
             nbytes / seconds / 1e9,

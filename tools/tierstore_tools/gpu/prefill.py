@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,20 +12,37 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tierstore_engine.attention.gathered import GatheredPrefill
 from tierstore_engine.kernels.launcher import Launcher
-from tierstore_engine.kernels.operations import AttentionKernels, LayerPages, Sequences
+from tierstore_engine.kernels.operations import AttentionKernels, ChunkSplits, LayerPages, Sequences
 from tierstore_tools.gpu.arithmetic import LLAMA_3_8B, Heads, attention_flops, pages_for
-from tierstore_tools.gpu.decode import PAGE_TOKENS, Timer
+from tierstore_tools.gpu.decode import ENGINE_LAYERS, PAGE_TOKENS, Timer
 
-CASES = ((16384, 0), (32768, 0), (65536, 0), (131072, 0), (2048, 14336), (2048, 63488), (2048, 129024))
+
+@dataclass(frozen=True, slots=True)
+class PrefillCase:
+    """``tokens`` new ones behind ``past``, in pages that hold ``layers`` layers, one of which is read."""
+
+    tokens: int
+    past: int = 0
+    layers: int = 1
+
+
+CASES = (
+    *(PrefillCase(tokens << 10) for tokens in (16, 32, 64, 128)),
+    *(PrefillCase(2048, (all_tokens << 10) - 2048) for all_tokens in (16, 64, 128)),
+    PrefillCase(64, 100_000),  # what a hit leaves to compute
+    PrefillCase(64, 100_000, ENGINE_LAYERS),
+    PrefillCase(2048, 30 << 10, ENGINE_LAYERS),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillRow:
-    """``tokens`` new ones behind ``past``. ``fraction`` is the kernels' speed over that of torch's flash
+    """One case. ``fraction`` is the kernels' speed over that of torch's flash
     attention on contiguous tensors, ``library_overhead`` what gathering adds to calling it."""
 
     tokens: int
     past: int
+    layers: int
     flops: int
     kernel_s: float
     library_s: float
@@ -42,11 +59,11 @@ def run(
     device: str,
     timer: Timer,
     *,
-    cases: tuple[tuple[int, int], ...] = CASES,
+    cases: Sequence[PrefillCase] = CASES,
     shape: Heads = LLAMA_3_8B,
     page_tokens: int = PAGE_TOKENS,
 ) -> Iterator[PrefillRow]:
-    """One row for each (tokens, past)."""
+    """One row for each case."""
     kernels = AttentionKernels(
         launcher,
         dtype="bfloat16",
@@ -55,24 +72,25 @@ def run(
         head_dim=shape.head_dim,
         page_tokens=page_tokens,
     )
-    for tokens, past in cases:
-        yield _one(kernels, device, timer, tokens, past, shape, page_tokens)
+    for case in cases:
+        yield _one(kernels, device, timer, case, shape, page_tokens)
 
 
 def _one(
     kernels: AttentionKernels,
     device: str,
     timer: Timer,
-    tokens: int,
-    past: int,
+    case: PrefillCase,
     shape: Heads,
     page_tokens: int,
 ) -> PrefillRow:
+    tokens, past, read = case.tokens, case.past, case.layers // 2
     stop = past + tokens
     pages = pages_for(stop, page_tokens)
     generator = torch.Generator(device).manual_seed(stop)
-    plane = (pages, 1, 2, shape.kv_heads, page_tokens, shape.head_dim)
-    pool = torch.empty(plane, dtype=torch.bfloat16, device=device).normal_(generator=generator)
+    planes = (pages, case.layers, 2, shape.kv_heads, page_tokens, shape.head_dim)
+    pool = torch.zeros(planes, dtype=torch.bfloat16, device=device)
+    pool[:, read].normal_(generator=generator)
     table = torch.randperm(pages, generator=generator, device=device)
     query = (tokens, shape.heads, shape.head_dim)
     queries = torch.empty(query, dtype=torch.bfloat16, device=device).normal_(generator=generator)
@@ -81,6 +99,7 @@ def _one(
     def number(value: int) -> torch.Tensor:
         return torch.tensor([value], dtype=torch.int32, device=device)
 
+    split = kernels.chunk_splits(tokens, stop)
     sequences = Sequences(
         number(0),
         number(tokens),
@@ -88,10 +107,11 @@ def _one(
         tables=table.int().view(1, -1),
         max_count=tokens,
         max_length=stop,
+        splits=ChunkSplits(number(split), number(0), split, split * tokens) if split > 1 else None,
     )
-    layer = LayerPages(pool, page_stride=pool.stride(0), offset=0)
+    layer = LayerPages(pool, page_stride=pool.stride(0), offset=read * pool.stride(1))
     library = GatheredPrefill(pool)
-    keys, values = (part.contiguous() for part in library.gather(0, table, stop))
+    keys, values = (part.contiguous() for part in library.gather(read, table, stop))
     ours = queries.transpose(0, 1).unsqueeze(0)
     mask = causal_lower_right(tokens, stop) if past else None
 
@@ -106,13 +126,14 @@ def _one(
     )
     kernel_s = timer(lambda: kernels.prefill(layer, queries, sequences, out))
     with sdpa_kernel(backends):
-        library_s = timer(lambda: library.attend(0, queries, table, stop))
+        library_s = timer(lambda: library.attend(read, queries, table, stop))
         flash_s = timer(flash)
         difference = float((flash().squeeze(0).transpose(0, 1) - out).abs().max())
     flops = attention_flops(shape, tokens, past)
     return PrefillRow(
         tokens,
         past,
+        case.layers,
         flops,
         kernel_s,
         library_s,

@@ -7,18 +7,25 @@ import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-
-import numpy as np
 
 from tierstore.errors import UsageError
 from tierstore_engine.build import LoadedModel, load_model
 from tierstore_engine.engine import Engine
 from tierstore_tools import corpus, limits
 from tierstore_tools.limits import Limits
-from tierstore_tools.longctx.session import Answer, ask, ask_in_turn, open_engine, page_digests
-from tierstore_tools.longctx.settings import MAX_LOGIT_DIFF, TAIL_TOKENS, LongContext, Sizes
+from tierstore_tools.longctx.session import (
+    Answer,
+    ask,
+    ask_in_turn,
+    logit_bound,
+    logit_difference,
+    open_engine,
+    page_digests,
+    same_bits,
+)
+from tierstore_tools.longctx.settings import TAIL_TOKENS, LongContext, Sizes
 from tierstore_tools.longctx.worker import Job, run_in_new_process
 from tierstore_tools.report import Phases
 
@@ -30,10 +37,14 @@ _HITS = 5  # of each tier in memory
 class Row:
     """One case. ``gb_per_s`` is the load's, held against ``limit``; on a GPU, where a load goes on while the
     model computes, it is that of the whole TTFT, and the limit of copies is what ``make gpu-check`` measures.
-    ``speedup`` is over the cold run of the same prompt. ``identical``: equal greedy tokens, logits within
-    1e-4 (float32), and equal page bytes. Hits in memory take so little time that they are asked for several
-    times: all figures are those of the one with the median TTFT, beside the ``slowest_ttft_s``, and all of
-    them must be ``identical``."""
+    ``speedup`` is over the cold run of the same prompt. Hits in memory take so little time that they are
+    asked for several times: all figures are those of the one with the median TTFT, beside the
+    ``slowest_ttft_s``, and what follows is of all of them.
+
+    ``identical`` is the verdict: pages equal in every byte (``pages_identical``), all hits of the prompt,
+    from whichever tier, equal to each other in every bit of their logits (``hits_identical``), and logits no
+    further from the cold run's than rounding explains (``max_logit_diff`` within ``logit_bound``). None: not
+    compared in this case."""
 
     case: str
     prompt_tokens: int
@@ -48,6 +59,8 @@ class Row:
     speedup: float
     identical: bool
     max_logit_diff: float
+    logit_bound: float
+    hits_identical: bool | None = None
     pages_identical: bool | None = None
 
 
@@ -127,6 +140,7 @@ class _Experiment:
         self._sizes = sizes
         self._limits = measured
         self._phases = phases
+        self._first_hit: Answer | None = None  # of the prompt, which all others must equal
 
     def run(self, prompt: Sequence[int]) -> tuple[list[Row], float]:
         with ExitStack() as stack:
@@ -139,11 +153,11 @@ class _Experiment:
             off, cold = self._cold(without, engine, prompt)
             pages = page_digests(engine, prompt)
             rows = [
-                self._row("store_off", [off], cold, len(prompt), None),
-                self._row("cold", [cold], cold, len(prompt), None),
+                self._row("store_off", [off], cold, len(prompt)),
+                self._row("cold", [cold], cold, len(prompt)),
             ]
             rows += self._warm(engine, prompt, cold, pages)
-            rows.append(self._tail(engine, without, prompt, cold))
+            rows.append(self._tail(engine, without, prompt, cold, pages))
             engine.connector.close()
             rows.insert(4, self._disk(directory, prompt, cold, pages))
         return rows, cold.ttft_s / off.ttft_s - 1
@@ -158,15 +172,18 @@ class _Experiment:
     def _warm(self, engine: Engine, prompt: Sequence[int], cold: Answer, pages: list[bytes]) -> Iterator[Row]:
         with self._phases.phase("hits in hbm") as phase:
             answers = [ask(engine, prompt, phase.update) for _ in range(_HITS)]
-        yield self._row("hbm", answers, cold, len(prompt), None, page_digests(engine, prompt) == pages)
+        yield self._hit("hbm", answers, cold, prompt, page_digests(engine, prompt) == pages)
         answers = []
         with self._phases.phase("hits in host memory") as phase:
             for _ in range(_HITS):
                 engine.connector.evict(self._sizes.pool_pages)
                 answers.append(ask(engine, prompt, phase.update))
-        yield self._row("host", answers, cold, len(prompt), "memcpy", page_digests(engine, prompt) == pages)
+        same_pages = page_digests(engine, prompt) == pages
+        yield self._hit("host", answers, cold, prompt, same_pages, limit="memcpy")
 
-    def _tail(self, engine: Engine, without: Engine, prompt: Sequence[int], cold: Answer) -> Row:
+    def _tail(
+        self, engine: Engine, without: Engine, prompt: Sequence[int], cold: Answer, pages: list[bytes]
+    ) -> Row:
         """The next turn of the conversation: the prompt, its answer and 1K new tokens."""
         new = corpus.long_prompt(
             self._model.tokenizer.encode, TAIL_TOKENS, skip=len(prompt) // 2, question=corpus.FOLLOW_UP
@@ -177,12 +194,14 @@ class _Experiment:
             answer = ask(engine, turn, phase.update)
         with self._phases.phase("the same cold, for comparison") as phase:
             reference = ask(without, turn, phase.update)
-        return self._row("tail", [answer], reference, len(turn), "memcpy")
+        same_pages = page_digests(engine, prompt) == pages
+        row = self._row("tail", [answer], reference, len(turn), limit="memcpy", new_past=True)
+        return replace(row, identical=row.identical and same_pages, pages_identical=same_pages)
 
     def _disk(self, directory: Path, prompt: Sequence[int], cold: Answer, pages: list[bytes]) -> Row:
         with self._phases.phase("hit on disk in a new process", measurable=False):
             answer, loaded = self._in_new_process(directory, prompt)
-        return self._row("disk", [answer], cold, len(prompt), "disk_read", loaded == pages)
+        return self._hit("disk", [answer], cold, prompt, loaded == pages, limit="disk_read")
 
     def _in_new_process(self, directory: Path, prompt: Sequence[int]) -> tuple[Answer, list[bytes]]:
         settings, sizes = self._settings, self._sizes
@@ -200,14 +219,36 @@ class _Experiment:
         with tempfile.TemporaryDirectory(prefix="tierstore-bench-") as scratch:
             return run_in_new_process(job, Path(scratch))
 
+    def _hit(
+        self,
+        case: str,
+        answers: Sequence[Answer],
+        cold: Answer,
+        prompt: Sequence[int],
+        pages_identical: bool,
+        *,
+        limit: str | None = None,
+    ) -> Row:
+        """A row of hits of ``prompt``: held against its first hit, too."""
+        first = self._first_hit = self._first_hit or answers[0]
+        hits_identical = all(same_bits(answer, first) for answer in answers)
+        row = self._row(case, answers, cold, len(prompt), limit=limit)
+        return replace(
+            row,
+            identical=row.identical and hits_identical and pages_identical,
+            hits_identical=hits_identical,
+            pages_identical=pages_identical,
+        )
+
     def _row(
         self,
         case: str,
         answers: Sequence[Answer],
         reference: Answer,
         prompt_tokens: int,
-        limit: str | None,
-        pages_identical: bool | None = None,
+        *,
+        limit: str | None = None,
+        new_past: bool = False,
     ) -> Row:
         by_time = sorted(answers, key=lambda each: each.ttft_s)
         answer = by_time[len(by_time) // 2]
@@ -216,10 +257,10 @@ class _Experiment:
         on_gpu = self._model.device != "cpu"
         rate = moved / (answer.ttft_s if on_gpu else metrics.load_s) / 1e9 if moved else None
         limit = None if on_gpu and limit == "memcpy" else limit
-        bound = {"memcpy": self._limits.memcpy_gb_per_s, "disk_read": self._limits.disk.read}.get(limit or "")
-        diff = max(float(np.abs(each.logits - reference.logits).max()) for each in answers)
-        same = all(each.tokens == reference.tokens for each in answers)
-        close = diff <= MAX_LOGIT_DIFF or self._model.config.dtype != "float32"
+        most = {"memcpy": self._limits.memcpy_gb_per_s, "disk_read": self._limits.disk.read}.get(limit or "")
+        config = self._model.config
+        diff = max(logit_difference(each, reference) for each in answers)
+        bound = logit_bound(reference, layers=config.layers, dtype=config.dtype, new_past=new_past)
         return Row(
             case=case,
             prompt_tokens=prompt_tokens,
@@ -230,11 +271,11 @@ class _Experiment:
             moved_bytes=moved,
             gb_per_s=rate,
             limit=limit,
-            limit_fraction=rate / bound if rate and bound else None,
+            limit_fraction=rate / most if rate and most else None,
             speedup=reference.ttft_s / answer.ttft_s,
-            identical=same and close and pages_identical is not False,
+            identical=diff <= bound,
             max_logit_diff=diff,
-            pages_identical=pages_identical,
+            logit_bound=bound,
         )
 
     # -- the sweep -----------------------------------------------------------------------------------

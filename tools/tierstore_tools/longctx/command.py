@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tierstore.errors import TierStoreError, UsageError
+from tierstore.errors import TierStoreError
 from tierstore.units import format_size
 from tierstore_tools import machine, report
 from tierstore_tools.longctx import cases
@@ -13,9 +13,7 @@ from tierstore_tools.longctx.settings import LongContext
 
 def run(settings: LongContext, *, json: str | None, plot: Path | None) -> None:
     """Raises :class:`TierStoreError` when a hit answered other than the cold run."""
-    for target in filter(None, (plot, Path(json) if json and json != "-" else None)):
-        if not target.absolute().parent.is_dir():
-            raise UsageError(f"cannot write {target}: there is no such directory")
+    report.require_targets(json, plot)
     with report.phases() as phases:
         result = cases.run(settings, phases)
     described = machine.describe(settings.device)
@@ -45,6 +43,7 @@ def _show(result: cases.Result, *, to_stderr: bool) -> None:
         "of limit",
         "identical",
         "Δlogit",
+        "bound",
     )
     rows = [
         (
@@ -60,6 +59,7 @@ def _show(result: cases.Result, *, to_stderr: bool) -> None:
             report.percent(row.limit_fraction),
             "yes" if row.identical else "NO",
             f"{row.max_logit_diff:.1g}",
+            f"{row.logit_bound:.1g}",
         )
         for row in result.rows
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,11 @@ from tierstore_tools.longctx.settings import ANSWER_TOKENS, Sizes
 Share = Callable[[float], None]
 
 _WARM_UP_TOKENS = 200
+
+# Machine epsilon by dtype: of the numbers that are kept, and of the float32 sums that they are made from.
+_EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+_ROUNDINGS, _SUM_ROUNDINGS = 12, 256
+_NEW_PAST = 5  # where new keys and values were computed, too
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,37 @@ def open_engine(model: LoadedModel, sizes: Sizes, store: str | None, prefill_chu
     engine.generate([[1] * _WARM_UP_TOKENS], SamplingParams(max_new_tokens=2, ignore_eos=True))
     freeze_heap()
     return engine
+
+
+def logit_difference(answer: Answer, reference: Answer) -> float:
+    """The largest difference between two answers' logits, over the steps that followed the same tokens: up to
+    and including the first at which they chose differently."""
+    same = np.equal(answer.tokens, reference.tokens)
+    steps = len(same) if same.all() else int(same.argmin()) + 1
+    return float(np.abs(answer.logits[:steps] - reference.logits[:steps]).max())
+
+
+def logit_bound(reference: Answer, *, layers: int, dtype: str, new_past: bool = False) -> float:
+    """How far rounding alone may move the logits of a hit from those of ``reference``, its cold run.
+
+    A hit computes one new row where the cold run computed a chunk of rows, and the sums of a product are
+    taken in another order for each: equal pages lead to logits that differ by a few roundings per layer.
+    These add up like independent errors, with the square root of the depth, in proportion to the spread of
+    the logits. ``new_past``: a tail was computed behind the hit, whose keys and values differ likewise, and
+    all that follows attends to them.
+
+    The factors are about twice what was measured with random weights and 24 layers on a CPU, at a spread of
+    3.0: bfloat16 .61, float16 .04, float32 1.9e-4; behind a tail 2.7, .41, 1e-3. A wrong page moves logits by
+    several times the spread, but a wrong number in one need not: that the bytes of pages are equal is held
+    apart from this."""
+    unit = _ROUNDINGS * _EPSILON[dtype] + _SUM_ROUNDINGS * _EPSILON["float32"]
+    spread = float(np.std(reference.logits))
+    return spread * math.sqrt(layers) * unit * (_NEW_PAST if new_past else 1)
+
+
+def same_bits(answer: Answer, other: Answer) -> bool:
+    """Whether two hits answered alike, bit for bit."""
+    return answer.tokens == other.tokens and np.array_equal(answer.logits, other.logits)
 
 
 class Run:

@@ -12,7 +12,6 @@ from tierstore.units import MIB, format_size
 
 ANSWER_TOKENS = 32
 TAIL_TOKENS = 1024
-MAX_LOGIT_DIFF = 1e-4  # float32; other dtypes are held to equal tokens only
 
 
 @dataclass(frozen=True)

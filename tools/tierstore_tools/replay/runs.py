@@ -1,32 +1,55 @@
-"""Every policy at every capacity."""
+"""Many independent replays of one trace, on one process or several. Each result is told as soon as it is
+there.
+
+A :class:`Case` is a policy at one capacity, a :class:`TieredCase` a policy through the tiers of a machine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol, TypeAlias
 
-from tierstore.policy import POLICIES
-from tierstore_tools.replay.hinting import HintSource
-from tierstore_tools.replay.oracle import Belady, BeladyHints, NextUses
-from tierstore_tools.replay.packed import PackedTrace
-from tierstore_tools.replay.processes import Progress, run_all, usable_processors
-from tierstore_tools.replay.simulator import Hinter, Simulator
+from tierstore.errors import TierStoreError
+from tierstore_tools.replay.hints import BeladyHints, Hinter, HintSource, NextUses
+from tierstore_tools.replay.machine import Machine
+from tierstore_tools.replay.policies import Belady
+from tierstore_tools.replay.simulator import Simulator
+from tierstore_tools.replay.tiered import Engine, TieredRow
+from tierstore_tools.replay.trace import Request, Trace
 
-_WORTH_PROCESSES_BLOCKS = 500_000  # of all cases together: starting processes takes half a second
+Progress: TypeAlias = Callable[[float], None]  # the share that is done, 0 to 1
+
+_WORTH_PROCESSES_BLOCKS = 200_000  # of all cases together: starting processes takes half a second
+_POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One replay."""
+    """One replay through a single tier."""
 
     policy: str
     capacity_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
+class TieredCase:
+    """One replay through the tiers of a machine."""
+
+    policy: str
+    prefetch: bool
+    machine: Machine
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the result. ``hit_rate`` is hit blocks over all blocks of all prompts."""
+    """What came of a :class:`Case`. ``hit_rate`` is hit blocks over all blocks of all prompts."""
 
     policy: str
     capacity_blocks: int
@@ -37,60 +60,152 @@ class Row:
     evicted_blocks: int
 
 
-def run(
-    trace: PackedTrace,
-    cases: Sequence[Case],
-    *,
-    hints: HintSource,
-    jobs: int | None = None,
-    progress: Progress = lambda _: None,
-) -> list[Row]:
-    """Replay every case, in this order, with hints from the source. ``jobs`` is the most processes (None:
-    the processors that there are, where that is worth starting them)."""
-    jobs = jobs or default_jobs(trace.blocks * len(cases))
-    return run_all(_replay, Subject(trace, hints), cases, jobs=jobs, progress=progress)
-
-
-def default_jobs(blocks: int) -> int:
-    """The number of processes for replays of so many blocks together."""
-    return usable_processors() if blocks > _WORTH_PROCESSES_BLOCKS else 1
+AnyCase: TypeAlias = "Case | TieredCase"
+AnyRow: TypeAlias = "Row | TieredRow"
+Done: TypeAlias = Callable[[int, AnyRow], None]  # the number of a case, and what came of it
 
 
 class Subject:
-    """What every case of a run shares: the trace, where hints come from, and the future, once it is asked
+    """What all cases of a run share: the trace, where hints come from, and the future, once it is asked
     for."""
 
-    def __init__(self, trace: PackedTrace, hints: HintSource) -> None:
-        self.trace = trace
-        self.hints = hints
+    def __init__(self, trace: Trace, hints: HintSource) -> None:
+        self._trace = trace
+        self._hints = hints
 
     @cached_property
-    def uses(self) -> NextUses:
-        """The next use of every block."""
-        return NextUses(self.trace)
+    def _uses(self) -> NextUses:
+        return NextUses(self._trace)
 
-    def hinter(self) -> Hinter | None:
-        """One for a single pass over the trace."""
-        return self.hints.hinter(lambda: self.uses)
+    def replay(self, case: AnyCase, progress: Progress) -> AnyRow:
+        """Run one case."""
+        hinter = self._hints.hinter(lambda: self._uses)
+        if isinstance(case, TieredCase):
+            return self._through_tiers(case, hinter, progress)
+        belady = case.policy == Belady.name
+        simulator = Simulator(
+            case.policy, case.capacity_blocks, hints=BeladyHints(self._uses) if belady else hinter
+        )
+        for request in self._requests(progress):
+            simulator.step(request)
+        result = simulator.result
+        return Row(
+            case.policy,
+            case.capacity_blocks,
+            case.capacity_blocks * self._trace.block_tokens,
+            "none" if belady else self._hints.name,
+            result.hit_rate,
+            result.hit_blocks,
+            result.evicted_blocks,
+        )
+
+    def _through_tiers(self, case: TieredCase, hinter: Hinter | None, progress: Progress) -> TieredRow:
+        engine = Engine(
+            case.machine,
+            case.policy,
+            block_tokens=self._trace.block_tokens,
+            prefetch=case.prefetch,
+            hints=hinter,
+            hints_name=self._hints.name,
+        )
+        for request in self._requests(progress):
+            engine.step(request)
+        return engine.row()
+
+    def _requests(self, progress: Progress) -> Iterator[Request]:
+        for number, request in enumerate(self._trace):
+            if number % 64 == 0:
+                progress(number / len(self._trace))
+            yield request
 
 
-def _replay(subject: Subject, case: Case, progress: Progress) -> Row:
-    trace = subject.trace
-    belady = case.policy == Belady.name
-    policy = Belady() if belady else POLICIES[case.policy]()
-    hinter = BeladyHints(subject.uses) if belady else subject.hinter()
-    simulator = Simulator(policy, case.capacity_blocks, hints=hinter)
-    for number, request in enumerate(trace):
-        if number % 64 == 0:
-            progress(number / len(trace))
-        simulator.step(request)
-    result = simulator.result
-    return Row(
-        case.policy,
-        case.capacity_blocks,
-        case.capacity_blocks * trace.block_tokens,
-        "none" if belady else subject.hints.name,
-        result.hit_rate,
-        result.hit_blocks,
-        result.evicted_blocks,
-    )
+def run(
+    trace: Trace,
+    cases: Sequence[AnyCase],
+    *,
+    hints: HintSource,
+    done: Done,
+    jobs: int | None = None,
+    progress: Progress = lambda _: None,
+) -> None:
+    """Replay every case, with hints from the source. ``done`` is called in this process for each, as soon as
+    it has ended. ``jobs`` is the most processes (None: the processors that there are, where that is worth
+    starting them). Raises :class:`TierStoreError` when one of them dies."""
+    if jobs is None:
+        worth_it = trace.blocks * len(cases) > _WORTH_PROCESSES_BLOCKS
+        jobs = len(os.sched_getaffinity(0)) if worth_it else 1
+    subject = Subject(trace, hints)
+    if min(jobs, len(cases)) > 1:
+        _on_processes(subject, cases, min(jobs, len(cases)), done, progress)
+        return
+    for number, case in enumerate(cases):
+
+        def advance(share: float, before: int = number) -> None:
+            progress((before + share) / len(cases))
+
+        done(number, subject.replay(case, advance))
+
+
+# -- processes -------------------------------------------------------------------------------------------
+
+
+class _Shares(Protocol):
+    """What every process writes its progress to, by number of the case. The last one is not a case: when it
+    is not 0, all are to stop."""
+
+    def __getitem__(self, case: int, /) -> float: ...
+
+    def __setitem__(self, case: int, share: float, /) -> None: ...
+
+
+class _Worker:
+    """What a process was given when it started."""
+
+    subject: Subject
+    shares: _Shares
+    parent: int
+
+
+class _Stopped(Exception):
+    """The results are not wanted any more."""
+
+
+def _start(subject: Subject, shares: _Shares) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process tells the others
+    _Worker.subject, _Worker.shares, _Worker.parent = subject, shares, os.getppid()
+
+
+def _work_on(number: int, case: AnyCase) -> AnyRow:
+    def advance(share: float) -> None:
+        _Worker.shares[number] = share
+        if _Worker.shares[-1]:
+            raise _Stopped
+        if os.getppid() != _Worker.parent:
+            os._exit(1)  # it was killed
+
+    return _Worker.subject.replay(case, advance)
+
+
+def _on_processes(
+    subject: Subject, cases: Sequence[AnyCase], jobs: int, done: Done, progress: Progress
+) -> None:
+    # Not forked: the thread that draws the progress may hold a lock at that moment.
+    context = multiprocessing.get_context("spawn")
+    shares = context.Array("d", len(cases) + 1, lock=False)
+    pool = ProcessPoolExecutor(jobs, context, initializer=_start, initargs=(subject, shares))
+    try:
+        numbers: dict[Future[AnyRow], int] = {
+            pool.submit(_work_on, number, case): number for number, case in enumerate(cases)
+        }
+        pending = set(numbers)
+        while pending:
+            ended, pending = wait(pending, timeout=_POLL_S, return_when=FIRST_COMPLETED)
+            for future in ended:
+                shares[numbers[future]] = 1.0
+                done(numbers[future], future.result())
+            progress(sum(shares[number] for number in range(len(cases))) / len(cases))
+    except BrokenProcessPool as error:
+        raise TierStoreError("a replay process ended early (out of memory?): use fewer --jobs") from error
+    finally:
+        shares[len(cases)] = 1.0
+        pool.shutdown(cancel_futures=True)

@@ -1,14 +1,29 @@
-"""The results of a replay as tables."""
+"""The results of a replay as lines, as tables and as a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from tierstore.units import format_size
 from tierstore_tools import report
 from tierstore_tools.replay.runs import Row
-from tierstore_tools.replay.sizing import SizingRow
-from tierstore_tools.replay.tiered.result import TieredRow
+from tierstore_tools.replay.tiered import TieredRow
+from tierstore_tools.replay.trace import Extent
+
+_EMPHASIZED = {"lru": ("#808080", 2.0), "default": ("#d1495b", 2.5), "belady": ("#404040", 1.5)}
+_COLOURS = ("#00798c", "#edae49", "#7a5195", "#2e8b57", "#bc5090", "#3a86ff", "#8a5a44", "#6a994e")
+
+
+def one_line(row: Row | TieredRow) -> str:
+    """What came of one replay."""
+    if isinstance(row, Row):
+        return f"{row.policy}, {row.capacity_blocks} blocks: hit rate {row.hit_rate:.4f}"
+    ahead = "with" if row.prefetch else "without"
+    return (
+        f"{row.policy} through the tiers, {ahead} prefetching: hit rate {row.hit_rate:.4f}, "
+        f"TTFT {report.seconds(row.ttft.mean_s)} on average"
+    )
 
 
 def hit_rates(rows: Sequence[Row], *, title: str, token_bytes: float | None, to_stderr: bool) -> None:
@@ -98,19 +113,19 @@ def _moved(row: TieredRow) -> list[str]:
     ]
 
 
-def sizes(rows: Sequence[SizingRow], *, title: str, to_stderr: bool) -> None:
-    """How long a page stays, by capacity."""
+def sizes(rows: Sequence[tuple[int, int | None, float | None]], *, title: str, to_stderr: bool) -> None:
+    """How long a page stays: tokens, bytes and seconds, where they are known."""
     heading(title, to_stderr=to_stderr)
     report.table(
         "how long a page stays",
         ("tokens", "bytes", "at least"),
         [
             (
-                count(row.capacity_tokens),
-                "–" if row.capacity_bytes is None else format_size(row.capacity_bytes),
-                "–" if row.turnover_s is None else duration(row.turnover_s),
+                count(tokens),
+                "–" if nbytes is None else format_size(nbytes),
+                "–" if turnover_s is None else duration(turnover_s),
             )
-            for row in rows
+            for tokens, nbytes, turnover_s in rows
         ],
         to_stderr=to_stderr,
     )
@@ -139,3 +154,44 @@ def duration(seconds: float) -> str:
 
 def _share(part: int, of: int) -> str:
     return f"{100 * part / of:.1f} %" if of else "–"
+
+
+def draw(rows: Sequence[Row], extent: Extent, *, title: str, token_bytes: float | None, path: Path) -> None:
+    """Write a PNG: hit rate against capacity, a line for each policy, and the most that any could reach. The
+    axis below is in the tables' unit: bytes (GiB, TiB) with ``token_bytes``, else tokens."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt  # the backend has to be chosen first
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator, PercentFormatter
+
+    figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
+    colours = iter(_COLOURS * (1 + len(rows) // len(_COLOURS)))
+    for policy in dict.fromkeys(row.policy for row in rows):
+        points = sorted((row.capacity_tokens, row.hit_rate) for row in rows if row.policy == policy)
+        colour, width = _EMPHASIZED.get(policy) or (next(colours), 1.5)
+        axes.plot(
+            [tokens * (token_bytes or 1) for tokens, _ in points],
+            [rate for _, rate in points],
+            marker="o",
+            markersize=4,
+            label=policy,
+            color=colour,
+            linewidth=width,
+            linestyle="--" if policy == "belady" else "-",
+        )
+    axes.axhline(extent.ideal, color="#404040", linewidth=1, linestyle=":", label="nothing ever forgotten")
+    axes.set_xscale("log", base=2 if token_bytes else 10)
+    axes.set_ylim(bottom=0)
+    axes.xaxis.set_major_locator(LogLocator(base=2) if token_bytes else LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    size = format_size if token_bytes else count
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value)))
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.grid(alpha=0.25)
+    axes.set_xlabel("capacity, bytes" if token_bytes else "capacity, tokens")
+    axes.set_ylabel("hit rate, share of prompt blocks")
+    axes.set_title(title)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

@@ -1,53 +1,153 @@
-"""What a trace of requests is, whatever file it came from.
+"""A trace of requests, whatever file it came from.
 
-A trace is cut into *blocks* of ``block_tokens`` tokens. A block's id stands for all tokens from the prompt's
-start to the block's end (ids are chained over the prefix, as in the published traces): equal ids are equal
-prefixes, and the block before it is always the same one. The last block of a prompt may be partial; it
-counts as a whole one.
+A trace is cut into *blocks* of ``block_tokens`` tokens. A block stands for all tokens from the prompt's start
+to its end: equal blocks are equal prefixes, and the block before it is always the same one. The last block of
+a prompt may be partial; it counts as a whole one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import pairwise
+from typing import NamedTuple, overload
+
+_NOTHING = -1  # the block before the first
+
+
+@dataclass(frozen=True, slots=True)
+class RawRequest:
+    """One request as a file has it. ``ids`` are unique within ``scope``, and a scope that another one
+    followed does not come back; ``timestamp_s`` and ``input_tokens`` are None where the file has none (then
+    the prompt has whole blocks). ``stop`` is why the answer ended, in the file's own word (``tool_use``,
+    ``end_turn``, …)."""
+
+    timestamp_s: float | None
+    ids: Sequence[int | str]
+    input_tokens: int | None
+    output_tokens: int
+    session: str | None = None
+    scope: str = ""
+    stop: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt. ``blocks`` are the ids of its blocks in order, ``input_tokens`` and ``output_tokens`` what
-    the trace says of its length, ``session`` the conversation it belongs to where the trace knows that."""
+    """One prompt. ``blocks`` are the numbers of its blocks in order, ``input_tokens`` and ``output_tokens``
+    what the trace says of its length, ``session`` the conversation it belongs to and ``stop`` why its answer
+    ended, where the trace knows that."""
 
     timestamp_s: float
     blocks: Sequence[int]
     input_tokens: int
     output_tokens: int = 0
     session: str | None = None
+    stop: str = ""
 
 
-class Trace(Protocol):
-    """Requests in order of time, which can be read any number of times."""
+class _Packed(NamedTuple):
+    """A request without its blocks: the last one leads to all before it."""
+
+    timestamp_s: float
+    leaf: int
+    input_tokens: int
+    output_tokens: int
+    session: str | None
+    stop: str
+
+
+class Trace(Sequence[Request]):
+    """A whole trace in little memory: a tree of blocks, and of each prompt its last block.
+
+    Prompts share their beginnings, so nearly all of a prompt's ids have been seen before. Blocks are numbered
+    in the order they appear, and each keeps the number of the one before it. Where a trace uses one id after
+    two different blocks (hashes of a block's content alone), those become two blocks.
+
+    Fill with :meth:`append`, then :meth:`close`: from then on requests are in order of time."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.blocks = 0  # of all prompts together
+        self.untimed = 0  # requests without a timestamp: they have the time of the one before them
+        self.reordered = False  # the file was not in order of time
+        self.misfits = 0  # requests whose number of blocks does not go with their tokens
+        self.has_stops = False  # whether the trace says why answers ended
+        self._before = array("q")  # the block before each block
+        self._requests: list[_Packed] = []
+        self._scope = ""
+        self._first: dict[int | str, int] = {}  # id → its first block in the scope
+        self._others: dict[tuple[int, int | str], int] = {}  # and those after another block than that
+
+    def append(self, raw: RawRequest) -> None:
+        """Take one more request, in the order of the file."""
+        if raw.scope != self._scope:
+            self._scope, self._first, self._others = raw.scope, {}, {}
+        time_s = raw.timestamp_s
+        if time_s is None:
+            self.untimed += 1
+            time_s = self._requests[-1].timestamp_s if self._requests else 0.0
+        count = len(raw.ids)
+        tokens = count * self.block_tokens if raw.input_tokens is None else raw.input_tokens
+        self.misfits += not tokens // self.block_tokens <= count <= tokens // self.block_tokens + 1
+        self.blocks += count
+        self.has_stops |= bool(raw.stop)
+        session = None if raw.session is None else sys.intern(raw.session)
+        leaf = self._leaf(raw.ids)
+        self._requests.append(_Packed(time_s, leaf, tokens, raw.output_tokens, session, sys.intern(raw.stop)))
+
+    def _leaf(self, ids: Sequence[int | str]) -> int:
+        """The last block of a prompt. Numbers those that are new."""
+        before, first, others = self._before, self._first, self._others
+        leaf = _NOTHING
+        for raw in ids:
+            block = first.get(raw)
+            if block is None or before[block] != leaf:
+                block = others.get((leaf, raw)) if others else None
+                if block is None:
+                    block = len(before)
+                    before.append(leaf)
+                    if first.setdefault(raw, block) != block:
+                        others[leaf, raw] = block
+            leaf = block
+        return leaf
+
+    def close(self) -> None:
+        """The trace is complete."""
+        self._first, self._others = {}, {}
+        if any(later.timestamp_s < earlier.timestamp_s for earlier, later in pairwise(self._requests)):
+            self.reordered = True
+            self._requests.sort(key=lambda request: request.timestamp_s)
 
     @property
-    def block_tokens(self) -> int:
-        """Tokens of a whole block."""
-        ...
-
-    def __iter__(self) -> Iterator[Request]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """A trace in memory."""
-
-    requests: Sequence[Request]
-    block_tokens: int
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self.requests)
+    def timed(self) -> bool:
+        """Whether the trace says when its requests came."""
+        return self.untimed < len(self)
 
     def __len__(self) -> int:
-        return len(self.requests)
+        return len(self._requests)
+
+    @overload
+    def __getitem__(self, number: int) -> Request: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> list[Request]: ...
+
+    def __getitem__(self, number: int | slice) -> Request | list[Request]:
+        """Request ``number``, from 0, in order of time."""
+        if isinstance(number, slice):
+            return [self._unpacked(packed) for packed in self._requests[number]]
+        return self._unpacked(self._requests[number])
+
+    def _unpacked(self, packed: _Packed) -> Request:
+        blocks: list[int] = []
+        block = packed.leaf
+        while block != _NOTHING:
+            blocks.append(block)
+            block = self._before[block]
+        blocks.reverse()
+        return Request(packed.timestamp_s, blocks, *packed[2:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +161,7 @@ class Extent:
 
 
 def extent(requests: Iterable[Request]) -> Extent:
-    """One pass over a trace. The first block that was never seen ends a prompt's hit."""
+    """Go over a trace once. The first block that was never seen ends a prompt's hit."""
     seen: set[int] = set()
     count = total = hits = 0
     for request in requests:

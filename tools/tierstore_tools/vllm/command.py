@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from tierstore.cli.checks.vllm import installed_version
-from tierstore.errors import TierStoreError, UsageError
+from tierstore.errors import TierStoreError
 from tierstore_tools import machine, report
 from tierstore_tools.vllm import cases, engine
 from tierstore_tools.vllm.overhead import Overhead
@@ -19,8 +18,7 @@ def run(settings: VllmBench, *, json: str | None) -> None:
     missing = engine.missing()
     if missing is not None:
         raise TierStoreError(f"{missing}: nothing was measured")
-    if json and json != "-" and not Path(json).absolute().parent.is_dir():
-        raise UsageError(f"cannot write {json}: there is no such directory")
+    report.require_targets(json)
     with report.phases() as phases:
         result = cases.run(settings, phases)
     _show(result, to_stderr=json == "-")
@@ -85,6 +83,17 @@ def _show_overhead(overhead: Overhead, *, to_stderr: bool) -> None:
         )
     ]
     report.table("", ("", "TTFT", "tokens/s", "CPU time"), rows, to_stderr=to_stderr)
+    added = overhead.added
+    console.print(
+        f"added by the connector: {_ms(added.one_s)} to the first token of a request alone, "
+        f"{_ms(added.batch_s)} to each of {overhead.batch_requests} at once, "
+        f"{_ms(added.cached_s)} where vLLM's own cache has them; "
+        f"CPU time {_ms(added.one_cpu_s)}, {_ms(added.batch_cpu_s)} and {_ms(added.cached_cpu_s)}"
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"
 
 
 def _ratio(value: Ratio) -> str:

@@ -29,7 +29,7 @@ ANSWER_S = 600.0
 _END_S = 30.0
 _LAST_WORDS_S = 5.0
 _LOG_TAIL_BYTES = 4000
-_ENVIRONMENT = {
+ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -115,7 +115,7 @@ class Engine:
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=self._log,
-            env={**_ENVIRONMENT, **os.environ, **more, **(environment or {})},
+            env={**ENVIRONMENT, **os.environ, **more, **(environment or {})},
             pass_fds=(read_commands, write_answers),
             start_new_session=True,
         )

@@ -77,11 +77,35 @@ def _opt(**changes: Any) -> Any:
     return OPTForCausalLM(config)
 
 
+def _mla() -> Any:
+    """Latent attention (MLA), dense layers only."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    shape: dict[str, Any] = {
+        name: value for name, value in _BASE.items() if name not in ("head_dim", "num_key_value_heads")
+    }
+    config = DeepseekV2Config(
+        **shape,
+        num_key_value_heads=4,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
+        first_k_dense_replace=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+    )
+    return DeepseekV2ForCausalLM(config)
+
+
 _KINDS: dict[str, Callable[[], Any]] = {
     "tiny": _llama,
     "tiny-6-layers": lambda: _llama(num_hidden_layers=6),
     "tiny-gemma": _gemma,
     "tiny-opt": _opt,
+    "tiny-mla": _mla,
     # Large enough that prefill costs far more than vLLM's own work per step: 26 M parameters.
     "small": lambda: _llama(
         hidden_size=512,
@@ -123,7 +147,7 @@ def _write(kind: str, directory: Path) -> None:
     partial = directory.with_name(f"{directory.name}.partial")
     model.save_pretrained(partial)
     _write_tokenizer(partial)
-    partial.rename(directory)  # whoever finds the directory finds all of it
+    partial.rename(directory)  # in one step: a directory that is there is complete
 
 
 def _write_tokenizer(directory: Path) -> None:

@@ -6,8 +6,8 @@ do for any connector? The same engine, with the connector switched off, against 
 processes, which are never of quite the same speed, so that only several starts can tell.
 
 Answers that are compared lie within seconds of one another, and each round goes the other way round than the
-one before. Before each turn the daemon has written what it was given: nobody computes beside the leftovers of
-another.
+one before. Before each turn the daemon has written what it was given: no turn computes beside the leftovers
+of another.
 """
 
 from __future__ import annotations
@@ -56,11 +56,27 @@ class Compared:
 
 
 @dataclass(frozen=True)
+class Added:
+    """What the connector adds to a request, in seconds: medians of the connector switched on less itself
+    switched off. ``one_s``: to the first token of a request alone; ``batch_s``: to each of a batch, until all
+    have been answered; ``cached_s``: likewise when the batch is asked again, and vLLM's own cache has it.
+    ``…_cpu_s`` is CPU time of the engine's process (means: it is counted in steps of 10 ms)."""
+
+    one_s: float
+    batch_s: float
+    cached_s: float
+    one_cpu_s: float
+    batch_cpu_s: float
+    cached_cpu_s: float
+
+
+@dataclass(frozen=True)
 class Overhead:
     """The connector over itself switched off (``connector``), that over an engine without one (``interface``:
-    vLLM's own part), and the connector over an engine without one (``both``). The other figures are medians
-    of the engine without one; ``daemon_cpu_s`` is the daemon's CPU time for one prompt and one batch, on
-    average (None when the daemon is not the benchmark's own)."""
+    vLLM's own part), and the connector over an engine without one (``both``). ``added`` is the first as time
+    for each request. The other figures are medians of the engine without one; ``daemon_cpu_s`` is the
+    daemon's CPU time for one prompt and one batch twice, on average (None when the daemon is not the
+    benchmark's own)."""
 
     prompt_tokens: int
     batch_requests: int
@@ -73,15 +89,30 @@ class Overhead:
     connector: Compared
     interface: Compared
     both: Compared
+    added: Added
 
 
 @dataclass(slots=True)
 class _Figures:
-    """Of one engine, round by round."""
+    """Of one engine, round by round. A batch asked again (``cached_…``) comes from vLLM's own cache."""
 
+    batch_tokens: int
     ttft_s: list[float] = field(default_factory=list)
-    tokens_per_s: list[float] = field(default_factory=list)
-    cpu_s: list[float] = field(default_factory=list)
+    batch_s: list[float] = field(default_factory=list)
+    cached_s: list[float] = field(default_factory=list)
+    one_cpu_s: list[float] = field(default_factory=list)
+    batch_cpu_s: list[float] = field(default_factory=list)
+    cached_cpu_s: list[float] = field(default_factory=list)
+
+    @property
+    def tokens_per_s(self) -> list[float]:
+        """Prompt and answer tokens of a batch, for each second."""
+        return [self.batch_tokens / each for each in self.batch_s]
+
+    @property
+    def cpu_s(self) -> list[float]:
+        """For one prompt and one batch."""
+        return [one + batch for one, batch in zip(self.one_cpu_s, self.batch_cpu_s, strict=True)]
 
 
 class OverheadExperiment:
@@ -103,6 +134,7 @@ class OverheadExperiment:
         self._phases = phases
         self._rounds, self._seeds = itertools.count(), itertools.count(_SEED)
         self._daemon_cpu_s = 0.0
+        self._batch_tokens = THROUGHPUT_REQUESTS * (settings.overhead_tokens + THROUGHPUT_ANSWER_TOKENS)
 
     def run(self) -> Overhead:
         """Raises :class:`TierStoreError` when an engine or the daemon does not do its part."""
@@ -120,6 +152,7 @@ class OverheadExperiment:
             connector=_compared(starts, ON, OFF),
             interface=_compared(starts, OFF, NONE),
             both=_compared(starts, ON, NONE),
+            added=_added(starts),
         )
 
     def _series(self, number: int) -> dict[str, _Figures]:
@@ -128,8 +161,8 @@ class OverheadExperiment:
             without = stack.enter_context(self._start("an engine without it", None))
             engines = {ON: with_it, OFF: with_it, NONE: without}
             for _ in range(_WARM_UP_ROUNDS):
-                self._play(engines, {name: _Figures() for name in engines})
-            figures = {name: _Figures() for name in engines}
+                self._play(engines, {name: _Figures(self._batch_tokens) for name in engines})
+            figures = {name: _Figures(self._batch_tokens) for name in engines}
             pairs = self._settings.pairs
             before = self._daemon_cpu()
             what = f"start {number + 1}: {pairs} prompts and batches, with it and without"
@@ -143,31 +176,37 @@ class OverheadExperiment:
     def _play(self, engines: Mapping[str, Engine], figures: Mapping[str, _Figures]) -> None:
         """One prompt and one batch for every engine."""
         ways = list(engines) if next(self._rounds) % 2 else list(reversed(list(engines)))
-        spent = {}
+        tokens = self._settings.overhead_tokens
         for way in ways:
-            asks = self._fresh(1, self._settings.overhead_tokens, ANSWER_TOKENS)
-            answered, spent[way] = self._turn(engines[way], way, asks)
-            figures[way].ttft_s.append(answered.answers[0].ttft_s)
+            found = figures[way]
+            answered, cpu_s = self._turn(engines[way], way, self._fresh(1, tokens, ANSWER_TOKENS))
+            found.ttft_s.append(answered.answers[0].ttft_s)
+            found.one_cpu_s.append(cpu_s)
         for way in ways:
-            tokens = self._settings.overhead_tokens
+            found = figures[way]
             asks = self._fresh(THROUGHPUT_REQUESTS, tokens, THROUGHPUT_ANSWER_TOKENS)
             answered, cpu_s = self._turn(engines[way], way, asks)
-            computed = THROUGHPUT_REQUESTS * (tokens + THROUGHPUT_ANSWER_TOKENS)
-            figures[way].tokens_per_s.append(computed / answered.wall_s)
-            figures[way].cpu_s.append(spent[way] + cpu_s)
+            found.batch_s.append(answered.wall_s)
+            found.batch_cpu_s.append(cpu_s)
+            answered, cpu_s = self._turn(engines[way], way, asks, cached=True)
+            found.cached_s.append(answered.wall_s)
+            found.cached_cpu_s.append(cpu_s)
 
     def _fresh(self, requests: int, tokens: int, answer_tokens: int) -> list[Ask]:
-        """Prompts that nobody has asked."""
+        """Prompts that were never asked before."""
         return [Ask(prompt(tokens, seed=next(self._seeds)), answer_tokens) for _ in range(requests)]
 
-    def _turn(self, engine: Engine, way: str, asks: Sequence[Ask]) -> tuple[Answers, float]:
-        """And the engine's CPU time."""
+    def _turn(
+        self, engine: Engine, way: str, asks: Sequence[Ask], *, cached: bool = False
+    ) -> tuple[Answers, float]:
+        """Ask; the answers, and the engine's CPU time. ``cached``: they may be in
+        vLLM's own cache."""
         if way != NONE:
             engine.switch(way == ON)
         before = cpu_seconds(engine.pid)
         answered = engine.ask(*asks)
-        if answered.external_hit_tokens or answered.local_hit_tokens:
-            raise TierStoreError("a prompt that nobody has asked was found in a cache")
+        if answered.external_hit_tokens or (answered.local_hit_tokens and not cached):
+            raise TierStoreError("a fresh prompt was found in a cache")
         if self._daemon is not None:
             self._daemon.wait_written()
         return answered, cpu_seconds(engine.pid) - before
@@ -193,4 +232,20 @@ def _compared(starts: Sequence[Mapping[str, _Figures]], one: str, other: str) ->
         ttft_ratio=compared(lambda figures: figures.ttft_s),
         throughput_ratio=compared(lambda figures: figures.tokens_per_s),
         cpu_ratio=compared(lambda figures: figures.cpu_s),
+    )
+
+
+def _added(starts: Sequence[Mapping[str, _Figures]]) -> Added:
+    def differences(figure: Figure, requests: int = 1) -> list[float]:
+        pairs = [zip(figure(each[ON]), figure(each[OFF]), strict=True) for each in starts]
+        return [(on - off) / requests for each in pairs for on, off in each]
+
+    batch = THROUGHPUT_REQUESTS
+    return Added(
+        one_s=statistics.median(differences(lambda figures: figures.ttft_s)),
+        batch_s=statistics.median(differences(lambda figures: figures.batch_s, batch)),
+        cached_s=statistics.median(differences(lambda figures: figures.cached_s, batch)),
+        one_cpu_s=statistics.mean(differences(lambda figures: figures.one_cpu_s)),
+        batch_cpu_s=statistics.mean(differences(lambda figures: figures.batch_cpu_s, batch)),
+        cached_cpu_s=statistics.mean(differences(lambda figures: figures.cached_cpu_s, batch)),
     )

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from tests.tierstore.daemon.client.fake_daemon import FakeDaemon
-from tierstore.daemon import protocol
-from tierstore.daemon.connected import ConnectedStore
 from tierstore.keys import Identity
 from tierstore.spec import KVSpec
 from tierstore.testing import pages as testing_pages
+from tierstore.testing.opening import connect_store
 from tierstore.tiers.hbm import PagePool
+from tierstore.wire import messages
 
 SPEC = KVSpec.uniform(layers=2, kv_heads=1, head_dim=32, dtype="float32", chunk_tokens=16)  # 8 KiB pages
 TOKENS = list(range(100, 170))  # 4 full chunks and 6 tokens
@@ -135,7 +135,7 @@ def connect(request):
     stores = []
 
     def connect_(url, *, hbm_pages=0, connected=True, identity=None, spec=SPEC, **kwargs):
-        store = ConnectedStore.connect(
+        store = connect_store(
             url,
             spec,
             identity=identity or Identity.of(spec, model=request.node.nodeid),
@@ -161,12 +161,12 @@ def close_all(stores):
 
 def daemon_stats(store):
     """All that the daemon tells of itself."""
-    answer = store.connection.call(store.connection.session, protocol.Stats(0), protocol.StatsAnswer).wait()
+    answer = store.backend.connection.ask(messages.Stats(0), messages.StatsAnswer)
     return json.loads(answer.json)
 
 
-def wait_until(condition, timeout=10.0):
-    """How long it took until ``condition()`` held."""
+def wait_until(condition, timeout=60.0):
+    """Seconds until ``condition()`` held. ``timeout`` is for what never comes, not for what comes late."""
     started = time.monotonic()
     while not condition():
         assert time.monotonic() - started < timeout, "never"

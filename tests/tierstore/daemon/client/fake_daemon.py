@@ -8,9 +8,9 @@ import socket
 import threading
 import time
 
-from tierstore.daemon import protocol as p
-from tierstore.daemon.line import Line, LineEnd
 from tierstore.memory import Memory
+from tierstore.wire import messages as p
+from tierstore.wire.framing import Line, LineEnd
 
 
 class FakeDaemon:
@@ -36,11 +36,13 @@ class FakeDaemon:
         return [message for message in self.received if isinstance(message, kind)]
 
     def close(self):
+        """Hang up. Idempotent."""
         self._stop.set()
         self._thread.join()
         self._listener.close()
         for connection, _ in self._lines.values():
             connection.close()
+        self._lines.clear()
         self.arena.close()
 
     def _serve(self):

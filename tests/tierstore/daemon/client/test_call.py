@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tierstore.daemon import protocol as p
-from tierstore.daemon.call import Call
+from tierstore.client.call import Call
 from tierstore.transfer import TransferState
+from tierstore.wire import messages as p
 
 
 class Clock:
@@ -19,7 +19,7 @@ class AnsweredTooLate(Call):
     """Its time is over just before the answer ends it."""
 
     def __init__(self, clock):
-        super().__init__(p.Pong, 1.0, clock=clock)
+        super().__init__(p.Pong, 1.0, lambda answer, frames: answer, clock=clock)
         self._late_clock = clock
 
     def _end(self, state):
@@ -30,7 +30,7 @@ class AnsweredTooLate(Call):
 
 
 def test_an_answer_in_time_is_the_result():
-    call = Call(p.Pong, 1.0, clock=Clock())
+    call = Call(p.Pong, 1.0, lambda answer, frames: answer, clock=Clock())
     assert call.answer(p.Pong(7))
     assert call.wait() == p.Pong(7)
     assert not call.late

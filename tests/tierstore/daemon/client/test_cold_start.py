@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from tierstore.daemon.connected import ConnectedStore
+import tierstore
 from tierstore.keys import Identity, Prompt
 from tierstore.spec import KVSpec
 from tierstore.tiers.disk import INLINE, DiskTier, PageRecord, PageUse
@@ -34,7 +34,7 @@ def payload_of(prompt, chunk):
 def fill(directory, prompts):
     """As many prompts' records, as a store would have written them."""
     with DiskTier.open(directory, capacity_bytes=DISK_BYTES, page_bytes=SPEC.page_bytes) as disk:
-        disk.wait_surveyed()
+        disk.wait_scanned()
         root = disk.serials.add_root(IDENTITY)
         batch = []
         for number in range(prompts):
@@ -71,7 +71,7 @@ def seconds_to_first_lookup(directory, disk, number):
     options += [f"--page-bytes={SPEC.page_bytes}", "--log-level=warning"]
     daemon = subprocess.Popen([sys.executable, "-m", "tierstore.daemon", *options])
     try:
-        with ConnectedStore.connect(url, SPEC, identity=IDENTITY, lookup_s=30.0) as store:
+        with tierstore.connect(url, SPEC, identity=IDENTITY, lookup_s=30.0) as store:
             assert store.wait_connected(30)
             hit = store.lookup(prompt)
             took = time.monotonic() - started

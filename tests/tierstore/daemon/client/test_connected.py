@@ -10,19 +10,17 @@ import weakref
 import numpy as np
 import pytest
 
+import tierstore
 from tests.tierstore.daemon.client.conftest import (
     SPEC,
     TOKENS,
     daemon_stats,
-    in_threads,
     load_bytes,
     pages_of,
     wait_until,
 )
 from tierstore.errors import StoreClosedError, UsageError
-from tierstore.keys import Identity, Prompt
 from tierstore.mover import Priority
-from tierstore.store.base import Store
 from tierstore.tiers.hbm import PagePool
 
 
@@ -45,14 +43,6 @@ def compute(store, tokens):
     return pages
 
 
-def test_what_was_saved_comes_back_token_for_token(store):
-    assert save(store, TOKENS) == 70
-    hit = store.lookup(TOKENS)
-    assert hit.tokens == 70
-    assert hit.by_tier == {"host": 70}
-    assert load_bytes(store, hit) == (70, pages_of(TOKENS))
-
-
 @pytest.mark.parametrize("direction", ["load", "save"])
 def test_buffers_that_the_caller_lets_go_of_live_until_the_transfer_has_ended(store, direction):
     save(store, TOKENS)
@@ -73,65 +63,15 @@ def test_buffers_that_the_caller_lets_go_of_live_until_the_transfer_has_ended(st
     hit.release()
 
 
-@pytest.mark.parametrize("same", [0, 1, 15, 16, 17, 63, 64, 65, 69])
-def test_the_match_ends_at_the_first_other_token(store, same):
-    save(store, TOKENS)
-    hit = store.lookup([*TOKENS[:same], 7, 7, 7])
-    assert hit.tokens == same
-    tokens, pages = load_bytes(store, hit)
-    assert tokens == same
-    assert pages == pages_of(TOKENS)[: len(pages)]
-
-
-def test_max_tokens_cuts_the_hit(store):
-    save(store, TOKENS)
-    for limit in (0, 1, 16, 37, 69):
-        with store.lookup(TOKENS, max_tokens=limit) as hit:
-            assert hit.tokens == limit
-
-
-def test_nothing_is_found_under_another_identity(store):
-    save(store, TOKENS)
-    for identity in (
-        Identity.of(SPEC, model="other"),
-        Identity.of(SPEC, model=store.identity.model, tenant="b"),
-        Identity.of(SPEC, model=store.identity.model, revision="2"),
-    ):
-        prompt = Prompt(identity, TOKENS, chunk_tokens=SPEC.chunk_tokens)
-        assert store.lookup(prompt).tokens == 0
-        assert store.save(prompt, pages_of(TOKENS)).wait(10) == 70
-        assert store.lookup(prompt).tokens == 70
-    wrong_layout = Prompt(Identity("test", "float16 or so"), TOKENS, chunk_tokens=SPEC.chunk_tokens)
-    with pytest.raises(UsageError, match="another page layout"):
-        store.lookup(wrong_layout)
-
-
-def test_branches_share_their_prefix(store):
-    other = [*TOKENS[:32], *range(500, 538)]
-    save(store, TOKENS)
-    save(store, other)
-    assert store.stats().counters["saved_pages"] == 5 + 3
-    for tokens in (TOKENS, other):
-        assert load_bytes(store, store.lookup(tokens)) == (70, pages_of(tokens))
-
-
-def test_saving_from_the_middle_needs_the_pages_before(store):
-    pages = pages_of(TOKENS)
-    assert store.save(TOKENS, pages[2:], first=2).wait(10) == 0
-    assert store.save(TOKENS, pages[:2]).wait(10) == 32
-    assert store.save(TOKENS, pages[2:], first=2).wait(10) == 38
-    assert load_bytes(store, store.lookup(TOKENS)) == (70, pages)
-
-
 def windows_of(pages, monkeypatch):
-    monkeypatch.setattr("tierstore.daemon.connected_save._FIRST_WINDOW_BYTES", pages * SPEC.page_bytes)
-    monkeypatch.setattr("tierstore.daemon.connected_save._WINDOW_BYTES", pages * SPEC.page_bytes)
+    monkeypatch.setattr("tierstore.store.save._FIRST_WINDOW_BYTES", pages * SPEC.page_bytes)
+    monkeypatch.setattr("tierstore.store.save._WINDOW_BYTES", pages * SPEC.page_bytes)
 
 
 def test_a_long_prompt_goes_by_windows(store, monkeypatch):
     windows_of(4, monkeypatch)
-    monkeypatch.setattr("tierstore.daemon.connected_load._WINDOW_PAGES", 3)
-    monkeypatch.setattr("tierstore.daemon.connected_load._COPY_BYTES", 2 * SPEC.page_bytes)
+    monkeypatch.setattr("tierstore.client.backend._WINDOW_PAGES", 3)
+    monkeypatch.setattr("tierstore.store.load._COPY_BYTES", 2 * SPEC.page_bytes)
     tokens = list(range(16 * 30 + 5))
     transfer = store.save(tokens, pages_of(tokens))
     assert transfer.wait(10) == len(tokens)
@@ -182,19 +122,6 @@ def test_a_short_window_does_not_overtake_a_long_one(make_daemon, connect):
     assert store.lookup(tokens).tokens == len(tokens)
 
 
-def test_pages_from_disk(store):
-    save(store, TOKENS)
-    assert store.flush(10)
-    assert store.evict("host") >= 5
-    hit = store.lookup(TOKENS)
-    assert hit.by_tier == {"disk": 70}
-    assert hit.prefetch().wait(10) == 70
-    assert store.lookup(TOKENS).by_tier == {"host": 70}
-    assert load_bytes(store, hit) == (70, pages_of(TOKENS))
-    store.evict("host")
-    assert load_bytes(store, store.lookup(TOKENS)) == (70, pages_of(TOKENS))
-
-
 def test_a_hit_can_be_loaded_after_its_release(store):
     save(store, TOKENS)
     hit = store.lookup(TOKENS)
@@ -202,25 +129,6 @@ def test_a_hit_can_be_loaded_after_its_release(store):
     hit.release()
     assert load_bytes(store, hit) == (70, pages_of(TOKENS))
     assert load_bytes(store, hit) == (70, pages_of(TOKENS))
-
-
-def test_a_cancelled_load_brings_nothing(store):
-    save(store, TOKENS)
-    for _ in range(20):
-        buffers = [bytearray(SPEC.page_bytes) for _ in range(5)]
-        transfer = store.load(store.lookup(TOKENS), buffers)
-        if transfer.cancel():
-            assert transfer.wait(1).tokens == 0
-            before = [bytes(buffer) for buffer in buffers]
-            store._mover.drain(5)
-            assert [bytes(buffer) for buffer in buffers] == before
-
-
-def test_pin_and_unpin(store):
-    save(store, TOKENS)
-    assert store.pin(TOKENS) == 64
-    assert store.unpin(TOKENS) == 64
-    assert store.unpin(TOKENS) == 0
 
 
 def test_pages_in_hbm_are_shared_and_the_tail_is_copied(shared_daemon, connect):
@@ -312,19 +220,6 @@ def test_asyncio(store):
     assert (tokens, [bytes(buffer) for buffer in buffers]) == (70, pages_of(TOKENS))
 
 
-def test_many_threads(store):
-    save(store, TOKENS[:32])  # what others are still saving counts as stored, and cannot be found yet
-
-    def work(number):
-        tokens = [*TOKENS[:40], *range(1000 * number, 1000 * number + 60)]
-        for _ in range(20):
-            assert save(store, tokens) == 100
-            assert load_bytes(store, store.lookup(tokens)) == (100, pages_of(tokens))
-
-    in_threads(*(lambda number=number: work(number) for number in range(6)))
-    wait_until(lambda: store.stats().open_hits == 0)
-
-
 def test_what_a_client_held_is_back_when_it_has_gone(shared_daemon, connect):
     store, other = connect(shared_daemon.url), connect(shared_daemon.url)
     save(store, TOKENS)
@@ -338,9 +233,9 @@ def test_what_a_client_held_is_back_when_it_has_gone(shared_daemon, connect):
 
 def test_mistakes(store, shared_daemon):
     with pytest.raises(UsageError, match="no address"):
-        Store.connect("http://localhost", SPEC)
+        tierstore.connect("http://localhost", SPEC)
     with pytest.raises(UsageError, match="another KV spec"):
-        Store.connect(shared_daemon.url, SPEC, pool=PagePool(type(SPEC)(SPEC.groups, "float16"), 2))
+        tierstore.connect(shared_daemon.url, SPEC, pool=PagePool(type(SPEC)(SPEC.groups, "float16"), 2))
     with pytest.raises(UsageError, match="do not lie within"):
         store.save(TOKENS, pages_of(TOKENS), first=1)
     with pytest.raises(UsageError, match="no page pool"):
@@ -348,7 +243,7 @@ def test_mistakes(store, shared_daemon):
     with pytest.raises(UsageError, match="unknown tier"):
         store.evict("tape")
     with pytest.raises(UsageError, match="both"):
-        Store.connect("tcp://localhost:1", SPEC, keys="x.secret")
+        tierstore.connect("tcp://localhost:1", SPEC, keys="x.secret")
     store.close()
     for verb in (store.lookup, store.pin):
         with pytest.raises(StoreClosedError):

@@ -18,11 +18,11 @@ from tests.tierstore.daemon.client.conftest import (
 )
 from tests.tierstore.daemon.client.test_mapping import arenas_mapped
 from tests.tierstore.daemon.client.test_processes import fork
-from tierstore.daemon import connected_load
-from tierstore.daemon.connected import ConnectedStore
-from tierstore.daemon.copying import Copying
 from tierstore.keys import Identity
+from tierstore.store import load as client_load
+from tierstore.store.load import _Copying as Copying
 from tierstore.testing.clock import ManualClock
+from tierstore.testing.opening import connect_store
 from tierstore.tiers.device import DeviceError
 from tierstore.tiers.device_pool import DevicePool
 
@@ -38,7 +38,7 @@ def attach(request):
     stores, devices = [], []
 
     def attach_(url, device, *, pages=16, identity=None, **kwargs):
-        store = ConnectedStore.connect(
+        store = connect_store(
             url,
             SPEC,
             identity=identity or Identity.of(SPEC, model=request.node.nodeid),
@@ -256,7 +256,7 @@ def test_a_restarted_daemons_arena_takes_the_place_of_the_old_one(make_daemon, a
 def test_a_driver_that_refuses_costs_speed_only(make_daemon, attach, caplog):
     daemon, device = make_daemon(), FakeDevice(2)
     device.refuse_registrations()
-    with caplog.at_level(logging.WARNING, "tierstore.daemon.mapping"):
+    with caplog.at_level(logging.WARNING, "tierstore.client.mapping"):
         stores = [attach(daemon.url, device) for _ in range(2)]
         for store in stores:
             store.wait_ready()
@@ -312,22 +312,23 @@ def test_a_store_that_is_closed_while_the_driver_takes_its_time(make_daemon, att
 
 
 def test_leases_are_renewed_while_copies_are_under_way(make_daemon, attach, held_copies, monkeypatch):
-    monkeypatch.setattr(connected_load, "LEAST_S", 0.1)
+    monkeypatch.setattr(client_load, "LEAST_S", 0.1)
     store = attach(make_daemon("--lease-s=1").url, FakeDevice(0))
     store.wait_ready()
     store.save(TOKENS, pages_of(TOKENS)).wait(10)
-    hit, loaded = load(store)
-    given = {hit._lease.number}
+    hit = store.lookup(TOKENS)
+    lease = hit._lease
+    loaded = store.load(hit).wait(30)
+    given = {lease.number}
 
     def renewed():
-        given.add(hit._lease.number)
+        given.add(lease.number)
         return len(given) == 4
 
     wait_until(renewed)  # longer than the first lease would have lasted
     assert_loaded(store, loaded)
     held_copies.set()
     store._mover.drain()
-    assert hit._lease is None
     assert store.stats().counters["expired_leases"] == 0
     assert not store.pool.arrivals(loaded.pages).pending
 
@@ -343,7 +344,7 @@ def test_a_lease_that_ended_during_copies_stops_the_engine(make_daemon, attach, 
     clock.advance(1000)
     held_copies.set()
     store._mover.drain()
-    with pytest.raises(DeviceError, match="5 pages may be others': the daemon's lease ended"):
+    with pytest.raises(DeviceError, match="5 pages may be others': the lease ended"):
         store.pool.arrivals(loaded.pages)
     assert store.stats().counters["expired_leases"] == 1
     store.release_hbm(loaded.pages)

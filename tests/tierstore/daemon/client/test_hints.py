@@ -6,9 +6,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import tierstore
 from tests.tierstore.daemon.client.conftest import SPEC, daemon_stats, load_bytes, pages_of, right_bytes
 from tests.tierstore.daemon.server.conftest import RunningDaemon
-from tierstore import Hint, Store, UsageError
+from tierstore import Hint, UsageError
+from tierstore.client.backend import _part
 from tierstore.daemon.settings import Settings
 from tierstore.keys import Identity
 from tierstore.tiers.hbm import PagePool
@@ -23,7 +25,7 @@ def start(directory, **options):
         "host_bytes": 16 * SPEC.page_bytes,
         "reserve_bytes": 16 * SPEC.page_bytes,
         "page_bytes": SPEC.page_bytes,
-        "policy": "hinted",
+        "policy": "default",
     }
     return RunningDaemon(Settings(**(values | options)))
 
@@ -37,7 +39,7 @@ def running(tmp_path):
 
 @pytest.fixture
 def store(running):
-    with Store.connect(running.url, SPEC, identity=Identity.of(SPEC, model="m"), lookup_s=10.0) as store:
+    with tierstore.connect(running.url, SPEC, identity=Identity.of(SPEC, model="m"), lookup_s=10.0) as store:
         assert store.wait_connected(30)
         yield store
 
@@ -48,7 +50,7 @@ def save(store, tokens, **kwargs):
 
 def held(running, store, *prompts):
     """Tokens of each prompt that the daemon holds, without using them."""
-    state = running.daemon.assembly.state
+    state = running.daemon.core.state
     found = []
     with state.lock:
         for tokens in prompts:
@@ -92,14 +94,14 @@ def test_the_end_of_a_session_is_about_its_own_pages(running, store):
 
 def test_pages_in_hbm_hear_of_it_too(running):
     pool = PagePool(SPEC, 4)
-    with Store.connect(running.url, SPEC, pool=pool, lookup_s=10.0) as store:
+    with tierstore.connect(running.url, SPEC, pool=pool, lookup_s=10.0) as store:
         assert store.wait_connected(30)
         for tokens, session in ((A, "a"), (B, None), (C, "c")):
             pages = store.allocate_hbm(1)
             store.save_hbm(store.prompt(tokens), pages, session=session).wait(10)
             store.release_hbm(pages)
         assert store.finish("c") == 1
-        own = [page for page in store._state.index.tree.walk() if page.hint.reuse < 0]
+        own = [page for page in store._hbm.index.tree.walk() if page.hint.reuse < 0]
         assert [page.tokens for page in own] == [store.prompt(C).chunk(0)]
 
 
@@ -111,14 +113,14 @@ def test_while_the_daemon_is_away_nothing_is_said(running, store):
 
 
 def test_what_makes_no_sense_is_refused(running, store):
-    from tierstore.daemon import protocol as p
+    from tierstore.wire import messages as p
 
-    session = store.connection.session
-    part = store._question(A, None).part(session)
+    session = store.backend.connection.session
+    part = _part(session, store._request(A), None)
     for hint, name in ((p.HintPart(-1.0), ""), (p.HintPart(None, "maybe"), ""), (None, "x" * 1000)):
         message = p.Reserve(0, part, 0, 1, hint, name)
-        assert store.connection.call(session, message, p.Reserved).wait() is None
-    assert store.connection.call(session, p.Finish(0, ""), p.Finished).wait() is None
+        assert store.backend.connection.ask(message, p.Reserved) is None
+    assert store.backend.connection.ask(p.Finish(0, ""), p.Finished) is None
     refused = daemon_stats(store)["service"]["refused"]
     assert refused == {"usage": 4}
     assert held(running, store, A) == [0]

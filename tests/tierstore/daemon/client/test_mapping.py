@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import os
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests.tierstore.daemon.client.conftest import TOKENS, load_bytes, pages_of
 from tests.tierstore.daemon.client.test_processes import fork
-from tierstore.daemon.mapping import map_arena
+from tierstore.client.mapping import map_arena
 from tierstore.errors import UsageError
 
 
@@ -25,8 +26,9 @@ def shared_file():
     made = []
 
     def make():
-        fd = os.memfd_create("tierstore-arena")
+        fd = os.memfd_create("tierstore-arena", os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, 1 << 20)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         made.append(fd)
         return fd
 

@@ -10,10 +10,10 @@ import warnings
 
 import pytest
 
+import tierstore
 from tests.tierstore.daemon.client.conftest import SPEC, TOKENS, load_bytes, pages_of, wait_until
 from tierstore.errors import StoreClosedError
 from tierstore.keys import Identity
-from tierstore.store.base import Store
 
 
 def fork(child) -> int:
@@ -39,7 +39,7 @@ def test_a_forked_child_is_told_to_connect_for_itself(shared_daemon, connect):
         with pytest.raises(StoreClosedError, match="after fork"):
             store.lookup(TOKENS)
         store.close()  # harmless
-        with Store.connect(shared_daemon.url, SPEC, identity=store.identity, lookup_s=5.0) as own:
+        with tierstore.connect(shared_daemon.url, SPEC, identity=store.identity, lookup_s=5.0) as own:
             assert own.wait_connected(30)
             assert load_bytes(own, own.lookup(TOKENS)) == (70, pages_of(TOKENS))
 
@@ -48,7 +48,7 @@ def test_a_forked_child_is_told_to_connect_for_itself(shared_daemon, connect):
 
 
 def hold(url, identity, ready):
-    store = Store.connect(url, SPEC, identity=identity, lookup_s=5.0)
+    store = tierstore.connect(url, SPEC, identity=identity, lookup_s=5.0)
     assert store.wait_connected(30)
     hit = store.lookup(TOKENS)
     assert load_bytes(store, hit) == (70, pages_of(TOKENS))
@@ -81,7 +81,7 @@ def test_a_forked_child_does_not_keep_its_parents_session(shared_daemon, connect
     read, write = os.pipe()
 
     def parent():
-        own = Store.connect(shared_daemon.url, SPEC, identity=store.identity, lookup_s=5.0)
+        own = tierstore.connect(shared_daemon.url, SPEC, identity=store.identity, lookup_s=5.0)
         assert own.wait_connected(30)
         assert own.lookup(TOKENS).tokens == 70
         child = os.fork()
@@ -105,7 +105,7 @@ def test_file_descriptors_are_given_back(shared_daemon):
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         identity = Identity.of(SPEC, model="descriptors")
-        with Store.connect(shared_daemon.url, SPEC, identity=identity, lookup_s=5.0) as store:
+        with tierstore.connect(shared_daemon.url, SPEC, identity=identity, lookup_s=5.0) as store:
             assert store.wait_connected(30)
             assert store.lookup(TOKENS).tokens == 0
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)

@@ -5,8 +5,10 @@ import random
 import pytest
 
 from tests.tierstore.daemon.client.conftest import SPEC
-from tierstore.daemon.remembered import Name, Remembered, common_bytes
+from tierstore.backend import PrefixHandle
+from tierstore.client.backend import _part
 from tierstore.keys import Identity, Prompt, encode_tokens
+from tierstore.store.prompts import PromptCache, common_bytes
 
 IDENTITY = Identity.of(SPEC, model="m")
 
@@ -16,7 +18,11 @@ class Session:
 
 
 def question_of(remembered, tokens):
-    return remembered.question(remembered.prompt(IDENTITY, encode_tokens(tokens)))
+    return remembered.request(remembered.prompt(IDENTITY, encode_tokens(tokens)))
+
+
+def part_of(question, session, chunks=None):
+    return _part(session, question, question.handle_of(session, chunks))
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 64, 1000, 200_000])
@@ -33,7 +39,7 @@ def test_common_bytes(length):
 
 def test_prompts_that_begin_alike_have_the_keys_they_would_have_anyway():
     rng = random.Random(1)
-    remembered = Remembered(16)
+    remembered = PromptCache(16)
     prompts = [[]]
     for _ in range(300):
         stem = rng.choice(prompts)
@@ -53,29 +59,29 @@ def test_prompts_that_begin_alike_have_the_keys_they_would_have_anyway():
 
 
 def test_a_named_prefix_is_referred_to_and_not_spelled_out():
-    remembered, session, other = Remembered(16), Session(), Session()
+    remembered, session, other = PromptCache(16), Session(), Session()
     tokens = list(range(100))
     first = question_of(remembered, tokens)
-    assert first.part(session).path == 0
-    remembered.remember(first, Name(session, 8, 5))
+    assert part_of(first, session).path == 0
+    remembered.remember(first, PrefixHandle(session, 8, 5))
     again = question_of(remembered, [*tokens[:90], 1, 2, 3])
-    part = again.part(session)
+    part = part_of(again, session)
     assert (part.identity, part.path, part.known) == (3, 8, 5)
     assert part.tokens == encode_tokens([*tokens[80:90], 1, 2, 3])
     assert part.keys == b""
-    assert again.part(session, refer_to=2).known == 2
-    assert again.part(session, refer_to=0).path == 0
-    assert again.part(other).path == 0
+    assert part_of(again, session, 2).known == 2
+    assert part_of(again, session, 0).path == 0
+    assert part_of(again, other).path == 0
     short = question_of(remembered, [*tokens[:40], 7])
-    assert (short.part(session).path, short.part(session).known) == (8, 2)
-    again.forgotten()
-    assert question_of(remembered, tokens).part(session).path == 0
+    assert (part_of(short, session).path, part_of(short, session).known) == (8, 2)
+    again.forget_handle()
+    assert part_of(question_of(remembered, tokens), session).path == 0
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
-    monkeypatch.setattr("tierstore.daemon.remembered._MOST_PROMPTS", 10)
-    monkeypatch.setattr("tierstore.daemon.remembered._MOST_BYTES", 4000)
-    remembered = Remembered(16)
+    monkeypatch.setattr("tierstore.store.prompts._MOST_PROMPTS", 10)
+    monkeypatch.setattr("tierstore.store.prompts._MOST_BYTES", 4000)
+    remembered = PromptCache(16)
     for n in range(100):
         remembered.remember(question_of(remembered, range(n, n + 20 + n)), None)
         assert len(remembered._order) <= 10

@@ -18,8 +18,9 @@ from tests.tierstore.daemon.client.conftest import (
     pages_of,
     wait_until,
 )
-from tierstore.daemon import connected_save, keys, protocol
 from tierstore.spec import KVSpec
+from tierstore.store import save
+from tierstore.wire import keys, messages
 
 
 def free_port():
@@ -37,8 +38,8 @@ def tcp_daemon(make_daemon):
 
 
 def test_pages_go_as_frames(tcp_daemon, connect, monkeypatch):
-    monkeypatch.setattr("tierstore.daemon.connected_save._WRITE_BYTES", 2 * SPEC.page_bytes)
-    monkeypatch.setattr("tierstore.daemon.connected_load._FETCH_BYTES", 2 * SPEC.page_bytes)
+    monkeypatch.setattr("tierstore.store.save._WRITE_BYTES", 2 * SPEC.page_bytes)
+    monkeypatch.setattr("tierstore.client.backend._FETCH_BYTES", 2 * SPEC.page_bytes)
     remote, local = connect(tcp_daemon.tcp), connect(tcp_daemon.url)
     tokens = list(range(16 * 20 + 5))
     assert remote.save(tokens, pages_of(tokens)).wait(10) == len(tokens)
@@ -61,15 +62,15 @@ def test_pages_that_are_written_over_before_they_are_sent_are_not_stored(
     tokens = list(range(16 * spec.chunk_tokens))
     pages = [bytearray(os.urandom(spec.page_bytes)) for _ in range(16)]
     saved = [bytes(page) for page in pages]
-    monkeypatch.setattr(connected_save, "_FIRST_WINDOW_BYTES", 16 << 20)  # more than sockets take
-    send, sent = connected_save.SaveJob._send, []
+    monkeypatch.setattr(save, "_FIRST_WINDOW_BYTES", 16 << 20)  # more than sockets take
+    send, sent = save.Save._send, []
 
     def send_to_a_stopped_daemon(*args):
         stopped(daemon)
         send(*args)
         sent.append(args)
 
-    monkeypatch.setattr(connected_save.SaveJob, "_send", send_to_a_stopped_daemon)
+    monkeypatch.setattr(save.Save, "_send", send_to_a_stopped_daemon)
     saving = store.save(tokens, pages)
     wait_until(lambda: len(sent) == 2)
     saving.cancel()  # from here on the buffers are the caller's again
@@ -109,7 +110,7 @@ def test_a_daemon_that_is_killed_is_noticed_at_once(tcp_daemon, connect):
     assert store.flush(10)
     hit = store.lookup(TOKENS)
     tcp_daemon.kill()
-    assert wait_until(lambda: store.connection.session is None) < 1
+    assert wait_until(lambda: store.backend.connection.session is None) < 1
     assert load_bytes(store, hit)[0] == 0
     tcp_daemon.start()
     assert store.wait_connected(30)
@@ -123,7 +124,7 @@ def test_a_store_that_is_closed_is_gone_at_once(tcp_daemon, connect):
     assert hit.tokens == 70
     assert daemon_stats(monitor)["service"]["sessions"] == 2
     store.close()
-    assert wait_until(lambda: daemon_stats(monitor)["service"]["sessions"] == 1) < protocol.SILENCE_S / 2
+    assert wait_until(lambda: daemon_stats(monitor)["service"]["sessions"] == 1) < messages.SILENCE_S / 2
     assert daemon_stats(monitor)["service"]["leases"] == 0
 
 

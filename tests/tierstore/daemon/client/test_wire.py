@@ -10,15 +10,15 @@ import pytest
 
 from tests.tierstore.daemon.client.conftest import TOKENS, in_threads, pages_of, wait_until
 from tests.tierstore.daemon.client.fake_daemon import slowly
-from tierstore.daemon import attach
-from tierstore.daemon import protocol as p
+from tierstore.client import arena
+from tierstore.wire import messages as p
 
 LONG = list(range(60_000))  # 240 KB of tokens, many times what the socket takes
 
 
 @pytest.fixture
 def small_buffers(monkeypatch):
-    monkeypatch.setattr(attach, "_SEND_BYTES", 1)  # the kernel makes a few KiB of it
+    monkeypatch.setattr(arena, "_SEND_BYTES", 1)  # the kernel makes a few KiB of it
 
 
 @pytest.fixture
@@ -63,25 +63,40 @@ def test_threads_that_wait_for_different_answers_all_get_theirs(store):
         asyncio.run(ask())
 
     in_threads(*(lambda number=number: look_up(number) for number in range(4)), look_up_async, look_up_async)
-    assert store.connection.counters.late_requests == 0
-    assert store.connection.counters.unsent_messages == 0
+    assert store.backend.connection.counters.late_requests == 0
+    assert store.backend.connection.counters.unsent_messages == 0
 
 
 def test_an_answer_that_nobody_waits_for_any_more_is_received_soon(make_daemon, connect):
     """Between requests of threads that receive for themselves, the connection's thread does not listen, and
     after them it does again."""
-    store = connect(make_daemon(disk=False).url)
-    connection = store.connection
+    store = connect(make_daemon(disk=False).url, lookup_s=120.0)  # or the request ends on a slow machine
+    connection = store.backend.connection
 
     def send_and_do_not_wait():
-        return connection.call(connection.session, p.Ping(0), p.Pong, led=True)
+        return connection.call(
+            connection.session, p.Ping(0), p.Pong, lambda answer, _: answer, caller_receives=True
+        )
 
     store.lookup(TOKENS).release()
     call = send_and_do_not_wait()
-    wait_until(lambda: call._answer is not None, 5)
-    wait_until(lambda: connection._serving._watched, 5)
+    wait_until(lambda: call._answer is not None)
+    wait_until(lambda: connection._serving._watched)
     call = send_and_do_not_wait()
-    wait_until(lambda: call._answer is not None, 5)
+    wait_until(lambda: call._answer is not None)
+
+
+def test_after_a_slow_answer_the_next_that_nobody_waits_for_is_still_received_soon(fake, connect):
+    """A thread receives its own answer for so long that the connection's thread has gone to sleep."""
+    daemon = fake()
+    daemon.answers[p.Lookup] = slowly(0.4, lambda m: p.Found(m.id, 0, 0, 0, [], 0, 0))
+    store = connect(daemon.url, lookup_s=120.0)
+    connection = store.backend.connection
+    store.lookup(TOKENS)
+    call = connection.call(
+        connection.session, p.Ping(0), p.Pong, lambda answer, _: answer, caller_receives=True
+    )
+    wait_until(lambda: call._answer is not None)
 
 
 def test_who_waits_while_another_receives_is_not_forgotten_when_that_one_ends(fake, connect):

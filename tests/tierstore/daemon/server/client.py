@@ -14,9 +14,9 @@ import numpy as np
 import xxhash
 import zmq
 
-from tierstore.daemon import protocol as p
-from tierstore.daemon.line import LENGTH, Line
 from tierstore.keys import Identity, Prompt
+from tierstore.wire import messages as p
+from tierstore.wire.framing import LENGTH, Line
 
 CHUNK_TOKENS = 16
 PAGE_BYTES = 8192

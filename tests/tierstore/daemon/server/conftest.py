@@ -8,9 +8,10 @@ import time
 
 import pytest
 
-from tests.tierstore.daemon.server.client import Client, LineClient
+from tests.tierstore.daemon.server.client import PAGE_BYTES, Client, LineClient
 from tierstore.daemon.daemon import Daemon
 from tierstore.daemon.settings import Settings
+from tierstore.wire import keys
 
 
 class RunningDaemon:
@@ -42,7 +43,7 @@ class RunningDaemon:
     def stats(self):
         return self.daemon.stats()
 
-    def wait_for(self, condition, timeout=5.0) -> float:
+    def wait_for(self, condition, timeout=60.0) -> float:
         """Until ``condition(stats)`` holds. Returns the seconds it took."""
         started = time.monotonic()
         while not condition(self.stats()):
@@ -52,14 +53,14 @@ class RunningDaemon:
 
     def check(self) -> None:
         """Nothing is held by anybody, and everything agrees."""
-        self.daemon.assembly.flush(10)
-        self.daemon.assembly.check()
+        self.daemon.core.flush(10)
+        self.daemon.core.check()
         stats = self.stats()
         assert stats.store.tiers["host"].leased_pages == 0
         assert stats.store.open_hits == 0
         assert stats.service.failed_requests == 0
         assert stats.store.failed_tasks == 0
-        state = self.daemon.assembly.state
+        state = self.daemon.core.state
         with state.lock:
             cached = sum(page.nbytes for page in state.index.tree.walk() if page.copies[1] is not None)
             assert state.host.used_bytes == cached
@@ -106,3 +107,35 @@ def connect():
     yield connect_
     for client in clients:
         client.close()
+
+
+@pytest.fixture
+def curve(request, tmp_path, start, connect):
+    """A daemon with keys for bob and eve, and a function that connects with somebody's."""
+    server, _ = keys.generate(tmp_path / "server", "server")
+    for name in ("bob", "eve"):
+        keys.generate(tmp_path / "tenants", name)
+    with_socket = getattr(request, "param", None) == "with a socket"
+    daemon = start(
+        disk=getattr(request, "param", None) == "with a disk",
+        listen=(*[f"ipc://{tmp_path}/s"] * with_socket, "tcp://127.0.0.1:0"),
+        server_key=server,
+        tenants=tmp_path / "tenants",
+        quotas={"bob": 8 * PAGE_BYTES},
+    )
+    public = keys.read_pair(server).public
+
+    def connect_as(name, **kwargs):
+        pair, _ = (
+            keys.generate(tmp_path, name) if name == "mallory" else (tmp_path / f"tenants/{name}.secret", 0)
+        )
+        mine = keys.read_pair(pair)
+        return connect(
+            daemon.address,
+            curve_publickey=mine.public,
+            curve_secretkey=mine.secret,
+            curve_serverkey=public,
+            **kwargs,
+        )
+
+    return daemon, connect_as

@@ -12,13 +12,14 @@ import time
 import pytest
 
 from tests.tierstore.daemon.server.client import ArenaConnection, page_bytes, part, prompt_of
-from tierstore.daemon import protocol as p
+from tierstore.cli.operator import Operator
+from tierstore.wire import messages as p
 
 # Reserves, says so, and then writes to its slots for ever, holding a lease on what was there before.
 WRITER = """
     import sys
     from tests.tierstore.daemon.server.client import Client, offsets, part, prompt_of
-    from tierstore.daemon import protocol as p
+    from tierstore.wire import messages as p
 
     client = Client(sys.argv[1])
     client.register()
@@ -121,3 +122,51 @@ def test_the_arena_is_what_the_header_says(start):
     assert connection.nbytes == 16 * 8192
     assert len(connection.token) == 16
     connection.close()
+
+
+ATTACKER = """
+    import os, socket, sys
+    from tierstore.wire import messages as p
+
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(sys.argv[1])
+    _, fds, _, _ = socket.recv_fds(connection, p.ARENA_HEADER.size, 1)
+    for size in (0, 1 << 30):
+        try:
+            os.ftruncate(fds[0], size)
+        except PermissionError:
+            print("refused", flush=True)
+"""
+
+
+def test_a_client_cannot_cut_the_arena_short_for_the_others(start, connect):
+    daemon = start(pages=16)
+    client = connect(daemon.url)
+    client.register()
+    tokens = list(range(64))
+    client.save(tokens)
+    path = daemon.url.removeprefix("ipc://") + ".arena"
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(ATTACKER), path],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    )
+    assert done.stdout.split() == ["refused", "refused"]
+    found = client.lookup(prompt_of(tokens))
+    assert client.load(found.lease, 4) == [page_bytes(tokens[: 16 * n]) for n in (1, 2, 3, 4)]
+
+
+def test_an_operator_needs_none_of_the_connections_that_engines_have_taken(start, monkeypatch):
+    monkeypatch.setattr("tierstore.daemon.arena._MOST_CONNECTIONS", 3)
+    daemon = start(pages=16)
+    path = f"{daemon.url.removeprefix('ipc://')}.arena"
+    engines = [ArenaConnection(path) for _ in range(3)]
+    daemon.wait_for(lambda stats: stats.server.arena_connections == 3)
+    with Operator(daemon.url) as operator:
+        stats = operator.stats()
+    assert stats.server.arena_connections == 3
+    assert stats.ready
+    for engine in engines:
+        engine.close()

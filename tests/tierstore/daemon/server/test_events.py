@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import zmq
 
+import tierstore
 from tests.tierstore.daemon.server.conftest import RunningDaemon
+from tierstore.core.feed import Feed, Lost, Removed, Stored
 from tierstore.daemon.events import AllBlocksCleared, BlockRemoved, BlockStored, block_hash, events_of
 from tierstore.daemon.settings import Settings
 from tierstore.errors import StoreUnavailableError, UsageError
 from tierstore.index import Tier
 from tierstore.keys import Identity
 from tierstore.spec import KVSpec
-from tierstore.store import Store
-from tierstore.store.feed import Feed, Lost, Removed, Stored
 from tierstore.testing.pages import pages_of
 
 SPEC = KVSpec.uniform(layers=2, kv_heads=1, head_dim=32, dtype="float32", chunk_tokens=16)  # 8 KiB pages
@@ -139,14 +139,14 @@ def running(tmp_path):
 
 
 def connected(running):
-    store = Store.connect(running.url, SPEC, identity=IDENTITY, lookup_s=10)
+    store = tierstore.connect(running.url, SPEC, identity=IDENTITY, lookup_s=10)
     store.wait_ready()
     return store
 
 
 def held_by(running):
     """What the daemon itself says it holds of whole chunks: tier → block hashes."""
-    assembly = running.daemon.assembly
+    assembly = running.daemon.core
     with assembly.state.lock:
         pages = [page for page in assembly.state.index.tree.walk() if page.num_tokens == SPEC.chunk_tokens]
         host = {block_hash(page.key) for page in pages if page.copies[Tier.HOST] is not None}
@@ -174,7 +174,7 @@ def test_a_follower_knows_what_is_held_while_pages_come_and_go(running, follow):
     follower.listen(lambda: follower.held == held_by(running))
     assert follower.cleared == 1
     # And the tokens are those that the pages hold.
-    records = [record for _, record in running.daemon.assembly.disk.scan() if record is not None]
+    records = [record for _, record in running.daemon.core.disk.scan() if record is not None]
     for record in records:
         if len(record.tokens) == SPEC.chunk_tokens * 4:
             tokens = np.frombuffer(record.tokens, np.uint32).tolist()

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.tierstore.daemon.server.client import IDENTITY, page_bytes, part, prompt_of
-from tierstore.daemon import protocol as p
 from tierstore.daemon.server import _id, _tag
+from tierstore.wire import messages as p
 
 TOKENS = list(range(5 * 16))
 PROMPT = prompt_of(TOKENS)

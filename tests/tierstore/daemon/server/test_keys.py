@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import stat
 
 import pytest
 
 from tests.tierstore.daemon.server.client import PAGE_BYTES, part, positions, prompt_of, sums_of
-from tierstore.daemon import keys
-from tierstore.daemon import protocol as p
 from tierstore.errors import UsageError
+from tierstore.wire import keys
+from tierstore.wire import messages as p
 
 TOKENS = list(range(64))
 
@@ -37,42 +38,12 @@ def test_key_files_that_will_not_do(tmp_path):
         keys.read_pair(pair)
     (tmp_path / "eve.key").write_bytes(half.read_bytes())
     with pytest.raises(UsageError, match="as well"):
-        keys.read_tenants(tmp_path)
+        asyncio.run(keys.read_tenants(tmp_path))
     (tmp_path / "eve.key").write_text("nonsense\n")
     with pytest.raises(UsageError, match="no key file"):
-        keys.read_tenants(tmp_path)
+        asyncio.run(keys.read_tenants(tmp_path))
     with pytest.raises(UsageError, match="no directory"):
-        keys.read_tenants(tmp_path / "nowhere")
-
-
-@pytest.fixture
-def curve(tmp_path, start, connect):
-    """A daemon with keys for bob and eve, and a function that connects with somebody's."""
-    server, _ = keys.generate(tmp_path / "server", "server")
-    for name in ("bob", "eve"):
-        keys.generate(tmp_path / "tenants", name)
-    daemon = start(
-        listen=("tcp://127.0.0.1:0",),
-        server_key=server,
-        tenants=tmp_path / "tenants",
-        quotas={"bob": 8 * PAGE_BYTES},
-    )
-    public = keys.read_pair(server).public
-
-    def connect_as(name, **kwargs):
-        pair, _ = (
-            keys.generate(tmp_path, name) if name == "mallory" else (tmp_path / f"tenants/{name}.secret", 0)
-        )
-        mine = keys.read_pair(pair)
-        return connect(
-            daemon.address,
-            curve_publickey=mine.public,
-            curve_secretkey=mine.secret,
-            curve_serverkey=public,
-            **kwargs,
-        )
-
-    return daemon, connect_as
+        asyncio.run(keys.read_tenants(tmp_path / "nowhere"))
 
 
 def save(client):

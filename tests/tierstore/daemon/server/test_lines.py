@@ -7,8 +7,8 @@ import secrets
 import pytest
 
 from tests.tierstore.daemon.server.client import page_bytes, part, prompt_of
-from tierstore.daemon import protocol as p
-from tierstore.daemon.line import LENGTH
+from tierstore.wire import messages as p
+from tierstore.wire.framing import LENGTH
 
 TOKENS = list(range(80))
 

@@ -16,7 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.tierstore.daemon.server.client import Client, page_bytes, prompt_of
-from tierstore.daemon import protocol as p
+from tierstore.wire import messages as p
 
 TOKENS = list(range(16 * 16))
 
@@ -64,6 +64,18 @@ def get(port: int, path: str) -> tuple[int, str]:
         except urllib.error.URLError:
             time.sleep(0.05)
     raise AssertionError("no answer")
+
+
+def test_a_second_sigterm_does_not_make_an_orderly_end_a_killed_one(serve):
+    process = serve("--host-bytes", "4MiB")
+    process.send_signal(signal.SIGTERM)
+    while "ended" not in process.stderr.readline():
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)  # while it ends …
+    while process.poll() is None:
+        process.send_signal(signal.SIGTERM)  # … and after it said so
+        time.sleep(0.0005)
+    assert process.returncode == 0
 
 
 def test_sigterm_flushes_and_the_next_life_serves_what_was_committed(serve, tmp_path):

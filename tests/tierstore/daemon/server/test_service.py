@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from tests.tierstore.daemon.server.client import offsets, page_bytes, part, positions
-from tierstore.daemon import protocol as p
-from tierstore.daemon.assembly import assemble
+from tierstore.core.clients import MOST_WAITING
+from tierstore.daemon.daemon import open_core
 from tierstore.daemon.service import Service
-from tierstore.daemon.session import MOST_WAITING
 from tierstore.daemon.settings import Settings
 from tierstore.index import Tier
 from tierstore.keys import Identity, Prompt
+from tierstore.wire import messages as p
 
 CHUNK = 4
 PAGE = 4096
@@ -73,9 +73,9 @@ class ServiceMachine(RuleBasedStateMachine):
             disk_bytes=2 << 20,
             page_bytes=PAGE,
         )
-        self.assembly = assemble(config, clock=self.clock)
         self.later = []
-        self.service = Service(self.assembly, config, later=self.later.append, stats_json=lambda: b"{}")
+        self.core = open_core(config, clock=self.clock, defer=self.later.append)
+        self.service = Service(self.core, config, stats_json=lambda: b"{}")
         self.sessions = [self._begin(n) for n in range(3)]
         self.leases: list[Loaded] = []
         self.reservations = {}  # id -> (session, prompt, first, Reserved)
@@ -129,7 +129,7 @@ class ServiceMachine(RuleBasedStateMachine):
         return page_bytes([self.number(prompt), *tokens], PAGE)
 
     def bytes_at(self, offset):
-        return bytes(self.assembly.host.view(offset, PAGE))
+        return bytes(self.core.host.view(offset, PAGE))
 
     # -- rules -------------------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class ServiceMachine(RuleBasedStateMachine):
         self.leases = [lease for lease in self.leases if lease not in released]
         numbers = [lease.number for lease in released]
         found = self.ask(session, p.Lookup(0, asked, limit, SECONDS, numbers))
-        assert not session.leases.keys() & set(numbers)
+        assert not session.client.leases.keys() & set(numbers)
         if isinstance(found, p.Refused):
             assert found.kind == "path", found
             del self.paths[asked.path]
@@ -210,7 +210,7 @@ class ServiceMachine(RuleBasedStateMachine):
             return
         self.reservations[reserved.reservation] = (session, prompt, first, reserved)
         for position, offset in zip(positions(reserved), offsets(reserved.offsets), strict=True):
-            self.assembly.host.view(offset, PAGE)[:] = self.expected(prompt, first + position)
+            self.core.host.view(offset, PAGE)[:] = self.expected(prompt, first + position)
 
     @rule(who=sessions, spec=prompts)
     def save(self, who, spec):
@@ -301,10 +301,10 @@ class ServiceMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_leased_is_there(self):
         for lease in self.leases:
-            held = lease.session.leases[lease.number]
+            held = lease.session.client.leases[lease.number]
             pages = sum(count for _, count in lease.found.tiers)
-            assert len(held.pages) == pages
-            assert all(page.ready_tier() is not None for page in held.pages)
+            assert len(held.held) == pages
+            assert all(page.ready_tier() is not None for page in held.held)
 
     @invariant()
     def what_is_reserved_is_nobody_elses(self):
@@ -325,25 +325,25 @@ class ServiceMachine(RuleBasedStateMachine):
         )
         assert stats.reserved_bytes <= 3 * RESERVE_PAGES * PAGE
         assert stats.failed_requests == 0
-        with self.assembly.state.lock:
-            self.assembly.state.check()
+        with self.core.state.lock:
+            self.core.state.check()
 
     def teardown(self):
         try:
             for who in range(3):
                 self._die(who)
-            self.assembly.flush(SECONDS)
-            self.assembly.check()
-            state = self.assembly.state
-            stats = self.assembly.stats()
+            self.core.flush(SECONDS)
+            self.core.check()
+            state = self.core.state
+            stats = self.core.stats()
             assert stats.open_hits == 0
             assert all(tier.leased_pages == 0 for tier in stats.tiers.values())
             cached = [page for page in state.index.tree.walk() if page.copies[Tier.HOST] is not None]
-            assert self.assembly.host.used_bytes == len(cached) * PAGE
+            assert self.core.host.used_bytes == len(cached) * PAGE
             assert self.service.stats().sessions == 0
         finally:
             self.service.close()
-            self.assembly.close()
+            self.core.close()
             self.loop.close()
             shutil.rmtree(self.directory)
 
@@ -366,8 +366,8 @@ def service(request):
     config = Settings(
         host_bytes=64 * PAGE, reserve_bytes=reserve_pages * PAGE, quotas={"bob": 8 * PAGE, "tim": 64 * PAGE}
     )
-    assembly = assemble(config)
-    made = Service(assembly, config, later=lambda do: None, stats_json=lambda: b"{}")
+    assembly = open_core(config)
+    made = Service(assembly, config, stats_json=lambda: b"{}")
     yield made
     made.close()
     assembly.close()
@@ -434,7 +434,7 @@ def test_nobody_leaves_for_pages_that_are_not_let_in(service, tenant):
 
 def test_requests_that_wait_are_bounded(service):
     session = service.begin("", local=True)
-    session.waiting = MOST_WAITING
+    session.client.waiting = MOST_WAITING
     answer = service.handle(session, p.Flush(1, 1.0))
     assert asyncio.run(_await(answer)).kind == "busy"
 

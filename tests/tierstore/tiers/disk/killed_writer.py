@@ -46,7 +46,7 @@ def run(path: Path, seed: int) -> None:
         for record in gone:
             say(f"-{record.serial}")
         shelf.tier.write([(record, view) for record, view, _ in batch])
-        removals = [shelf.tier.ledger.remove(record.serial) for record in gone]
+        removals = [shelf.tier.page_table.remove(record.serial) for record in gone]
         shelf.tier.commit([(record, view) for record, view, _ in batch], removals, {})
         for record in gone:
             records.remove(record)

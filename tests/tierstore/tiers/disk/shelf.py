@@ -30,13 +30,13 @@ class Shelf:
 
     def records(self) -> list[PageRecord]:
         """The pages that the tier knows of, parents before children."""
-        assert self.tier.ledger is not None
-        return [record for serial, record in self.tier.scan() if record and serial in self.tier.ledger]
+        assert self.tier.page_table is not None
+        return [record for serial, record in self.tier.scan() if record and serial in self.tier.page_table]
 
     def use(self, serial: int) -> PageUse:
         """What the tier knows of a page's use."""
-        assert self.tier.ledger is not None
-        return self.tier.ledger.use(serial)
+        assert self.tier.page_table is not None
+        return self.tier.page_table.use(serial)
 
     def save(self, sizes: Sequence[int], *, parent: int = 0, chained: bool = False) -> list[PageRecord]:
         """Reserve, write and commit one page per size; those that find no room are left out."""
@@ -81,8 +81,8 @@ class Shelf:
         for serial in sorted(self.saved):
             if self.saved[serial][0].parent in doomed:
                 doomed.add(serial)
-        assert self.tier.ledger is not None
-        gone = [self.tier.ledger.remove(serial) for serial in sorted(doomed, reverse=True)]
+        assert self.tier.page_table is not None
+        gone = [self.tier.page_table.remove(serial) for serial in sorted(doomed, reverse=True)]
         self.tier.commit([], gone, {}, self.tick)
         for serial in doomed:
             del self.saved[serial]

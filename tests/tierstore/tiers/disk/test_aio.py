@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from tierstore.memory import Memory
-from tierstore.testing.faults import Fail, Fault, FaultyIO, FlipBit, Short
+from tierstore.testing.faulty_io import Fail, Fault, FaultyIO, FlipBit, Short
 from tierstore.tiers.disk import PageRead
-from tierstore.tiers.disk.aio import QueuedRead, ReadQueue
-from tierstore.tiers.disk.io import QueuedIO
+from tierstore.tiers.disk.io import QueuedIO, QueuedRead, ReadQueue
 from tierstore.tiers.disk.payloads import ReadMode
 from tierstore.units import KIB, MIB
 

@@ -93,16 +93,28 @@ def test_a_smaller_cap_at_the_next_start_holds_at_once(open_shelf, page_bytes, p
     shelf.verify()
 
 
-def test_a_smaller_cap_keeps_the_most_recently_used_inline_pages(open_shelf):
+def test_a_smaller_cap_keeps_the_most_recently_used_pages(open_shelf):
+    shelf = open_shelf(capacity_bytes=64 * MIB, page_bytes=4 * KIB, inline_bytes=0)
+    while shelf.save([4 * KIB] * 64):
+        pass
+    shelf.reopen(capacity_bytes=8 * MIB, page_bytes=64 * KIB)  # a smaller share of it for the index
+    assert len(shelf.saved) > 50
+    assert max(shelf.saved) - min(shelf.saved) < len(shelf.saved) + 64
+    shelf.verify()
+
+
+def test_pages_that_find_no_room_beside_a_full_index_leave_when_it_is_made_smaller(open_shelf, caplog):
+    """An index that is nearly all of a directory leaves little room for another; the cap comes first."""
     shelf = open_shelf(capacity_bytes=8 * MIB, page_bytes=16 * KIB)
     while shelf.save([16 * KIB] * 8):
         pass
     newest = max(shelf.saved)
     shelf.reopen(capacity_bytes=4 * MIB)
-    inline = sorted(serial for serial, (record, _) in shelf.saved.items() if record.place == -1)
-    assert len(inline) > 50
-    assert inline[-1] >= newest - 20
+    assert max(sizes(shelf.path)) <= 4 * MIB
+    assert "pages found room" in caplog.text
+    assert shelf.saved.keys() <= set(range(newest - 64, newest + 1))
     shelf.verify()
+    assert shelf.save([16 * KIB] * 8)
 
 
 def test_other_page_sizes_in_the_next_life_work(open_shelf):

@@ -12,9 +12,9 @@ from collections import OrderedDict
 
 import pytest
 
-from tierstore.testing.churn import Day, Tenth
-from tierstore.testing.traffic import Traffic
 from tierstore.units import KIB, MIB
+from tierstore_tools.churn_day import Day, Tenth
+from tierstore_tools.traffic import Traffic
 
 CAPACITY = 192 * MIB
 SIZES = [64 * KIB, 160 * KIB, 512 * KIB, 1 * MIB]

@@ -9,8 +9,7 @@ import shutil
 import pytest
 
 from tierstore.errors import StoreUnavailableError
-from tierstore.tiers.disk import DiskTier, inspection
-from tierstore.tiers.disk.catalog import FORMAT
+from tierstore.tiers.disk import DiskTier
 from tierstore.units import KIB, MIB
 
 
@@ -136,31 +135,17 @@ def test_a_truncated_index_is_refused_with_what_to_do(open_shelf, tmp_path, shar
         DiskTier.open(copy, **shelf.options)
 
 
-def test_an_index_that_looks_short_is_read_by_another_process_and_opened(open_shelf, monkeypatch):
-    shelf = open_shelf()
-    shelf.save([4 * KIB] * 20)
-    shelf.remove([record for record, _ in shelf.saved.values()])
-    shelf.save([4 * KIB, 64 * KIB])
-    shelf.tier.close()
-    before = (shelf.path / "index.lmdb").read_bytes()
-    monkeypatch.setattr(inspection, "_is_short", lambda path: True)
-    assert inspection.stored_format(shelf.path / "index.lmdb") == FORMAT
-    assert (shelf.path / "index.lmdb").read_bytes() == before
-    shelf.tier = DiskTier.open(shelf.path, **shelf.options)
-    shelf.verify()
-
-
 def test_two_records_of_one_place_are_one(open_shelf):
     shelf = open_shelf()
     record, other = shelf.save([64 * KIB, 64 * KIB])
     copy = shelf.record(64 * KIB, record.place)
     copy.checksum = record.checksum
-    shelf.tier._catalog.apply(type_of_change(copy))
+    shelf.tier._index_db.apply(type_of_change(copy))
     found = {each.serial for each in shelf.reopen()}
     assert found == {record.serial, other.serial}
 
 
 def type_of_change(record):
-    from tierstore.tiers.disk.change import Change
+    from tierstore.tiers.disk.index_db import Change
 
     return Change(added=[(record, None)], next_serial=record.serial + 1)

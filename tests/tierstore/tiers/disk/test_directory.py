@@ -15,7 +15,7 @@ import pytest
 
 from tierstore.errors import StoreUnavailableError
 from tierstore.tiers.disk import DiskTier
-from tierstore.tiers.disk.catalog import FORMAT
+from tierstore.tiers.disk.index_db import FORMAT
 from tierstore.units import KIB, MIB
 
 OPTIONS = {"capacity_bytes": 4 * MIB, "page_bytes": 64 * KIB}
@@ -101,7 +101,7 @@ def test_a_file_that_is_no_index_is_refused_untouched(path, content):
     (path / "index.lmdb").write_bytes(content)
     (path / "lock").write_bytes(b"")
     before = fingerprint(path)
-    with pytest.raises(StoreUnavailableError, match=r"cannot be read .* remove the directory"):
+    with pytest.raises(StoreUnavailableError, match=r"damaged or not an index .* remove the directory"):
         open_tier(path)
     assert fingerprint(path) == before
 

@@ -10,7 +10,7 @@ import pytest
 from tierstore.memory import Memory
 from tierstore.testing.clock import ManualClock
 from tierstore.tiers.disk import FileIO, PageRead
-from tierstore.tiers.disk.catalog import Catalog
+from tierstore.tiers.disk.index_db import IndexDB
 from tierstore.units import KIB, MIB
 
 
@@ -176,17 +176,17 @@ def test_what_takes_long_can_be_seen_by_whoever_looks(open_shelf):
     io, clock = Slow(), ManualClock()
     shelf = open_shelf(io=io, clock=clock)
     records = shelf.save([64 * KIB])
-    assert shelf.tier.watch.longest_s() == 0
+    assert shelf.tier.in_flight.longest_s() == 0
     io.entered.clear()
     io.go_on.clear()
     reading = threading.Thread(target=shelf.read, args=(records,))
     reading.start()
     assert io.entered.wait(30)
     clock.advance(7)
-    assert shelf.tier.watch.longest_s() == 7
+    assert shelf.tier.in_flight.longest_s() == 7
     io.go_on.set()
     reading.join(30)
-    assert shelf.tier.watch.longest_s() == 0
+    assert shelf.tier.in_flight.longest_s() == 0
 
 
 def test_a_look_at_the_index_is_given_up_in_time(open_shelf):
@@ -252,8 +252,8 @@ def test_pages_written_before_a_failed_sync_are_not_acknowledged_by_the_next_one
 
 def test_what_a_large_removal_freed_in_the_index_can_be_used_at_once(open_shelf, monkeypatch):
     made_room = []
-    make_room = Catalog._make_room
-    monkeypatch.setattr(Catalog, "_make_room", lambda *args: made_room.append(make_room(*args)))
+    make_room = IndexDB._make_room
+    monkeypatch.setattr(IndexDB, "_make_room", lambda *args: made_room.append(make_room(*args)))
     shelf = open_shelf(capacity_bytes=2 * MIB, page_bytes=16 * KIB)
     while shelf.save([16 * KIB] * 8):
         pass

@@ -17,7 +17,7 @@ from tests.tierstore.tiers.disk.shelf import Shelf
 WRITER = "tests.tierstore.tiers.disk.killed_writer"
 
 
-class Ledger:
+class PageTable:
     """What the killed writers said."""
 
     def __init__(self):
@@ -38,7 +38,7 @@ class Ledger:
             self.removed.add(serial)
 
 
-def run_and_kill(path, seed, ledger, delay_s):
+def run_and_kill(path, seed, page_table, delay_s):
     root = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 4))
     writer = subprocess.Popen(
         [sys.executable, "-m", WRITER, str(path), str(seed)], stdout=subprocess.PIPE, text=True, cwd=root
@@ -48,31 +48,31 @@ def run_and_kill(path, seed, ledger, delay_s):
     threading.Timer(delay_s, writer.kill).start()
     for line in writer.stdout:
         if line.endswith("\n"):
-            ledger.hear(line)
+            page_table.hear(line)
     writer.stdout.close()
     assert writer.wait() == -signal.SIGKILL
 
 
-def verify(path, ledger):
+def verify(path, page_table):
     shelf = Shelf(path, **OPTIONS)
     records = {record.serial: record for record in shelf.records()}
-    assert ledger.durable <= records.keys(), "an acknowledged page is lost"
-    assert not ledger.removed & records.keys(), "a removed page is back"
+    assert page_table.durable <= records.keys(), "an acknowledged page is lost"
+    assert not page_table.removed & records.keys(), "a removed page is back"
     for record, data in zip(records.values(), shelf.read(list(records.values())), strict=True):
-        assert data == payload(*ledger.announced[record.serial]), (
+        assert data == payload(*page_table.announced[record.serial]), (
             f"page {record.serial} is not what was saved"
         )
     shelf.close()
-    ledger.durable = set(records)  # what was committed unheard counts from now on
+    page_table.durable = set(records)  # what was committed unheard counts from now on
 
 
 @pytest.mark.parametrize("kills", [30, pytest.param(1000, marks=pytest.mark.soak)])
 @pytest.mark.timeout(3600)
 def test_what_was_acknowledged_survives_kills(path, kills):
     chance = random.Random(kills)
-    ledger = Ledger()
+    page_table = PageTable()
     for seed in range(kills):
-        run_and_kill(path, seed, ledger, delay_s=chance.uniform(0, 0.2))
-        verify(path, ledger)
-    assert ledger.durable
-    assert ledger.removed
+        run_and_kill(path, seed, page_table, delay_s=chance.uniform(0, 0.2))
+        verify(path, page_table)
+    assert page_table.durable
+    assert page_table.removed

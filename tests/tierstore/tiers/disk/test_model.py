@@ -43,7 +43,7 @@ class TierAgainstDict(RuleBasedStateMachine):
         serial = data.draw(st.sampled_from(sorted(self.shelf.saved)))
         self.shelf.tick += 1
         self.used[serial] = PageUse(self.shelf.tick, used_s, hits)
-        self.shelf.tier.ledger.touch({serial: self.used[serial]})
+        self.shelf.tier.page_table.touch({serial: self.used[serial]})
         self.shelf.tier.commit([], [], {serial: self.used[serial]}, self.shelf.tick)
 
     @rule()
@@ -91,10 +91,10 @@ class TierAgainstDict(RuleBasedStateMachine):
     @rule()
     def leave_in_order(self):
         """The longest unused first, and children before their parents."""
-        ledger = self.shelf.tier.ledger
-        while ledger.next_to_leave(LRU(), 5):
+        page_table = self.shelf.tier.page_table
+        while page_table.next_to_leave(LRU(), 5):
             pass
-        order = ledger.next_to_leave(LRU(), 3)
+        order = page_table.next_to_leave(LRU(), 3)
         assert set(order) <= set(self.shelf.saved)
         assert len(order) == min(3, len(self.shelf.saved))
         worth = {serial: self.used[serial].tick for serial in self.shelf.saved}

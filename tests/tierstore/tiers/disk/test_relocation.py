@@ -42,7 +42,7 @@ class Moving:
 
     def settle(self):
         for (new, _), old in zip(self.copies, self.before, strict=True):
-            assert self.shelf.tier.ledger.move(new.serial, new.place)
+            assert self.shelf.tier.page_table.move(new.serial, new.place)
             self.shelf.tier.space.vacate(old.place)
             self.shelf.saved[new.serial] = (new, self.shelf.saved[new.serial][1])
 

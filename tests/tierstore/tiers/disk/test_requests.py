@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore.tiers.disk.requests import Extent, plan
+from tierstore.tiers.disk.payloads import Extent, plan
 
 BLOCK = 4096
 

@@ -118,7 +118,7 @@ def test_a_page_may_leave_and_come_back_in_one_commit(open_shelf):
     again.serial = record.serial
     view = Memory(64 * KIB, shared=False).view(0, 64 * KIB)
     shelf.tier.write([(again, view)])
-    shelf.tier.commit([(again, view)], [shelf.tier.ledger.remove(record.serial)], {})
+    shelf.tier.commit([(again, view)], [shelf.tier.page_table.remove(record.serial)], {})
     shelf.saved = {again.serial: (again, bytes(view))}
     (found,) = shelf.reopen()
     assert found.place == again.place != record.place
@@ -132,7 +132,7 @@ def test_a_removal_that_comes_late_spares_the_page_that_came_back(open_shelf):
     again.serial = record.serial
     view = Memory(64 * KIB, shared=False).view(0, 64 * KIB)
     shelf.tier.write([(again, view)])
-    removal = shelf.tier.ledger.remove(record.serial)
+    removal = shelf.tier.page_table.remove(record.serial)
     shelf.tier.commit([(again, view)], [], {})
     shelf.tier.commit([], [removal], {})
     shelf.saved = {again.serial: (again, bytes(view))}
@@ -156,16 +156,18 @@ def test_children_leave_before_their_parents_and_the_longest_unused_first(open_s
     a, b = shelf.save([4096, 4096])
     (a_child,) = shelf.save([4096], parent=a.serial)
     (b_child,) = shelf.save([4096], parent=b.serial)
-    shelf.tier.ledger.touch({each.serial: PageUse(shelf.tick, 50.0, 1) for each in (b, b_child)})
-    shelf.tier.ledger.touch({each.serial: PageUse(shelf.tick + 1, 50.0, 1) for each in (a, a_child)})
+    shelf.tier.page_table.touch({each.serial: PageUse(shelf.tick, 50.0, 1) for each in (b, b_child)})
+    shelf.tier.page_table.touch({each.serial: PageUse(shelf.tick + 1, 50.0, 1) for each in (a, a_child)})
     order = [b_child.serial, b.serial, a_child.serial, a.serial]
-    assert shelf.tier.ledger.latest_first() == order[::-1]
-    assert shelf.tier.ledger.next_to_leave(LRU(), 4) == order
-    assert shelf.tier.ledger.next_to_leave(LRU(), 4) == []
-    assert shelf.tier.ledger.next_to_leave(LRU(), 2) == order[:2]
-    shelf.tier.ledger.touch({a_child.serial: PageUse(shelf.tick + 2, 60.0, 1)})
-    assert shelf.tier.ledger.next_to_leave(LRU(), 4) == []  # it waits for its child, which is in use again
-    assert shelf.tier.ledger.next_to_leave(LRU(), 4) == order
+    assert shelf.tier.page_table.latest_first() == order[::-1]
+    assert shelf.tier.page_table.next_to_leave(LRU(), 4) == order
+    assert shelf.tier.page_table.next_to_leave(LRU(), 4) == []
+    assert shelf.tier.page_table.next_to_leave(LRU(), 2) == order[:2]
+    shelf.tier.page_table.touch({a_child.serial: PageUse(shelf.tick + 2, 60.0, 1)})
+    assert (
+        shelf.tier.page_table.next_to_leave(LRU(), 4) == []
+    )  # it waits for its child, which is in use again
+    assert shelf.tier.page_table.next_to_leave(LRU(), 4) == order
 
 
 def test_a_page_leaves_right_after_the_last_one_below_it_however_long_it_was_not_used(open_shelf):
@@ -174,11 +176,11 @@ def test_a_page_leaves_right_after_the_last_one_below_it_however_long_it_was_not
     tails = [shelf.save([4096], parent=head.serial)[0] for _ in range(2)]
     (other,) = shelf.save([4096])
     for tick, page in enumerate((head, tails[0], other, tails[1])):
-        shelf.tier.ledger.touch({page.serial: PageUse(shelf.tick + tick, 50.0, 1)})
+        shelf.tier.page_table.touch({page.serial: PageUse(shelf.tick + tick, 50.0, 1)})
     order = []
-    while chosen := shelf.tier.ledger.next_to_leave(LRU(), 1):
+    while chosen := shelf.tier.page_table.next_to_leave(LRU(), 1):
         order += chosen
-        shelf.tier.ledger.remove(chosen[0])
+        shelf.tier.page_table.remove(chosen[0])
     assert order == [tails[0].serial, other.serial, tails[1].serial, head.serial]
 
 
@@ -187,9 +189,9 @@ def test_a_page_without_its_parent_is_dropped_for_good(open_shelf):
     (parent,) = shelf.save([64 * KIB])
     (child,) = shelf.save([64 * KIB], parent=parent.serial)
     shelf.save([64 * KIB], parent=child.serial)
-    shelf.tier._catalog.forget([parent.serial])
+    shelf.tier._index_db.forget([parent.serial])
     assert shelf.reopen() == []
-    assert len(shelf.tier._catalog) == 0
+    assert len(shelf.tier._index_db) == 0
 
 
 def test_writes_commits_and_reads_run_side_by_side(open_shelf):

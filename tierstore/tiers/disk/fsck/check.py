@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,9 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import StoreUnavailableError
-from tierstore.tiers.disk.catalog import Catalog, IndexUsage, unreadable
-from tierstore.tiers.disk.directory import StoreDirectory
-from tierstore.tiers.disk.fsck.examination import Examination
+from tierstore.tiers.disk.directory import INDEX, StoreDirectory
+from tierstore.tiers.disk.fsck.examination import (
+    Examination,
+    impossible,
+    misplaced,
+    read_records,
+    take_inventory,
+)
 from tierstore.tiers.disk.fsck.files import (
     ExtentFileSet,
     check_capacity,
@@ -22,17 +28,13 @@ from tierstore.tiers.disk.fsck.files import (
     check_files,
     mend_files,
 )
-from tierstore.tiers.disk.fsck.findings import Category, Findings, FsckReport
-from tierstore.tiers.disk.fsck.inventory import read_records, take_inventory
-from tierstore.tiers.disk.fsck.places import impossible, misplaced
-from tierstore.tiers.disk.fsck.repair import mend_index
-from tierstore.tiers.disk.fsck.room import IndexRoom
+from tierstore.tiers.disk.fsck.findings import Category, Finding, Findings, FsckReport
 from tierstore.tiers.disk.fsck.scrub import WHY, ExtentReader, ExtentScrub, Verdict, scrub_inline
-from tierstore.tiers.disk.inspection import stored_format, survives_reading
+from tierstore.tiers.disk.index_db import IndexDB
+from tierstore.tiers.disk.index_file import DamagedIndexError, check_index, stored_format
 from tierstore.tiers.disk.io import FileIO
-from tierstore.tiers.disk.opening import STORE, StoreMeta, decode_meta, refuse_other_formats
+from tierstore.tiers.disk.opening import STORE, StoreMeta, decode_meta, make_index, refuse_other_formats
 from tierstore.tiers.disk.payloads import ReadMode
-from tierstore.tiers.disk.rebuild import remove_leftovers
 
 DEFAULT_LIMIT = 1000  # findings that are kept in words
 _READERS = 8
@@ -61,25 +63,29 @@ def fsck(
     damaged or cannot be reached leaves, and a second check finds only what a person must see to. The first
     ``limit`` findings are kept in words.
 
+    An index that LMDB must not open is one finding. ``repair`` sets it aside, as ``index.lmdb.damaged`` until
+    the store is next opened, and makes an empty one: without its index, no page can be found.
+
     Raises :class:`~tierstore.errors.UsageError` when there is no store in ``path``, and
-    :class:`~tierstore.errors.StoreUnavailableError` when it is in use, of another format, or its index is
-    damaged so that it cannot be read at all.
+    :class:`~tierstore.errors.StoreUnavailableError` when it is in use, of another format, or cannot be read.
     """
     started = time.perf_counter()
     watcher = watcher or Watcher()
     directory = StoreDirectory.visit(path, make_lock=repair)
     try:
-        refuse_other_formats(directory)
-        if repair:
-            directory.sign()
         check = _Check(directory, repair, watcher, Findings(limit), io or FileIO())
-        if stored_format(directory.index) is None:
-            check.unfinished()
-        else:
-            watcher.phase("reading the index")
-            if not survives_reading(directory.index):
-                raise unreadable(directory.index, "its trees are broken")
-            check.run()
+        try:
+            refuse_other_formats(directory)
+            if stored_format(directory.index) is None:
+                check.unfinished()
+            else:
+                watcher.phase("reading the index")
+                check_index(directory.index).check_payloads()
+                check.run()
+        except DamagedIndexError as damage:
+            if not directory.extents.is_dir():  # then it may be anybody's
+                raise
+            check.damaged_index(damage)
         return check.report(started)
     except OSError as error:
         doing = "repair" if repair else "check"
@@ -108,23 +114,40 @@ class _Check:
         self._verified = (0, 0)
 
     def unfinished(self) -> None:
-        """A directory whose first opening did not get as far as an index."""
+        """A directory whose first opening did not get as far as an index that names its store."""
         check_files(self._directory, self._findings)
         if self._repair:
-            remove_leftovers(self._directory, self._io)
+            self._directory.sign()
+            self._directory.remove_leftovers(self._io)
+
+    def damaged_index(self, damage: DamagedIndexError) -> None:
+        """An index that cannot be used: it is set aside, and with it all pages are gone."""
+        self._findings.clear()
+        self._found = None
+        self._findings.add(Finding(Category.DAMAGED, "index", damage.why, name=INDEX))
+        self.unfinished()
+        if self._repair:
+            self._io.rename(self._directory.index, self._directory.damaged_index)
+            self._io.sync_directory(self._directory.path)
+            for path in ExtentFileSet.of(self._directory, 0).found.values():  # no page is in them any more
+                self._io.unlink(path)
+            make_index(self._directory, self._io)
 
     def run(self) -> None:
-        with Catalog(self._directory.index, map_bytes=0, read_only=True) as catalog:
-            map_bytes, usage = catalog.map_bytes, catalog.usage
-            stored = catalog.get_meta(STORE)
+        with IndexDB(self._directory.index, map_bytes=0, read_only=True) as index_db:
+            map_bytes = index_db.map_bytes
+            stored = index_db.get_meta(STORE)
+            if stored is None and not len(index_db):
+                self.unfinished()
+                return
             if stored is None:
-                raise unreadable(self._directory.index, "it does not say which store it is of")
+                raise DamagedIndexError(self._directory.index, "it does not say which store it is of")
             self._meta = decode_meta(stored, self._directory.path)
-            records = read_records(catalog)
+            records = read_records(index_db)
             files = ExtentFileSet.of(self._directory, self._meta.file_bytes)
             possible = np.flatnonzero(~impossible(records.rows))
             with self._scrub(records.rows[possible], files) as scrub:
-                self._found = found = Examination(take_inventory(catalog, records), self._findings)
+                self._found = found = Examination(take_inventory(index_db, records), self._findings)
                 found.compare()
                 check_files(self._directory, self._findings)
                 check_extent_files(files, records.rows[possible], self._findings)
@@ -134,7 +157,7 @@ class _Check:
                     "place",
                     "its record names a place that is not on a block's border",
                 )
-                self._take_verdicts(found, possible, scrub, catalog)
+                self._take_verdicts(found, possible, scrub, index_db)
             rows = records.rows
         found.drop_unreachable()
         reachable = np.flatnonzero(found.good)
@@ -145,28 +168,23 @@ class _Check:
             "its place is no slot for a page of its size, or is another page's",
         )
         found.drop_unreachable()
-        end = self._room_for_index(found, files, usage, map_bytes) if found.index_damaged else None
         if self._repair:
             self._watcher.phase("repairing")
-            if end is not None:
-                files.cut_off(end, self._io)
+            self._directory.sign()
             if self._findings.total():
-                mend_index(self._directory, map_bytes, found, self._io, anew=end is not None)
+                self._mend_index(found, map_bytes)
             mend_files(self._directory, files, rows[found.good], self._io)
         if self._meta.capacity_bytes is not None:
             check_capacity(self._directory.allocated_bytes(), self._meta.capacity_bytes, self._findings)
 
-    def _room_for_index(
-        self, found: Examination, files: ExtentFileSet, usage: IndexUsage, map_bytes: int
-    ) -> int | None:
-        """See to it that the index can be written anew under the cap. Returns where the extents end then;
-        None when that is not to be had."""
-        assert self._meta is not None
-        extent_bytes = files.total_bytes
-        # What a store of an earlier version may take is not written down, but no less than this.
-        capacity = self._meta.capacity_bytes or map_bytes + extent_bytes
-        room = max(capacity - self._directory.allocated_bytes(), 0)
-        return IndexRoom(found, room, extent_bytes, usage).make()
+    def _mend_index(self, found: Examination, map_bytes: int) -> None:
+        try:
+            with IndexDB(self._directory.index, map_bytes=map_bytes) as index_db:
+                found.mend(index_db)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise DamagedIndexError(self._directory.index, "it is too full to be mended") from error
 
     @contextmanager
     def _scrub(self, rows: npt.NDArray[np.void], files: ExtentFileSet) -> Iterator[ExtentScrub]:
@@ -183,13 +201,12 @@ class _Check:
             yield scrub
 
     def _take_verdicts(
-        self, found: Examination, chosen: npt.NDArray[np.intp], scrub: ExtentScrub, catalog: Catalog
+        self, found: Examination, chosen: npt.NDArray[np.intp], scrub: ExtentScrub, index_db: IndexDB
     ) -> None:
         rows = found.inventory.rows[chosen]
         started = time.perf_counter()
-        inline = scrub_inline(rows, catalog, self._watcher.progress)
+        inline = scrub_inline(rows, index_db, self._watcher.progress)
         inline_seconds = time.perf_counter() - started
-        found.index_damaged |= bool(inline.any())
         verdicts = scrub.verdicts() | inline
         self._payload_seconds = max(scrub.seconds, inline_seconds)
         for verdict, why in WHY.items():

@@ -1,19 +1,237 @@
-"""Do the trees of an index agree with one another? Records have checksums, so they are believed; facts, links
-and pieces are compared with what the records say. Pure: arrays in, findings and edits out."""
+"""What an index holds, and what it is worth.
+
+One pass over each tree makes arrays of it, believing nothing (about 250 bytes a page). Then the trees are
+compared. Records have checksums, so they are believed; facts, links and pieces must say what the records
+say. A page about which the trees disagree is damaged. The comparison is pure: arrays in, findings out.
+
+How many slots a slab has depends on the capacity that the last life was opened with. What always holds: a
+slab begins at the border of a unit, its slots follow one another, and no two pages share bytes. So nothing
+sharper is asked of a page's place. One that passes, and that the store's next life cannot place, is dropped
+then.
+"""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.keys import Identity
-from tierstore.tiers.disk.ancestry import parent_rows, reachable
+from tierstore.keys import TOKEN_BYTES, Identity
+from tierstore.memory import ALIGNMENT
 from tierstore.tiers.disk.fsck.findings import Category, Finding, Findings, PageName
-from tierstore.tiers.disk.fsck.inventory import Inventory
-from tierstore.tiers.disk.records import INLINE, PageUse
-from tierstore.tiers.disk.trees import PIECE_BYTES
+from tierstore.tiers.disk.index_db import IndexDB
+from tierstore.tiers.disk.page_table import parent_rows, reachable
+from tierstore.tiers.disk.records import (
+    FACTS_BYTES,
+    INLINE,
+    NEXT_SERIAL,
+    PIECE_BYTES,
+    TICK,
+    TREES,
+    PageRecord,
+    decode,
+    decode_facts,
+    link_of,
+    stored_tokens,
+)
+
+_ROW = struct.Struct("<qqqqQiId48s")
+ROW_DTYPE = np.dtype(
+    [
+        ("serial", "<i8"),
+        ("parent", "<i8"),
+        ("place", "<i8"),
+        ("nbytes", "<i8"),
+        ("checksum", "<u8"),
+        ("identity", "<i4"),  # a number in Inventory.digests
+        ("tokens", "<u4"),  # how many
+        ("created_s", "<f8"),
+        ("link", "V48"),
+    ]
+)
+LINK_DTYPE = np.dtype([("parent", ">u8"), ("names", "V32"), ("serial", ">u8")])
+PIECE_DTYPE = np.dtype([("serial", ">u8"), ("piece", ">u4")])
+_SERIAL_BYTES = 8
+_LARGEST = 1 << 62  # no serial, size or place of a real page is beyond
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """What lies in the tree of records; see :class:`Inventory`."""
+
+    rows: npt.NDArray[np.void]
+    digests: list[bytes]
+    damaged: dict[int, int]
+    odd: list[tuple[bytes, bytes]]
+    misfiled: set[bytes]
+
+
+@dataclass(slots=True)
+class Inventory:
+    """What lies in each tree. ``rows`` and ``facts`` are in order of serials, each serial once."""
+
+    rows: npt.NDArray[np.void]  # of every record that decodes (ROW_DTYPE)
+    digests: list[bytes]  # of the identities that records name
+    damaged: dict[int, int]  # serial → tokens, by its length, of every record that does not decode
+    facts: npt.NDArray[np.void]  # FACTS_DTYPE
+    links: npt.NDArray[np.void]  # LINK_DTYPE
+    pieces: npt.NDArray[np.void]  # PIECE_DTYPE
+    roots: dict[int, Identity]  # those that decode
+    bad_roots: list[int]
+    next_serial: int
+    tick: int
+    odd: list[tuple[bytes, bytes]] = field(default_factory=list)  # (tree, key)
+    misfiled: dict[bytes, set[bytes]] = field(default_factory=dict)  # tree → keys that lookups miss
+
+    @property
+    def pages(self) -> int:
+        return len(self.rows) + len(self.damaged)
+
+
+@dataclass(frozen=True, slots=True)
+class _Trees:
+    """The trees without the entries that lookups miss."""
+
+    index_db: IndexDB
+    misfiled: dict[bytes, set[bytes]]
+
+    def entries(self, tree: bytes) -> Iterator[tuple[bytes, memoryview]]:
+        for key, value in self.index_db.entries(tree):
+            if key not in self.misfiled[tree]:
+                yield key, value
+
+
+def take_inventory(index_db: IndexDB, records: Records) -> Inventory:
+    """Read all of the index but the payloads in it, and the records, which have been read. Raises
+    :class:`OSError`."""
+    odd = list(records.odd)
+    misfiled = {b"pages": records.misfiled}
+    for tree in TREES:
+        if tree not in misfiled:
+            misfiled[tree] = set(index_db.misfiled(tree))
+    trees = _Trees(index_db, misfiled)
+    roots, bad_roots = _roots(trees, odd)
+    return Inventory(
+        rows=records.rows,
+        digests=records.digests,
+        damaged=records.damaged,
+        facts=_facts(trees, odd),
+        links=_links(trees, odd),
+        pieces=_pieces(trees, odd),
+        roots=roots,
+        bad_roots=bad_roots,
+        next_serial=index_db.next_serial,
+        tick=index_db.tick,
+        odd=odd,
+        misfiled={tree: keys for tree, keys in misfiled.items() if keys},
+    )
+
+
+def read_records(index_db: IndexDB) -> Records:
+    """Read what lies in the tree of records. Raises :class:`OSError`."""
+    misfiled = set(index_db.misfiled(b"pages"))
+    odd: list[tuple[bytes, bytes]] = []
+    packed = bytearray()
+    numbers: dict[bytes, int] = {}
+    damaged: dict[int, int] = {}
+    for key, value in _Trees(index_db, {b"pages": misfiled}).entries(b"pages"):
+        if len(key) != _SERIAL_BYTES:
+            odd.append((b"pages", key))
+            continue
+        serial = int.from_bytes(key, "big")
+        data = bytes(value)
+        record = decode(serial, data)
+        if record is None or not _is_possible(record):
+            damaged[serial] = stored_tokens(data) // TOKEN_BYTES
+            continue
+        packed += _ROW.pack(
+            serial,
+            record.parent,
+            record.place,
+            record.nbytes,
+            record.checksum,
+            numbers.setdefault(record.identity, len(numbers)),
+            len(record.tokens) // TOKEN_BYTES,
+            record.created_s,
+            link_of(record),
+        )
+    return Records(_by_serial(np.frombuffer(packed, ROW_DTYPE)), list(numbers), damaged, odd, misfiled)
+
+
+def _is_possible(record: PageRecord) -> bool:
+    return (
+        record.serial < _LARGEST
+        and record.parent < _LARGEST
+        and 0 < record.nbytes < _LARGEST
+        and INLINE <= record.place < _LARGEST
+    )
+
+
+def _facts(trees: _Trees, odd: list[tuple[bytes, bytes]]) -> npt.NDArray[np.void]:
+    packed = bytearray()
+    for key, value in trees.entries(b"facts"):
+        if len(key) == _SERIAL_BYTES and len(value) == FACTS_BYTES:
+            packed += key
+            packed += value
+        else:
+            odd.append((b"facts", key))
+    return _by_serial(decode_facts(packed))
+
+
+def _links(trees: _Trees, odd: list[tuple[bytes, bytes]]) -> npt.NDArray[np.void]:
+    packed = bytearray()
+    for key, value in trees.entries(b"children"):
+        if len(key) == LINK_DTYPE.itemsize and not len(value):
+            packed += key
+        else:
+            odd.append((b"children", key))
+    return np.frombuffer(packed, LINK_DTYPE)
+
+
+def _pieces(trees: _Trees, odd: list[tuple[bytes, bytes]]) -> npt.NDArray[np.void]:
+    packed = bytearray()
+    for key, _ in trees.entries(b"payload"):
+        if len(key) == PIECE_DTYPE.itemsize:
+            packed += key
+        else:
+            odd.append((b"payload", key))
+    return np.frombuffer(packed, PIECE_DTYPE)
+
+
+def _roots(trees: _Trees, odd: list[tuple[bytes, bytes]]) -> tuple[dict[int, Identity], list[int]]:
+    """The identities, and the serials of those that cannot be one or are there twice."""
+    roots: dict[int, Identity] = {}
+    bad: list[int] = []
+    last: dict[bytes, int] = {}
+    for key, value in trees.entries(b"roots"):
+        serial = int.from_bytes(key, "big")
+        if len(key) != _SERIAL_BYTES:
+            odd.append((b"roots", key))
+            continue
+        try:
+            roots[serial] = msgspec.json.decode(bytes(value), type=Identity)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            bad.append(serial)
+            continue
+        before = last.get(roots[serial].digest)
+        if before is not None:  # lookups begin at the last one
+            del roots[before]
+            bad.append(before)
+        last[roots[serial].digest] = serial
+    return roots, bad
+
+
+def _by_serial(rows: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+    if len(rows) < 2 or bool((rows["serial"][1:] > rows["serial"][:-1]).all()):
+        return rows
+    return rows[np.unique(rows["serial"], return_index=True)[1]]
+
+
+# -- the trees, compared -------------------------------------------------------------------------------
 
 _LARGEST_COUNT = 1 << 62
 _MOST_NAMED = 8  # odd keys are shown by their first bytes
@@ -27,9 +245,6 @@ class Examination:
         self.findings = findings
         self.good = np.ones(len(inventory.rows), np.bool_)
         self.stray: list[tuple[bytes, bytes]] = []  # (tree, key) of entries that have to go
-        self.unlinked: set[int] = set()  # serials of pages whose link has to be made again
-        self.unstated: set[int] = set()  # whose facts have to be
-        self.index_damaged = False  # its file holds other bytes than were written
         rows = inventory.rows
         self._parents = parent_rows(rows)
         # A parent's serial is below its children's, so chains end. What says otherwise is no chain.
@@ -47,7 +262,6 @@ class Examination:
         self._compare_facts()
         self._compare_links()
         self._find_stray_pieces()
-        self.index_damaged = self.findings.total() > 0
 
     def condemn(self, rows: npt.NDArray[np.intp], category: Category, what: str, why: str) -> None:
         """These pages cannot stay."""
@@ -75,18 +289,23 @@ class Examination:
             "what comes before it in its prompt is gone, so no lookup reaches it",
         )
 
+    def mend(self, index_db: IndexDB) -> None:
+        """Remove from the index what cannot stay. Raises :class:`OSError`."""
+        for tree, keys in self.inventory.misfiled.items():
+            index_db.remove_misfiled(tree, keys)
+        index_db.forget(self.lost())
+        index_db.mend(
+            [
+                *((tree, key, None) for tree, key in self.stray),
+                (b"meta", NEXT_SERIAL, self.inventory.next_serial.to_bytes(8, "big")),
+                (b"meta", TICK, self.inventory.tick.to_bytes(8, "big")),
+            ]
+        )
+
     def lost(self) -> list[int]:
         """The serials of the pages that cannot stay, damaged ones first."""
         serials: list[int] = self.inventory.rows["serial"][~self.good].tolist()
         return [*self.inventory.damaged, *serials]
-
-    def use(self, serial: int, created_s: float) -> PageUse:
-        """When a page was last used, if what is stored can be believed."""
-        row = _find(self.inventory.facts["serial"], np.array([serial], np.uint64))[0]
-        if row >= 0 and self._believable(self.inventory.facts[row : row + 1])[0]:
-            facts = self.inventory.facts[row]
-            return PageUse(int(facts["tick"]), float(facts["used_s"]), int(facts["hits"]))
-        return PageUse(0, created_s, 0)
 
     # -- what the trees say ------------------------------------------------------------------------------
 
@@ -94,8 +313,8 @@ class Examination:
         for tree, key in self.inventory.odd:
             name = f"{tree.decode()}: {key[:_MOST_NAMED].hex()}…"
             self._stray(tree, key, "entry", "an entry of the index that no version of tierstore writes", name)
-        for tree, count in self.inventory.misfiled.items():
-            why = f"{count} entries of the index's tree {tree.decode()!r} are not where lookups look for them"
+        for tree, keys in self.inventory.misfiled.items():
+            why = f"{len(keys)} entries of the index's tree {tree.decode()!r} are not where lookups look"
             self._add(Category.DAMAGED, "tree", why, name=tree.decode())
 
     def _roots_and_counters(self) -> None:
@@ -124,11 +343,9 @@ class Examination:
             for name in ("parent", "place", "nbytes"):
                 wrong |= held[name].astype(np.int64) != rows[name]
             wrong |= ~self._believable(held)
-        for serial in rows["serial"][missing].tolist():
-            self._add(Category.DAMAGED, "facts", "its facts are missing from the index", serial)
-        for serial in rows["serial"][wrong & ~missing].tolist():
-            self._add(Category.DAMAGED, "facts", "its facts in the index contradict its record", serial)
-        self.unstated.update(rows["serial"][missing | wrong].tolist())
+        self.condemn(np.flatnonzero(missing), Category.DAMAGED, "facts", "its facts are not in the index")
+        why = "its facts in the index contradict its record"
+        self.condemn(np.flatnonzero(wrong & ~missing), Category.DAMAGED, "facts", why)
         known = _find(rows["serial"].astype(np.uint64), facts["serial"]) >= 0
         for serial in facts["serial"][~known].tolist():
             if serial not in self.inventory.damaged:
@@ -137,9 +354,7 @@ class Examination:
 
     def _believable(self, facts: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
         result: npt.NDArray[np.bool_] = (
-            np.isfinite(facts["used_s"])
-            & (facts["tick"] <= self.inventory.tick)
-            & (facts["hits"] < _LARGEST_COUNT)
+            np.isfinite(facts["used_s"]) & (facts["tick"] < _LARGEST_COUNT) & (facts["hits"] < _LARGEST_COUNT)
         )
         return result
 
@@ -151,13 +366,13 @@ class Examination:
             right &= (_words(links) == _words(rows["link"][np.where(at < 0, 0, at)])).all(axis=1)
         linked = np.zeros(len(rows), np.bool_)
         linked[at[right]] = True
-        for serial in rows["serial"][~linked].tolist():
-            self._add(Category.DAMAGED, "link", "no lookup finds it: its link in the index is gone", serial)
-        self.unlinked.update(rows["serial"][~linked].tolist())
+        why = "no lookup finds it: its link in the index is gone"
+        self.condemn(np.flatnonzero(~linked), Category.DAMAGED, "link", why)
+        unlinked = set(rows["serial"][~linked].tolist())
         for number in np.flatnonzero(~right).tolist():
             serial = int(links["serial"][number])
             key = links[number].tobytes()
-            if serial in self.unlinked or serial in self.inventory.damaged:
+            if serial in unlinked or serial in self.inventory.damaged:
                 self.stray.append((b"children", key))  # what is left of that page's own
             else:
                 why = "a link that leads to no page, or to another one than it names"
@@ -261,3 +476,62 @@ def _name(serial: int, identity: Identity | None, start: int, tokens: int) -> Pa
     tenant = identity.tenant if identity is not None else ""
     known = start >= 0
     return PageName(serial, model, tenant, start if known else None, start + tokens if known else None)
+
+
+# -- places --------------------------------------------------------------------------------------------
+
+_MOST_SLOTS_TRIED = 64  # by slabs.py, which then fills the last unit of the slab
+
+
+def impossible(rows: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
+    """Rows whose places nothing could be read from: not on a block's border."""
+    result: npt.NDArray[np.bool_] = (rows["place"] != INLINE) & (rows["place"] % ALIGNMENT != 0)
+    return result
+
+
+def misplaced(rows: npt.NDArray[np.void], unit_bytes: int) -> npt.NDArray[np.bool_]:
+    """Rows (in order of serials) whose places are no slots of their size, or overlap with another row's. As
+    at open, the row with the lower serial is right."""
+    outside = np.flatnonzero(rows["place"] != INLINE)
+    places = rows["place"][outside]
+    sizes = -(-rows["nbytes"][outside] // ALIGNMENT) * ALIGNMENT
+    wrong = np.zeros(len(outside), np.bool_)
+    for size in np.unique(sizes).tolist():
+        members = np.flatnonzero(sizes == size)
+        wrong[members] = ~_can_be_slots(places[members], size, unit_bytes)
+    right = np.flatnonzero(~wrong)
+    wrong[right] = _overlapping(places[right], sizes[right])
+    result = np.zeros(len(rows), np.bool_)
+    result[outside] = wrong
+    return result
+
+
+def _can_be_slots(places: npt.NDArray[np.int64], size: int, unit_bytes: int) -> npt.NDArray[np.bool_]:
+    """Whether places are a whole number of slots after the border of some unit."""
+    most = _MOST_SLOTS_TRIED + unit_bytes // size
+    beyond = np.unique(np.arange(most + 1, dtype=np.int64) * size % unit_bytes)
+    result: npt.NDArray[np.bool_] = np.isin(places % unit_bytes, beyond)
+    return result
+
+
+def _overlapping(places: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """All but the first (in the order given) of those that share bytes."""
+    result = np.zeros(len(places), np.bool_)
+    order = np.argsort(places, kind="stable")
+    ends = np.maximum.accumulate((places + sizes)[order])
+    shared = np.flatnonzero(places[order][1:] < ends[:-1]) + 1
+    # What shares bytes with its neighbour is in one group with it.
+    groups: list[list[int]] = []
+    for at in shared.tolist():
+        if not groups or groups[-1][-1] != at - 1:
+            groups.append([at - 1])
+        groups[-1].append(at)
+    for group in groups:
+        taken: list[tuple[int, int]] = []
+        for row in sorted(order[group].tolist()):
+            start, stop = int(places[row]), int(places[row] + sizes[row])
+            if any(start < other_stop and other_start < stop for other_start, other_stop in taken):
+                result[row] = True
+            else:
+                taken.append((start, stop))
+    return result

@@ -13,7 +13,6 @@ from tierstore.memory import ALIGNMENT
 from tierstore.tiers.disk.directory import StoreDirectory, extent_number
 from tierstore.tiers.disk.fsck.findings import Category, Finding, Findings
 from tierstore.tiers.disk.io import FileIO
-from tierstore.tiers.disk.rebuild import remove_leftovers
 from tierstore.tiers.disk.records import INLINE
 from tierstore.units import format_size
 
@@ -40,23 +39,6 @@ class ExtentFileSet:
         """The size of a file; None when it is not there."""
         return self.found[number].stat().st_size if number in self.found else None
 
-    @property
-    def total_bytes(self) -> int:
-        """Where the last file ends in the extent space; 0 without any."""
-        last = max(self.found, default=None)
-        return 0 if last is None else last * self.file_bytes + self.found[last].stat().st_size
-
-    def cut_off(self, end: int, io: FileIO) -> None:
-        """Let the extent space end there, if it goes on. Durable. Raises :class:`OSError`."""
-        for number in sorted(self.found, reverse=True):
-            most = end - number * self.file_bytes
-            if most <= 0:
-                io.unlink(self.found.pop(number))
-            elif self.found[number].stat().st_size > most:
-                _resize(self.found[number], io, 0, most)
-        if self.directory.is_dir():
-            io.sync_directory(self.directory)
-
     def path(self, number: int) -> Path:
         return self.directory / f"{number:06d}"
 
@@ -78,7 +60,7 @@ def check_files(directory: StoreDirectory, findings: Findings) -> None:
     for name in directory.foreign():
         why = "not a file of the store, but it takes space under its cap: move it away yourself"
         findings.add(Finding(Category.UNACCOUNTED, "file", why, name=name, mendable=False))
-    for path in leftovers(directory):
+    for path in directory.leftovers():
         why = "left behind by a rebuild of the index that did not end"
         findings.add(Finding(Category.UNACCOUNTED, "leftover", why, name=path.name))
 
@@ -118,7 +100,7 @@ def mend_files(
 ) -> None:
     """Leave no file that is longer or shorter than it should be for the pages in ``rows``. Durable. Raises
     :class:`OSError`."""
-    remove_leftovers(directory, io)
+    directory.remove_leftovers(io)
     needed = files.needed(rows)
     for path in beyond_a_gap(files, needed):
         io.unlink(path)
@@ -132,12 +114,6 @@ def mend_files(
     if files.directory.is_dir():
         io.sync_directory(files.directory)
     io.sync_directory(directory.path)
-
-
-def leftovers(directory: StoreDirectory) -> list[Path]:
-    """What a rebuild of the index leaves behind when it does not end."""
-    new = directory.new_index
-    return [path for path in (new, new.with_name(f"{new.name}-lock")) if path.exists()]
 
 
 def beyond_a_gap(files: ExtentFileSet, needed: dict[int, int]) -> list[Path]:

@@ -64,6 +64,11 @@ class Findings:
         if len(self.kept) < self.limit:
             self.kept.append(finding)
 
+    def clear(self) -> None:
+        self.counts.clear()
+        self.kept.clear()
+        self.unmendable = 0
+
     def total(self, category: Category | None = None) -> int:
         """How many there are, kept or not."""
         return sum(count for (each, _), count in self.counts.items() if category in (None, each))
@@ -94,6 +99,11 @@ class FsckReport:
     def clean(self) -> bool:
         """Nothing is wrong (any more)."""
         return self.unmended == 0
+
+    @property
+    def index_lost(self) -> bool:
+        """The index cannot be used at all, and so no page can be found."""
+        return "index" in self.counts.get(Category.DAMAGED, {})
 
     @property
     def gb_per_s(self) -> float:

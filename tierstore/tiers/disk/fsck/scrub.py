@@ -25,7 +25,7 @@ import numpy.typing as npt
 import xxhash
 
 from tierstore.memory import ALIGNMENT, Memory
-from tierstore.tiers.disk.catalog import Catalog
+from tierstore.tiers.disk.index_db import IndexDB
 from tierstore.tiers.disk.io import FileIO
 from tierstore.tiers.disk.payloads import ReadMode
 from tierstore.tiers.disk.records import INLINE
@@ -181,17 +181,17 @@ class ExtentScrub:
             return window
 
 
-def scrub_inline(rows: npt.NDArray[np.void], catalog: Catalog, progress: Progress) -> npt.NDArray[np.int8]:
+def scrub_inline(rows: npt.NDArray[np.void], index_db: IndexDB, progress: Progress) -> npt.NDArray[np.int8]:
     """The same for the rows whose payload is in the index."""
     verdicts = np.zeros(len(rows), np.int8)
     inline = np.flatnonzero(rows["place"] == INLINE).tolist()
-    records = catalog.records(int(rows["serial"][row]) for row in inline)
+    records = index_db.records(int(rows["serial"][row]) for row in inline)
     for row, record in zip(inline, records, strict=True):
-        if record is None or record.nbytes > catalog.map_bytes:
+        if record is None or record.nbytes > index_db.map_bytes:
             verdicts[row] = Verdict.CUT_SHORT
             continue
         view = memoryview(bytearray(record.nbytes))
-        if not catalog.read_payload(record, view):
+        if not index_db.read_payload(record, view):
             verdicts[row] = Verdict.CUT_SHORT
         elif xxhash.xxh3_64_intdigest(view) != record.checksum:
             verdicts[row] = Verdict.DIFFERENT

@@ -1,0 +1,1 @@
+"""What connectors to engines share. Nothing here knows an engine."""

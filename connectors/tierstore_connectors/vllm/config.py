@@ -1,0 +1,113 @@
+"""What a user can set: ``kv_connector_extra_config`` of vLLM's ``--kv-transfer-config`` for an engine, and
+``kv_transfer_params: {"tierstore": {…}}`` for a request."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from tierstore.daemon.settings import default_listen
+from tierstore.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """``store`` is the daemon's address, ``keys`` and ``server_key`` are the files for ``tcp://``.
+    ``namespace`` keeps engines apart that nothing else tells apart, and names weights that nothing else
+    identifies.
+
+    ``chunk_tokens``: how many tokens a page holds (0: as few blocks as make 64 tokens). ``lookup_s`` is the
+    longest a request waits to learn what the daemon has, ``prefetch_s`` the longest it waits for the disk,
+    and ``load_s`` for its blocks. ``fence_s`` is the longest that a step waits for saves which read blocks
+    that it is going to write; then they are given up. ``ahead``: how many waiting requests are looked up
+    before vLLM asks for them. ``threads`` copy, in each worker.
+    """
+
+    store: str = field(default_factory=default_listen)
+    keys: str | None = None
+    server_key: str | None = None
+    namespace: str = ""
+    chunk_tokens: int = 0
+    lookup_s: float = 0.25
+    prefetch_s: float = 2.0
+    load_s: float = 10.0
+    fence_s: float = 0.01
+    ahead: int = 32
+    threads: int = 2
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any]) -> Settings:
+        """Raises :class:`UsageError` for an unknown key or a wrong value."""
+        known = {each.name: each for each in fields(cls)}
+        unknown = sorted(set(extra) - set(known))
+        if unknown:
+            names = ", ".join(map(repr, unknown))
+            raise UsageError(f"kv_connector_extra_config has no {names} (known: {', '.join(known)})")
+        values: dict[str, Any] = {}
+        for name, value in extra.items():
+            values[name] = _checked(name, str(known[name].type), value)
+        return cls(**values)
+
+
+def _checked(name: str, kind: str, value: Any) -> Any:
+    if kind.startswith("str"):
+        if not isinstance(value, str):
+            raise UsageError(f"kv_connector_extra_config: {name} is a string, not {value!r}")
+        return value
+    whole = kind == "int"
+    valid = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    least = 1 if name == "threads" else 0
+    if not valid or not least <= value < 1e9:
+        what = "a whole number" if whole else "a number of seconds"
+        raise UsageError(f"kv_connector_extra_config: {name} is {what} from {least} on, not {value!r}")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """``pin``: keep the prompt until a person unpins it. ``ttl_s`` and ``priority`` are hints for the policy.
+    ``no_save``: what this request computes is not stored (it may still be served from the cache)."""
+
+    pin: bool = False
+    no_save: bool = False
+    ttl_s: float | None = None
+    priority: int = 0
+
+    @classmethod
+    def parse(cls, params: Mapping[str, Any] | None) -> tuple[RequestOptions, str | None]:
+        """Return the options, and what was wrong with them. They may come from an end user: what is not
+        understood is left out, and is no reason to fail a request."""
+        asked = params.get("tierstore") if params else None
+        if asked is None:
+            return cls(), None
+        if not isinstance(asked, Mapping):
+            return cls(), f"kv_transfer_params.tierstore is {type(asked).__name__}, not an object"
+        wrong = sorted(str(name) for name in set(asked) - {each.name for each in fields(cls)})
+        values: dict[str, Any] = {}
+        for name in ("pin", "no_save"):
+            value = asked.get(name, False)
+            if isinstance(value, bool):
+                values[name] = value
+            else:
+                wrong.append(name)
+        ttl_s = asked.get("ttl_s")
+        if ttl_s is None or (_is_number(ttl_s) and ttl_s >= 0):
+            values["ttl_s"] = ttl_s
+        else:
+            wrong.append("ttl_s")
+        priority = asked.get("priority", 0)
+        if isinstance(priority, int) and not isinstance(priority, bool) and -100 <= priority <= 100:
+            values["priority"] = priority
+        else:
+            wrong.append("priority")
+        problem = f"kv_transfer_params.tierstore: {', '.join(wrong)} not understood" if wrong else None
+        return cls(**values), problem
+
+
+def _is_number(value: object) -> bool:
+    # An int may be beyond all floats, which math.isfinite() takes for an error.
+    return (
+        isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    )

@@ -1,0 +1,291 @@
+"""Lookups: threads ask the daemon what it holds of prompts, the scheduler polls in every step.
+
+Prompts that wait at the same time are asked for together (:meth:`Lookups.ask`), in up to three rounds, each
+of which builds on the answers of the one before: an answer has to be had for each KV cache group on each
+worker, since a chunk that one of them lacks cannot be loaded. Then pages on disk are *brought* into memory,
+with a deadline, before anything is promised to vLLM: a page that turns out to be damaged is then a shorter
+hit and not a failed load. A lease keeps what was found in place all along.
+
+Groups with a sliding window are not brought: vLLM reads the last pages of them only, and those come from disk
+when they are loaded.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+
+from tierstore.errors import StoreClosedError
+from tierstore.keys import Identity, PageKey, Prompt
+from tierstore.transfer import Transfer
+from tierstore_connectors.common.guard import Breaker, ErrorLog
+from tierstore_connectors.vllm.config import Settings
+from tierstore_connectors.vllm.orders import Shard, under_epoch
+from tierstore_connectors.vllm.stores import Hit, Store, Stores, look_up, prompt_of
+
+_THREADS = 2  # that wait for answers
+# A daemon that is well has answered by the first of these. The second is for an engine that has nothing to do
+# but to ask: it would spin through empty steps, and with it in the way the threads that wait for the answer
+# come to run every 5 ms only.
+_FIRST_POLL_S = 0.004
+_POLL_S = 0.001
+_CONNECT_S = 1.0  # that the engine's start waits for the daemon
+
+
+class PromptLookup:
+    """The lookup of one prompt: one thread asks, another polls."""
+
+    def __init__(self, keys: Sequence[PageKey], tokens: Callable[[], bytes], chunk_tokens: int) -> None:
+        """``tokens`` gives those of the chunks that ``keys`` stand for; it is called on the asking thread."""
+        self.keys = keys
+        self.chunk_tokens = chunk_tokens
+        self.first_polled: float | None = None  # when vLLM first wanted to know
+        self.on_disk = 0  # tokens that came from there
+        self.batch = 0  # asked for in one go
+        self.asked_at = 0.0
+        self.late = False  # the daemon did not answer in time
+        self._tokens = tokens
+        self._data: bytes | None = None
+        self._answered = threading.Event()
+        self._lock = threading.Lock()
+        self._hits: list[Hit] = []  # guarded by _lock, as is all below
+        self._brought: list[Transfer[int]] = []
+        self._found = len(keys) * chunk_tokens  # as far as the answers go
+        self._released = False
+
+    @property
+    def answered(self) -> bool:
+        """Whether there is an answer (also that the daemon is away)."""
+        return self._answered.is_set()
+
+    @property
+    def found(self) -> int:
+        """How many leading tokens have been in every answer so far; none after the release."""
+        with self._lock:
+            return 0 if self._released else self._found
+
+    def wait(self, timeout: float) -> None:
+        """Wait for what comes next: the answer, or pages on their way."""
+        if not self._answered.is_set():
+            self._answered.wait(timeout)
+            return
+        with self._lock:
+            brought = list(self._brought)
+        for transfer in brought:
+            if not transfer.done:
+                with suppress(TimeoutError):
+                    transfer.wait(timeout)
+                return
+
+    def tokens(self) -> int | None:
+        """How many leading tokens can be loaded; None while it is not known, or they are on their way."""
+        if not self._answered.is_set():
+            return None
+        with self._lock:
+            if self._released:
+                return 0
+            brought = list(self._brought)
+        if not all(transfer.done for transfer in brought):  # ends those whose time is over
+            return None
+        least = min((transfer.wait() for transfer in brought), default=self._found)
+        return min(least, self._found) // self.chunk_tokens * self.chunk_tokens
+
+    def release(self) -> None:
+        """Give everything back. Repeating it is harmless."""
+        with self._lock:
+            self._released = True
+            hits, self._hits = self._hits, []
+            brought, self._brought = self._brought, []
+        for transfer in brought:
+            transfer.cancel()
+        for hit in hits:
+            hit.release()
+
+    # -- for the asking thread -------------------------------------------------------------------------
+
+    def prompt(self, identity: Identity) -> Prompt:
+        """As much of the prompt as has been in every answer so far."""
+        if self._data is None:
+            self._data = self._tokens()
+        keys = self.keys[: self._found // self.chunk_tokens]
+        return prompt_of(identity, keys, self._data, self.chunk_tokens)
+
+    def hold(self, hit: Hit, *, instead_of: Hit | None) -> None:
+        """Take an answer in."""
+        with self._lock:
+            self._found = min(self._found, hit.tokens)
+            self._hits = [each for each in self._hits if each is not instead_of]
+            self._hits.append(hit)
+        if instead_of is not None:
+            instead_of.release()
+
+    def bring(self, hit: Hit, within_s: float) -> None:
+        """Begin to bring pages from disk, unless the lookup was released: that would lease them once more."""
+        with self._lock:
+            if not self._released:
+                self.on_disk = max(self.on_disk, hit.by_tier["disk"])
+                self._brought.append(hit.prefetch(deadline_s=within_s))
+
+    def end(self) -> None:
+        """There is nothing more to ask."""
+        if self._released or not self._found:
+            self.release()  # hits that came after the release, too
+        self._answered.set()
+
+
+@dataclass(slots=True)
+class _Question:
+    """One prompt under one identity. ``windowed``: only a window of it is read."""
+
+    lookup: PromptLookup
+    store: Store
+    identity: Identity
+    windowed: bool
+    hit: Hit | None = None
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether there is something to bring."""
+        return self.hit is not None and not self.windowed and bool(self.hit.by_tier.get("disk"))
+
+
+class Lookups:
+    """Asks the daemon, unless it is away or does not answer. Belongs to the scheduler's thread."""
+
+    def __init__(
+        self, settings: Settings, errors: ErrorLog, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.breaker = Breaker()
+        self._settings = settings
+        self._errors = errors
+        self._clock = clock
+        self._stores = Stores(settings, threads=1)
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tierstore-find")
+        self._shards: tuple[Shard, ...] = ()
+        self._batches = 0
+        self._late = 0  # the last batch whose answers did not come in time
+
+    def connect(self, shards: Sequence[Shard]) -> None:
+        """Begin to look up these pages: the workers are ready. Before this call nothing is found. Raises
+        :class:`~tierstore.errors.UsageError`."""
+        self._shards = tuple(shards)
+        self._open()
+        self._stores.wait_connected(_CONNECT_S)  # or not: then it is misses until the daemon comes
+
+    def renew(self) -> None:
+        """Use new identities from now on. Lookups that are under way find nothing."""
+        self._stores.renew(self._open)
+
+    def _open(self) -> None:
+        for shard in self._shards:
+            for group in shard.groups:
+                self._stores.open(group.identity, group.page_bytes, shard.chunk_tokens)
+
+    @property
+    def connected(self) -> bool:
+        """Whether there are pages to find."""
+        return bool(self._shards)
+
+    @property
+    def reachable(self) -> bool:
+        """Whether the daemon is there."""
+        return self.connected and self._stores.connected
+
+    def may_ask(self) -> bool:
+        """Whether the daemon is there and not left alone. After True something is to be asked."""
+        return self.reachable and self.breaker.allows(self._clock())
+
+    def ask(self, lookups: Sequence[PromptLookup], epoch: str) -> None:
+        """Ask for all of these prompts, soon and together."""
+        places = [
+            (
+                self._stores.open(group.identity, group.page_bytes, shard.chunk_tokens),
+                under_epoch(group.identity, epoch),
+                group.windowed,
+            )
+            for shard in self._shards
+            for group in shard.groups
+        ]
+        questions = [[_Question(lookup, *place) for place in places] for lookup in lookups]
+        self._batches += 1
+        for lookup in lookups:
+            lookup.batch, lookup.asked_at = self._batches, self._clock()
+        self._threads.submit(self._ask, questions)
+
+    def poll(self, lookup: PromptLookup, *, patient: bool) -> int | None:
+        """The tokens that a lookup has found; None: poll again in the next step. A lookup without an answer
+        after ``lookup_s`` has found nothing. ``patient``: wait for a millisecond or a few."""
+        now = self._clock()
+        if lookup.first_polled is None:
+            lookup.first_polled = now
+            lookup.wait(_FIRST_POLL_S if patient else 0)
+        elif patient:
+            lookup.wait(_POLL_S)
+        if lookup.answered and not lookup.late:
+            self.breaker.succeeded()
+            return lookup.tokens()
+        if not lookup.answered and self._clock() - lookup.first_polled < self._settings.lookup_s:
+            return None
+        lookup.late = True
+        if lookup.batch > self._late:  # one question, as far as the breaker is concerned
+            self._late = lookup.batch
+            self.breaker.failed(self._clock())
+        lookup.release()
+        return 0
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._stores.close()
+
+    # -- on a thread -----------------------------------------------------------------------------------
+
+    def _ask(self, questions: Sequence[Sequence[_Question]]) -> None:
+        """``questions`` by prompt."""
+        lookups = [each[0].lookup for each in questions]
+        try:
+            self._ask_rounds(questions)
+        except StoreClosedError:  # asked of a session that has been given up
+            for lookup in lookups:
+                lookup.release()
+        except Exception as error:  # noqa: BLE001  # on this thread it would go unseen
+            self._errors.caught("looking up a prompt", error)
+            for lookup in lookups:
+                lookup.release()
+        finally:
+            for lookup in lookups:
+                lookup.end()
+
+    def _ask_rounds(self, questions: Sequence[Sequence[_Question]]) -> None:
+        # A prompt that the first group lacks is lacking in nearly all cases: one question finds that out. As
+        # a rule all groups hold equally much: the others are not asked for more than the first has.
+        began = time.monotonic()
+        _look_up(each[0] for each in questions)
+        late = time.monotonic() - began >= self._settings.lookup_s
+        for first, *_ in questions:
+            if not first.lookup.found:
+                first.lookup.late = late  # else the daemon has said that there is none
+                first.lookup.end()  # it need not wait for the others
+        _look_up(question for each in questions for question in each[1:])
+        # What one group lacks cannot be loaded of any, and need not be brought.
+        everything = [question for each in questions for question in each]
+        _look_up(each for each in everything if each.on_disk and _tokens(each) > each.lookup.found)
+        for each in everything:
+            if each.hit is not None and each.on_disk and each.lookup.found:
+                each.lookup.bring(each.hit, self._settings.prefetch_s)
+
+
+def _look_up(questions: Iterable[_Question]) -> None:
+    """Ask all of these at once, except for prompts that were released or are known not to be held."""
+    asked = [each for each in questions if each.lookup.found]
+    hits = look_up((each.store, each.lookup.prompt(each.identity)) for each in asked) if asked else ()
+    for question, hit in zip(asked, hits, strict=True):
+        question.lookup.hold(hit, instead_of=question.hit)
+        question.hit = hit
+
+
+def _tokens(question: _Question) -> int:
+    return 0 if question.hit is None else question.hit.tokens

@@ -1,0 +1,127 @@
+"""From the tensors that vLLM registers to the groups that a worker keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tierstore_connectors.vllm.copies import Blocks, HostBlocks
+from tierstore_connectors.vllm.groups import Group, Groups
+from tierstore_connectors.vllm.identity import host_device, model_digest, page_identity, weights_revision
+from tierstore_connectors.vllm.layout import PageLayout, TensorShape, UnsupportedError, page_layout
+from tierstore_connectors.vllm.orders import GroupPages
+from tierstore_connectors.vllm.worker import WorkerGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Which part of the model a worker has."""
+
+    tensor: int
+    tensors: int
+    pipeline: int
+    pipelines: int
+
+    def shard(self, group: int) -> str:
+        """Of a page: the part, and the KV cache group."""
+        return f"tp{self.tensor}/{self.tensors},pp{self.pipeline}/{self.pipelines},group{group}"
+
+
+def register_groups(
+    config: Any,
+    version: str,
+    namespace: str,
+    groups: Groups,
+    num_blocks: int,
+    caches: Mapping[str, Any],
+    rank: Rank,
+) -> dict[int, WorkerGroup]:
+    """``config`` is vLLM's, ``caches`` are its KV tensors by layer. Raises :class:`UnsupportedError` for
+    anything that is not understood."""
+    parallel = config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise UnsupportedError("context parallelism spreads a block's tokens over workers")
+    tensors = {name: tensor for name, tensor in caches.items() if isinstance(tensor, torch.Tensor)}
+    devices = {tensor.device for tensor in tensors.values()}
+    if len(devices) != 1 or len(tensors) != len(caches):
+        raise UnsupportedError(
+            f"KV caches that are not all tensors on one device: {sorted(map(str, devices))}"
+        )
+    device = devices.pop()
+    model = model_digest(config, version, _backends(config, groups), _device_name(device), namespace)
+    revision = weights_revision(config, namespace)
+    blocks_on = _blocks_on(device)
+    kept = {}
+    for group in groups.groups:
+        own = _own(group, tensors)
+        if not own:
+            continue  # all of its layers are in other pipeline stages
+        shapes = [_shape(name, tensor) for name, tensor in own.items()]
+        layout = page_layout(shapes, num_blocks=num_blocks, blocks=groups.blocks_per_chunk(group))
+        identity = page_identity(
+            layout,
+            chunk_tokens=groups.chunk_tokens,
+            model=model,
+            revision=revision,
+            shard=rank.shard(group.number),
+        )
+        pages = GroupPages(group.number, identity, layout.page_bytes, group.windowed)
+        kept[group.number] = WorkerGroup(pages, layout, blocks_on(layout, list(own.values())))
+    return kept
+
+
+def _own(group: Group, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A group's tensors on this worker; layers that share one are kept once."""
+    own: dict[str, torch.Tensor] = {}
+    seen: set[object] = set()
+    for name in group.layers:
+        tensor = tensors.get(name)
+        if tensor is None:
+            continue  # a layer of another pipeline stage
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if place not in seen:
+            seen.add(place)
+            own[name] = tensor
+    return own
+
+
+def _shape(name: str, tensor: torch.Tensor) -> TensorShape:
+    size = tensor.element_size()
+    strides = tuple(stride * size for stride in tensor.stride())
+    return TensorShape(name, tensor.data_ptr(), tuple(tensor.shape), strides, size, str(tensor.dtype))
+
+
+def _blocks_on(device: torch.device) -> Callable[[PageLayout, Sequence[torch.Tensor]], Blocks]:
+    """What makes a group's blocks on this device."""
+    if device.type == "cpu":
+        return lambda layout, tensors: HostBlocks(layout)
+    if device.type == "cuda" and torch.version.hip is None:
+        from tierstore_connectors.vllm.cuda import CudaBlocks
+
+        return CudaBlocks(device).blocks
+    kind = "ROCm" if device.type == "cuda" else device.type
+    raise UnsupportedError(f"KV caches on {kind} are not supported")
+
+
+def _backends(config: Any, groups: Groups) -> list[str]:
+    """The attention backends of the kept layers: what the bytes of a block mean is their affair."""
+    layers = config.compilation_config.static_forward_context
+    names = set()
+    for group in groups.groups:
+        for name in group.layers:
+            if name in layers:
+                backend = layers[name].get_attn_backend()
+                names.add(f"{backend.__module__}.{backend.__qualname__}")
+    if not names:
+        raise UnsupportedError("the attention backend is not known")
+    return sorted(names)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return host_device()
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{device.type}-sm{major}{minor}"

@@ -1,0 +1,163 @@
+"""Beam search: the likeliest continuations as a whole, not token by token.
+
+``width`` *beams*, sequences that share the pages of what they have in common, go on side by side. At each
+step every beam offers its likeliest next tokens; those with the best sums of log probabilities are the next
+beams. So one beam may be continued twice (it is forked) and another not at all (it leaves). A continuation
+that ends is a *hypothesis*, scored by::
+
+    sum of log probabilities / generated tokens ** length_penalty
+
+The rules (how many candidates are looked at, which of them may end, when nothing better can come) are those
+of Hugging Face transformers, so that results can be compared.
+
+:class:`BeamSearch` decides and knows no page, sequence or model. :class:`BeamGroup` says which sequences of
+an engine its beams are. The engine forks and drops them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ints
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from tierstore_engine.errors import RequestError
+from tierstore_engine.outputs import RequestId, TokenLogprob
+from tierstore_engine.sequence import Sequence
+
+EarlyStopping: TypeAlias = Literal["never"] | bool
+
+
+@dataclass(frozen=True, slots=True)
+class BeamParams:
+    """How a beam search goes. Raises :class:`RequestError` for values that cannot work.
+
+    ``length_penalty`` above 0 favors long hypotheses, below 0 short ones. ``early_stopping``: True ends with
+    the first ``width`` hypotheses; False when none of the beams would be better if it ended now; ``"never"``
+    when none can become better at any length. Without ``ignore_eos`` the model's end-of-sequence ids end a
+    hypothesis, and are its last token.
+    """
+
+    width: int = 4
+    max_new_tokens: int = 128
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = False
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise RequestError(f"a beam search has a width of at least 1, not {self.width}")
+        if self.max_new_tokens < 1:
+            raise RequestError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+        if self.early_stopping not in (True, False, "never"):
+            raise RequestError(f"early_stopping is true, false or 'never', not {self.early_stopping!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class BeamHypothesis:
+    """One result: the generated tokens (an end-of-sequence token included), their text and score."""
+
+    text: str
+    tokens: tuple[int, ...]
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """Beam number ``parent``, as they were numbered before the step, goes on with ``token``."""
+
+    parent: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Beam:
+    tokens: tuple[int, ...]
+    logprob: float  # the sum over its tokens
+
+
+class BeamSearch:
+    """The state of one search. Begins with one beam, the prompt itself; pure.
+
+    ``max_tokens`` is the most that a hypothesis may have.
+    """
+
+    def __init__(self, params: BeamParams, *, eos_ids: Ints[int], max_tokens: int) -> None:
+        self._params = params
+        self._eos_ids = frozenset(() if params.ignore_eos else eos_ids)
+        self._max_tokens = max_tokens
+        self._beams = [_Beam((), 0.0)]
+        self._ended: list[tuple[float, tuple[int, ...]]] = []  # best first
+        self.done = False
+
+    @property
+    def candidates(self) -> int:
+        """How many of its likeliest next tokens each beam is to offer: with as many, ``width`` of them go on
+        even if all others end."""
+        return max(2, 1 + len(self._eos_ids)) * self._params.width
+
+    @property
+    def hypotheses(self) -> list[tuple[float, tuple[int, ...]]]:
+        """Scores and tokens, best first; all of them once ``done``."""
+        return list(self._ended)
+
+    def advance(self, offers: Ints[Ints[TokenLogprob]]) -> list[Continuation]:
+        """One step: for each beam its likeliest tokens, likeliest first. Returns the next beams, best first;
+        sets ``done`` (and returns none) when nothing better can come."""
+        ranked = sorted(
+            (
+                (beam.logprob + offer.logprob, parent, offer.token)
+                for parent, (beam, offered) in enumerate(zip(self._beams, offers, strict=True))
+                for offer in offered
+            ),
+            key=lambda candidate: -candidate[0],
+        )[: self.candidates]
+        width, length = self._params.width, len(self._beams[0].tokens) + 1
+        going_on: list[tuple[Continuation, _Beam]] = []
+        for rank, (logprob, parent, token) in enumerate(ranked):
+            tokens = (*self._beams[parent].tokens, token)
+            if token not in self._eos_ids and length < self._max_tokens:
+                going_on.append((Continuation(parent, token), _Beam(tokens, logprob)))
+            elif rank < width:
+                self._ended.append((self._score(logprob, length), tokens))
+        self._ended = sorted(self._ended, key=lambda hypothesis: -hypothesis[0])[:width]
+        del going_on[width:]
+        self.done = not going_on or self._settled(going_on[0][1])
+        if self.done:
+            return []
+        self._beams = [beam for _, beam in going_on]
+        return [continuation for continuation, _ in going_on]
+
+    def _score(self, logprob: float, tokens: int) -> float:
+        penalty: float = float(tokens) ** self._params.length_penalty
+        return logprob / penalty
+
+    def _settled(self, best: _Beam) -> bool:
+        """Whether there are as many hypotheses as were asked for, and ``best`` is not going to be better."""
+        params = self._params
+        if len(self._ended) < params.width:
+            return False
+        if params.early_stopping is True:
+            return True
+        patient = params.early_stopping == "never" and params.length_penalty > 0
+        length = self._max_tokens if patient else len(best.tokens)
+        return self._score(best.logprob, length) <= self._ended[-1][0]
+
+
+@dataclass(slots=True)
+class BeamGroup:
+    """A search, and which sequence each of its beams is. ``offers`` are those of the step under way: the
+    group goes on when all of its members have made theirs."""
+
+    search: BeamSearch
+    members: list[Sequence]
+    offers: dict[RequestId, tuple[TokenLogprob, ...]] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        return all(member.request_id in self.offers for member in self.members)
+
+    def advance(self) -> list[Continuation]:
+        """The next beams; :class:`BeamSearch` has more."""
+        moves = self.search.advance([self.offers[member.request_id] for member in self.members])
+        self.offers.clear()
+        return moves

@@ -1,0 +1,141 @@
+"""A draft model: a smaller one with the same vocabulary, whose guesses the model checks.
+
+It follows each sequence with one of its own, a *shadow*, whose pages are in a pool and a store of the draft
+model's identity: a prompt's draft pages are found again like the model's. A shadow may run ahead of its
+sequence by what it has drafted. Before anything is saved, and before the next draft, it is cut back to the
+tokens that the sequence has taken over, so nothing that was rejected is ever published.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Ints
+from dataclasses import dataclass
+
+from tierstore.errors import UsageError
+from tierstore_connectors.base import Connector
+from tierstore_engine.batch import build_step, finishing
+from tierstore_engine.drafting import Drafter
+from tierstore_engine.keeper import PageKeeper
+from tierstore_engine.outputs import RequestId
+from tierstore_engine.sampling import SamplingParams
+from tierstore_engine.scheduler import Work
+from tierstore_engine.sequence import Sequence, SequenceState
+from tierstore_engine.settings import EngineSettings
+from tierstore_engine.step import Runner
+from tierstore_engine.tokenizer import ByteTokenizer
+
+
+@dataclass(slots=True)
+class _Shadow:
+    """The draft model's copy of a sequence. Its first ``agreed`` tokens are the sequence's."""
+
+    sequence: Sequence
+    agreed: int
+
+    def follow(self, leader: Sequence) -> None:
+        """Take over the leader's tokens; what was drafted and not taken over is forgotten."""
+        own, tokens = self.sequence, leader.tokens
+        same = self.agreed
+        while same < min(len(own.tokens), len(tokens)) and own.tokens[same] == tokens[same]:
+            same += 1
+        own.tokens[same:] = tokens[same:]
+        own.restore(min(own.computed, same, len(tokens) - 1))
+        self.agreed = len(tokens)
+
+
+class DraftModel(Drafter):
+    """Drafts up to ``tokens`` tokens with ``model`` over ``connector``'s pages, which it closes in the end.
+
+    A sequence whose draft pages are loading, or have no room, has no draft for now. A long prompt is computed
+    chunk by chunk, one in each step of the engine.
+    """
+
+    def __init__(
+        self, model: Runner, connector: Connector, *, tokens: int = 5, settings: EngineSettings | None = None
+    ) -> None:
+        if tokens < 1:
+            raise UsageError(f"a draft has at least one token, not {tokens}")
+        settings = settings or EngineSettings()
+        self.connector = connector
+        self._model = model
+        self._tokens = tokens
+        self._chunk = settings.prefill_chunk
+        self._keeper = PageKeeper(connector, load_deadline_s=settings.load_deadline_s)
+        self._shadows: dict[RequestId, _Shadow] = {}
+
+    def propose(self, sequences: Ints[Sequence]) -> Mapping[RequestId, Ints[int]]:
+        ready = [sequence for sequence in sequences if self._prepare(sequence)]
+        drafts: dict[RequestId, list[int]] = {sequence.request_id: [] for sequence in ready}
+        for _ in range(self._tokens):
+            work = [item for leader in ready if (item := self._work(leader)) is not None]
+            if not work:
+                break
+            logits = self._model.compute(build_step(work, self.connector.pool))
+            ending = {item.sequence.request_id for item in finishing(work)}
+            for item in work:
+                item.sequence.computed = item.stop
+            ready = [leader for leader in ready if leader.request_id in ending]
+            if not ready:
+                break
+            # With the numbers that the model is going to choose by, so that both tend to choose alike.
+            draws = [leader.draws(drafts[leader.request_id])[-1] for leader in ready]
+            choices = self._model.sample(logits, draws, range(len(draws)))
+            for leader, choice in zip(ready, choices, strict=True):
+                drafts[leader.request_id].append(choice.token)
+                self._shadows[leader.request_id].sequence.tokens.append(choice.token)
+        return drafts
+
+    def forget(self, sequence: Sequence) -> None:
+        shadow = self._shadows.pop(sequence.request_id, None)
+        if shadow is not None:
+            if shadow.sequence.state is SequenceState.RUNNING:
+                shadow.follow(sequence)
+            self._keeper.leave(shadow.sequence)
+
+    def close(self) -> None:
+        for shadow in self._shadows.values():
+            self._keeper.leave(shadow.sequence, save=False)
+        self._shadows.clear()
+        self.connector.close()
+
+    def _prepare(self, leader: Sequence) -> bool:
+        """Whether the leader has a shadow that can be computed now."""
+        if len(leader.tokens) + self._tokens > self._model.config.max_positions:
+            return False
+        shadow = self._shadows.get(leader.request_id)
+        if shadow is None:
+            shadow = self._shadows[leader.request_id] = self._begin(leader)
+        own = shadow.sequence
+        if own.state is SequenceState.WAITING and not self._keeper.admit(own):
+            del self._shadows[leader.request_id]
+            return False
+        self._keeper.settle(own)
+        if own.state is not SequenceState.RUNNING:
+            return False
+        shadow.follow(leader)
+        self._keeper.save(own)
+        return True
+
+    def _begin(self, leader: Sequence) -> _Shadow:
+        own = Sequence(
+            leader.request_id,
+            self.connector.prompt(leader.tokens),
+            leader.tokens,
+            SamplingParams(),
+            ByteTokenizer().detokenizer(),
+            max_tokens=self._model.config.max_positions,
+            stop_ids=frozenset(),
+            added=time.monotonic(),
+        )
+        own.session, own.hint, own.no_save = leader.session, leader.hint, leader.no_save
+        return _Shadow(own, len(leader.tokens))
+
+    def _work(self, leader: Sequence) -> Work | None:
+        """The next chunk of the leader's shadow; None where there are no pages for it."""
+        own = self._shadows[leader.request_id].sequence
+        if not self._keeper.grow(own):
+            return None
+        stop = min((own.computed // self._chunk + 1) * self._chunk, len(own.tokens))
+        return Work(own, own.computed, stop)

@@ -1,0 +1,545 @@
+"""The HTTP server's own part: from a request's bytes to an answer's, and everything that can end it early.
+
+A generation request goes like this, and whatever happens its place and its sequences are given back::
+
+    place ─ body ─ parse ─ prompts (on another thread) ─ tokens of the queue ─ engine ─ answer
+    429/503 413/408  400     400                          429                  400       200, or events
+
+While the engine works a task listens for the client's end, and a timer runs. Both end the same way: the
+engine's requests are cancelled, and their completions come out as all others do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import msgspec
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from tierstore.errors import TierStoreError, UsageError
+from tierstore.hints import checked_session
+from tierstore.tiers.device import DeviceMemoryError
+from tierstore_engine.engine import Engine, EngineStalledError, check_tokens
+from tierstore_engine.outputs import Completion, FinishReason, RequestId, StepOutput
+from tierstore_engine.sampling import SamplingParams
+from tierstore_engine.server.admission import Admission, Place
+from tierstore_engine.server.chat import ChatTemplate
+from tierstore_engine.server.errors import ApiError, bad_request
+from tierstore_engine.server.metrics import ServerMetrics, Snapshot
+from tierstore_engine.server.requests import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    R,
+    checked_hint,
+    parse,
+)
+from tierstore_engine.server.responses import Answer, ChatAnswer, Json, TextAnswer, usage
+from tierstore_engine.server.settings import ServerSettings
+from tierstore_engine.stepping import EngineClosedError, EngineThread, Job
+from tierstore_engine.tokenizer import Tokenizer
+
+SESSION_HEADER = "x-session-id"
+
+_JSON = "application/json"
+_BODY_S = 30.0  # for a body to arrive
+_DISCARDED_BODIES = 32  # of a body that is too large, read so that its sender can hear the answer
+_STATS_S = 2.0
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A request whose prompts are token ids: what the engine is going to be asked."""
+
+    prompts: list[list[int]]
+    params: SamplingParams
+    samples: int
+    request: GenerationRequest
+    session: str | None
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    def add(self, engine: Engine) -> list[RequestId]:
+        """Queue it all, or nothing. On the engine's thread."""
+        ids: list[RequestId] = []
+        try:
+            for number, prompt in enumerate(self.prompts):
+                ids += self._add_one(engine, prompt, number * self.samples)
+        except BaseException:
+            engine.discard(*ids)
+            raise
+        return ids
+
+    def _add_one(self, engine: Engine, prompt: list[int], number: int) -> list[RequestId]:
+        cache, seed = self.request.cache, self.params.seed
+        params = self.params if seed is None else replace(self.params, seed=seed + number)
+        first = engine.add(
+            prompt, params, session=self.session, hint=checked_hint(cache), save=not cache.no_save
+        )
+        others = range(1, self.samples)
+        return [
+            first,
+            *(engine.fork(first, seed=None if seed is None else seed + number + other) for other in others),
+        ]
+
+
+@dataclass
+class _Watch:
+    """Why a request may end before it is done."""
+
+    gone: bool = False
+    expired: bool = False
+    job: Job | None = None
+
+    def begin(self, job: Job) -> None:
+        """The engine works on it, and may have to be stopped at once."""
+        self.job = job
+        if self.gone or self.expired:
+            self.end()
+
+    def end(self) -> None:
+        if self.job is not None:
+            self.job.cancel()
+
+
+@dataclass
+class _Choices:
+    """The outputs of a job, sorted out: which continuation is which, and what has ended."""
+
+    ids: list[RequestId]
+    samples: int
+    completions: dict[RequestId, Completion] = field(default_factory=dict)
+
+    def index(self, output: StepOutput) -> int:
+        return self.ids.index(output.request_id)
+
+    def note(self, output: StepOutput) -> None:
+        if output.completion is not None:
+            self.completions[output.request_id] = output.completion
+
+    @property
+    def firsts(self) -> list[Completion]:
+        """One continuation of each prompt: the one that computed it."""
+        return [self.completions[request_id] for request_id in self.ids[:: self.samples]]
+
+    def usage(self) -> Json:
+        generated = sum(len(completion.tokens) for completion in self.completions.values())
+        return usage((completion.metrics for completion in self.firsts), generated)
+
+    def best(self, n: int) -> list[Completion]:
+        """The ``n`` likeliest continuations (by token) of each prompt, in the order of the prompts."""
+        found = []
+        for start in range(0, len(self.ids), self.samples):
+            group = [self.completions[request_id] for request_id in self.ids[start : start + self.samples]]
+            found += sorted(group, key=_mean_logprob, reverse=True)[:n] if n < len(group) else group
+        return found
+
+
+class Server:
+    """The API over ``engine``, which is this object's until :meth:`close`. On one event loop."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        settings: ServerSettings,
+        template: ChatTemplate | None,
+    ) -> None:
+        self.settings = settings
+        self.admission = Admission(settings)
+        self.metrics = ServerMetrics()
+        self.engine = EngineThread(engine)
+        self._store = engine.connector
+        self._tokenizer: Tokenizer = engine.tokenizer
+        self._template = template
+        self._config = engine.model.config
+        # The longest sequence that the model and the pool allow.
+        pool = engine.connector.pool
+        self._positions = min(self._config.max_positions, pool.num_pages * pool.spec.chunk_tokens)
+        self._created = int(time.time())
+        self.app = Starlette(
+            routes=[
+                Route("/v1/completions", _Endpoint(self, "completions", self._completions), methods=["POST"]),
+                Route("/v1/chat/completions", _Endpoint(self, "chat", self._chat), methods=["POST"]),
+                Route("/v1/models", _Endpoint(self, "models", self._models), methods=["GET"]),
+                Route("/v1/models/{name:path}", _Endpoint(self, "models", self._model), methods=["GET"]),
+                Route("/health", _Endpoint(self, "health", self._health, public=True), methods=["GET"]),
+                Route("/metrics", _Endpoint(self, "metrics", self._metrics, public=True), methods=["GET"]),
+            ],
+            exception_handlers={HTTPException: _not_routed},
+        )
+
+    async def drain(self) -> bool:
+        """Answer 503 from now on and wait for what is under way. False when it has to be cut off."""
+        done = await self.admission.drain(self.settings.drain_s)
+        if not done:
+            self.engine.post(lambda engine: engine.cancel_all())
+            await self.admission.drain(self.settings.drain_s)
+        return done
+
+    def close(self) -> None:
+        """End the engine's thread; the engine is the caller's again."""
+        self.engine.close()
+
+    def authorize(self, request: Request) -> None:
+        """Raises :class:`ApiError` (401) without the right key."""
+        if self.settings.api_key is None:
+            return
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(
+            key.strip().encode(), self.settings.api_key.encode()
+        ):
+            raise ApiError(401, "this server wants an API key: send Authorization: Bearer KEY")
+
+    # -- small answers -------------------------------------------------------------------------------
+
+    async def _models(self, exchange: _Exchange) -> None:
+        await exchange.reply(200, {"object": "list", "data": [self._model_object()]})
+
+    async def _model(self, exchange: _Exchange) -> None:
+        self._check_model(exchange.request.path_params["name"])
+        await exchange.reply(200, self._model_object())
+
+    async def _health(self, exchange: _Exchange) -> None:
+        if self.engine.failed is not None:
+            await exchange.reply(503, {"status": "failed"})
+        elif self.admission.draining:
+            await exchange.reply(503, {"status": "draining"})
+        else:
+            await exchange.reply(200, {"status": "ok"})
+
+    async def _metrics(self, exchange: _Exchange) -> None:
+        engine = await asyncio.wait_for(self.engine.call(lambda engine: engine.stats()), _STATS_S * 10)
+        store = await asyncio.to_thread(self._store.stats)
+        snapshot = Snapshot(engine, store, self.admission.requests, self.admission.tokens, self.engine.errors)
+        text = await asyncio.to_thread(self.metrics.text, snapshot)
+        await exchange.send(Response(text, headers={"content-type": CONTENT_TYPE_LATEST}))
+
+    def _model_object(self) -> Json:
+        return {
+            "id": self.settings.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "tierstore",
+            "max_model_len": self._positions,
+        }
+
+    def _check_model(self, name: str) -> None:
+        if name != self.settings.model_name:
+            raise ApiError(
+                404,
+                f"the model {name!r} is not served here; {self.settings.model_name!r} is",
+                param="model",
+            )
+
+    # -- generation ----------------------------------------------------------------------------------
+
+    async def _completions(self, exchange: _Exchange) -> None:
+        await self._generate(exchange, CompletionRequest, TextAnswer, self._text_plan)
+
+    async def _chat(self, exchange: _Exchange) -> None:
+        await self._generate(exchange, ChatRequest, ChatAnswer, self._chat_plan)
+
+    async def _generate(
+        self,
+        exchange: _Exchange,
+        kind: type[R],
+        answers: type[Answer],
+        plan_of: Callable[[R, str | None], Plan],
+    ) -> None:
+        with self.admission.place() as place:
+            request = parse(await exchange.body(self.settings.max_body_bytes), kind)
+            self._check_model(request.model)
+            session = _session(exchange.request, request)
+            answer = answers(
+                self.settings.model_name,
+                self._tokenizer,
+                logprobs=request.wants_logprobs,
+                include_usage=request.include_usage,
+            )
+            async with self._watched(exchange) as watch:
+                plan = await asyncio.to_thread(plan_of, request, session)
+                job = await self._submit(plan, place)
+                watch.begin(job)
+                choices = _Choices(job.ids, plan.samples)
+                if request.stream:
+                    await self._stream(exchange, job, choices, answer, watch)
+                else:
+                    await self._whole(exchange, job, choices, answer, watch, n=request.n)
+            if not watch.gone and len(choices.completions) == len(choices.ids):
+                self.metrics.served(exchange.seconds, choices.firsts)
+
+    # These two run on threads of their own: tokenizing a long text takes seconds.
+
+    def _text_plan(self, request: CompletionRequest, session: str | None) -> Plan:
+        asked = request.prompts
+        self._check_choices(len(asked) * request.samples)
+        encode = self._tokenizer.encode
+        prompts = [encode(prompt) if isinstance(prompt, str) else prompt for prompt in asked]
+        room = self._room(prompts)
+        asked_tokens = 16 if request.max_tokens is None else request.max_tokens
+        best_of = request.samples > request.n
+        params = request.sampling(
+            max_new_tokens=self._new_tokens(asked_tokens, room),
+            logprobs=0 if request.logprobs is None and best_of else request.logprobs,
+        )
+        return Plan(prompts, params, request.samples, request, session)
+
+    def _chat_plan(self, request: ChatRequest, session: str | None) -> Plan:
+        self._check_choices(request.n)
+        if self._template is None:
+            raise bad_request("this model has no chat template: use /v1/completions, or --chat-template")
+        text = self._template.render(request.messages, request.chat_template_kwargs)
+        prompts = [self._tokenizer.encode(text, begin=False)]
+        room = self._room(prompts)
+        asked = request.max_completion_tokens or request.max_tokens
+        tokens = min(room, self.settings.max_new_tokens) if asked is None else self._new_tokens(asked, room)
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        params = request.sampling(max_new_tokens=tokens, logprobs=logprobs)
+        return Plan(prompts, params, request.samples, request, session)
+
+    def _room(self, prompts: list[list[int]]) -> int:
+        """The new tokens that fit behind all of them. Raises :class:`RequestError` if none do."""
+        for prompt in prompts:
+            check_tokens(prompt, vocab_size=self._config.vocab_size, limit=self._positions)
+        return self._positions - max(map(len, prompts))
+
+    def _check_choices(self, count: int) -> None:
+        most = self.settings.max_choices
+        if count > most:
+            raise bad_request(f"{count} continuations are more than the {most} of one request", param="n")
+
+    def _new_tokens(self, asked: int, room: int) -> int:
+        """Raises :class:`ApiError` for more than one request may have."""
+        if asked > self.settings.max_new_tokens:
+            raise bad_request(
+                f"max_tokens ({asked}) is more than the {self.settings.max_new_tokens} of one request",
+                param="max_tokens",
+            )
+        return min(asked, room)
+
+    async def _submit(self, plan: Plan, place: Place) -> Job:
+        place.take(plan.tokens)
+        if self.engine.failed is not None:
+            raise ApiError(503, "the engine has failed and does not go on: the server must be restarted")
+        return await self.engine.submit(plan.add)
+
+    async def _whole(
+        self, exchange: _Exchange, job: Job, choices: _Choices, answer: Answer, watch: _Watch, *, n: int
+    ) -> None:
+        async for output in job:
+            choices.note(output)
+        if not watch.gone:
+            self._check_ended(choices, watch)
+            await exchange.reply(200, answer.whole(choices.best(n), choices.usage()))
+
+    async def _stream(
+        self, exchange: _Exchange, job: Job, choices: _Choices, answer: Answer, watch: _Watch
+    ) -> None:
+        opened: set[int] = set()
+        await exchange.start_events()
+        try:
+            async for output in job:
+                choices.note(output)
+                index = choices.index(output)
+                if watch.gone or _cut_off(output.completion):
+                    continue
+                if index not in opened:
+                    opened.add(index)
+                    await exchange.event(answer.opening(index))
+                await exchange.event(answer.chunk(index, output))
+            if not watch.gone:
+                self._check_ended(choices, watch)
+                await exchange.event(answer.closing(choices.usage()))
+        except Exception as error:  # noqa: BLE001  # the status has been sent: an event says what happened
+            await exchange.event(_api_error(error).body)
+        await exchange.end_events()
+
+    def _check_ended(self, choices: _Choices, watch: _Watch) -> None:
+        """Raises :class:`ApiError` for requests that were cut off."""
+        if watch.expired:
+            raise ApiError(504, f"this took longer than the {self.settings.request_s:g} s of one request")
+        if any(_cut_off(completion) for completion in choices.completions.values()):
+            raise ApiError(503, "the server is shutting down", retry_after_s=1)
+
+    @asynccontextmanager
+    async def _watched(self, exchange: _Exchange) -> AsyncIterator[_Watch]:
+        """Ends the watch's job when the client leaves, or takes too long."""
+        watch = _Watch()
+
+        def expire() -> None:
+            watch.expired = True
+            watch.end()
+
+        async def listen() -> None:
+            await exchange.hang_up()
+            watch.gone = True
+            self.metrics.hang_ups.inc()
+            watch.end()
+
+        timer = asyncio.get_running_loop().call_later(self.settings.request_s, expire)
+        listener = asyncio.create_task(listen())
+        try:
+            yield watch
+        finally:
+            timer.cancel()
+            listener.cancel()
+            watch.end()
+            with contextlib.suppress(asyncio.CancelledError):
+                await listener
+
+
+Handler: TypeAlias = "Callable[[_Exchange], Awaitable[None]]"
+
+
+class _Exchange:
+    """One HTTP request and its answer."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.request = Request(scope, receive)
+        self.status = 0  # once it has been sent
+        self._receive = receive
+        self._send = send
+        self._scope = scope
+        self._started = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    async def body(self, limit: int) -> bytes:
+        """Raises :class:`ApiError` for a body that is too large (413), too slow (408) or no JSON (415)."""
+        kind = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        try:
+            body = await asyncio.wait_for(self._read(limit), _BODY_S)
+        except asyncio.TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {_BODY_S:g} s") from None
+        if body is None:
+            raise ApiError(413, f"the body is larger than the {limit} bytes that are taken")
+        if kind != _JSON:
+            raise ApiError(415, f"the body must be JSON: send Content-Type: {_JSON}")
+        return body
+
+    async def _read(self, limit: int) -> bytes | None:
+        parts, total = [], 0
+        async for part in self.request.stream():
+            total += len(part)
+            if total <= limit:
+                parts.append(part)
+            elif total > _DISCARDED_BODIES * limit:
+                return None
+            else:
+                parts.clear()
+        return b"".join(parts) if total <= limit else None
+
+    async def hang_up(self) -> None:
+        """Returns when the client has left."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def reply(self, status: int, document: object, headers: dict[str, str] | None = None) -> None:
+        await self.send(Response(msgspec.json.encode(document), status, headers, _JSON))
+
+    async def fail(self, error: ApiError) -> None:
+        headers = {}
+        if error.retry_after_s is not None:
+            headers["retry-after"] = str(error.retry_after_s)
+        if error.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        if error.status in (408, 413):
+            headers["connection"] = "close"  # what is left of the body is not read
+        await self.reply(error.status, error.body, headers)
+
+    async def send(self, response: Response) -> None:
+        self.status = response.status_code
+        await response(self._scope, self._receive, self._send)
+
+    async def start_events(self) -> None:
+        self.status = 200
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def event(self, document: Json | None) -> None:
+        if document is not None:
+            await self._part(b"data: " + msgspec.json.encode(document) + b"\n\n", more=True)
+
+    async def end_events(self) -> None:
+        await self._part(b"data: [DONE]\n\n", more=False)
+
+    async def _part(self, data: bytes, *, more: bool) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+class _Endpoint:
+    """An ASGI application for one route: every error is an answer, and every answer is counted."""
+
+    def __init__(self, server: Server, name: str, handler: Handler, *, public: bool = False) -> None:
+        self._server = server
+        self._name = name
+        self._handler = handler
+        self._public = public
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = _Exchange(scope, receive, send)
+        try:
+            if not self._public:
+                self._server.authorize(exchange.request)
+            await self._handler(exchange)
+        except (ClientDisconnect, OSError):
+            self._server.metrics.hang_ups.inc()
+        except Exception as error:  # noqa: BLE001  # whatever it is, the client gets an answer
+            if not exchange.status:
+                await exchange.fail(_api_error(error))
+        self._server.metrics.requests.labels(self._name, str(exchange.status or 499)).inc()
+
+
+def _api_error(error: Exception) -> ApiError:
+    match error:
+        case ApiError():
+            return error
+        case UsageError():
+            return bad_request(str(error))
+        case EngineStalledError() | EngineClosedError() | DeviceMemoryError():
+            return ApiError(503, str(error), retry_after_s=1)
+        case TierStoreError():
+            return ApiError(500, str(error))
+    _log.error("a request failed", exc_info=error)
+    return ApiError(500, "the server made a mistake; its log says more")
+
+
+async def _not_routed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = "does not exist" if error.status_code == 404 else f"does not take {request.method}"
+    body = ApiError(error.status_code, f"{request.url.path} {what}").body
+    return Response(msgspec.json.encode(body), error.status_code, error.headers, _JSON)
+
+
+def _session(http: Request, request: GenerationRequest) -> str | None:
+    """The conversation that a request is part of. Raises :class:`UsageError` for a name that is too long."""
+    return checked_session(http.headers.get(SESSION_HEADER) or request.user or None)
+
+
+def _cut_off(completion: Completion | None) -> bool:
+    return completion is not None and completion.finish_reason is FinishReason.CANCELLED
+
+
+def _mean_logprob(completion: Completion) -> float:
+    chosen = [entry.chosen.logprob for entry in completion.logprobs]
+    return sum(chosen) / max(len(chosen), 1)

@@ -1,0 +1,118 @@
+"""``/metrics``: what the server counts, and one snapshot of the engine and its store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tierstore.stats import StoreStats
+from tierstore_engine.engine import EngineStats
+from tierstore_engine.outputs import Completion
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_PREFIX = "tierstore_engine"
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What is true at one moment. ``store`` is None without a store, or where it did not answer."""
+
+    engine: EngineStats
+    store: StoreStats | None
+    requests: int
+    queued_tokens: int
+    step_errors: int
+
+
+class ServerMetrics:
+    """Used on the event loop; :meth:`text` on any thread."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        registry = self._registry
+        self.requests = Counter(
+            f"{_PREFIX}_requests", "HTTP requests answered", ["endpoint", "status"], registry=registry
+        )
+        self.refused = Counter(
+            f"{_PREFIX}_refused_requests", "Sent away because of too many", registry=registry
+        )
+        self.hang_ups = Counter(f"{_PREFIX}_hang_ups", "Clients that left before the end", registry=registry)
+        self._seconds = Histogram(
+            f"{_PREFIX}_request_seconds", "Of requests served", buckets=_SECONDS, registry=registry
+        )
+        self._ttft = Histogram(
+            f"{_PREFIX}_ttft_seconds", "To the first token", buckets=_SECONDS, registry=registry
+        )
+        self._prompt_tokens = Counter(f"{_PREFIX}_prompt_tokens", "In prompts", registry=registry)
+        self._cached = Counter(
+            f"{_PREFIX}_cached_tokens", "Of prompts, not computed", ["tier"], registry=registry
+        )
+        self._started = Gauge(f"{_PREFIX}_start_time_seconds", "Since the epoch", registry=registry)
+        self._started.set_to_current_time()
+
+    def served(self, seconds: float, first: list[Completion]) -> None:
+        """A request has its answer; ``first`` are one continuation of each of its prompts."""
+        self._seconds.observe(seconds)
+        for completion in first:
+            metrics = completion.metrics
+            self._prompt_tokens.inc(metrics.prompt_tokens)
+            if completion.tokens:
+                self._ttft.observe(metrics.ttft_s)
+            for tier, tokens in metrics.reused_by_tier.items():
+                self._cached.labels(tier).inc(tokens)
+
+    def text(self, snapshot: Snapshot) -> bytes:
+        """In Prometheus's format."""
+        current = CollectorRegistry(auto_describe=False)
+        current.register(_SnapshotCollector(snapshot))
+        return generate_latest(self._registry) + generate_latest(current)
+
+
+class _SnapshotCollector(Collector):
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterator[Metric]:
+        snapshot, engine = self._snapshot, self._snapshot.engine
+        for name, help, count in (
+            ("steps", "Batches computed", engine.steps),
+            ("computed_tokens", "Computed, drafts included", engine.computed_tokens),
+            ("generated_tokens", "Chosen", engine.generated_tokens),
+            ("drafted_tokens", "Guessed ahead", engine.drafted_tokens),
+            ("accepted_tokens", "Guessed rightly", engine.accepted_tokens),
+            ("preemptions", "Sequences that gave their pages away for a while", engine.preemptions),
+            ("step_errors", "Steps that failed", snapshot.step_errors),
+        ):
+            yield CounterMetricFamily(f"{_PREFIX}_{name}", help, value=count)
+        for name, help, value in (
+            ("http_requests_in_progress", "HTTP requests being worked on", snapshot.requests),
+            ("queued_tokens", "Prompt tokens of those", snapshot.queued_tokens),
+            ("waiting_sequences", "Without pages", engine.waiting),
+            ("running_sequences", "With pages", engine.admitted),
+            ("pages", "Of the page pool", engine.total_pages),
+            ("available_pages", "Free, or cached and unused", engine.available_pages),
+            ("shared_pages", "Saved by sharing among forks", engine.shared_pages),
+        ):
+            yield GaugeMetricFamily(f"{_PREFIX}_{name}", help, value=value)
+        if snapshot.store is not None:
+            yield from _of_store(snapshot.store)
+
+
+def _of_store(stats: StoreStats) -> Iterator[Metric]:
+    pages = GaugeMetricFamily(f"{_PREFIX}_store_pages", "Pages in a tier", labels=["tier"])
+    used = GaugeMetricFamily(f"{_PREFIX}_store_used_bytes", "Bytes in use in a tier", labels=["tier"])
+    for tier, each in stats.tiers.items():
+        pages.add_metric([tier], each.pages)
+        used.add_metric([tier], each.used_bytes)
+    yield pages
+    yield used
+    pending = stats.pending_saves + stats.pending_writes
+    yield GaugeMetricFamily(f"{_PREFIX}_store_pending_pages", "On their way into the store", value=pending)
+    for name in ("saved_pages", "not_stored_pages", "disk_written_pages", "disk_dropped_pages"):
+        value = stats.counters.get(name)
+        if isinstance(value, int | float):
+            yield CounterMetricFamily(f"{_PREFIX}_store_{name}", "Since the store was opened", value=value)

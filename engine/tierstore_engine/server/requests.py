@@ -1,0 +1,233 @@
+"""What a client may ask, as types. A field that is not here is refused by name, and so is a value out of
+range: a client that asks for something learns that it does not get it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from tierstore.errors import UsageError
+from tierstore.hints import Hint, Reuse
+from tierstore_engine.sampling import SamplingParams
+from tierstore_engine.server.errors import ApiError, bad_request
+
+R = TypeVar("R", bound="GenerationRequest")
+
+Count: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 20)]
+TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
+Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
+Stop: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
+TopLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
+Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    """``include_usage``: a last chunk with the usage of the whole request."""
+
+    include_usage: bool = False
+
+
+class CacheHints(Struct, forbid_unknown_fields=True, frozen=True):
+    """What the caller knows of the future of this prompt's pages (:class:`tierstore.hints.Hint`), and whether
+    what is computed may be saved."""
+
+    ttl_s: Annotated[float, Meta(ge=0)] | None = None
+    reuse: Reuse | None = None
+    priority: Annotated[int, Meta(ge=-100, le=100)] = 0
+    no_save: bool = False
+
+    def hint(self) -> Hint | None:
+        if self.ttl_s is None and self.reuse is None and not self.priority:
+            return None
+        return Hint(ttl_s=self.ttl_s, reuse=self.reuse, priority=self.priority)
+
+
+class KVTransferParams(Struct, forbid_unknown_fields=True):
+    """``{"tierstore": {…}}``, as with vLLM."""
+
+    tierstore: CacheHints = CacheHints()
+
+
+class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What both kinds of completion take. ``top_k``, ``min_p``, ``ignore_eos``, ``stop_token_ids`` and
+    ``kv_transfer_params`` are not OpenAI's; vLLM has them, too."""
+
+    model: str
+    n: Count = 1
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: Stop | Annotated[list[Stop], Meta(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] = []
+    ignore_eos: bool = False
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[str, Bias], Meta(max_length=1024)] | None = None
+    max_tokens: Count | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    kv_transfer_params: KVTransferParams | None = None
+
+    @property
+    def cache(self) -> CacheHints:
+        return self.kv_transfer_params.tierstore if self.kv_transfer_params is not None else CacheHints()
+
+    @property
+    def samples(self) -> int:
+        """Continuations that are made of each prompt."""
+        return self.n
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return False
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def check(self) -> None:
+        """Raises :class:`ApiError` for fields that do not go together."""
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("stream_options are for stream: true", param="stream_options")
+
+    def sampling(self, *, max_new_tokens: int, logprobs: int | None) -> SamplingParams:
+        """Raises :class:`~tierstore_engine.errors.RequestError` for what cannot work."""
+        stops = self.stop or ()
+        return SamplingParams(
+            max_new_tokens=max_new_tokens,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=max(self.top_k, 0),
+            top_p=1.0 if self.top_p is None else self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            stop=(stops,) if isinstance(stops, str) else tuple(stops),
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            logprobs=logprobs,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=_token_biases(self.logit_bias or {}),
+        )
+
+
+class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
+    """``POST /v1/completions``. A prompt is text or token ids; several are answered one after the other in
+    ``choices``."""
+
+    prompt: str | list[str | TokenId | list[TokenId]]
+    best_of: Count | None = None
+    logprobs: TopLogprobs | None = None
+
+    @property
+    def samples(self) -> int:
+        return self.best_of or self.n
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    def check(self) -> None:
+        super().check()
+        if self.best_of is not None and self.best_of < self.n:
+            raise bad_request(f"best_of ({self.best_of}) must be at least n ({self.n})", param="best_of")
+        if self.stream and self.samples > self.n:
+            raise bad_request("best_of cannot be streamed: the best is known at the end", param="best_of")
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt, text or token ids. Raises :class:`ApiError` for ids beside other prompts."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        several = [each for each in self.prompt if not isinstance(each, int)]
+        if not several and self.prompt:
+            return [[each for each in self.prompt if isinstance(each, int)]]
+        if len(several) < len(self.prompt):
+            raise bad_request("prompt: a list is of token ids or of prompts, not of both", param="prompt")
+        if not several:
+            raise bad_request("prompt is empty: give text or token ids", param="prompt")
+        return several
+
+
+class TextPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
+    """The one kind of content that a text model reads."""
+
+    text: str
+
+
+class Message(Struct, forbid_unknown_fields=True, kw_only=True):
+    """One turn. What OpenAI's client sends back of an answer is taken, as far as it is text."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: None = None
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class ResponseFormat(Struct, forbid_unknown_fields=True):
+    type: Literal["text"] = "text"
+
+
+class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
+    """``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, str | bool | int | float | None] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprobs)
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad_request("top_logprobs needs logprobs: true", param="top_logprobs")
+
+
+def parse(body: bytes, kind: type[R]) -> R:
+    """Raises :class:`ApiError` (400) with one sentence that names the field."""
+    try:
+        request = msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        sentence, _, place = str(error).partition(" - at `$")
+        field = place.rstrip("`").lstrip(".") or None
+        raise bad_request(f"{field}: {sentence}" if field else sentence, param=field) from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise bad_request(f"the body is not JSON: {error}") from None
+    request.check()
+    return request
+
+
+def _token_biases(biases: Mapping[str, float]) -> dict[int, float]:
+    try:
+        return {int(token): bias for token, bias in biases.items()}
+    except ValueError:
+        raise bad_request("logit_bias: its keys are token ids", param="logit_bias") from None
+
+
+def checked_hint(cache: CacheHints) -> Hint | None:
+    """Raises :class:`ApiError` for a hint that cannot be."""
+    try:
+        return cache.hint()
+    except UsageError as error:
+        raise ApiError(400, str(error), param="kv_transfer_params") from None

@@ -1,0 +1,191 @@
+"""``tierstore-engine serve``: builds everything, runs uvicorn, and ends in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from typing import TextIO
+
+import uvicorn
+
+from tierstore.errors import TierStoreError, UsageError
+from tierstore.spec import KVSpec
+from tierstore.units import format_size
+from tierstore_engine.build import (
+    LoadedModel,
+    OpenModel,
+    build_draft_model,
+    build_engine,
+    check_pool,
+    load_model,
+    open_model,
+)
+from tierstore_engine.drafting import Drafter, PromptLookup
+from tierstore_engine.engine import Engine
+from tierstore_engine.heap import freeze_heap
+from tierstore_engine.server.app import Server
+from tierstore_engine.server.chat import ChatTemplate, load_template
+from tierstore_engine.server.settings import ServerSettings
+from tierstore_engine.settings import EngineSettings
+
+PROMPT_LOOKUP = "prompt-lookup"
+
+_DEFAULT_POOL_TOKENS = 65_536  # on a CPU, whose memory is not the pool's alone
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """The command's options. Sizes in bytes; ``hbm_bytes`` None for what a GPU has free, and on a CPU for
+    pages of 65,536 tokens. ``draft`` is ``prompt-lookup``, a model, or None."""
+
+    model: str
+    server: ServerSettings
+    engine: EngineSettings
+    store: str | None
+    host_bytes: int
+    disk_bytes: int
+    hbm_bytes: int | None
+    device: str
+    dtype: str | None
+    draft: str | None
+    draft_tokens: int
+
+
+def run(options: ServeOptions, *, err: TextIO | None = None) -> None:
+    """Serve until SIGTERM or SIGINT. Raises :class:`~tierstore.errors.TierStoreError` with one line to show;
+    what can be refused is, before weights are read and before a store is opened."""
+    err = err or sys.stderr
+    logging.basicConfig(level=logging.WARNING, format=_LOG_FORMAT, stream=err)
+    opened = open_model(options.model, device=options.device, dtype=options.dtype)
+    template = load_template(opened.folder, options.server.chat_template)
+    spec = opened.config.kv_spec()
+    options.engine.check_chunk(spec.chunk_tokens)
+    pages = _pool_pages(options, opened, spec)
+    listener = _listen(options.server)
+    with contextlib.closing(listener):
+        engine = _build(options, opened, pages)
+        try:
+            asyncio.run(_serve(engine, options, template, listener, err))
+        finally:
+            engine.close()
+
+
+def _build(options: ServeOptions, opened: OpenModel, pages: int | None) -> Engine:
+    model = load_model(opened)
+    drafter = _drafter(options, model, pages)
+    try:
+        return build_engine(
+            model,
+            pool_pages=pages,
+            store=options.store,
+            host_bytes=options.host_bytes,
+            disk_bytes=options.disk_bytes,
+            settings=options.engine,
+            drafter=drafter,
+        )
+    except TierStoreError:
+        if drafter is not None:
+            drafter.close()
+        raise
+
+
+def _drafter(options: ServeOptions, model: LoadedModel, pages: int | None) -> Drafter | None:
+    if options.draft is None:
+        return None
+    if options.draft == PROMPT_LOOKUP:
+        return PromptLookup(tokens=options.draft_tokens)
+    if pages is None:
+        raise UsageError("a draft model needs room beside the model's pages: give --hbm-bytes")
+    return build_draft_model(
+        load_model(options.draft, device=options.device, dtype=options.dtype),
+        model,
+        pool_pages=pages,
+        tokens=options.draft_tokens,
+        store=options.store,
+        host_bytes=options.host_bytes,
+        disk_bytes=options.disk_bytes,
+        settings=options.engine,
+    )
+
+
+async def _serve(
+    engine: Engine,
+    options: ServeOptions,
+    template: ChatTemplate | None,
+    listener: socket.socket,
+    err: TextIO,
+) -> None:
+    server = Server(engine, options.server, template)
+    config = uvicorn.Config(
+        server.app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
+    )
+    http = uvicorn.Server(config)
+    ending: list[asyncio.Task[None]] = []
+
+    async def end() -> None:
+        if not await server.drain():
+            _log.warning("requests were cut off: drain_s (%g) was not enough", options.server.drain_s)
+        http.should_exit = True
+
+    def on_signal() -> None:
+        if ending:
+            http.should_exit = http.force_exit = True  # the second time: at once
+        else:
+            ending.append(asyncio.create_task(end()))
+
+    async def announce() -> None:
+        while not http.started:
+            await asyncio.sleep(0.01)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal)  # in place of uvicorn's, which would not drain
+        freeze_heap()
+        host, port = listener.getsockname()[:2]
+        name = f"[{host}]" if ":" in host else host
+        print(f"{options.server.model_name} at http://{name}:{port}/v1", file=err, flush=True)
+
+    announcing = asyncio.create_task(announce())
+    try:
+        await http.serve(sockets=[listener])
+    finally:
+        announcing.cancel()
+        await asyncio.to_thread(server.close)
+
+
+def _listen(settings: ServerSettings) -> socket.socket:
+    """Before anything else is done: an address in use is said at once."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise UsageError(f"cannot listen at {settings.host}: {error.strerror or error}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise UsageError(
+            f"cannot listen at {settings.host}:{settings.port}: {error.strerror or error}"
+        ) from error
+    return listener
+
+
+def _pool_pages(options: ServeOptions, opened: OpenModel, spec: KVSpec) -> int | None:
+    """None for a GPU's whole memory."""
+    if options.hbm_bytes is None and opened.device != "cpu":
+        return None
+    wanted = _DEFAULT_POOL_TOKENS // spec.chunk_tokens * spec.page_bytes
+    pages = (options.hbm_bytes or wanted) // spec.page_bytes
+    check_pool(spec, pages, opened.device)
+    _log.info("page pool of %s", format_size(pages * spec.page_bytes))
+    return pages

@@ -1,0 +1,61 @@
+"""The server's settings: few, frozen, checked when made."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierstore.errors import UsageError
+from tierstore.units import KIB, MIB
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Where to listen, whom to serve and how much of it at a time. Raises :class:`UsageError`.
+
+    ``model_name`` is what clients call the model. With ``api_key`` everything under ``/v1`` wants it; without
+    one only loopback addresses are served. ``max_requests`` HTTP requests are worked on or wait at a time,
+    with ``max_queued_tokens`` prompt tokens among them (a single one may have more); beyond that clients are
+    told to come back. A request may have a body of ``max_body_bytes``, ``max_choices`` continuations (prompts
+    times ``n`` or ``best_of``) of ``max_new_tokens`` tokens each, and take ``request_s`` seconds. SIGTERM
+    waits ``drain_s`` seconds for what is under way.
+    """
+
+    model_name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = None
+    chat_template: Path | None = None
+    max_body_bytes: int = 4 * MIB
+    max_requests: int = 512
+    max_queued_tokens: int = 4_000_000
+    max_choices: int = 128
+    max_new_tokens: int = 4096
+    request_s: float = 600.0
+    drain_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 65536:
+            raise UsageError(f"port must lie between 0 (any free one) and 65535, not {self.port}")
+        if self.api_key == "":
+            raise UsageError("an api key must not be empty; leave it out to serve without one")
+        if self.api_key is None and not self.loopback:
+            raise UsageError(
+                f"{self.host} is reached from other machines: give an --api-key, or listen at 127.0.0.1"
+            )
+        if self.max_body_bytes < KIB:
+            raise UsageError(f"max_body_bytes must be at least 1 KiB, not {self.max_body_bytes} bytes")
+        for name in ("max_requests", "max_queued_tokens", "max_choices", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.request_s <= 0 or self.drain_s < 0:
+            raise UsageError("request_s must be positive, and drain_s must not be negative")
+
+    @property
+    def loopback(self) -> bool:
+        """Whether only this machine reaches the server."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"

@@ -1,0 +1,63 @@
+"""One daemon for all engines of a host: an engine comes, computes and goes; the next one finds its pages.
+
+    python examples/daemon_and_engine.py
+
+The daemon would be `tierstore serve`, started once for the machine; here it lives as long as the example.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tierstore_engine import SamplingParams, build_engine, load_model
+
+PROMPT = Path(__file__).read_text() * 2
+
+
+@contextmanager
+def daemon(directory: str) -> Iterator[str]:
+    """A daemon with 256 MiB of host memory and 1 GiB of disk. Yields its address."""
+    url = f"ipc://{directory}/tierstore.sock"
+    sizes = ["--host-bytes", "256MiB", "--disk", f"{directory}/kv", "--disk-bytes", "1GiB"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tierstore.cli", "serve", "--listen", url, *sizes, "--log-level", "warning"]
+    )
+    try:
+        while not Path(directory, "tierstore.sock").exists():
+            if process.poll() is not None:
+                raise SystemExit("the daemon did not start")
+            time.sleep(0.05)
+        yield url
+    finally:
+        process.terminate()  # writes what is left to disk
+        process.wait()
+
+
+def ask(url: str) -> str:
+    """One engine's life: its model and its page pool are its own, all below is the daemon's."""
+    model = load_model("tiny", device="cpu")  # or a Hugging Face folder; this one has random weights
+    engine = build_engine(model, pool_pages=128, store=url)
+    try:
+        [completion] = engine.generate([PROMPT], SamplingParams(max_new_tokens=16))
+    finally:
+        engine.close()
+    metrics = completion.metrics
+    print(f"prompt {metrics.prompt_tokens} tokens, reused {dict(metrics.reused_by_tier)}")
+    return completion.text
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as directory, daemon(directory) as url:
+        first = ask(url)
+        second = ask(url)  # another engine: nothing of the first one's is left but what the daemon holds
+    print("the same answer" if first == second else "DIFFERENT ANSWERS")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,329 @@
+"""OpenAI's client gets from the server what the engine gives, in the forms that it knows."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("openai", reason="needs pip install -e '.[dev]'")
+pytest.importorskip("uvicorn")
+
+import openai
+
+from tests.engine.conftest import Stored
+from tierstore_engine.build import LoadedModel
+from tierstore_engine.drafting import PromptLookup
+from tierstore_engine.engine import Engine
+from tierstore_engine.sampling import SamplingParams
+
+from .live import Live, wait_for
+
+PROMPT = "The quick brown fox jumps over the lazy dog. "
+MESSAGES: list[Any] = [{"role": "system", "content": "Be short."}, {"role": "user", "content": PROMPT}]
+CHAT = f"system: Be short.\nuser: {PROMPT}\nassistant: "
+EXTRA = {"ignore_eos": True}
+
+
+@pytest.fixture
+def live(tiny: LoadedModel, engine_of: Callable[..., Engine], serve: Callable[..., Live]) -> Live:
+    return serve(engine_of(tiny))
+
+
+@pytest.fixture
+def engine(tiny: LoadedModel, engine_of: Callable[..., Engine]) -> Engine:
+    return engine_of(tiny)
+
+
+def params(**fields: Any) -> SamplingParams:
+    return SamplingParams(**{"max_new_tokens": 12, "ignore_eos": True, **fields})
+
+
+def test_a_completion(live: Live, engine: Engine) -> None:
+    answer = live.client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=12, temperature=0, extra_body=EXTRA
+    )
+    [expected] = engine.generate([PROMPT], params())
+    assert answer.choices[0].text == expected.text
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(PROMPT) + 1
+    assert answer.usage.completion_tokens == 12
+    assert answer.usage.total_tokens == len(PROMPT) + 13
+
+
+def test_several_prompts_and_samples(live: Live, engine: Engine) -> None:
+    """With a seed every choice is what the engine gives for the seed, the next one, and so on."""
+    answer = live.client.completions.create(
+        model="tiny", prompt=["abc", "defg"], max_tokens=12, seed=5, n=4, extra_body=EXTRA
+    )
+    expected = [
+        *engine.sample("abc", params(temperature=1.0, seed=5), n=4),
+        *engine.sample("defg", params(temperature=1.0, seed=9), n=4),
+    ]
+    assert [choice.text for choice in answer.choices] == [each.text for each in expected]
+    assert [choice.index for choice in answer.choices] == list(range(8))
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == 4 + 5
+    assert answer.usage.completion_tokens == 8 * 12
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2, 3]]])
+def test_token_ids(prompt: Any, live: Live, engine: Engine) -> None:
+    answer = live.client.completions.create(model="tiny", prompt=prompt, max_tokens=12, temperature=0)
+    assert answer.choices[0].text == engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=12))[0].text
+
+
+def test_the_best_of_several(live: Live, engine: Engine) -> None:
+    answer = live.client.completions.create(
+        model="tiny", prompt="abc", max_tokens=12, seed=5, n=2, best_of=6, extra_body=EXTRA
+    )
+    samples = engine.sample("abc", params(temperature=1.0, seed=5, logprobs=0), n=6)
+    likeliest = sorted(samples, key=lambda s: sum(e.chosen.logprob for e in s.logprobs), reverse=True)
+    assert [choice.text for choice in answer.choices] == [each.text for each in likeliest[:2]]
+    assert answer.choices[0].logprobs is None
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 6 * 12
+
+
+def test_a_chat(live: Live, engine: Engine) -> None:
+    answer = live.client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_completion_tokens=12, temperature=0, extra_body=EXTRA
+    )
+    [expected] = engine.generate([list(CHAT.encode())], params())
+    assert answer.choices[0].message.content == expected.text
+    assert answer.choices[0].message.role == "assistant"
+    # And the conversation goes on with what came back.
+    parts: Any = [{"type": "text", "text": "x"}]
+    again = live.client.chat.completions.create(
+        model="tiny",
+        messages=[*MESSAGES, answer.choices[0].message, {"role": "user", "content": parts}],
+        max_tokens=3,
+    )
+    assert again.usage is not None
+    assert again.usage.prompt_tokens > len(CHAT)
+
+
+def test_streams_add_up(live: Live) -> None:
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": "abc",
+        "max_tokens": 20,
+        "seed": 3,
+        "n": 3,
+        "logprobs": 2,
+        "extra_body": EXTRA,
+    }
+    whole = live.client.completions.create(**asked)
+    texts, reasons, tokens, usage = [""] * 3, [None] * 3, [[], [], []], None
+    for chunk in live.client.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        assert usage is None, "the usage comes last"
+        usage = chunk.usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+            tokens[choice.index] += choice.logprobs.token_logprobs
+    assert texts == [choice.text for choice in whole.choices]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert tokens == [choice.logprobs.token_logprobs for choice in whole.choices]
+    assert usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_chat_streams_add_up(live: Live) -> None:
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "messages": MESSAGES,
+        "max_tokens": 20,
+        "seed": 3,
+        "extra_body": EXTRA,
+    }
+    whole = live.client.chat.completions.create(**asked)
+    chunks = list(live.client.chat.completions.create(**asked, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == whole.choices[0].message.content
+    assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_logprobs(live: Live, engine: Engine) -> None:
+    [expected] = engine.generate([list(CHAT.encode())], params(logprobs=3))
+    answer = live.client.chat.completions.create(
+        model="tiny",
+        messages=MESSAGES,
+        max_tokens=12,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=3,
+        extra_body=EXTRA,
+    )
+    entries = answer.choices[0].logprobs.content
+    assert [entry.logprob for entry in entries] == [
+        pytest.approx(each.chosen.logprob, abs=1e-4) for each in expected.logprobs
+    ]
+    assert all(len(entry.top_logprobs) == 3 for entry in entries)
+    assert [entry.bytes for entry in entries] == [[token] if token < 256 else [] for token in expected.tokens]
+    text = live.client.completions.create(
+        model="tiny", prompt=list(CHAT.encode()), max_tokens=12, temperature=0, logprobs=3, extra_body=EXTRA
+    )
+    table = text.choices[0].logprobs
+    assert table.token_logprobs == [entry.logprob for entry in entries]
+    assert len(table.tokens) == len(table.text_offset) == len(table.top_logprobs) == 12
+    assert table.text_offset[0] == 0
+
+
+def test_stops_and_penalties(live: Live, engine: Engine) -> None:
+    sampled = {"temperature": 1.0, "seed": 8, "max_new_tokens": 40}
+    [whole] = engine.generate([PROMPT], params(**sampled))
+    stop = whole.text[10:12]
+    answer = live.client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=40, seed=8, stop=[stop, "never"], extra_body=EXTRA
+    )
+    assert answer.choices[0].text == whole.text[: whole.text.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+    fields = {"presence_penalty": 1.5, "frequency_penalty": 0.5}
+    [penalized] = engine.generate([PROMPT], params(**sampled, **fields, logit_bias={65: 3.0}))
+    answer = live.client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=40, seed=8, **fields, logit_bias={"65": 3}, extra_body=EXTRA
+    )
+    assert answer.choices[0].text == penalized.text != whole.text
+
+
+def test_models(live: Live) -> None:
+    [model] = live.client.models.list().data
+    assert model.id == "tiny"
+    assert live.client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="'huge' is not served here; 'tiny' is"):
+        live.client.models.retrieve("huge")
+
+
+def test_cached_tokens_by_tier(
+    tiny: LoadedModel, stored_engine: Callable[..., Stored], serve: Callable[..., Live]
+) -> None:
+    stored = stored_engine(tiny)
+    live = serve(stored.engine)
+
+    def ask() -> Any:
+        answer = live.client.chat.completions.create(
+            model="tiny", messages=MESSAGES, max_tokens=4, temperature=0, n=3, user="somebody"
+        )
+        assert answer.usage is not None
+        return answer, answer.usage.prompt_tokens_details
+
+    first, details = ask()
+    assert details.cached_tokens == 0
+    second, details = ask()
+    assert details.cached_tokens == len(CHAT) - 1
+    assert details.cached_tokens_by_tier == {"hbm": len(CHAT) - 1}
+    assert stored.store.flush(30)
+    stored.store.evict("hbm")
+    third, details = ask()
+    assert details.cached_tokens_by_tier == {"host": len(CHAT) - 1}
+    texts = [[choice.message.content for choice in each.choices] for each in (first, second, third)]
+    assert texts[0] == texts[1] == texts[2]
+    metrics = live.http.get("/metrics").text
+    assert f'tierstore_engine_cached_tokens_total{{tier="host"}} {len(CHAT) - 1}.0' in metrics
+    assert 'tierstore_engine_requests_total{endpoint="chat",status="200"} 3.0' in metrics
+
+
+def test_hints_reach_the_store(
+    tiny: LoadedModel, stored_engine: Callable[..., Stored], serve: Callable[..., Live]
+) -> None:
+    stored = stored_engine(tiny)
+    live = serve(stored.engine)
+
+    def ask(prompt: str, **hints: Any) -> int:
+        answer = live.client.completions.create(
+            model="tiny",
+            prompt=prompt,
+            max_tokens=2,
+            extra_body={"kv_transfer_params": {"tierstore": hints}},
+            extra_headers={"X-Session-Id": "s"},
+        )
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    secret = "x" * 100
+    ask(secret, no_save=True)
+    assert ask(secret, reuse="done", ttl_s=0, priority=-5) == 0
+    assert ask(secret) > 0
+    with pytest.raises(openai.BadRequestError, match="unknown field `pin`"):
+        ask(secret, pin=True)
+
+
+def test_drafts_show_in_the_metrics(
+    tiny: LoadedModel, engine_of: Callable[..., Engine], serve: Callable[..., Live]
+) -> None:
+    live = serve(engine_of(tiny, drafter=PromptLookup()))
+    live.client.completions.create(model="tiny", prompt="abcabcabc" * 9, max_tokens=50, temperature=0)
+    metrics = live.http.get("/metrics").text
+    [drafted] = [
+        line.split()[1]
+        for line in metrics.splitlines()
+        if line.startswith("tierstore_engine_drafted_tokens_total")
+    ]
+    assert float(drafted) > 0
+    assert "tierstore_engine_accepted_tokens_total" in metrics
+
+
+def test_200_connections_at_once(live: Live) -> None:
+    def ask(number: int) -> str:
+        client = live.client.with_options(timeout=300)
+        if number % 2:
+            return (
+                client.completions.create(
+                    model="tiny", prompt=f"prompt {number % 10}", max_tokens=5, temperature=0
+                )
+                .choices[0]
+                .text
+            )
+        return "".join(
+            chunk.choices[0].text
+            for chunk in client.completions.create(
+                model="tiny", prompt=f"prompt {number % 10}", max_tokens=5, temperature=0, stream=True
+            )
+        )
+
+    with concurrent.futures.ThreadPoolExecutor(200) as pool:
+        texts = list(pool.map(ask, range(200)))
+    for number in range(10):
+        assert len(set(texts[number::10])) == 1
+
+
+def test_curl(live: Live) -> None:
+    body = {"model": "tiny", "prompt": "abc", "max_tokens": 3, "stream": True, "temperature": 0}
+    command = [
+        "curl",
+        "-sN",
+        f"{live.url}/v1/completions",
+        "-H",
+        "Content-Type: application/json",
+        "-d",
+        "@-",
+    ]
+    done = subprocess.run(command, input=json.dumps(body), capture_output=True, text=True, check=True)
+    lines = done.stdout.split("\n\n")
+    assert all(line.startswith("data: ") for line in lines[:-1])
+    assert lines[-2:] == ["data: [DONE]", ""]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_who_hangs_up_ends_the_request(live: Live) -> None:
+    stream = live.client.completions.create(
+        model="tiny", prompt="abc", max_tokens=900, stream=True, n=4, extra_body=EXTRA
+    )
+    next(iter(stream))
+    assert live.stats().admitted == 4
+    stream.close()
+    live.wait_until_idle()
+    with pytest.raises(openai.APITimeoutError):
+        live.client.with_options(timeout=0.05).completions.create(
+            model="tiny", prompt="abc" * 100, max_tokens=900, extra_body=EXTRA
+        )
+    wait_for(lambda: live.server.metrics.hang_ups._value.get() >= 1)
+    live.wait_until_idle()

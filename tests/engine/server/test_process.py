@@ -1,0 +1,165 @@
+"""``tierstore-engine serve`` as its users run it: a process that is started, killed and ended."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("openai", reason="needs pip install -e '.[dev]'")
+pytest.importorskip("uvicorn")
+
+import httpx
+import openai
+
+from .live import WAIT_S, wait_for
+
+Run = Callable[..., tuple[int, str, str]]
+
+MAIN = [sys.executable, "-c", "from tierstore_engine.cli import main; main()"]
+MESSAGES: list[Any] = [{"role": "user", "content": "What is a page? " * 20}]
+
+
+class Process:
+    """A server of its own, and a client for it."""
+
+    def __init__(self, *options: str) -> None:
+        command = [*MAIN, "serve", "--model", "tiny", "--device", "cpu", "--port", "0", *options]
+        self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert self.popen.stderr is not None
+        self.first = self.popen.stderr.readline()
+        [url] = re.findall(r"http://\S+", self.first)
+        self.client = openai.OpenAI(base_url=url, api_key="key", max_retries=0, timeout=WAIT_S)
+        self.http = httpx.Client(base_url=url.removesuffix("/v1"), timeout=WAIT_S)
+
+    def cached(self) -> int:
+        """Tokens of the same chat that came out of the cache."""
+        answer = self.client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=4)
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+    def metric(self, name: str) -> float:
+        lines = self.http.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"tierstore_engine_{name}"))
+
+    def end(self, number: int) -> tuple[int, str]:
+        """Its exit code, and the rest of what it said."""
+        self.popen.send_signal(number)
+        said = self.popen.communicate(timeout=WAIT_S)[1]
+        return self.popen.returncode, said
+
+
+@pytest.fixture
+def process() -> Iterator[Callable[..., Process]]:
+    started: list[Process] = []
+
+    def start(*options: str) -> Process:
+        started.append(Process(*options))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.client.close()
+        each.http.close()
+        if each.popen.poll() is None:
+            each.popen.kill()
+        each.popen.communicate()
+
+
+def test_the_cache_outlives_kill_9(process: Callable[..., Process], tmp_path: Path) -> None:
+    store = str(tmp_path / "kv")
+    first = process("--store", store)
+    assert first.cached() == 0
+    hbm = first.cached()
+    assert hbm > 300
+    wait_for(lambda: first.metric("store_pending_pages") == 0)
+    first.end(signal.SIGKILL)
+    second = process("--store", store)
+    assert second.cached() == hbm
+    assert second.metric('cached_tokens_total{tier="disk"}') == hbm
+    assert second.end(signal.SIGTERM) == (0, "")
+
+
+def test_sigterm_lets_requests_finish(process: Callable[..., Process]) -> None:
+    server = process("--drain-s", "300")
+    stream = server.client.completions.create(
+        model="tiny", prompt="abc", max_tokens=100, stream=True, extra_body={"ignore_eos": True}
+    )
+    chunks = iter(stream)
+    next(chunks)
+    server.popen.send_signal(signal.SIGTERM)
+    wait_for(lambda: server.http.get("/health").status_code == 503)
+    with pytest.raises(openai.InternalServerError, match="shutting down") as error:
+        server.client.completions.create(model="tiny", prompt="abc")
+    assert error.value.status_code == 503
+    assert list(chunks)[-1].choices[0].finish_reason == "length"
+    assert server.popen.wait(WAIT_S) == 0
+
+
+def test_sigterm_cuts_off_what_takes_too_long(process: Callable[..., Process]) -> None:
+    server = process("--drain-s", "0.2")
+    stream = server.client.completions.create(
+        model="tiny", prompt="abc", max_tokens=4000, stream=True, n=8, extra_body={"ignore_eos": True}
+    )
+    chunks = iter(stream)
+    next(chunks)
+    server.popen.send_signal(signal.SIGTERM)
+    with pytest.raises(openai.APIError, match="shutting down"):
+        list(chunks)
+    assert server.popen.communicate(timeout=WAIT_S)[1].count("were cut off") == 1
+    assert server.popen.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (("--model", "huge"), 2, "neither a folder nor a preset"),
+        (("--model", "tiny", "--host", "0.0.0.0"), 2, "give an --api-key"),
+        (("--model", "tiny", "--host", "nowhere.invalid", "--api-key", "k"), 2, "cannot listen at nowhere"),
+        (("--model", "tiny", "--port", "70000"), 2, "between 0"),
+        (("--model", "tiny", "--api-key", ""), 2, "must not be empty"),
+        (("--model", "tiny", "--max-requests", "0"), 2, "max_requests must be at least 1"),
+        (("--model", "tiny", "--max-body-bytes", "1"), 2, "at least 1 KiB"),
+        (("--model", "tiny", "--chat-template", "gone.jinja"), 1, "cannot read gone.jinja"),
+        (("--model", "tiny", "--draft", "magic"), 2, "magic"),
+    ],
+)
+def test_mistakes(
+    options: tuple[str, ...],
+    code: int,
+    message: str,
+    run_command: Run,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found, _, err = run_command("serve", *options, "--store", "kv", "--device", "cpu")
+    assert found == code, err
+    assert message in err
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_port_in_use(run_command: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        code, _, err = run_command("serve", "--model", "tiny", "--port", str(port))
+    assert code == 2
+    assert f"cannot listen at 127.0.0.1:{port}: Address already in use" in err
+
+
+def test_a_missing_package_is_one_line(run_command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "tierstore_engine.server.run", raising=False)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    code, _, err = run_command("serve", "--model", "tiny")
+    assert code == 1
+    assert "this needs uvicorn, which the extra [serve] installs" in err
+    assert err.count("\n") == 1

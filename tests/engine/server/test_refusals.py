@@ -1,0 +1,235 @@
+"""What is refused: with the right status and one clear sentence, and nothing is left of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("openai", reason="needs pip install -e '.[dev]'")
+pytest.importorskip("uvicorn")
+
+import httpx
+import openai
+
+from tierstore_engine.build import LoadedModel
+from tierstore_engine.engine import Engine
+
+from .live import Live, wait_for
+
+EngineOf = Callable[..., Engine]
+Serve = Callable[..., Live]
+
+GOOD = {"model": "tiny", "prompt": "abc", "max_tokens": 2}
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+LONG = {**GOOD, "max_tokens": 900, "ignore_eos": True}
+
+
+@pytest.fixture
+def live(tiny: LoadedModel, engine_of: EngineOf, serve: Serve) -> Live:
+    return serve(engine_of(tiny))
+
+
+def post(live: Live, path: str, body: Any, **options: Any) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"content-type": "application/json", **options.pop("headers", {})}
+    return live.http.post(f"/v1/{path}", content=content, headers=headers, **options)
+
+
+BAD: list[tuple[str, Any, int, str]] = [
+    ("completions", b"", 400, "not JSON"),
+    ("completions", b"{", 400, "not JSON"),
+    ("completions", b"\xff\xfe", 400, "not JSON"),
+    ("completions", b"[" * 100_000, 400, "Expected `object`"),
+    ("completions", b'{"model":"tiny","prompt":' + b"[" * 100_000, 400, ""),
+    ("completions", [], 400, "Expected `object`, got `array`"),
+    ("completions", {"prompt": "x"}, 400, "missing required field `model`"),
+    ("completions", {"model": "tiny"}, 400, "missing required field `prompt`"),
+    ("completions", {**GOOD, "surprise": 1}, 400, "unknown field `surprise`"),
+    ("completions", {**GOOD, "model": "huge"}, 404, "'huge' is not served here"),
+    ("completions", {**GOOD, "prompt": []}, 400, "prompt is empty"),
+    ("completions", {**GOOD, "prompt": [[]]}, 400, "prompt is empty"),
+    ("completions", {**GOOD, "prompt": [1, "a"]}, 400, "not of both"),
+    ("completions", {**GOOD, "prompt": [258]}, 400, "between 0 and 257"),
+    ("completions", {**GOOD, "prompt": [-1]}, 400, "prompt[0]: Expected `int` >= 0"),
+    ("completions", {**GOOD, "prompt": [2**40]}, 400, "prompt[0]: Expected `int` <= 4294967295"),
+    ("completions", {**GOOD, "prompt": "x" * 1100}, 400, "1101 tokens"),
+    ("completions", {**GOOD, "max_tokens": 0}, 400, "max_tokens: Expected `int` >= 1"),
+    ("completions", {**GOOD, "max_tokens": 5000}, 400, "more than the 4096"),
+    ("completions", {**GOOD, "temperature": -1}, 400, "temperature: Expected"),
+    ("completions", {**GOOD, "top_p": 0}, 400, "top_p: Expected"),
+    ("completions", {**GOOD, "stop": ""}, 400, "stop: Expected"),
+    ("completions", {**GOOD, "stop": ["a"] * 17}, 400, "stop: Expected"),
+    ("completions", {**GOOD, "n": 129}, 400, "129 continuations"),
+    ("completions", {**GOOD, "n": 2, "best_of": 1}, 400, "best_of (1) must be at least n (2)"),
+    ("completions", {**GOOD, "best_of": 2, "stream": True}, 400, "best_of cannot be streamed"),
+    ("completions", {**GOOD, "logprobs": 21}, 400, "logprobs: Expected"),
+    ("completions", {**GOOD, "stream_options": {}}, 400, "stream: true"),
+    ("completions", {**GOOD, "logit_bias": {"x": 1}}, 400, "its keys are token ids"),
+    ("completions", {**GOOD, "logit_bias": {"300": 1}}, 400, "logit_bias names token 300"),
+    ("completions", {**GOOD, "user": "u" * 300}, 400, "1 to 256 characters"),
+    ("completions", {**GOOD, "prompt": "\ud800"}, 400, "not JSON"),
+    ("chat/completions", {**CHAT, "messages": []}, 400, "messages: Expected"),
+    (
+        "chat/completions",
+        {**CHAT, "messages": [{"role": "god", "content": "x"}]},
+        400,
+        "Invalid enum value 'god'",
+    ),
+    ("chat/completions", {**CHAT, "tools": []}, 400, "unknown field `tools`"),
+    ("chat/completions", {**CHAT, "top_logprobs": 2}, 400, "needs logprobs: true"),
+    (
+        "chat/completions",
+        {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        400,
+        "Invalid value 'image_url'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "message"), BAD)
+def test_bad_requests(path: str, body: Any, status: int, message: str, live: Live) -> None:
+    answer = post(live, path, body)
+    error = answer.json()["error"]
+    assert answer.status_code == status
+    assert message in error["message"]
+    assert "\n" not in error["message"]
+    assert live.server.admission.requests == 0
+    assert post(live, "completions", GOOD).status_code == 200
+
+
+def test_they_are_the_clients_own_exceptions(live: Live) -> None:
+    create = live.client.completions.create
+    with pytest.raises(openai.BadRequestError, match="between 0 and 257") as bad:
+        create(model="tiny", prompt=[999])
+    assert bad.value.type == "invalid_request_error"
+    with pytest.raises(openai.NotFoundError) as missing:
+        create(model="huge", prompt="x")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="unknown field `echo`"):
+        create(model="tiny", prompt="x", echo=True)
+
+
+def test_a_body_of_100_mb(live: Live) -> None:
+    answer = post(live, "completions", b"x" * (100 << 20))
+    assert answer.status_code == 413
+    assert "larger than the 4194304 bytes" in answer.json()["error"]["message"]
+    with pytest.raises(openai.APIStatusError, match="larger than") as error:
+        live.client.completions.create(model="tiny", prompt="x" * (5 << 20))
+    assert error.value.status_code == 413
+
+
+def test_other_paths_methods_and_content(live: Live) -> None:
+    assert live.http.get("/v1/completions").status_code == 405
+    assert live.http.get("/v2").json()["error"]["message"] == "/v2 does not exist"
+    answer = live.http.post("/v1/completions", data={"a": "b"})
+    assert answer.status_code == 415
+    assert "application/json" in answer.json()["error"]["message"]
+
+
+def test_an_api_key(tiny: LoadedModel, engine_of: EngineOf, serve: Serve) -> None:
+    live = serve(engine_of(tiny), api_key="secret")
+    with pytest.raises(openai.AuthenticationError, match="wants an API key"):
+        live.client.models.list()
+    assert live.client.with_options(api_key="secret").models.list().data[0].id == "tiny"
+    assert live.http.get("/health").status_code == 200
+    assert live.http.get("/v1/models").headers["www-authenticate"] == "Bearer"
+
+
+def test_too_many_requests(tiny: LoadedModel, engine_of: EngineOf, serve: Serve) -> None:
+    live = serve(engine_of(tiny), max_requests=1)
+    with live.client.completions.create(**_client(LONG), stream=True) as stream:
+        next(iter(stream))
+        with pytest.raises(openai.RateLimitError, match="try again") as error:
+            live.client.completions.create(**_client(GOOD))
+        assert error.value.response.headers["retry-after"] == "1"
+    live.wait_until_idle()
+    live.client.completions.create(**_client(GOOD))
+
+
+def test_too_many_tokens(tiny: LoadedModel, engine_of: EngineOf, serve: Serve) -> None:
+    live = serve(engine_of(tiny), max_queued_tokens=100)
+    with live.client.completions.create(**_client(LONG), stream=True) as stream:
+        next(iter(stream))
+        with pytest.raises(openai.RateLimitError, match="more than 100"):
+            live.client.completions.create(model="tiny", prompt="x" * 97)
+        live.client.completions.create(model="tiny", prompt="x" * 90, max_tokens=1)
+    live.wait_until_idle()
+    live.client.completions.create(model="tiny", prompt="x" * 300, max_tokens=1)  # alone it may have more
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_takes_too_long(
+    stream: bool, tiny: LoadedModel, engine_of: EngineOf, serve: Serve
+) -> None:
+    live = serve(engine_of(tiny), request_s=0.05)
+    with pytest.raises(openai.APIError, match=r"longer than the 0\.05 s"):
+        list(live.client.completions.create(**_client(LONG), stream=stream))
+
+
+def test_a_step_that_fails_ends_its_requests_and_no_others(live: Live) -> None:
+    engine = live.own_engine
+    compute = engine.model.compute
+    engine.model.compute = lambda step: 1 / 0  # type: ignore[method-assign,misc]
+    with pytest.raises(openai.InternalServerError, match="its log says more"):
+        live.client.completions.create(**_client(GOOD))
+    engine.model.compute = compute  # type: ignore[method-assign]
+    assert live.client.completions.create(**_client(GOOD)).choices[0].finish_reason == "length"
+    assert "tierstore_engine_step_errors_total 1.0" in live.http.get("/metrics").text
+    live.wait_until_idle()
+
+
+def test_a_template_that_refuses(tiny: LoadedModel, engine_of: EngineOf, serve: Serve) -> None:
+    refusing = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(openai.BadRequestError, match="roles must alternate"):
+        serve(engine_of(tiny), template=refusing).client.chat.completions.create(**CHAT)
+    curious = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
+    with pytest.raises(openai.BadRequestError, match="cannot write these messages"):
+        serve(engine_of(tiny), template=curious).client.chat.completions.create(**CHAT)
+    with pytest.raises(openai.BadRequestError, match="no chat template"):
+        serve(engine_of(tiny), template=None).client.chat.completions.create(**CHAT)
+
+
+def test_nothing_leaks(live: Live) -> None:
+    _bad_requests(live, 300)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.soak
+def test_nothing_leaks_in_10_000_bad_requests(live: Live) -> None:
+    _bad_requests(live, 10_000)
+
+
+def _bad_requests(live: Live, count: int) -> None:
+    """Refused ones, left ones and cut ones: afterwards there are as many pages, tasks and descriptors."""
+    chance = random.Random(1)
+    post(live, "completions", GOOD)
+    live.wait_until_idle()
+    before = _descriptors()
+    for number in range(count):
+        path, body, status, _ = BAD[number % len(BAD)]
+        if number % 20 == 7:
+            stream = live.client.completions.create(**_client(LONG), stream=True)
+            for _ in range(chance.randrange(3)):
+                next(iter(stream))
+            stream.close()
+        assert post(live, path, body).status_code == status
+    live.wait_until_idle()
+    wait_for(lambda: _descriptors() <= before + 4)
+    assert live.server.admission.requests == live.server.admission.tokens == 0
+    assert len(live.server.engine._jobs) == 0
+    assert post(live, "completions", GOOD).status_code == 200
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _client(body: dict[str, Any]) -> dict[str, Any]:
+    own = {"ignore_eos"}
+    extra = {name: value for name, value in body.items() if name in own}
+    return {**{name: value for name, value in body.items() if name not in own}, "extra_body": extra}

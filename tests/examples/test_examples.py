@@ -1,0 +1,59 @@
+"""The programs in ``examples/``, run as a reader would run them. (The one for vLLM: ``tests/vllm``.)"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(name, *arguments, cwd):
+    """The lines that an example prints."""
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+        cwd=cwd,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout.splitlines()
+
+
+def test_every_example_is_run_and_listed():
+    index = (EXAMPLES / "README.md").read_text()
+    for path in EXAMPLES.glob("*.py"):
+        assert f"[{path.name}]({path.name})" in index
+    here = Path(__file__).parents[1]
+    tests = "".join(path.read_text() for path in (Path(__file__), here / "vllm" / "test_example.py"))
+    assert all(f'"{path.name}"' in tests for path in EXAMPLES.glob("*.py"))
+
+
+def test_embedded_store(tmp_path):
+    assert run("embedded_store.py", "kv", cwd=tmp_path) == [
+        "1003 tokens: 0 reused {}",
+        "1003 tokens: 1000 reused {'host': 1000}",
+    ]
+    first, second = run("embedded_store.py", "kv", cwd=tmp_path)
+    assert first == "1003 tokens: 1003 reused {'disk': 1003}"
+    assert second.startswith("1003 tokens: 1003 reused {'host': ")
+
+
+def test_daemon_and_engine(tmp_path):
+    first, second, verdict = run("daemon_and_engine.py", cwd=tmp_path)
+    assert first.endswith("reused {}")
+    tokens = int(first.split()[1])
+    assert second.endswith(f"reused {{'host': {tokens - 1}}}")
+    assert verdict == "the same answer"
+
+
+def test_own_engine(tmp_path):
+    *lines, verdict = run("own_engine.py", "kv", cwd=tmp_path)
+    computed = [int(line.split("computed ")[1].split()[0]) for line in lines]
+    assert computed[0] > 400
+    assert all(each < 40 for each in computed[1:])
+    assert verdict == "the same answers"
+    assert (tmp_path / "kv").is_dir()

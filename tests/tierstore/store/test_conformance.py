@@ -1,0 +1,137 @@
+"""The conformance suites over every store and backend there is: of this process, a daemon's over ipc:// and tcp://."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import tempfile
+
+import pytest
+
+import tierstore
+from tests.tierstore.daemon.client.conftest import DaemonProcess
+from tierstore.backend import Registration
+from tierstore.client.backend import RemoteBackend
+from tierstore.client.handshake import Address
+from tierstore.core.backend import open_backend
+from tierstore.testing.backend import BackendTests
+from tierstore.testing.store import SPEC, StoreTests
+
+
+class TestEmbedded(StoreTests):
+    @pytest.fixture
+    def open_store(self, tmp_path):
+        opened = []
+
+        def open_(*, host_pages=256, disk=True, **options):
+            path = tmp_path / f"disk {len(opened)}" if disk else None
+            host_bytes = host_pages * SPEC.page_bytes
+            opened.append(tierstore.open(path, SPEC, host_bytes=host_bytes, disk_bytes=8 << 20, **options))
+            return opened[-1]
+
+        yield open_
+        for store in opened:
+            store.close()
+
+
+@pytest.fixture(scope="module")
+def daemon_like():
+    """Starts daemons, one for each set of options: they begin with nothing of a new identity."""
+    daemons = {}
+    directory = tempfile.mkdtemp(prefix="ts")
+
+    def start(host_pages, disk, lease_s):
+        key = (host_pages, disk, lease_s)
+        if key not in daemons:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                tcp = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+            host_bytes = host_pages * SPEC.page_bytes
+            own = tempfile.mkdtemp(dir=directory)
+            options = (f"--lease-s={lease_s}", f"--reserve-bytes={host_bytes}")
+            daemons[key] = DaemonProcess(own, *options, listen=(tcp,), host_bytes=host_bytes, disk=disk)
+            daemons[key].tcp = tcp
+            daemons[key].start()
+        return daemons[key]
+
+    yield start
+    for daemon in daemons.values():
+        daemon.kill()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+class Connected(StoreTests):
+    def url(self, daemon):
+        raise NotImplementedError
+
+    @pytest.fixture
+    def open_store(self, daemon_like):
+        opened = []
+
+        def open_(*, host_pages=256, disk=True, lease_s=60.0, **options):
+            url = self.url(daemon_like(host_pages, disk, lease_s))
+            opened.append(tierstore.connect(url, SPEC, lookup_s=10.0, **options))
+            assert opened[-1].wait_connected(30)
+            return opened[-1]
+
+        yield open_
+        for store in opened:
+            store.close()
+
+
+class TestOverIpc(Connected):
+    def url(self, daemon):
+        return daemon.url
+
+
+class TestOverTcp(Connected):
+    def url(self, daemon):
+        return daemon.tcp
+
+
+class TestLocalBackend(BackendTests):
+    @pytest.fixture
+    def open_backend(self, tmp_path):
+        opened = []
+
+        def open_(*, identity, host_pages=64):
+            path = tmp_path / f"disk {len(opened)}"
+            opened.append(
+                open_backend(
+                    path, SPEC.page_bytes, host_bytes=host_pages * SPEC.page_bytes, disk_bytes=8 << 20
+                )
+            )
+            return opened[-1]
+
+        yield open_
+        for backend in opened:
+            backend.close()
+
+
+class Remote(BackendTests):
+    def url(self, daemon):
+        raise NotImplementedError
+
+    @pytest.fixture
+    def open_backend(self, daemon_like):
+        opened = []
+
+        def open_(*, identity, host_pages=64):
+            url = self.url(daemon_like(host_pages, True, 60.0))
+            registration = Registration(identity, SPEC.page_bytes, SPEC.chunk_tokens)
+            opened.append(RemoteBackend(Address.parse(url), registration, patience_s=10.0))
+            return opened[-1]
+
+        yield open_
+        for backend in opened:
+            backend.close()
+
+
+class TestRemoteBackendOverIpc(Remote):
+    def url(self, daemon):
+        return daemon.url
+
+
+class TestRemoteBackendOverTcp(Remote):
+    def url(self, daemon):
+        return daemon.tcp

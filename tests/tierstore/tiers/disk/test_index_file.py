@@ -1,0 +1,147 @@
+"""An index that LMDB would die of is refused before it is opened."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import subprocess
+import sys
+
+import lmdb
+import pytest
+
+from tests.tierstore.tiers.disk import damaged_opener
+from tests.tierstore.tiers.disk.test_directory import fingerprint
+from tierstore.errors import StoreUnavailableError
+from tierstore.tiers.disk import DiskTier
+from tierstore.tiers.disk.index_file import DamagedIndexError, check_index
+from tierstore.units import KIB, MIB
+
+PAGE = 4096
+DAMAGES = 60
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    path = tmp_path_factory.mktemp("original") / "store"
+    damaged_opener.make(path)
+    return path
+
+
+@pytest.fixture
+def copy(original, tmp_path):
+    return shutil.copytree(original, tmp_path / "copy")
+
+
+def leaf_pages(index):
+    """Offsets of the pages that the tree of records consists of."""
+    data = index.read_bytes()
+    return [
+        at for at in range(2 * PAGE, len(data), PAGE) if data[at + 10] == 2 and data[at : at + 4] != bytes(4)
+    ]
+
+
+def swap(index, one, other):
+    data = bytearray(index.read_bytes())
+    data[one : one + PAGE], data[other : other + PAGE] = data[other : other + PAGE], data[one : one + PAGE]
+    index.write_bytes(data)
+
+
+def zero(index, at):
+    data = bytearray(index.read_bytes())
+    data[at : at + PAGE] = bytes(PAGE)
+    index.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", ["swapped", "zeroed"])
+def test_a_damaged_index_is_one_line_with_what_to_do_embedded_and_in_a_daemon(copy, damage):
+    index = copy / "index.lmdb"
+    leaves = leaf_pages(index)
+    for one, other in itertools.pairwise(leaves):
+        if damage == "swapped":
+            swap(index, one, other)
+        else:
+            zero(index, one)
+    before = fingerprint(copy)
+    with pytest.raises(StoreUnavailableError, match=rf"tierstore fsck --repair {copy}"):
+        damaged_opener.open_store(copy)
+    command = [sys.executable, "-m", "tierstore.cli", "serve", "--listen=tcp://127.0.0.1:0"]
+    command += [f"--disk={copy}", "--host-bytes=16MiB", "--disk-bytes=16MiB", "--page-bytes=8KiB"]
+    daemon = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert daemon.returncode == 1
+    assert daemon.stderr.count("\n") == 1, daemon.stderr
+    assert f"tierstore fsck --repair {copy}" in daemon.stderr
+    assert fingerprint(copy) == before
+
+
+def test_no_damage_ends_the_process_that_opens_the_store(original, tmp_path):
+    """In a process of its own, since LMDB aborts."""
+    command = [sys.executable, "-m", "tests.tierstore.tiers.disk.damaged_opener"]
+    done = subprocess.run(
+        [*command, str(original), str(tmp_path), "0", str(DAMAGES)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    outcomes = done.stdout.splitlines()
+    assert done.returncode == 0, (outcomes[-1:], done.stderr)
+    assert "Traceback" not in done.stderr
+    assert len(outcomes) == DAMAGES
+    assert 0 < sum(line.endswith("refused") for line in outcomes) < DAMAGES
+
+
+def test_a_good_index_of_any_history_passes(tmp_path, open_shelf):
+    """The check must not take what LMDB does for damage: trees that grow, shrink, and are empty again."""
+    shelf = open_shelf(capacity_bytes=24 * MIB, page_bytes=4 * KIB)
+    for round_ in range(6):
+        shelf.save([4 * KIB, 9000, 20 * KIB] * 60, chained=round_ % 2 == 0)
+        records = [record for record, _ in shelf.saved.values()]
+        shelf.remove(records if round_ == 3 else records[round_ % 3 :: 2])
+        shutil.copy(shelf.path / "index.lmdb", tmp_path / "index.lmdb")
+        check_index(tmp_path / "index.lmdb").check_payloads()
+    shelf.remove([record for record, _ in shelf.saved.values()])
+    shutil.copy(shelf.path / "index.lmdb", tmp_path / "index.lmdb")
+    check_index(tmp_path / "index.lmdb").check_payloads()
+
+
+def test_a_free_list_that_names_a_page_in_use_is_damage(copy):
+    """LMDB would give that page away, and overwrite what is in it."""
+    index = copy / "index.lmdb"
+    with lmdb.open(str(index), subdir=False, map_size=4 * MIB, max_dbs=6) as env, env.begin() as txn:
+        root = txn.get(b"facts")[40:48]
+        transaction = env.info()["last_txnid"]
+    data = bytearray(index.read_bytes())
+    meta = PAGE * (int.from_bytes(data[PAGE + 144 : PAGE + 152], "little") == transaction)
+    leaf = PAGE * int.from_bytes(data[meta + 80 : meta + 88], "little")
+    node = leaf + int.from_bytes(data[leaf + 16 : leaf + 18], "little")
+    first = node + 8 + 8 + 8  # the list's largest number, behind the node's head, its key, and the count
+    assert int.from_bytes(data[first - 8 : first], "little") > 0
+    data[first : first + 8] = root
+    index.write_bytes(data)
+    with pytest.raises(DamagedIndexError, match=r"used twice|out of order"):
+        check_index(index)
+
+
+def test_a_damaged_payload_page_in_a_large_index_stops_writing_and_nothing_else(
+    open_shelf, monkeypatch, caplog
+):
+    """Its head says how many pages a removal frees. Where it is found beside lookups, they go on."""
+    from tierstore.tiers.disk import opening
+
+    shelf = open_shelf()
+    records = shelf.save([9000] * 8)
+    shelf.tier.close()
+    index = shelf.path / "index.lmdb"
+    data = bytearray(index.read_bytes())
+    at = data.index(shelf.saved[records[3].serial][1][:4000]) - 16
+    data[at + 12 : at + 16] = (1000).to_bytes(4, "little")
+    index.write_bytes(data)
+    with pytest.raises(DamagedIndexError, match="not what was written"):
+        DiskTier.open(shelf.path, **shelf.options)
+    monkeypatch.setattr(opening, "_QUICKLY_SCANNED", 0)
+    shelf.tier = DiskTier.open(shelf.path, **shelf.options)
+    assert not shelf.tier.wait_scanned(10)
+    assert shelf.tier.page_table is None
+    assert "tierstore fsck --repair" in caplog.text
+    shelf.verify()

@@ -1,0 +1,317 @@
+"""The protocol between a store and what is below HBM: one set of verbs, in this process or in a daemon.
+
+A :class:`Backend` finds pages, says where their bytes are, and takes new ones. A store asks it for everything
+that its own HBM pages do not answer, and copies the bytes itself: the backend never touches an engine's
+memory.
+
+::
+
+    load    find ─▶ Lease ─▶ locate ─▶ Located.addresses ─▶ (the store copies) ─▶ Located.release, release
+    save    reserve ─▶ Reservation.addresses ─▶ (the store copies) ─▶ commit
+
+Each verb may be called from any thread and returns at once. What takes time is a
+:class:`~tierstore.transfer.Transfer`: the result is there already when nothing had to be waited for, and a
+result that is short, empty or None is how a miss looks, be the backend full, slow, broken or away. Nothing
+raises but :class:`~tierstore.errors.UsageError` and :class:`~tierstore.errors.StoreClosedError`.
+
+There are two: :class:`tierstore.core.backend.LocalBackend` decides,
+:class:`tierstore.client.backend.RemoteBackend` asks a daemon, which is a server over a ``LocalBackend``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tierstore.errors import UsageError
+from tierstore.hints import Hint, checked_session
+from tierstore.keys import TOKEN_BYTES, Identity, PageKey
+from tierstore.memory import Memory
+from tierstore.stats import StoreStats
+from tierstore.transfer import Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHandle:
+    """``owner``, a backend or one session of it, remembers the first ``chunks`` chunks of a prompt under
+    ``number``: they need not be said again."""
+
+    owner: object
+    number: int
+    chunks: int
+
+
+@dataclass(slots=True, eq=False)
+class KnownPrompt:
+    """A prompt asked about earlier; ``data`` may go on behind its last key. ``handle`` is the backend's,
+    replaced in one piece."""
+
+    bucket: bytes
+    data: bytes
+    keys: list[PageKey]
+    handle: PrefixHandle | None = None
+
+
+@dataclass(slots=True)
+class LookupRequest:
+    """A prompt as it was when somebody asked: it may grow meanwhile. Its tokens are the first ``nbytes`` of
+    ``data`` (copying a long prompt costs more than matching it), ``keys`` are those of its full chunks. The
+    first ``common`` chunks are also those of ``known``."""
+
+    identity: Identity
+    chunk_tokens: int
+    data: bytes
+    nbytes: int
+    keys: list[PageKey]
+    known: KnownPrompt | None = None
+    common: int = 0
+
+    @property
+    def width(self) -> int:
+        return self.chunk_tokens * TOKEN_BYTES
+
+    @property
+    def num_tokens(self) -> int:
+        return self.nbytes // TOKEN_BYTES
+
+    @property
+    def num_chunks(self) -> int:
+        """The partial tail included."""
+        return -(-self.nbytes // self.width)
+
+    def tokens_from(self, chunk: int) -> bytes:
+        """Token bytes from a chunk on."""
+        return self.data[chunk * self.width : self.nbytes]
+
+    def chunk(self, index: int) -> bytes:
+        """Token bytes of a chunk; the last one may be the partial tail."""
+        return self.data[index * self.width : min((index + 1) * self.width, self.nbytes)]
+
+    def cut(self, tokens: int) -> LookupRequest:
+        """The first ``tokens`` of it."""
+        if tokens >= self.num_tokens:
+            return self
+        chunks = tokens // self.chunk_tokens
+        return LookupRequest(
+            self.identity,
+            self.chunk_tokens,
+            self.data,
+            tokens * TOKEN_BYTES,
+            self.keys[:chunks],
+            self.known,
+            min(self.common, chunks),
+        )
+
+    def handle_of(self, owner: object, chunks: int | None = None) -> PrefixHandle | None:
+        """The handle that ``owner`` gave for a prefix of this prompt, for at most ``chunks`` chunks (None: as
+        many as it has)."""
+        handle = self.known.handle if self.known is not None else None
+        if handle is None or handle.owner is not owner:
+            return None
+        count = min(self.common, handle.chunks, len(self.keys) if chunks is None else chunks)
+        return PrefixHandle(owner, handle.number, count) if count > 0 else None
+
+    def forget_handle(self) -> None:
+        """The backend does not remember it any more."""
+        if self.known is not None:
+            self.known.handle = None
+
+
+@dataclass(frozen=True, slots=True)
+class SaveHints:
+    """What a caller says with a save: what it knows of the pages' future, and the conversation they belong
+    to. Raises :class:`UsageError` for a session's name that is none."""
+
+    hint: Hint | None = None
+    session: str | None = None
+
+    def __post_init__(self) -> None:
+        checked_session(self.session)
+        if self.hint is not None and not isinstance(self.hint, Hint):
+            raise UsageError(f"hint is a tierstore.Hint, not {type(self.hint).__name__}")
+
+    def __bool__(self) -> bool:
+        return self.hint is not None or self.session is not None
+
+
+NO_HINTS = SaveHints()
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """The backend holds the first ``pages`` pages of a prompt (``tokens`` tokens) until ``ends`` on the
+    store's clock, or until :meth:`Backend.release`. ``runs`` are their tiers: (``host`` or ``disk``, pages),
+    in prefix order. ``handle`` may stand for them in later requests. One with no tokens holds nothing."""
+
+    number: int
+    tokens: int
+    pages: int
+    runs: Sequence[tuple[str, int]]
+    ends: float
+    handle: PrefixHandle | None = None
+
+    def run_at(self, position: int) -> tuple[str, int]:
+        """The tier of a page, and how many pages from it on are in that tier."""
+        end = 0
+        for tier, count in self.runs:
+            end += count
+            if position < end:
+                return tier, end - position
+        return "disk", 1
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """An identity that pages are kept under, and what they look like. In a daemon the identity has the tenant
+    that the client's key stands for."""
+
+    identity: Identity
+    page_bytes: int
+    chunk_tokens: int
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(slots=True, eq=False)
+class Located:
+    """Leading pages of those asked for: their bytes are at ``addresses``, and stay there until ``ends`` on
+    the store's clock or until ``release()``, whichever is first (``ends`` is infinite where nothing but the
+    release ends it). Bytes that were copied after ``ends`` must not be used. Where ``checksums`` are given
+    (XXH3-64 of each), the bytes have come from another host and are to be compared with them."""
+
+    addresses: Sequence[int]
+    ends: float = math.inf
+    checksums: Sequence[int] | None = None
+    release: Callable[[], None] = _nothing
+    renew: Callable[[Callable[[float], None]], None] | None = None
+    """Ask for a later end; the callback is told it (the old one when there is none). None where ``ends`` is
+    infinite or past renewing."""
+    memory: Memory | Sequence[memoryview] | None = None  # keeps it mapped
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """Room for pages that a store writes. ``positions`` (from the first page asked for on, counted as 0) are
+    to be written: to ``addresses``, or by :meth:`Backend.write` where those are None. Pages that are there
+    already, or find no room, are not among them. ``stored_tokens`` will be stored when all of it is
+    committed.
+
+    A reservation is never taken back while its store lives: it ends with ``commit`` or ``abort``."""
+
+    number: int
+    positions: Sequence[int]
+    addresses: Sequence[int] | None
+    stored_tokens: int
+    handle: PrefixHandle | None = None
+    owner: object = None
+    memory: Memory | None = None  # keeps it mapped
+    usable: Callable[[], bool] = field(default=lambda: True)
+    """Whether pages may still be written: not when the daemon has gone."""
+
+
+class Backend(Protocol):
+    """What is below HBM, for one store. All pages of a store have ``page_bytes`` bytes."""
+
+    page_bytes: int
+
+    @property
+    def lease_s(self) -> float:
+        """How long a lookup holds its pages."""
+
+    @property
+    def reserve_bytes(self) -> int:
+        """How much the store may hold in reservations at once; 0 while nothing can be saved."""
+
+    # -- reading -------------------------------------------------------------------------------------
+
+    def find(
+        self, request: LookupRequest, *, patience_s: float, caller_receives: bool = False
+    ) -> Transfer[Lease | None]:
+        """The longest held prefix of a prompt, under a lease; None when there was no answer in ``patience_s``
+        seconds. ``caller_receives``: this thread waits for the answer at once."""
+
+    def window_pages(self, lease: Lease, first: int) -> int:
+        """How many pages from ``first`` on are best located at a time."""
+
+    def locate(
+        self, lease: Lease, first: int, count: int, *, wait_s: float | None
+    ) -> Transfer[Located | None]:
+        """Bring pages ``first … first + count`` of a lease into host memory and say where they are: the
+        leading ones that are there in ``wait_s`` seconds. Each result that is not None has to be released."""
+
+    def prefetch(self, lease: Lease, *, wait_s: float | None) -> Transfer[int]:
+        """Bring all pages of a lease into host memory and hold them there under it. The leading pages that
+        are there in ``wait_s`` seconds."""
+
+    def holds(self, lease: Lease) -> bool:
+        """Whether the lease has not ended."""
+
+    def release(self, lease: Lease) -> None:
+        """The lease is not needed any more. Once, for each."""
+
+    # -- writing -------------------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        request: LookupRequest,
+        first: int,
+        count: int,
+        *,
+        hints: SaveHints = NO_HINTS,
+        handle: PrefixHandle | None = None,
+    ) -> Transfer[Reservation | None]:
+        """Room for chunks ``first … first + count`` of a prompt, its partial tail included. ``count`` may be
+        0, for the sake of ``hints``. ``handle`` is one that an earlier reservation of this very prompt
+        gave."""
+
+    def write(self, reservation: Reservation, first: int, frames: Sequence[memoryview]) -> Transfer[bool]:
+        """Send the pages of positions ``first …`` of a reservation without addresses. False when they were
+        not received. ``frames`` may not change until then, or the pages are not stored."""
+
+    def commit(self, reservation: Reservation, checksums: dict[int, int]) -> Transfer[int]:
+        """The pages at these positions are complete, each with its XXH3-64; the others are given up. Ends the
+        reservation. How many are stored."""
+
+    def abort(self, reservation: Reservation) -> None:
+        """Give a reservation up."""
+
+    # -- keeping, dropping, seeing -------------------------------------------------------------------
+
+    def pin(self, request: LookupRequest, *, undo: bool = False) -> Transfer[int]:
+        """Keep the held whole chunks of a prompt until the same is undone; their tokens."""
+
+    def evict(self, tier: str, pages: int | None) -> int:
+        """Let up to ``pages`` pages (None: all that may) leave ``tier``. Blocks. How many left."""
+
+    def finish(self, session: str) -> int | None:
+        """A session is over: what only it has used leaves first. How many pages; None without an answer."""
+
+    def flush(self, timeout: float | None) -> bool:
+        """Wait until all that was committed is on disk, or given up; False when ``timeout`` seconds pass."""
+
+    def stats(self) -> StoreStats:
+        """A snapshot. ``counters`` and ``open_hits`` are about this backend's client only where others have
+        it too."""
+
+    def check(self) -> None:
+        """Assert that everything that is counted twice agrees."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether it is there, and answers."""
+
+    def wait_connected(self, timeout: float | None) -> bool:
+        """Wait until it answers; False when ``timeout`` seconds pass first."""
+
+    def wait_ready(self, timeout: float) -> None:
+        """Wait until the backend is as fast as it gets."""
+
+    def introduce(self, identity: Identity, chunk_tokens: int) -> None:
+        """Have an identity known before its first prompt is asked for."""
+
+    def close(self) -> None:
+        """Finish what is under way and give everything back. Idempotent."""

@@ -1,0 +1,128 @@
+"""A connection's hold on a daemon's arena: the mapping (see ``mapping.py``), and the unix socket that is its
+sign of life.
+
+The socket is opened once, hands over the arena's file descriptor and a token, and stays open for as long as
+the process wants the daemon to think that it lives. All messages go over it (:attr:`Arena.line`). That the
+daemon has closed its end means that it is gone. The mapping outlives it: whoever is copying from it under a
+lease may finish (it has its own reference), because nobody is left to overwrite what it reads.
+
+A forked child has both, too, and would keep its dead parent's session alive. So it closes the socket, without
+shutting the connection down, which is the parent's.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+from tierstore.client.mapping import Mapping, map_arena
+from tierstore.errors import StoreUnavailableError, UsageError
+from tierstore.memory import Memory
+from tierstore.tiers.device import Device
+from tierstore.tiers.pinned import Pinned
+from tierstore.wire.framing import Line
+from tierstore.wire.local_address import require_own_directory, require_own_peer
+from tierstore.wire.messages import ARENA_HEADER, ARENA_MAGIC
+
+_SEND_BYTES = 1 << 20  # takes a prompt of 100K tokens at once, where the system permits
+
+_open_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
+
+
+class ArenaSocket:
+    """A connection to ``PATH.arena`` on which the header has not come yet."""
+
+    def __init__(self, path: str) -> None:
+        """Raises :class:`OSError` when nobody listens there, :class:`StoreUnavailableError` when another user
+        may do."""
+        require_own_directory(Path(path))
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)  # not inherited on exec
+        try:
+            self._socket.setblocking(False)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
+            self._socket.connect(path)
+            require_own_peer(self._socket, path)
+        except (OSError, StoreUnavailableError):
+            self._socket.close()
+            raise
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def receive(self) -> Arena:
+        """Map the arena; the header has come. Raises :class:`StoreUnavailableError` for anything that is not
+        the header of a daemon of this version, and closes the connection then."""
+        fds: list[int] = []
+        try:
+            header, fds, _, _ = socket.recv_fds(
+                self._socket, ARENA_HEADER.size, 1, flags=socket.MSG_CMSG_CLOEXEC
+            )
+            if len(header) != ARENA_HEADER.size or len(fds) != 1:
+                raise StoreUnavailableError("the daemon's arena socket did not hand over an arena")
+            magic, nbytes, token = ARENA_HEADER.unpack(header)
+            if magic != ARENA_MAGIC:
+                raise StoreUnavailableError("the daemon's arena socket speaks another version")
+            mapping = map_arena(fds[0], nbytes)
+        except (OSError, UsageError) as error:
+            self.close(fds)
+            raise StoreUnavailableError(f"cannot map the daemon's arena: {error}") from error
+        except StoreUnavailableError:
+            self.close(fds)
+            raise
+        return Arena(self._socket, mapping, token)
+
+    def close(self, fds: list[int] | None = None) -> None:
+        self._socket.close()
+        for fd in fds or ():
+            os.close(fd)
+
+
+class Arena:
+    """A daemon's arena, mapped as ``memory`` (None once closed). ``token`` is what to say in ``Hello``, over
+    ``line``."""
+
+    def __init__(self, connection: socket.socket, mapping: Mapping, token: bytes) -> None:
+        self.token = token
+        self.line = Line(connection)
+        self._socket = connection
+        self._mapping: Mapping | None = mapping
+        _open_arenas.add(self)
+
+    @property
+    def memory(self) -> Memory | None:
+        mapping = self._mapping
+        return mapping.memory if mapping is not None else None
+
+    def wait_populated(self) -> None:
+        """Block until copies are as fast as they get."""
+        mapping = self._mapping
+        if mapping is not None:
+            mapping.wait_populated()
+
+    def pin(self, device: Device, refused: Callable[[], None]) -> Pinned:
+        """See :meth:`Mapping.pin`. Not for one that is closed."""
+        assert self._mapping is not None, "the arena is closed"
+        return self._mapping.pin(device, refused)
+
+    def close(self) -> None:
+        """Tell the daemon, by hanging up, that nothing of this connection's is in use any more."""
+        self._socket.close()
+        mapping, self._mapping = self._mapping, None
+        if mapping is not None:
+            mapping.let_go()
+
+    def forget_in_child(self) -> None:
+        """Close what a fork has copied."""
+        self._socket.close()
+        self._mapping = None
+
+
+def _forget_in_child() -> None:
+    for arena in list(_open_arenas):
+        arena.forget_in_child()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

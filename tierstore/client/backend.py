@@ -1,0 +1,519 @@
+"""What is below HBM, in a daemon: each verb of :class:`~tierstore.backend.Backend` is a message or two.
+
+Bytes are in no message on the same host: the daemon says at which offsets of its arena they are, and this
+process has mapped that. To and from another host they are frames behind a message.
+
+**Reading under a lease.** A lease ends ``lease_s`` after the daemon gave it; this side counts from when it
+*asked*, so its own end is the earlier one. After copying, a store looks at its clock: before the end the
+bytes are those that were promised, after it they are not used. Nothing has to be asked or shared for that.
+
+**When the daemon is away** every verb ends at once, with a miss. Requests are not repeated: a lookup is asked
+again by the engine soon enough, and a save that may or may not have been committed is found, or saved again,
+by the next one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from tierstore import memory
+from tierstore.backend import (
+    NO_HINTS,
+    Lease,
+    Located,
+    LookupRequest,
+    PrefixHandle,
+    Registration,
+    Reservation,
+    SaveHints,
+)
+from tierstore.client.call import numbers
+from tierstore.client.connection import Connection
+from tierstore.client.handshake import Address, Session
+from tierstore.curve import CurveStats
+from tierstore.index import Tier
+from tierstore.keys import Identity
+from tierstore.stats import StoreStats
+from tierstore.tiers.pinned import Pin
+from tierstore.transfer import Transfer, TransferState
+from tierstore.wire import messages
+
+R = TypeVar("R")
+
+_WAIT_SHARE = 0.8  # of a lookup's time, that the daemon may take
+_WINDOW_PAGES = 4096  # of those in the daemon's arena
+_DISK_BYTES = 16 << 20
+_FETCH_BYTES = messages.MAX_FETCH_BYTES // 2  # the daemon bounds what is on its way to one client
+_WAIT_S = 10.0  # how long the daemon is asked to try, where there is no deadline
+_WRITE_S = 1.0
+_EVICT_S = 5.0
+_FLUSH_STEP_S = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class RemoteLease(Lease):
+    """Given back when it has been released and nothing is being copied under it. ``request`` is what was
+    found of the prompt. Guarded by the backend's lock, except what never changes."""
+
+    session: Session | None = None
+    request: LookupRequest | None = None
+    copies: int = field(default=0)
+    released: bool = False
+
+
+class RemoteBackend:
+    """A daemon's, over one connection. Thread-safe. ``patience_s`` is the longest that a verb without a
+    deadline of its own waits for an answer; ``reach`` is :meth:`~tierstore.tiers.pinned.Reach.share` of the
+    device that pages of the arena are copied to; ``clock`` is compared with the ends of leases."""
+
+    def __init__(
+        self,
+        address: Address,
+        registration: Registration,
+        *,
+        patience_s: float,
+        reach: Callable[[Pin], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.page_bytes = registration.page_bytes
+        self.connection = Connection(address, [registration], patience_s=patience_s, reach=reach)
+        self._patience_s = patience_s
+        self._clock = clock
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        session = self.connection.session
+        where = f"session {session.number}" if session is not None else "away"
+        return f"RemoteBackend({self.connection.address.url}, {where})"
+
+    @property
+    def lease_s(self) -> float:
+        session = self.connection.session
+        return session.lease_s if session is not None else 60.0
+
+    @property
+    def reserve_bytes(self) -> int:
+        session = self.connection.session
+        return session.reserve_bytes if session is not None else 0
+
+    # -- identities and prompts ----------------------------------------------------------------------
+
+    def introduce(self, identity: Identity, chunk_tokens: int) -> None:
+        registering = self._registering(identity, chunk_tokens)
+        if registering is not None:
+            registering.wait()
+
+    def _registering(self, identity: Identity, chunk_tokens: int) -> Transfer[None] | None:
+        """What has to end before a prompt of this identity can be spoken of; None in nearly all cases."""
+        session = self.connection.session
+        if session is None or identity.digest in session.identities:
+            return None
+        return self.connection.register(session, Registration(identity, self.page_bytes, chunk_tokens))
+
+    def _session_for(self, request: LookupRequest) -> Session | None:
+        """The session, if there is one that knows the prompt's identity."""
+        session = self.connection.session
+        if session is None or request.identity.digest not in session.identities:
+            return None
+        return session
+
+    # -- finding -------------------------------------------------------------------------------------
+
+    def find(
+        self, request: LookupRequest, *, patience_s: float, caller_receives: bool = False
+    ) -> Transfer[Lease | None]:
+        registering = self._registering(request.identity, request.chunk_tokens)
+        if registering is None:
+            return self._find(request, patience_s, caller_receives)
+        ends = time.monotonic() + patience_s
+        found: Transfer[Lease | None] | None = None
+
+        def settle(state: TransferState) -> Lease | None:
+            if found is None:
+                return None
+            if state is TransferState.DONE or not found.cancel():
+                lease = found.wait()
+                if state is TransferState.DONE:
+                    return lease
+                if lease is not None:
+                    self.release(lease)
+            return None
+
+        both: Transfer[Lease | None] = Transfer(settle, pages=0, nbytes=0, deadline_s=patience_s)
+
+        def ask() -> None:
+            nonlocal found
+            left = ends - time.monotonic()
+            if left <= 0 or both.stopped:
+                both.finish()
+                return
+            found = self._find(request, left, caller_receives=False)
+            found.on_end(both.finish)
+
+        registering.on_end(ask)
+        return both
+
+    def _find(
+        self, request: LookupRequest, patience_s: float, caller_receives: bool
+    ) -> Transfer[Lease | None]:
+        session = self._session_for(request)
+        if session is None or patience_s <= 0:
+            return Transfer.completed(None)
+        wait_s = min(
+            patience_s * _WAIT_SHARE, messages.MOST_WAIT_S
+        )  # the daemon's waiting is within our patience, not on top of it
+        at = self._clock()
+
+        def message() -> messages.Lookup:
+            handle = request.handle_of(session)
+            return messages.Lookup(0, _part(session, request, handle), request.num_tokens, wait_s)
+
+        def whole() -> messages.Lookup:
+            request.forget_handle()
+            return message()
+
+        def leased(found: messages.Found | None, _: object) -> Lease | None:
+            return self._leased(session, request, found, at)
+
+        return self.connection.call(
+            session,
+            message(),
+            messages.Found,
+            leased,
+            patience_s=patience_s,
+            otherwise=whole,
+            caller_receives=caller_receives,
+        )
+
+    def _leased(
+        self, session: Session, request: LookupRequest, found: messages.Found | None, at: float
+    ) -> Lease | None:
+        if found is None:
+            return None
+        pages = -(-found.tokens // request.chunk_tokens)
+        sound = 0 <= found.tokens <= request.num_tokens and sum(count for _, count in found.tiers) == pages
+        handle = PrefixHandle(session, found.path, found.known) if found.path and found.known > 0 else None
+        if not found.lease or not found.tokens or not sound:
+            if found.lease:
+                self.connection.release(session, found.lease)
+            return Lease(0, 0, 0, (), 0.0, handle)
+        return RemoteLease(
+            found.lease,
+            found.tokens,
+            pages,
+            found.tiers,
+            at + session.lease_s,
+            handle,
+            session,
+            request,
+        )
+
+    def holds(self, lease: Lease) -> bool:
+        session = _session_of(lease)
+        return session is not None and session.current and self._clock() < lease.ends
+
+    def release(self, lease: Lease) -> None:
+        with self._lock:
+            if not isinstance(lease, RemoteLease) or lease.released:
+                return
+            lease.released = True
+            unused = not lease.copies
+        if unused:
+            self._give_back(lease)
+
+    def _give_back(self, lease: RemoteLease) -> None:
+        if lease.session is not None:
+            self.connection.release(lease.session, lease.number)
+
+    def _renew(self, lease: RemoteLease, then: Callable[[float], None]) -> None:
+        """Exchange a lease for one that ends later, if the daemon gives one; ``then`` is told the end."""
+        request = lease.request
+        assert request is not None, "a lease is on what was found of a prompt"
+        found = self._find(request.cut(lease.tokens), self._patience_s, caller_receives=False)
+
+        def adopt() -> None:
+            newer = found.wait()
+            if isinstance(newer, RemoteLease):
+                with self._lock:
+                    if newer.tokens >= lease.tokens and lease.copies:
+                        lease.number, newer.number = newer.number, lease.number
+                        lease.session, newer.session = newer.session, lease.session
+                        lease.ends = newer.ends
+                self._give_back(newer)
+            then(lease.ends)
+
+        found.on_end(adopt)
+
+    # -- bringing ------------------------------------------------------------------------------------
+
+    def window_pages(self, lease: Lease, first: int) -> int:
+        session = _session_of(lease)
+        if session is not None and session.arena is None:
+            return max(_FETCH_BYTES // self.page_bytes, 1)
+        tier, run = lease.run_at(first)
+        if tier == Tier.DISK.label:
+            return min(run, max(_DISK_BYTES // self.page_bytes, 1))
+        return min(run, _WINDOW_PAGES)
+
+    def locate(
+        self, lease: Lease, first: int, count: int, *, wait_s: float | None
+    ) -> Transfer[Located | None]:
+        assert isinstance(lease, RemoteLease), "the lease is of another backend"
+        wait_s = _WAIT_S if wait_s is None else min(wait_s, messages.MOST_WAIT_S)
+        session = lease.session
+        if session is None:
+            return Transfer.completed(None)
+        if session.arena is None:
+
+            def fetched(answer: messages.Fetched | None, frames: Sequence[memoryview]) -> Located | None:
+                return self._fetched(answer, frames, count)
+
+            fetch = messages.Fetch(0, lease.number, first, count, wait_s)
+            return self.connection.call(session, fetch, messages.Fetched, fetched, wait_s=wait_s)
+
+        def located(answer: messages.Located | None, _: object) -> Located | None:
+            return self._located(lease, session, answer, count)
+
+        load = messages.Load(0, lease.number, first, count, wait_s)
+        return self.connection.call(session, load, messages.Located, located, wait_s=wait_s)
+
+    def _located(
+        self, lease: RemoteLease, session: Session, answer: messages.Located | None, count: int
+    ) -> Located | None:
+        mapped = session.arena.memory if session.arena is not None else None
+        if answer is None or mapped is None:
+            return None
+        offsets = numbers(answer.offsets, "<u8")[:count]
+        # A wrong offset must not become a wrong address.
+        good = int(np.argmin(np.append(offsets <= mapped.nbytes - self.page_bytes, False)))
+        if not good:
+            return None
+        with self._lock:
+            lease.copies += 1
+        addresses = [mapped.address + offset for offset in offsets[:good].tolist()]
+
+        def renew(then: Callable[[float], None]) -> None:
+            self._renew(lease, then)
+
+        def copied() -> None:
+            with self._lock:
+                lease.copies -= 1
+                unused = lease.released and not lease.copies
+            if unused:
+                self._give_back(lease)
+
+        return Located(addresses, lease.ends, release=copied, renew=renew, memory=mapped)
+
+    def _fetched(
+        self, answer: messages.Fetched | None, frames: Sequence[memoryview], count: int
+    ) -> Located | None:
+        pages = [frame for frame in frames[:count] if frame.nbytes == self.page_bytes]
+        checksums = numbers(answer.checksums if answer is not None else b"", "<u8").tolist()
+        good = min(len(pages), len(checksums))
+        if not good:
+            return None
+        addresses = [memory.address_of(frame, writable=False) for frame in pages[:good]]
+        return Located(addresses, checksums=checksums[:good], memory=pages)
+
+    def prefetch(self, lease: Lease, *, wait_s: float | None) -> Transfer[int]:
+        session = _session_of(lease)
+        if session is None:
+            return Transfer.completed(0)
+        wait_s = _WAIT_S if wait_s is None else min(wait_s, messages.MOST_WAIT_S)
+        message = messages.Prefetch(0, lease.number, wait_s)
+        return self.connection.call(session, message, messages.Prefetched, _pages, wait_s=wait_s)
+
+    # -- writing -------------------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        request: LookupRequest,
+        first: int,
+        count: int,
+        *,
+        hints: SaveHints = NO_HINTS,
+        handle: PrefixHandle | None = None,
+    ) -> Transfer[Reservation | None]:
+        session = self._session_for(request)
+        if session is None:
+            return Transfer.completed(None)
+        hint = hints.hint
+        part = None
+        if hint is not None:
+            ttl_s = (
+                None if hint.ttl_s is None else float(hint.ttl_s)
+            )  # a message has no room for an int of any size
+            part = messages.HintPart(ttl_s, hint.reuse, hint.priority)
+
+        def message(handle: PrefixHandle | None) -> messages.Reserve:
+            # What is to be saved is spelled out, even where it begins like something the daemon knows.
+            if handle is None or handle.owner is not session:
+                handle = request.handle_of(session, first)
+            elif handle.chunks > first:
+                handle = replace(handle, chunks=first)
+            prompt = _part(session, request, handle)
+            return messages.Reserve(0, prompt, first, count, part, hints.session or "")
+
+        def whole() -> messages.Reserve:
+            request.forget_handle()
+            return message(None)
+
+        def reserved(answer: messages.Reserved | None, _: object) -> Reservation | None:
+            return self._reserved(session, answer, count)
+
+        return self.connection.call(session, message(handle), messages.Reserved, reserved, otherwise=whole)
+
+    def _reserved(self, session: Session, answer: messages.Reserved | None, count: int) -> Reservation | None:
+        if answer is None:
+            return None
+        positions = numbers(answer.positions, "<u4").tolist()
+        offsets = numbers(answer.offsets, "<u8").tolist()
+        mapped = session.arena.memory if session.arena is not None else None
+        sound = (
+            len(set(positions)) == len(positions) == len(offsets)
+            and bool(positions) == bool(answer.reservation)
+            and all(position < count for position in positions)
+        )
+        if session.arena is not None:
+            limit = mapped.nbytes - self.page_bytes if mapped is not None else -1
+            sound = sound and all(offset <= limit for offset in offsets)
+        if not sound:  # writing there could harm somebody
+            if answer.reservation:
+                self.connection.abort(session, answer.reservation)
+            return None
+        handle = (
+            PrefixHandle(session, answer.path, answer.known) if answer.path and answer.known > 0 else None
+        )
+        addresses = [mapped.address + offset for offset in offsets] if mapped is not None else None
+
+        def usable() -> bool:
+            return session.current if session.arena is None else session.arena.memory is not None
+
+        return Reservation(
+            answer.reservation,
+            positions,
+            addresses,
+            answer.stored_tokens,
+            handle,
+            session,
+            mapped,
+            usable,
+        )
+
+    def write(self, reservation: Reservation, first: int, frames: Sequence[memoryview]) -> Transfer[bool]:
+        session = reservation.owner
+        assert isinstance(session, Session), "the reservation is of another backend"
+
+        def written(answer: messages.Written | None, _: object) -> bool:
+            return answer is not None
+
+        message = messages.Write(0, reservation.number, first)
+        return self.connection.call(
+            session, message, messages.Written, written, wait_s=_WRITE_S, frames=frames
+        )
+
+    def commit(self, reservation: Reservation, checksums: dict[int, int]) -> Transfer[int]:
+        session = reservation.owner
+        assert isinstance(session, Session), "the reservation is of another backend"
+        done = np.array(list(checksums), "<u4").tobytes()
+        hashes = np.array(list(checksums.values()), "<u8").tobytes()
+        message = messages.Commit(0, reservation.number, done, hashes)
+        return self.connection.call(session, message, messages.Committed, _pages)
+
+    def abort(self, reservation: Reservation) -> None:
+        if reservation.number and isinstance(reservation.owner, Session):
+            self.connection.abort(reservation.owner, reservation.number)
+
+    # -- keeping, dropping, seeing -------------------------------------------------------------------
+
+    def pin(self, request: LookupRequest, *, undo: bool = False) -> Transfer[int]:
+        self.introduce(request.identity, request.chunk_tokens)
+        session = self._session_for(request)
+        if session is None:
+            return Transfer.completed(0)
+
+        def tokens(answer: messages.Pinned | None, _: object) -> int:
+            return answer.tokens if answer is not None else 0
+
+        message = messages.Pin(0, _part(session, request, None), undo)
+        return self.connection.call(session, message, messages.Pinned, tokens)
+
+    def evict(self, tier: str, pages: int | None) -> int:
+        message = messages.Evict(0, tier, -1 if pages is None else pages)
+        answer = self.connection.ask(message, messages.Evicted, wait_s=_EVICT_S)
+        return answer.pages if answer is not None else 0
+
+    def finish(self, session: str) -> int | None:
+        answer = self.connection.ask(messages.Finish(0, session), messages.Finished)
+        return answer.pages if answer is not None else None
+
+    def flush(self, timeout: float | None) -> bool:
+        ends = None if timeout is None else time.monotonic() + timeout
+        while True:
+            left = _FLUSH_STEP_S if ends is None else min(ends - time.monotonic(), _FLUSH_STEP_S)
+            left = max(left, 0.0)
+            answer = self.connection.ask(messages.Flush(0, left), messages.Flushed, wait_s=left)
+            if answer is None or answer.done or (ends is not None and time.monotonic() >= ends):
+                return answer is not None and answer.done
+
+    def stats(self) -> StoreStats:
+        """The daemon's tiers; the counters are this connection's."""
+        counters: dict[str, Any] = {"connection": asdict(self.connection.counters)}
+        answer = self.connection.ask(messages.Stats(0), messages.StatsAnswer)
+        below = msgspec.json.decode(answer.json, type=_DaemonStats).store if answer is not None else None
+        if below is None:
+            away = "the daemon is away" if answer is None else ""
+            return StoreStats({}, 0, 0, 0, 0, 0, False, {}, away, 0, counters, CurveStats())
+        tiers = {name: tier for name, tier in below.tiers.items() if name != Tier.HBM.label}
+        return replace(below, tiers=tiers, key_collisions=0, open_hits=0, failed_tasks=0, counters=counters)
+
+    def check(self) -> None:
+        """What the daemon counts, it checks itself."""
+
+    @property
+    def connected(self) -> bool:
+        return self.connection.session is not None
+
+    def wait_connected(self, timeout: float | None) -> bool:
+        return self.connection.wait_connected(timeout)
+
+    def wait_ready(self, timeout: float) -> None:
+        if self.connection.wait_connected(timeout):
+            session = self.connection.session
+            if session is not None and session.arena is not None:
+                session.arena.wait_populated()
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+class _DaemonStats(msgspec.Struct):
+    """As much of what a daemon says of itself as is of interest here."""
+
+    store: StoreStats | None = None  # not told to a client with a tenant
+
+
+def _pages(answer: messages.Prefetched | messages.Committed | None, _: object) -> int:
+    return answer.pages if answer is not None else 0
+
+
+def _session_of(lease: Lease) -> Session | None:
+    return lease.session if isinstance(lease, RemoteLease) else None
+
+
+def _part(session: Session, request: LookupRequest, handle: PrefixHandle | None) -> messages.PromptPart:
+    """A prompt as a message describes it: by reference to what the session remembers, the rest in full."""
+    identity = session.identities[request.identity.digest]
+    if handle is None or not handle.chunks:
+        return messages.PromptPart(identity, b"".join(request.keys), request.tokens_from(0))
+    keys = b"".join(request.keys[handle.chunks :])
+    return messages.PromptPart(
+        identity, keys, request.tokens_from(handle.chunks), handle.number, handle.chunks
+    )

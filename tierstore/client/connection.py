@@ -1,0 +1,209 @@
+"""The client's connection: a wire to the daemon, a thread that looks after it, requests from any thread.
+
+The thread sleeps until there is something to receive, or a deadline: an idle connection costs nothing (over
+TCP: one ping a second). It is always in one of two states. *Away*: it tries to open a session,
+with pauses that grow from 50 ms to 0.4 s, and every request ends at once without an answer. *In a
+session*: requests are sent as they come, and end with their answer, with their deadline, or all together in
+the moment the daemon goes. Nothing is ever sent a second time in another session: what a request refers to
+(leases, reservations, paths) belongs to one.
+
+A daemon that hangs would make every request wait for its whole deadline. So after one that was not answered
+in time the session is *silent*: the daemon is pinged, and until anything comes back, requests end at once.
+
+A forked child does not have the thread: the store refuses to be used there (``Store``).
+Processes made by ``spawn`` or ``exec`` share nothing and connect for themselves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import zmq
+
+from tierstore.backend import Registration
+from tierstore.client.call import Call
+from tierstore.client.channel import ConnectionCounters, Serving
+from tierstore.client.handshake import Address, Greeting, Session, registering
+from tierstore.tiers.pinned import Pin
+from tierstore.transfer import Transfer
+from tierstore.wire import messages
+from tierstore.wire.messages import Message
+
+_log = logging.getLogger(__name__)
+
+_PAUSES_S = (0.05, 0.1, 0.2, 0.4)  # a daemon that is back has its clients within a second
+
+A = TypeVar("A", bound=Message)
+R = TypeVar("R")
+
+
+class Connection:
+    """Thread-safe. ``registrations`` are the identities that every session begins with; ``patience_s`` is how
+    long any request waits for the daemon to be quick, on top of what the daemon was told to take. ``reach``
+    is :meth:`~tierstore.tiers.pinned.Reach.share` of the device that pages of the arena are copied to."""
+
+    def __init__(
+        self,
+        address: Address,
+        registrations: Sequence[Registration],
+        *,
+        patience_s: float,
+        reach: Callable[[Pin], None] | None = None,
+    ) -> None:
+        self.address = address
+        self._reach = reach
+        self.patience_s = patience_s
+        self.counters = ConnectionCounters()
+        self._registrations = {each.identity.digest: each for each in registrations}
+        self._ids = itertools.count(1)
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._serving: Serving | None = None
+        self._changed = threading.Condition()
+        self._session: Session | None = None  # guarded by _changed, as is _closing
+        self._closing = False
+        self._context = zmq.Context()
+        self._thread = threading.Thread(target=self._run, name="tierstore-connection", daemon=True)
+        self._thread.start()
+
+    @property
+    def session(self) -> Session | None:
+        """The session there is now; None while the daemon is away or hangs."""
+        session = self._session
+        return None if session is None or session.silent else session
+
+    def wait_connected(self, timeout: float | None = None) -> bool:
+        """Wait for a session; False when ``timeout`` seconds pass first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._session is not None or self._closing, timeout)
+
+    def call(
+        self,
+        session: Session,
+        message: Any,
+        expected: type[A],
+        then: Callable[[A | None, Sequence[memoryview]], R],
+        *,
+        wait_s: float = 0.0,
+        patience_s: float | None = None,
+        frames: Sequence[memoryview] = (),
+        otherwise: Callable[[], Message] | None = None,
+        caller_receives: bool = False,
+    ) -> Call[A, R]:
+        """Send a request (its ``id`` is set here) within ``session``; it fails at once if that is over.
+        ``wait_s`` is what the daemon was told to take at most, ``patience_s`` (the connection's own, where
+        it is not given) comes on top. ``caller_receives``: this thread waits for it
+        at once."""
+        patience_s = self.patience_s if patience_s is None else patience_s
+        call = Call(expected, wait_s + patience_s, then, otherwise=otherwise)
+        call.number = message.id = next(self._ids)
+        self.counters.requests += 1
+        serving = None if session.silent else self._serving_of(session)
+        if serving is None or not serving.send(message, call, frames, led=caller_receives):
+            self.counters.failed_requests += 1
+            call.fail()
+        else:
+            call.lead = serving.lead
+        return call
+
+    def abort(self, session: Session, reservation: int) -> None:
+        """Give a reservation up. Nothing to do if ``session`` is over: it is back then."""
+        serving = self._serving_of(session)
+        if serving is not None:
+            serving.send(messages.Abort(reservation))
+
+    def release(self, session: Session, lease: int) -> None:
+        """Give a lease back, likewise."""
+        serving = self._serving_of(session)
+        if serving is not None:
+            serving.release(lease)
+
+    def _serving_of(self, session: Session) -> Serving | None:
+        serving = self._serving
+        return serving if serving is not None and serving.session is session else None
+
+    def ask(
+        self, message: Any, expected: type[A], *, wait_s: float = 0.0, session: Session | None = None
+    ) -> A | None:
+        """Send a request and wait for the answer; None where there is none to be had."""
+        session = session if session is not None else self.session
+        if session is None:
+            return None
+
+        def itself(answer: A | None, _: object) -> A | None:
+            return answer
+
+        return self.call(session, message, expected, itself, wait_s=wait_s).wait()
+
+    def register(self, session: Session, registration: Registration) -> Transfer[None]:
+        """Make an identity known to this session and to all that follow."""
+        digest = registration.identity.digest
+        self._registrations[digest] = registration
+
+        def note(answer: messages.Registered | None, _: object) -> None:
+            if answer is not None:
+                session.identities[digest] = answer.identity
+
+        return self.call(session, registering(registration), messages.Registered, note)
+
+    def close(self) -> None:
+        """End the session, and what is waited for with it. Idempotent."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            self._changed.notify_all()
+        os.eventfd_write(self._wake_fd, 1)
+        self._thread.join()
+        self._context.term()
+        os.close(self._wake_fd)
+
+    # -- the thread ----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        failures = 0
+        refusal = ""
+        while not self._closing:
+            greeting = Greeting(self._context, self.address, self._wake_fd, lambda: self._closing)
+            session = greeting.open(tuple(self._registrations.values()))
+            if session is None:
+                self.counters.failed_greetings += 1
+                if greeting.refusal not in ("", refusal):
+                    _log.warning("every lookup misses: %s", greeting.refusal)
+                refusal = greeting.refusal
+                self._pause(_PAUSES_S[min(failures, len(_PAUSES_S) - 1)])
+                failures += 1
+                continue
+            failures = 0
+            self.counters.sessions += 1
+            self._serve(session)
+
+    def _pause(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closing, seconds)
+
+    def _serve(self, session: Session) -> None:
+        serving = Serving(session, self._wake_fd, self._ids, self.counters, lambda: self._closing)
+        self._serving = serving
+        if session.arena is not None and self._reach is not None:
+            self._reach(partial(session.arena.pin, refused=self._refused))
+        self._become(session)
+        try:
+            serving.run()
+        finally:
+            self._become(None)
+            session.close()
+            serving.fail_all()
+
+    def _refused(self) -> None:
+        self.counters.unpinned_arenas += 1
+
+    def _become(self, session: Session | None) -> None:
+        with self._changed:
+            self._session = session
+            self._changed.notify_all()

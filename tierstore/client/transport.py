@@ -1,0 +1,144 @@
+"""What a client's messages go over: the arena's own socket on the same host, ZMQ to another one."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import zmq
+
+from tierstore.wire.framing import Line
+from tierstore.wire.messages import VERSION
+
+_BYE_MS = 200  # to send the last word
+
+# As bare numbers: with ZMQ's enums, combining two flags takes longer than sending a frame.
+_NOBLOCK = int(zmq.NOBLOCK)
+_MORE = int(zmq.SNDMORE) | _NOBLOCK
+_EVENTS = int(zmq.EVENTS)
+_POLLIN = int(zmq.POLLIN)
+
+
+class Wire(ABC):
+    """Not thread-safe. Nothing blocks.
+
+    ``fd`` becomes readable when there may be something to receive, ``sign_fd`` when the daemon may have gone.
+    """
+
+    fd: int
+    sign_fd: int
+
+    @abstractmethod
+    def send(self, body: bytes, frames: Sequence[memoryview] = ()) -> bool:
+        """Send a message, and page frames behind it. False when the daemon does not read."""
+
+    @abstractmethod
+    def receive(self) -> list[Sequence[memoryview]]:
+        """What has come: messages, each with the page frames behind it.
+        Raises :class:`~tierstore.wire.framing.LineEnd` when the daemon has hung up."""
+
+    @abstractmethod
+    def gone(self) -> bool:
+        """Whether the daemon has gone since it welcomed us, where :meth:`receive` does not say."""
+
+    @abstractmethod
+    def welcomed(self) -> None:
+        """Whatever was heard of before is over."""
+
+    @abstractmethod
+    def flush(self) -> bool:
+        """Send what the socket did not take before. True while there is more, for when ``fd`` takes it."""
+
+    @abstractmethod
+    def hidden(self) -> bool:
+        """Whether there is something to receive that ``fd`` may not tell of."""
+
+    @abstractmethod
+    def close(self, last: bytes = b"") -> None:
+        """``last`` is a message to send before. Idempotent."""
+
+
+class LineWire(Wire):
+    """The arena's socket, which belongs to the arena. No page frames go over it."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self.fd = self.sign_fd = line.fileno()
+
+    def send(self, body: bytes, frames: Sequence[memoryview] = ()) -> bool:
+        assert not frames, "pages go through the arena"
+        return self._line.send(body)
+
+    def receive(self) -> list[Sequence[memoryview]]:
+        return [(body,) for body in self._line.receive()]
+
+    def gone(self) -> bool:
+        return False
+
+    def welcomed(self) -> None:
+        pass
+
+    def flush(self) -> bool:
+        return self._line.flush() and self._line.unsent
+
+    def hidden(self) -> bool:
+        return False
+
+    def close(self, last: bytes = b"") -> None:
+        """Nothing: hanging up is the arena's business."""
+
+
+class ZmqWire(Wire):
+    """A DEALER, and its monitor."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.fd = int(socket.fd)
+        self.sign_fd = int(self._monitor.fd)
+
+    def send(self, body: bytes, frames: Sequence[memoryview] = ()) -> bool:
+        socket = self._socket
+        try:
+            socket.send(VERSION, _MORE)
+            socket.send(body, _MORE if frames else _NOBLOCK)
+            for left, frame in zip(range(len(frames), 0, -1), frames, strict=True):
+                socket.send(frame, _MORE if left > 1 else _NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self) -> list[Sequence[memoryview]]:
+        messages: list[Sequence[memoryview]] = []
+        socket = self._socket
+        while int(socket.get(_EVENTS)) & _POLLIN:
+            frames = [socket.recv(_NOBLOCK, copy=False)]
+            while frames[-1].more:
+                frames.append(socket.recv(_NOBLOCK, copy=False))
+            messages.append([frame.buffer for frame in frames[1:]])
+        return messages
+
+    def gone(self) -> bool:
+        return bool(int(self._monitor.get(_EVENTS)) & _POLLIN)
+
+    def welcomed(self) -> None:
+        # A dying daemon's port may still have taken a connection, before the next daemon did.
+        while self.gone():
+            self._monitor.recv_multipart(_NOBLOCK)
+
+    def flush(self) -> bool:
+        return False  # ZMQ's own threads do
+
+    def hidden(self) -> bool:
+        # ZMQ's descriptor tells of changes only, and whatever is done to the socket may take one.
+        return bool(int(self._socket.get(_EVENTS)) & _POLLIN)
+
+    def close(self, last: bytes = b"") -> None:
+        if self._socket.closed:
+            return
+        if last:
+            self._socket.linger = _BYE_MS
+            self.send(last)
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close()  # its own linger: 0, or what the last word needs

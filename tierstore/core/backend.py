@@ -1,0 +1,835 @@
+"""What is below HBM, in this process: one client's way into a :class:`~tierstore.core.core.Core`.
+
+Every verb is decided at once under the state's lock when all that it needs is in memory. What has to be
+looked for on disk, or takes long to decide, is done on the caller's thread, or on one of the core's where it
+is shared by clients in other processes: a daemon has one ``LocalBackend`` for each of its sessions.
+
+**Reading under a lease.** A lease is on the last page of each run in one tier, since those before it cannot
+leave that tier first. Pages that were located are held by the same lease in a shared core, since its clients
+may die; else by one of their own, which lasts until it is released: an operation in this process always does.
+
+**Writing under a reservation.** All is decided when a client reserves: which pages are new and which slots
+they get. A reservation is never taken back from a living client; what it may hold is bounded instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path as FilePath
+from typing import TypeVar
+
+from tierstore import copying, memory
+from tierstore.arguments import seconds, whole_number
+from tierstore.backend import (
+    NO_HINTS,
+    Lease,
+    Located,
+    LookupRequest,
+    PrefixHandle,
+    Registration,
+    Reservation,
+    SaveHints,
+)
+from tierstore.core.clients import Client, LocalLease, LocalReservation, Path, Refusal
+from tierstore.core.core import MOVER_THREADS, Core, open_tiers
+from tierstore.core.find import find
+from tierstore.core.health import STALL_S
+from tierstore.core.loads import HostLoad
+from tierstore.core.prompts import Found, PromptView
+from tierstore.core.reservations import ReservationBuilder
+from tierstore.errors import StoreClosedError, UsageError
+from tierstore.index import LABELS, Match, Page, Tier, tier_runs
+from tierstore.index.leases import PageLease
+from tierstore.keys import Identity, Prompt
+from tierstore.mover import Priority
+from tierstore.policy import DEFAULT_POLICY, POLICIES
+from tierstore.stats import StoreStats
+from tierstore.tiers.device import DeviceError
+from tierstore.tiers.disk import DiskTier, FileIO
+from tierstore.tiers.hbm import PagePool
+from tierstore.tiers.host import HostTier
+from tierstore.transfer import Transfer, TransferState
+from tierstore.units import KIB, format_size
+
+_log = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+_GRACE_S = 30.0  # beyond the end of a wait, during which what was found or brought is held
+_WAIT_S = 60.0  # for a disk, where the caller sets no limit
+_PIN_LOOK_S = 10.0
+_AT_ONCE = 64  # pages decided under one hold of the lock: about a millisecond
+_EVICTED_AT_ONCE = 256
+_WINDOW_PAGES = 4096  # of those in the host tier
+_DISK_BYTES = 16 << 20
+_WINDOWS_IN_ARENA = 2  # a window that comes up from disk takes this share of the host tier at most
+_INLINE_BYTES = 64 << 10  # frames of less are copied on the caller's thread
+
+
+@dataclass(frozen=True, slots=True)
+class Sending:
+    """Pages that are about to be sent, with the XXH3-64 of each, and what is to be called when they have
+    been."""
+
+    frames: Sequence[memoryview]
+    checksums: Sequence[int]
+    release: Callable[[], None]
+
+
+class LocalBackend:
+    """One client of ``core``. Thread-safe. ``owns_core``: closing this closes it, too. ``page_bytes`` is for
+    a client whose pages all have one size; others :meth:`register` each identity."""
+
+    def __init__(
+        self,
+        core: Core,
+        *,
+        page_bytes: int = 0,
+        client: Client | None = None,
+        owns_core: bool = False,
+    ) -> None:
+        self.core = core
+        self.client = client if client is not None else Client()
+        self.page_bytes = page_bytes
+        self._state = core.state
+        self._owns_core = owns_core
+        self._registrations: dict[bytes, Registration] = {}
+        with self._state.lock:
+            core.clients[self.client.number] = self.client
+
+    def __repr__(self) -> str:
+        return f"LocalBackend({self.client.name or 'client'} {self.client.number})"
+
+    @property
+    def lease_s(self) -> float:
+        return self.core.lease_s
+
+    @property
+    def reserve_bytes(self) -> int:
+        return self.core.reserve_bytes
+
+    # -- who asks ------------------------------------------------------------------------------------
+
+    def register(self, registration: Registration) -> int:
+        """Make an identity known. Its number among this client's. Raises :class:`Refusal`, and
+        :class:`~tierstore.errors.UsageError` when there are pages of another size under it."""
+        return self.core.register(self.client, registration)
+
+    def introduce(self, identity: Identity, chunk_tokens: int) -> None:
+        self._registration(identity, chunk_tokens)
+
+    def _registration(self, identity: Identity, chunk_tokens: int) -> Registration:
+        registration = self._registrations.get(identity.digest)
+        if registration is None:
+            registration = Registration(identity, self.page_bytes, chunk_tokens)
+            self.core.know(self.client.tenant, registration)
+            self._registrations[identity.digest] = registration
+        return registration
+
+    def _view(self, request: LookupRequest | PromptView, handle: PrefixHandle | None = None) -> PromptView:
+        if isinstance(request, PromptView):
+            return request
+        registration = self._registration(request.identity, request.chunk_tokens)
+        handle = handle or request.handle_of(self)
+        path = None
+        if handle is not None:
+            with self._state.lock:
+                path = self.client.paths.get(handle.number)
+        if handle is None or path is None:
+            return PromptView(registration, request.keys, request.tokens_from(0))
+        known = min(handle.chunks, len(path.pages), len(request.keys))
+        keys, tokens = request.keys[known:], request.tokens_from(known)
+        return PromptView(registration, keys, tokens, path=path, path_number=handle.number, known=known)
+
+    # -- finding -------------------------------------------------------------------------------------
+
+    def find(
+        self,
+        request: LookupRequest | PromptView,
+        *,
+        patience_s: float,
+        caller_receives: bool = False,
+        max_tokens: int | None = None,
+    ) -> Transfer[Lease | None]:
+        state = self._state
+        view = self._view(request)
+        limit = view.num_tokens if max_tokens is None else min(max_tokens, view.num_tokens)
+        if self.core.disk is not None:
+            state.lookout.look()
+        with state.lock:
+            if state.closed:
+                return Transfer.completed(None)
+            self.core.forget_gone()
+            if self.core.shared:
+                self.client.require_room()
+            found = self._found(view, limit)
+            if not found.look_on_disk:
+                return Transfer.completed(self._lease(view, found, limit))
+
+        def after() -> Lease | None:
+            return self._lease(view, self._found(view, limit), limit)
+
+        return self._after_disk(view, limit, patience_s, after, otherwise=None)
+
+    def _found(self, view: PromptView, limit: int) -> Found:
+        """What is in the tree of the first ``limit`` tokens. Under the lock. Forgets a path whose pages have
+        left."""
+        found = view.find(self._state, limit)
+        if found is None:
+            self._forget(view)
+            found = view.find(self._state, limit)
+            assert found is not None, "nothing is remembered of a prompt that is spelled out"
+        return found
+
+    def _may_be_on_disk(self, view: PromptView) -> bool:
+        """Whether a look at the disk could find more of it. Likewise."""
+        if view.head_left:
+            self._forget(view)
+        return view.may_be_on_disk(self._state)
+
+    def _forget(self, view: PromptView) -> None:
+        self.client.forget_path(view.path_number)
+        view.spell_out()
+
+    def _after_disk(
+        self, view: PromptView, limit: int, wait_s: float, then: Callable[[], R], *, otherwise: R
+    ) -> Transfer[R]:
+        """Bring into the tree what the disk has of a prompt, then do what is to be done ``then``, under the
+        lock. When the look takes longer than ``wait_s`` it goes on, for the sake of the next lookup, and
+        then() does with what is in memory. ``otherwise`` is the result when the store is closed meanwhile."""
+        state, threads = self._state, self.core.threads
+        if threads is None:
+            hold = self._look(view.whole(), limit, view.registration.page_bytes)
+            with state.lock:
+                try:
+                    return Transfer.completed(then())
+                finally:
+                    state.leases.release(hold)
+        client = self.client
+        with state.lock:
+            client.require_patience()
+            client.waiting += 1
+        holds: list[PageLease] = []
+        ended = False
+
+        def settle(outcome: TransferState) -> R:
+            nonlocal ended
+            with state.lock:
+                ended = True
+                client.waiting -= 1
+                try:
+                    unwanted = outcome is TransferState.CANCELLED or state.closed or client.ended
+                    return otherwise if unwanted else then()
+                except Refusal:
+                    return otherwise
+                finally:
+                    for hold in holds:
+                        state.leases.release(hold)
+
+        transfer: Transfer[R] = Transfer(settle, pages=0, nbytes=0, deadline_s=wait_s)
+        whole = view.whole()
+
+        def look() -> None:
+            hold = self._look(whole, limit, view.registration.page_bytes)
+            with state.lock:
+                if ended:
+                    state.leases.release(hold)
+                else:
+                    holds.append(hold)
+            transfer.finish()
+
+        looking = threads.submit(look)
+        # Where the disk is slow, what has not begun must not pile up.
+        transfer.on_end(partial(_cancel, looking))
+        return transfer
+
+    def _look(self, prompt: Prompt, limit: int, page_bytes: int) -> PageLease:
+        """What the disk has of a prompt comes into the tree, and is held there for a while."""
+        try:
+            with find(self._state, prompt, limit, page_bytes) as match:
+                return self._state.leases.take(_run_ends(match.pages), _GRACE_S)
+        except StoreClosedError:
+            return PageLease()
+
+    def _lease(self, view: PromptView, found: Found, limit: int) -> LocalLease:
+        """Lease what was found. Under the lock."""
+        state, core, tenant = self._state, self.core, self.client.tenant
+        state.leases.expire()
+        state.counters.lookups += 1
+        state.counters.lookup_tokens += limit
+        core.lookup_tokens[tenant] += limit
+        match = found.match
+        if core.defer is None:
+            self._note_use(view, limit, match)
+        else:
+            core.defer(partial(self._note_use_later, view, limit, match))
+        if not match.pages or self.client.ended:
+            return LocalLease(0, 0, 0, (), 0.0)
+        runs = []
+        start = 0
+        for tier, end in found.runs:
+            runs.append((LABELS[tier], end - start))
+            tokens = (end - start) * view.chunk_tokens
+            if end == len(match.pages):
+                tokens += match.tail_tokens - view.chunk_tokens
+            state.counters.hit_tokens[LABELS[tier]] += tokens
+            core.hit_tokens[tenant, LABELS[tier]] += tokens
+            start = end
+        held = [(match.pages[end - 1], tier) for tier, end in found.runs]
+        lease = LocalLease(
+            0,
+            match.tokens,
+            len(match.pages),
+            runs,
+            state.clock() + core.lease_s,
+            self._remember(view, found),
+            match.tail_tokens,
+            match.pages,
+            state.leases.take(held, core.lease_s),
+            page_bytes=view.registration.page_bytes,
+            chunk_tokens=view.chunk_tokens,
+        )
+        return self.client.keep(lease)
+
+    def _remember(self, view: PromptView, found: Found) -> PrefixHandle | None:
+        pages = found.match.pages
+        known = len(pages) - (found.match.tail_tokens < view.chunk_tokens)
+        if not known:
+            return None
+        if view.path is not None and known <= len(view.head):
+            return PrefixHandle(self, view.path_number, known)
+        path = Path(pages[:known], found.runs, self._state.index.changes)
+        return PrefixHandle(self, self.client.remember(path), known)
+
+    def _note_use_later(self, view: PromptView, limit: int, match: Match) -> None:
+        with self._state.lock:
+            if not self._state.closed:
+                self._note_use(view, limit, match)
+
+    def _let_sleep_later(self) -> None:
+        with self._state.lock:
+            if not self._state.closed and self._state.let_sleep() and self.core.defer is not None:
+                self.core.defer(self._let_sleep_later)
+
+    def _note_use(self, view: PromptView, limit: int, match: Match) -> None:
+        """Take note of a lookup: for the curve, and of the use of what it has found. Under the lock."""
+        page_bytes = view.registration.page_bytes
+        self.core.curve.looked_up(view.all_keys(), limit, match.tokens, view.chunk_tokens, page_bytes)
+        if match.pages:
+            self._state.uses.touch(match.pages, hit=True)
+        if self._state.let_sleep() and self.core.defer is not None:
+            self.core.defer(self._let_sleep_later)
+
+    def holds(self, lease: Lease) -> bool:
+        assert isinstance(lease, LocalLease), "the lease is of another backend"
+        return not self._ended(lease)
+
+    def release(self, lease: Lease) -> None:
+        with self._state.lock:
+            held = self.client.leases.pop(lease.number, None)
+            if held is not None:
+                self._state.leases.release(held.hold)
+
+    # -- bringing ------------------------------------------------------------------------------------
+
+    def window_pages(self, lease: Lease, first: int) -> int:
+        tier, run = lease.run_at(first)
+        if tier != Tier.DISK.label or self.core.host is None:
+            return min(run, _WINDOW_PAGES)
+        window = min(_DISK_BYTES, self.core.host.capacity_bytes // _WINDOWS_IN_ARENA)
+        return min(run, max(window // self.page_bytes, 1))
+
+    def locate(
+        self, lease: Lease, first: int, count: int, *, wait_s: float | None
+    ) -> Transfer[Located | None]:
+        assert isinstance(lease, LocalLease), "the lease is of another backend"
+        count = min(count, lease.pages - first)
+
+        def located() -> Located | None:
+            return self._located(lease, first, count)
+
+        return self._bring(lease, first, count, wait_s, Priority.LOAD, located)
+
+    def prefetch(self, lease: Lease, *, wait_s: float | None) -> Transfer[int]:
+        assert isinstance(lease, LocalLease), "the lease is of another backend"
+
+        def held() -> int:
+            pages = 0 if self._ended(lease) else count_in_arena(lease.held, 0, lease.pages)
+            if pages:
+                self._hold_under(lease, pages - 1)
+            return pages
+
+        return self._bring(lease, 0, lease.pages, wait_s, Priority.PREFETCH, held)
+
+    def _bring(
+        self,
+        lease: LocalLease,
+        first: int,
+        count: int,
+        wait_s: float | None,
+        priority: Priority,
+        result: Callable[[], R],
+    ) -> Transfer[R]:
+        """Have pages brought into the host tier, as far as they are not there; ``result`` is made under the
+        lock."""
+        state = self._state
+        pages = lease.held[first : first + count]
+        with state.lock:
+            there = count_in_arena(lease.held, first, count)
+            if there == count or self._ended(lease) or state.closed:
+                return Transfer.completed(result())
+            held = [(page, tier) for page in pages if (tier := page.ready_tier()) is not None]
+            if len(held) < len(pages):
+                return Transfer.completed(result())
+            self.client.require_patience()
+            self.client.waiting += 1
+            hold = state.leases.take(held, (_WAIT_S if wait_s is None else wait_s) + _GRACE_S)
+
+        def settled() -> R:
+            self.client.waiting -= 1
+            return result()
+
+        state.lookout.look()
+        load = HostLoad(
+            state, self.core.mover, pages, hold, deadline_s=wait_s, priority=priority, result=settled
+        )
+        return load.start()
+
+    def _located(self, lease: LocalLease, first: int, count: int) -> Located | None:
+        """Hold what is in the arena of these pages, and say where it is. Under the lock."""
+        state = self._state
+        pages = 0 if self._ended(lease) else count_in_arena(lease.held, first, count)
+        state.counters.loaded_pages += pages
+        if not pages:
+            return None
+        start = self.core.arena_address
+        copy = state.index.copy
+        addresses = [start + copy(page, Tier.HOST).place for page in lease.held[first : first + pages]]
+        if self.core.shared:
+            self._hold_under(lease, first + pages - 1)
+            return Located(addresses, lease.ends)
+        hold = state.leases.take([(lease.held[first + pages - 1], Tier.HOST)], math.inf)
+        return Located(addresses, release=partial(self._release_hold, hold))
+
+    def _hold_under(self, lease: LocalLease, position: int) -> None:
+        """A page in the arena (and those before it, which cannot leave before it) is held while the lease
+        is."""
+        last = (lease.held[position], Tier.HOST)
+        if last not in lease.hold.held:
+            self._state.index.lease(*last)
+            lease.hold.held.append(last)
+
+    def _ended(self, lease: LocalLease) -> bool:
+        if not self.core.shared:
+            return lease.hold.released  # nobody counts the seconds but us
+        return lease.hold.released or lease.hold.ends <= self._state.clock()
+
+    def _release_hold(self, hold: PageLease) -> None:
+        with self._state.lock:
+            self._state.leases.release(hold)
+            self._state.changed.notify_all()
+
+    def send(self, lease: LocalLease, first: int, count: int, *, wait_s: float) -> Transfer[Sending]:
+        """:meth:`locate`, for a client on another host: the pages themselves, held for as long as it takes to
+        send them, whatever becomes of the client's lease."""
+        state, host = self._state, self.core.host
+
+        def sending() -> Sending:
+            pages = 0 if self._ended(lease) else count_in_arena(lease.held, first, count)
+            held = lease.held[first : first + pages]
+            state.counters.loaded_pages += pages
+            if not held or host is None:
+                return Sending((), (), lambda: None)
+            hold = state.leases.take([(held[-1], Tier.HOST)], math.inf)
+            self._hold_under(lease, first + pages - 1)
+            frames = [host.view(state.index.copy(page, Tier.HOST).place, page.nbytes) for page in held]
+            checksums = [page.checksum or 0 for page in held]
+            return Sending(frames, checksums, partial(self._release_hold, hold))
+
+        return self._bring(lease, first, count, wait_s, Priority.LOAD, sending)
+
+    # -- writing -------------------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        request: LookupRequest | PromptView,
+        first: int,
+        count: int,
+        *,
+        hints: SaveHints = NO_HINTS,
+        handle: PrefixHandle | None = None,
+    ) -> Transfer[Reservation | None]:
+        state = self._state
+        view = self._view(request, handle)
+        with state.lock:
+            if state.closed:
+                return Transfer.completed(None)
+            self.core.forget_gone()
+            look = self._may_be_on_disk(view)
+            if not look and count <= _AT_ONCE:
+                return Transfer.completed(
+                    self._begin(view, first, count, hints).result(self.core.arena_address)
+                )
+        return self._work(partial(self._reserve_in_steps, view, first, count, hints, look=look), None)
+
+    def _reserve_in_steps(
+        self, view: PromptView, first: int, count: int, hints: SaveHints, *, look: bool
+    ) -> Reservation | None:
+        state = self._state
+        hold = PageLease()
+        if look:  # what is there and not in the tree must not be stored a second time
+            hold = self._look(view.whole(), view.num_tokens, view.registration.page_bytes)
+        try:
+            with state.lock:
+                if view.head_left:
+                    self._forget(view)
+                builder = self._begin(view, first, count, hints)
+            while builder.unfinished:
+                state.give_way()
+                with state.lock:
+                    self._step(builder)
+            with state.lock:
+                return builder.result(self.core.arena_address)
+        finally:
+            with state.lock:
+                state.leases.release(hold)
+
+    def _begin(self, view: PromptView, first: int, count: int, hints: SaveHints) -> ReservationBuilder:
+        """Begin to find or make pages and to give slots to the new ones. Under the lock."""
+        state = self._state
+        registration = view.registration
+        state.identities.setdefault(registration.identity.digest, registration.identity)
+        builder = ReservationBuilder(
+            state,
+            self.core.quotas,
+            self,
+            self.client,
+            view,
+            range(first, first + count),
+            reserve_bytes=self.core.reserve_bytes,
+            hints=hints,
+        )
+        tokens = min(first + count, view.whole_chunks) * view.chunk_tokens
+        self.core.curve.saved(view.all_keys(), tokens, view.chunk_tokens, registration.page_bytes)
+        self._step(builder)
+        return builder
+
+    def _step(self, builder: ReservationBuilder) -> None:
+        try:
+            builder.step(_AT_ONCE)
+        except BaseException:  # what it has reserved is given back
+            builder.give_up()
+            self._abort(builder.reservation)
+            raise
+
+    def write(self, reservation: Reservation, first: int, frames: Sequence[memoryview]) -> Transfer[bool]:
+        """The bytes of positions ``first …`` have come in ``frames``. They are copied on the mover's threads;
+        the checksums are those of what was copied."""
+        assert isinstance(reservation, LocalReservation), "the reservation is of another backend"
+        addresses = reservation.addresses or ()
+        copies = [
+            (to, memory.address_of(frame, writable=False))
+            for to, frame in zip(addresses[first : first + len(frames)], frames, strict=True)
+        ]
+        reservation.copying += 1
+
+        def copy(frames: Sequence[memoryview]) -> None:  # an argument: their memory lives as long as this
+            checksums = copying.copy_and_hash(copies, reservation.page_bytes)
+            with self._state.lock:
+                positions = reservation.positions[first : first + len(checksums)]
+                reservation.arrived.update(zip(positions, checksums, strict=True))
+                reservation.copying -= 1
+                if reservation.ended:
+                    self._give_up(reservation)
+
+        if sum(frame.nbytes for frame in frames) <= _INLINE_BYTES:
+            copy(frames)
+            return Transfer.completed(True)
+        transfer: Transfer[bool] = Transfer(lambda _: True, pages=0, nbytes=0)
+
+        def task() -> None:
+            copy(frames)
+            transfer.finish()
+
+        self.core.mover.submit(Priority.SAVE, task)
+        return transfer
+
+    def commit(self, reservation: Reservation, checksums: dict[int, int]) -> Transfer[int]:
+        assert isinstance(reservation, LocalReservation), "the reservation is of another backend"
+        with self._state.lock:
+            if self.client.reservations.get(reservation.number) is not reservation:
+                return Transfer.completed(0)
+            self._end(reservation)
+            if not self.client.local:
+                # Its sender may have written over a page before it was sent: what has come decides.
+                arrived = reservation.arrived
+                intact = {at: known for at, known in checksums.items() if arrived.get(at) == known}
+                self._state.counters.torn_pages += len(checksums) - len(intact)
+                checksums = intact
+            if len(reservation.pages) <= _AT_ONCE:
+                return Transfer.completed(self._commit(reservation, checksums, 0, _AT_ONCE))
+        return self._work(partial(self._commit_in_steps, reservation, checksums), 0)
+
+    def _commit_in_steps(self, reservation: LocalReservation, checksums: dict[int, int]) -> int:
+        committed = 0
+        for start in range(0, len(reservation.pages), _AT_ONCE):
+            with self._state.lock:
+                committed += self._commit(reservation, checksums, start, start + _AT_ONCE)
+            self._state.give_way()
+        return committed
+
+    def _commit(self, reservation: LocalReservation, checksums: dict[int, int], start: int, stop: int) -> int:
+        state = self._state
+        committed: list[Page] = []
+        given_up: list[Page] = []
+        for position, page in zip(
+            reservation.positions[start:stop], reservation.pages[start:stop], strict=True
+        ):
+            if position not in checksums:
+                given_up.append(page)
+                continue
+            page.checksum = checksums[position]
+            committed.append(page)
+        state.fills.complete(committed)
+        state.counters.saved_pages += len(committed)
+        if self.core.write_behind is not None:
+            self.core.write_behind.enqueue(committed)
+        self._free(given_up)
+        return len(committed)
+
+    def abort(self, reservation: Reservation) -> None:
+        with self._state.lock:
+            self._abort(reservation)
+
+    def _abort(self, reservation: Reservation) -> None:
+        held = self.client.reservations.get(reservation.number)
+        if held is not None:
+            self._end(held)
+            self._give_up(held)
+
+    def _end(self, reservation: LocalReservation) -> None:
+        self.client.end_reservation(reservation.number)
+        reservation.ended = True
+
+    def _give_up(self, reservation: LocalReservation) -> None:
+        """Give slots back, once nothing of ours writes to them any more. Under the lock."""
+        if not reservation.copying:
+            self._free(reservation.pages)
+
+    def _free(self, pages: Sequence[Page]) -> None:
+        self._state.fills.give_up(reversed(pages))
+        self._state.counters.not_stored_pages += len(pages)
+
+    def _work(self, work: Callable[[], R], otherwise: R) -> Transfer[R]:
+        """Have something done that takes long: here, or on a thread where others are not to wait for it."""
+        if self.core.threads is None:
+            return Transfer.completed(work())
+        results: list[R] = []
+        transfer: Transfer[R] = Transfer(lambda _: results[0] if results else otherwise, pages=0, nbytes=0)
+
+        def task() -> None:
+            try:
+                results.append(work())
+            except (StoreClosedError, Refusal) as error:
+                _log.debug("a request could not be done: %s", error)
+            finally:
+                transfer.finish()
+
+        self.core.threads.submit(task).add_done_callback(lambda _: transfer.finish())
+        return transfer
+
+    # -- keeping, dropping, seeing -------------------------------------------------------------------
+
+    def pin(self, request: LookupRequest, *, undo: bool = False) -> Transfer[int]:
+        pinned = self.pin_or_refuse(
+            self._view(request), undo=undo
+        ).wait()  # a store of this process's own waits
+        return Transfer.completed(0 if isinstance(pinned, Refusal) else pinned)
+
+    def pin_or_refuse(
+        self, request: LookupRequest | PromptView, *, undo: bool = False
+    ) -> Transfer[int | Refusal]:
+        """:meth:`pin`; the result says why where more may not be pinned."""
+        state = self._state
+        view = self._view(request)
+        limit = view.num_tokens // view.chunk_tokens * view.chunk_tokens
+
+        def set_pins() -> int | Refusal:
+            match = self._found(view, limit).match
+            whole = match.pages[: match.tokens // view.chunk_tokens]  # the last may match in part only
+            try:
+                self.core.pins.pin(self.client.tenant, whole)
+            except Refusal as refusal:
+                return refusal
+            return len(whole) * view.chunk_tokens
+
+        with state.lock:
+            state.require_open()
+            if undo:
+                pages = view.pages_in_tree(state)
+                return Transfer.completed(self.core.pins.unpin(self.client.tenant, pages) * view.chunk_tokens)
+            if not self._found(view, limit).look_on_disk:
+                return Transfer.completed(set_pins())
+        return self._after_disk(view, limit, _PIN_LOOK_S, set_pins, otherwise=0)
+
+    def evict(self, tier: str, pages: int | None) -> int:
+        name = Tier(LABELS.index(tier))
+        if name is Tier.DISK and self.core.disk is not None:
+            self.core.disk.wait_scanned()
+        wanted = sys.maxsize if pages is None else pages
+        evicted = 0
+        while evicted < wanted:
+            share = min(wanted - evicted, _EVICTED_AT_ONCE)
+            with self._state.lock:
+                self._state.require_open()
+                left = self._state.room.evict(name, share)
+            evicted += left
+            if left < share:
+                break
+            self._state.give_way()
+        return evicted
+
+    def finish(self, session: str) -> int:
+        with self._state.lock:
+            self._state.require_open()
+            return self._state.sessions.finish(self.client.tenant, session)
+
+    def flush(self, timeout: float | None) -> bool:
+        return self.core.flush(timeout)
+
+    def stats(self) -> StoreStats:
+        return self.core.stats()
+
+    def check(self) -> None:
+        self.core.check()
+
+    @property
+    def connected(self) -> bool:
+        return True
+
+    def wait_connected(self, timeout: float | None) -> bool:
+        return True
+
+    def wait_ready(self, timeout: float) -> None:
+        if self.core.host is not None:
+            self.core.host.wait_populated()
+
+    # -- ending --------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """The client has gone, or is dead: take back what it held. Idempotent."""
+        client = self.client
+        with self._state.lock:
+            if client.ended:
+                return
+            client.ended = True
+            for reservation in list(client.reservations.values()):
+                self._end(reservation)
+                self._give_up(reservation)
+            for lease in client.leases.values():
+                self._state.leases.release(lease.hold)
+            client.leases.clear()
+            client.paths.clear()
+            self.core.client_ended(client)
+
+    def close(self) -> None:
+        self.end()
+        if self._owns_core:
+            self.core.close()
+
+
+def count_in_arena(pages: Sequence[Page], first: int, count: int) -> int:
+    """How many pages from ``first`` on are complete in the arena, one after the other."""
+    for position in range(first, first + count):
+        copy = pages[position].copies[Tier.HOST]
+        if copy is None or not copy.ready:
+            return position - first
+    return count
+
+
+def _cancel(work: Future[None]) -> None:
+    work.cancel()
+
+
+def _run_ends(pages: Sequence[Page]) -> list[tuple[Page, Tier]]:
+    """The last page of each run in one tier: a lease on these holds all of them."""
+    return [(pages[end - 1], tier) for tier, end in tier_runs(pages)]
+
+
+def open_backend(
+    path: str | FilePath | None,
+    page_bytes: int,
+    *,
+    host_bytes: int,
+    disk_bytes: int,
+    inline_bytes: int = 16 * KIB,
+    policy: str = DEFAULT_POLICY,
+    lease_s: float = 60.0,
+    mover_threads: int = MOVER_THREADS,
+    stall_s: float = STALL_S,
+    pool: PagePool | None = None,
+    io: FileIO | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> LocalBackend:
+    """A backend of this process's own, for one store of pages of ``page_bytes``; see :func:`tierstore.open`.
+    ``pool`` is the pool that pages are going to be copied to and from: its device is told of the host tier's
+    memory. ``io`` and ``clock`` are for tests that make the disk fail, or time pass.
+
+    Raises :class:`UsageError` for capacities that cannot hold a page and
+    :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used."""
+    if policy not in POLICIES:
+        raise UsageError(f"unknown policy {policy!r} (known: {', '.join(POLICIES)})")
+    if path is not None and not host_bytes:
+        raise UsageError("a disk tier needs a host tier: pages pass through it (give host_bytes)")
+    lease_s = seconds("lease_s", lease_s)
+    host_bytes = _checked_room("host_bytes", host_bytes, page_bytes)
+    if path is not None:
+        disk_bytes = _checked_room("disk_bytes", disk_bytes, page_bytes)
+    open_disk = None
+    if path is not None:
+        open_disk = partial(
+            DiskTier.open,
+            FilePath(path),
+            capacity_bytes=disk_bytes,
+            page_bytes=page_bytes,
+            inline_bytes=whole_number("inline_bytes", inline_bytes, least=0),
+            io=io,
+            clock=clock,
+        )
+    disk, host = open_tiers(open_disk, partial(HostTier, host_bytes) if host_bytes else None)
+    core = Core(
+        policy=policy,
+        host=host,
+        disk=disk,
+        mover_threads=whole_number("mover_threads", mover_threads, least=1),
+        lease_s=lease_s,
+        stall_s=seconds("stall_s", stall_s),
+        clock=clock,
+    )
+    if pool is None or host is None:
+        return LocalBackend(core, page_bytes=page_bytes, owns_core=True)
+    try:
+        pool.register(host.address(0), host.capacity_bytes)
+    except DeviceError as error:  # copies take the slower way
+        size = format_size(host.capacity_bytes)
+        _log.warning("the host tier (%s) cannot be pinned, loads go up slowly: %s", size, error)
+        core.state.counters.unpinned_arenas += 1
+    core.before_giving_back = partial(pool.unregister, host.address(0))
+    return LocalBackend(core, page_bytes=page_bytes, owns_core=True)
+
+
+def _checked_room(name: str, nbytes: int, page_bytes: int) -> int:
+    """Raises :class:`UsageError` for a capacity that cannot hold a page."""
+    nbytes = whole_number(name, nbytes, least=0)
+    if nbytes and nbytes < page_bytes:
+        raise UsageError(
+            f"{name} is {format_size(nbytes)}, less than one page ({format_size(page_bytes)}): give more"
+        )
+    return nbytes

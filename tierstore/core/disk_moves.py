@@ -1,0 +1,189 @@
+"""Moving pages on disk out of the way, while the store goes on.
+
+A move copies: payload read and verified, written to its new place, record changed in one transaction, the old
+place given up after that. A crash finds the page in one of the two places. Pages in use do not move; one that
+comes into use before its record is changed stays, and one that does so later keeps its old place until its
+lease ends. A disk that fails meanwhile is not our business: the move is abandoned, and whoever wants to write
+finds out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from tierstore.core.state import StoreState
+from tierstore.index import Page, Tier
+from tierstore.memory import Memory
+from tierstore.tiers.disk import DiskTier, PageRecord
+from tierstore.tiers.disk.payloads import PageRead
+from tierstore.tiers.disk.space import Window
+from tierstore.tiers.slabs import slot_bytes
+from tierstore.units import MIB
+
+_AT_ONCE = 16 * MIB  # moved with one commit
+
+
+@dataclass(frozen=True, slots=True)
+class MoveStats:
+    """What was moved since the store was opened."""
+
+    moved_pages: int
+    moved_bytes: int
+
+
+class DiskMoves:
+    """Moves pages for the store's writer, on its thread."""
+
+    def __init__(self, state: StoreState, disk: DiskTier) -> None:
+        self._state = state
+        self._disk = disk
+        self._space = disk.space
+        self._memory: Memory | None = None
+        self._pages = 0
+        self._bytes = 0
+        self._leaving: dict[int, Page] = {}  # places that pages have moved away from, and are still read at
+
+    def stats(self) -> MoveStats:
+        return MoveStats(self._pages, self._bytes)
+
+    def empty(self, windows: Iterable[Window]) -> None:
+        """Move what is in windows that are held, as far as it may move. Raises :class:`OSError`."""
+        records = [record for window in windows for record in self._movable(window)]
+        for piece in _pieces(records):
+            self._move(piece)
+
+    def _movable(self, window: Window) -> list[PageRecord]:
+        """The records of the pages in a window; none if one of them cannot move."""
+        page_table = self._state.page_table
+        assert page_table is not None
+        found = [page for places in self._space.bytes_of(window) for page in page_table.within(places)]
+        if len(found) != sum(slab.used_slots for slab in window.slabs):
+            return []  # some are about to leave
+        with self._state.lock:
+            if not all(self._may_move(serial) for serial, _, _ in found):
+                return []
+        records = self._disk.records(serial for serial, _, _ in found)
+        good = [
+            record
+            for record, (_, place, _) in zip(records, found, strict=True)
+            if record is not None and record.place == place
+        ]
+        return good if len(good) == len(found) else []
+
+    def _may_move(self, serial: int) -> bool:
+        """Whether nobody has to do with a page's disk copy. Under the lock."""
+        page = self._state.index.by_serial.get(serial)
+        if page is None:
+            return True
+        copy = page.copies[Tier.DISK]
+        return copy is not None and copy.ready and not copy.leases
+
+    def _move(self, records: Sequence[PageRecord]) -> None:
+        """Move pages to free slots elsewhere, as far as there are any. Raises :class:`OSError`."""
+        copies: list[tuple[PageRecord, memoryview]] = []
+        moved: list[tuple[PageRecord, int]] = []
+        try:
+            for record, view in self._read(records):
+                place = self._space.reserve_outside(record.nbytes)
+                if place is not None:
+                    copies.append((replace(record, place=place), view))
+            checksums = [record.checksum for record, _ in copies]
+            self._disk.write(copies)
+            before = {record.serial: record.place for record in records}
+            with self._state.lock:
+                for (copy, _), checksum in zip(copies, checksums, strict=True):
+                    still = self._may_move(copy.serial) and self._ledger_place(copy) == before[copy.serial]
+                    if still and copy.checksum == checksum:
+                        moved.append((copy, before[copy.serial]))
+            if moved:
+                self._disk.relocate(moved)
+        except OSError:
+            moved = []
+            raise
+        finally:
+            there = {record.serial for record, _ in moved}
+            for record, _ in copies:
+                if record.serial not in there:
+                    self._disk.unreserve(record.place, record.nbytes)
+        with self._state.lock:
+            for record, place in moved:
+                self._moved(record, place)
+        self._pages += len(moved)
+        self._bytes += sum(record.nbytes for record, _ in moved)
+        self.vacate()
+
+    def _read(self, records: Sequence[PageRecord]) -> Iterator[tuple[PageRecord, memoryview]]:
+        """The pages that are as they were saved. One that is damaged is as good as gone."""
+        total = sum(slot_bytes(record.nbytes) for record in records)
+        if self._memory is None or self._memory.nbytes < total:
+            self._memory = Memory(total, shared=False)
+        wanted = []
+        start = 0
+        for record in records:
+            wanted.append((record, self._memory.view(start, record.nbytes)))
+            start += slot_bytes(record.nbytes)
+        outcomes = self._disk.read(wanted).outcomes
+        for page, outcome in zip(wanted, outcomes, strict=True):
+            if outcome is PageRead.GOOD:
+                yield page
+            elif outcome is PageRead.DAMAGED:
+                self._lose(page[0])
+
+    def _lose(self, record: PageRecord) -> None:
+        with self._state.lock:
+            page = self._state.index.by_serial.get(record.serial)
+            if page is not None and self._may_move(record.serial):
+                self._state.holdings.damaged_on_disk(page)
+            elif page is None and self._state.room.leaves_disk(record.serial):
+                self._state.counters.damaged_pages += 1
+            # else pages below it are there: whoever looks it up will find out
+
+    def _ledger_place(self, record: PageRecord) -> int | None:
+        assert self._state.page_table is not None
+        return self._state.page_table.place(record.serial)
+
+    def _moved(self, record: PageRecord, before: int) -> None:
+        """Note where a page is now. Under the lock."""
+        state = self._state
+        assert state.page_table is not None
+        page = state.index.by_serial.get(record.serial)
+        if not state.page_table.move(
+            record.serial, record.place
+        ):  # it was removed while its record was changed
+            state.holdings.removed = [
+                removal._replace(place=record.place) if removal.serial == record.serial else removal
+                for removal in state.holdings.removed
+            ]
+        elif page is not None and (copy := page.copies[Tier.DISK]) is not None:
+            page.record = record
+            copy.place = record.place
+            if copy.leases:
+                self._leaving[before] = page
+                return
+        self._space.vacate(before)
+
+    def vacate(self) -> None:
+        """Give up the places that pages have left, as far as nobody reads there any more."""
+        with self._state.lock:
+            for place, page in list(self._leaving.items()):
+                copy = page.copies[Tier.DISK]
+                if copy is None or not copy.leases:
+                    del self._leaving[place]
+                    self._space.vacate(place)
+
+
+def _pieces(records: Sequence[PageRecord]) -> Iterator[list[PageRecord]]:
+    """What is moved with one commit."""
+    piece: list[PageRecord] = []
+    nbytes = 0
+    for record in records:
+        if piece and nbytes + record.nbytes > _AT_ONCE:
+            yield piece
+            piece, nbytes = [], 0
+        piece.append(record)
+        nbytes += slot_bytes(record.nbytes)
+    if piece:
+        yield piece

@@ -1,0 +1,126 @@
+"""Finding a prompt's pages: in the tree first, and where the tree ends, in the index on disk.
+
+The tree is read under the store's lock, the disk is not: a page fault must never hold up the other engines.
+So what was found on disk is checked once more when it is brought into the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from tierstore.core.state import StoreState
+from tierstore.index import Match, Page, Tier, common_tokens
+from tierstore.keys import Identity, PageKey, Prompt
+from tierstore.tiers.disk import PageRecord
+
+_LOOK_S = 2.0  # the longest look at the disk; it goes on alone, so that the next lookup finds more in memory
+_MOST_LOOKS = 4  # at the disk; more than one only while others evict or save the same prompt
+_MOST_COUNTED = 16  # children, to find out whether a look at the disk can be spared
+
+ChunkAt = Callable[[int], "tuple[PageKey | None, bytes]"]
+"""Key and token bytes of a prompt's chunk; no key for the partial one at the end, and nothing beyond it."""
+
+
+@contextmanager
+def find(state: StoreState, prompt: Prompt, max_tokens: int, page_bytes: int) -> Iterator[Match]:
+    """The longest held prefix of ``prompt``. The block runs under the store's lock, and all that was found is
+    in the tree during it.
+
+    Raises :class:`~tierstore.errors.StoreClosedError`.
+    """
+
+    def chunk(index: int) -> tuple[PageKey | None, bytes]:
+        return prompt.keys[index] if index < len(prompt.keys) else None, prompt.chunk(index)
+
+    looks = 0
+    match: Match | None = None
+    seen = -1
+    while True:
+        with state.lock:
+            state.require_open()
+            root = state.root(prompt.identity, page_bytes)
+            if match is None or state.index.changes != seen:
+                match = state.index.tree.match(root, prompt, max_tokens)
+                seen = state.index.changes
+            parent = None
+            if looks < _MOST_LOOKS:
+                parent = frontier(state, root, match, prompt.identity, prompt.chunk_tokens, chunk)
+            if parent is None or match.tokens >= max_tokens:
+                yield match
+                return
+        woken = _wake_below(state, parent, prompt, max_tokens)
+        looks = looks + 1 if woken else _MOST_LOOKS
+
+
+def frontier(
+    state: StoreState, root: Page, match: Match, identity: Identity, chunk_tokens: int, chunk: ChunkAt
+) -> Page | None:
+    """The last whole page of a match below ``root`` (or below any page), if there may be a page below it that
+    is only on disk and that the prompt goes on with. ``chunk(0)`` of the prompt is the one below ``root``.
+    Under the lock."""
+    whole = match.tokens // chunk_tokens
+    page = match.pages[whole - 1] if whole else root
+    on_disk = page.copies[Tier.DISK] is not None or page.parent is None
+    if state.disk is None or not state.health.readable or not state.may_wake:
+        return None
+    if not page.serial or not on_disk:
+        return None
+    if not state.disk.child_filter.may_lead(page.serial, *chunk(whole), whole=identity.whole_pages):
+        return None
+    return None if _all_awake(state, page) else page
+
+
+def _all_awake(state: StoreState, page: Page) -> bool:
+    """Whether all that the disk has right below ``page`` is in the tree already. (Not known for a root.)"""
+    if state.page_table is None or page.parent is None:
+        return False
+    below = state.page_table.children(page.serial)
+    if len(page.children) > _MOST_COUNTED:
+        return not below
+    ready = (copy for child in page.all_children() if (copy := child.copies[Tier.DISK]) is not None)
+    return sum(copy.ready for copy in ready) >= below
+
+
+def _wake_below(state: StoreState, parent: Page, prompt: Prompt, max_tokens: int) -> bool:
+    """Bring into the tree what the disk has of a prompt below ``parent``. Whether another look could find
+    more pages."""
+    assert state.disk is not None
+    disk = state.disk
+    first = parent.depth  # the root's is 0
+    identity = prompt.identity.digest
+    wanted = min(max_tokens // prompt.chunk_tokens, len(prompt.keys))
+    chunks = zip(prompt.keys[first:wanted], prompt.chunks(first), strict=False)
+
+    def look() -> list[PageRecord]:
+        records = disk.find(parent.serial, identity, chunks)
+        if prompt.identity.whole_pages:
+            return records
+        last = records[-1].serial if records else parent.serial
+        rest = prompt.chunk(first + len(records))
+        similar = disk.find_similar(last, identity, rest)
+        best = max(similar, key=lambda record: common_tokens(record.tokens, rest), default=None)
+        return [*records, best] if best is not None else records
+
+    path = _looked(state, look)
+    with state.lock:
+        return path is not None and not state.wake(parent, path)
+
+
+def _looked(state: StoreState, look: Callable[[], list[PageRecord]]) -> list[PageRecord] | None:
+    """What a look at the disk found; None when the disk fails, or takes longer than a lookup should."""
+    assert state.disk is not None
+    try:
+        found = state.disk.within(_LOOK_S, look)
+    except TimeoutError:
+        with state.lock:
+            state.counters.disk_slow_lookups += 1
+        return None
+    except OSError as error:
+        with state.lock:
+            state.counters.disk_read_errors += 1
+            state.health.read_failed(error, "records")
+        return None
+    with state.lock:
+        state.health.was_read("records")
+    return found

@@ -1,0 +1,246 @@
+"""Loads into the host tier: pages come up from disk, each read once whoever asks for it.
+
+A load is cut into *pieces* of a few MiB in prefix order, each one task of the mover: decide under the lock,
+read from disk into host slots, report under the lock. A page that another piece is reading right now is
+waited for, not read twice. When a page cannot be had (no room, damaged, gone, the disk failed) the load is
+*cut* there: later pages would be useless without it.
+
+When the disk stops answering, the loads that wait for it are ended by whoever notices (``lookout.py``); the
+reads that hang keep their host slots and leases until they return, and are of use to later loads then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from tierstore.core.state import StoreState
+from tierstore.index import Page, Tier
+from tierstore.index.leases import PageLease
+from tierstore.mover import Lane, Mover, Priority
+from tierstore.tiers.disk import PageRead
+from tierstore.transfer import Transfer, TransferState
+
+_PIECE_BYTES = 16 << 20
+_PIECE_PAGES = 256
+_OTHERS_READ_S = 10.0  # how long a page that another load reads is waited for without a deadline of our own
+
+R = TypeVar("R")
+
+
+@dataclass(slots=True)
+class _Move:
+    """One page on its way, held by a lease in ``tier``."""
+
+    position: int
+    page: Page
+    tier: Tier
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What a piece does next: pages that are there, reads, pages that other loads are reading; ``stop`` is
+    the first page that has to wait."""
+
+    moves: list[_Move]
+    reads: list[_Move]
+    others: list[tuple[int, Page]]
+    stop: int
+
+
+class HostLoad(Generic[R]):
+    """Brings ``pages`` into the host tier. ``lease`` holds them where they are, in their order, and follows
+    them. ``result`` is called once, at the end, under the state's lock; the lease is released after it."""
+
+    def __init__(
+        self,
+        state: StoreState,
+        mover: Mover,
+        pages: Sequence[Page],
+        lease: PageLease,
+        *,
+        deadline_s: float | None,
+        priority: Priority,
+        result: Callable[[], R],
+    ) -> None:
+        self._state = state
+        self._mover = mover
+        self._pages = pages
+        self._lease = lease
+        self._priority = priority
+        self._result = result
+        self._closed = False  # settled: nothing that arrives now is held
+        self._cut = len(pages)
+        self._pieces = 0
+        self.page_bytes = pages[0].nbytes if pages else 1
+        self.transfer: Transfer[R] = Transfer(
+            self._settle,
+            pages=len(pages),
+            nbytes=len(pages) * self.page_bytes,
+            deadline_s=deadline_s,
+            clock=state.clock,
+            look=state.lookout.look if state.disk is not None else None,
+        )
+
+    def start(self) -> Transfer[R]:
+        state = self._state
+        with state.lock:
+            first = next((at for at, page in enumerate(self._pages) if not _in_host(page)), self._cut)
+            pages = min(max(_PIECE_BYTES // self.page_bytes, 1), _PIECE_PAGES)
+            starts = range(first, self._cut, pages)
+            self._pieces = len(starts)
+            if starts and state.health.readable:
+                state.lookout.waiting.add(self.transfer)
+        self.transfer.advance(first, 0)
+        if not starts:
+            self.transfer.finish()
+        for start in starts:
+            self._submit(start, min(start + pages, len(self._pages)))
+        return self.transfer
+
+    def _submit(self, start: int, stop: int) -> None:
+        self._mover.submit(self._priority, lambda: self._run(start, stop), lane=Lane.DISK)
+
+    def _run(self, start: int, stop: int) -> None:
+        if not self.transfer.stopped and start < self._cut:
+            moved = self._move(start, stop)
+            self.transfer.advance(moved, moved * self.page_bytes)
+        with self._state.lock:
+            self._pieces -= 1
+            last = self._pieces == 0
+        if last:
+            self.transfer.finish()
+
+    def _move(self, start: int, stop: int) -> int:
+        """Bring pages ``start … stop`` as far as possible. How many have come."""
+        moved = 0
+        while start < min(stop, self._cut) and not self.transfer.stopped:
+            batch = self._plan(start, stop)
+            if batch.stop == start < self._cut and not self._wait_for_room():
+                self._cut_at(start)
+            moves = batch.moves + self._read(batch.reads) + self._await_others(batch.others)
+            self._hold(moves)
+            moved += len(moves)
+            with self._state.lock:
+                self._state.fills.in_transit -= len(batch.reads)
+                self._state.changed.notify_all()
+            start = batch.stop
+        return moved
+
+    def _plan(self, start: int, stop: int) -> _Batch:
+        """Decide how pages from ``start`` on get here, as far as there is room, and hold what that needs."""
+        batch = _Batch([], [], [], start)
+        with self._state.lock:
+            while batch.stop < stop and self._plan_page(batch.stop, batch):
+                batch.stop += 1
+            self._state.fills.in_transit += len(batch.reads)
+        return batch
+
+    def _plan_page(self, position: int, batch: _Batch) -> bool:
+        """One page: there already, or to be read. False when it has to wait or is gone."""
+        state = self._state
+        page = self._pages[position]
+        tier = page.ready_tier()
+        if self._closed or tier is None or (tier is Tier.DISK and not state.health.readable):
+            self._cut_at(position)
+            return False
+        if tier is not Tier.DISK:
+            batch.moves.append(_Move(position, page, tier))
+        elif page.copies[Tier.HOST] is None:
+            if state.fills.begin(page) is None:
+                return False
+            state.fills.loading.add(page)
+            batch.reads.append(_Move(position, page, tier))
+        elif page in state.fills.loading:
+            batch.others.append((position, page))
+            return True
+        else:
+            self._cut_at(position)  # a save is about to bring it: not worth waiting behind write-behind
+            return False
+        state.index.lease(page, tier)
+        return True
+
+    def _wait_for_room(self) -> bool:
+        """Wait until pages on their way through the host tier leave it. False when there are none."""
+        timeout = self.transfer.remaining_s
+        with self._state.lock:
+            passing = self._state.fills.in_transit
+            return passing > 0 and self._state.changed.wait_for(
+                lambda: self._state.fills.in_transit < passing or self._state.health.stalled,
+                _OTHERS_READ_S if timeout is None else timeout,
+            )
+
+    def _read(self, reads: list[_Move]) -> list[_Move]:
+        """Fill host slots from disk. Returns the moves that are now held in the host tier."""
+        if not reads:
+            return []
+        state = self._state
+        assert state.disk is not None
+        assert state.host is not None
+        with state.lock:
+            wanted = [
+                (record, state.host.view(state.index.copy(move.page, Tier.HOST).place, record.nbytes))
+                for move in reads
+                if (record := move.page.record) is not None
+            ]
+        read = state.disk.read(wanted)
+        outcomes = list(zip(reads, read.outcomes, strict=True))
+        good = [move for move, outcome in outcomes if outcome is PageRead.GOOD]
+        bad = [move for move, outcome in outcomes if outcome is not PageRead.GOOD]
+        with state.lock:
+            state.fills.loading.difference_update([move.page for move in reads])
+            state.fills.complete([move.page for move in good], let_go=False)
+            state.fills.give_up(move.page for move in bad)
+            state.leases.unlease_all([move.page for move in reads], Tier.DISK)
+            for move in bad:
+                self._cut_at(move.position)
+            for move, outcome in outcomes:
+                if outcome is PageRead.DAMAGED:
+                    state.holdings.damaged_on_disk(move.page)
+            state.was_read(read)
+        state.lookout.look()
+        return [_Move(move.position, move.page, Tier.HOST) for move in good]
+
+    def _await_others(self, others: list[tuple[int, Page]]) -> list[_Move]:
+        """Wait for pages that other loads are reading, and hold them."""
+        state = self._state
+        moves = []
+        for position, page in others:
+            timeout = self.transfer.remaining_s
+            with state.lock:
+                state.changed.wait_for(
+                    lambda page=page: page not in state.fills.loading or state.health.stalled,  # type: ignore[misc]
+                    _OTHERS_READ_S if timeout is None else timeout,
+                )
+                copy = page.copies[Tier.HOST]
+                if copy is None or not copy.ready:
+                    self._cut_at(position)
+                    break
+                state.index.lease(page, Tier.HOST)
+                moves.append(_Move(position, page, Tier.HOST))
+        return moves
+
+    def _hold(self, moves: Sequence[_Move]) -> None:
+        """What has come is held by the lease, as long as somebody wants it."""
+        with self._state.lock:
+            for move in moves:
+                if not self._lease.released:
+                    self._state.leases.move(self._lease, move.position, move.tier)
+            self._state.leases.unlease_held([(move.page, move.tier) for move in moves])
+
+    def _cut_at(self, position: int) -> None:
+        self._cut = min(self._cut, position)
+
+    def _settle(self, _: TransferState) -> R:
+        with self._state.lock:
+            self._closed = True
+            self._state.lookout.waiting.discard(self.transfer)
+            result = self._result()
+            self._state.leases.release(self._lease)
+            return result
+
+
+def _in_host(page: Page) -> bool:
+    copy = page.copies[Tier.HOST]
+    return copy is not None and copy.ready

@@ -1,0 +1,197 @@
+"""Reservations while they are decided: which pages of a save are new, and which slots they get. In steps, so
+that a long prompt does not hold up everybody else.
+
+A slot under a reservation is nobody else's until the client commits it, gives it up or is dead: a write that
+was under way could otherwise end in somebody else's page.
+"""
+
+from __future__ import annotations
+
+from tierstore.backend import PrefixHandle, SaveHints
+from tierstore.core.clients import NEVER, Client, LocalReservation, Path
+from tierstore.core.prompts import PromptView
+from tierstore.core.quotas import Quotas
+from tierstore.core.state import StoreState
+from tierstore.index import Page, Tier
+from tierstore.index.sessions import HintTracker
+from tierstore.keys import PageKey
+from tierstore.tiers.slabs import slot_bytes
+
+
+class _Branch:
+    """The pages that a save goes along, one behind the other. In steps: in between, others have the lock."""
+
+    def __init__(self, state: StoreState, hints: SaveHints, tenant: str) -> None:
+        self._state = state
+        self._tracker = HintTracker(state.sessions, hints.hint, hints.session, tenant)
+        self._end: Page | None = None
+        self._held: Page | None = None  # between two steps: the next one must find it in the tree
+        self._step: list[Page] = []
+
+    def begin(self, parent: Page | None) -> None:
+        """The save goes on behind ``parent``; it has no pages when that is None."""
+        self._end = parent
+        self._tracker.begin(parent)
+        self._hold(parent)
+
+    def next(self, key: PageKey, tokens: bytes) -> Page | None:
+        """The page behind the last one, found or made. None when the last one has left every tier: what is
+        behind it could never be found."""
+        if self._end is None or (self._end.parent is not None and not any(self._end.copies)):
+            return None
+        page = self._state.index.add(self._end, key, tokens)
+        self._tracker.comes_to(page)
+        return page
+
+    def grow(self, page: Page) -> None:
+        """This page is stored, or about to be. The save goes on behind it."""
+        self._step.append(page)
+        self._end = page
+
+    def end_step(self, *, last: bool) -> None:
+        """Note the use of the pages of this step."""
+        self._state.uses.touch(self._step, hit=False)
+        self._tracker.saved(self._step)
+        self._step = []
+        self._hold(None if last else self._end)
+        self._state.forget_gone()
+
+    def give_up(self) -> None:
+        """The save does not go on."""
+        self._step = []
+        self._hold(None)
+
+    def _hold(self, page: Page | None) -> None:
+        if page is not None:
+            self._state.index.hold(page)
+        if self._held is not None:
+            self._state.index.unhold(self._held)
+        self._held = page
+
+
+class ReservationBuilder:
+    """A reservation while it grows. The client holds it from the first page on, so that nothing is lost
+    should the client die in the middle. Under the state's lock."""
+
+    def __init__(
+        self,
+        state: StoreState,
+        quotas: Quotas,
+        owner: object,
+        client: Client,
+        prompt: PromptView,
+        chunks: range,
+        *,
+        reserve_bytes: int,
+        hints: SaveHints,
+    ) -> None:
+        self._state = state
+        self._quotas = quotas
+        self._client = client
+        self._prompt = prompt
+        self._chunks = chunks
+        self._reserve_bytes = reserve_bytes
+        self._before = prompt.first_pages(state, chunks.start)
+        self._pages: list[Page] = []
+        self._positions: list[int] = []
+        self._branch = _Branch(state, hints, client.tenant)
+        above = self._before[-1] if self._before else prompt.root(state)
+        self._branch.begin(above if self._before is not None else None)
+        self._next = 0  # position
+        self._offsets: list[int] = []
+        self._stored_tokens = 0
+        self.reservation = LocalReservation(
+            0, self._positions, [], 0, page_bytes=prompt.registration.page_bytes
+        )
+        self._owner = owner
+        self.unfinished = True
+
+    def step(self, pages: int) -> None:
+        """Go on with the next ``pages`` pages."""
+        stop = min(self._next + pages, len(self._chunks))
+        while self._next < stop:
+            page = self._page(following=stop - self._next - 1)
+            if page is None:
+                self._state.counters.not_stored_pages += len(self._chunks) - self._next
+                self._next = len(self._chunks)
+                break
+            self._branch.grow(page)
+            self._pages.append(page)
+            self._stored_tokens += page.num_tokens
+            self._next += 1
+        self.unfinished = self._next < len(self._chunks)
+        self._state.fills.none_follows()
+        self._branch.end_step(last=not self.unfinished)
+        self._state.let_sleep()
+
+    def give_up(self) -> None:
+        """A step has raised, and the reservation does not grow any more."""
+        self._state.fills.none_follows()
+        self._branch.give_up()
+
+    def result(self, address: int) -> LocalReservation | None:
+        """The reservation; None when the client has gone. The arena begins at ``address``."""
+        if self._client.ended:
+            return None
+        reservation = self.reservation
+        reservation.stored_tokens = self._stored_tokens
+        reservation.handle = self._remember()
+        if reservation.ended or not reservation.pages:
+            return LocalReservation(0, [], [], self._stored_tokens, reservation.handle)
+        reservation.addresses = [address + offset for offset in self._offsets]
+        return reservation
+
+    def _remember(self) -> PrefixHandle | None:
+        """What the client may refer to when it saves what follows: a long prompt must not be sent and matched
+        once more with every piece of it."""
+        whole = self._pages[: self._prompt.whole_chunks - self._chunks.start]
+        if not whole:
+            return None
+        assert self._before is not None, "there are pages behind a page that is not there"
+        path = Path((*self._before, *whole), (), NEVER)
+        number = self._prompt.lengthens(self._client)
+        if number:
+            self._client.lengthen(number, path)
+        else:
+            number = self._client.remember(path)
+        return PrefixHandle(self._owner, number, len(path.pages))
+
+    def _page(self, *, following: int) -> Page | None:
+        """The next page, in the host tier or about to be filled, which ``following`` pages come after in this
+        step. None when it is in no tier and cannot be put in one."""
+        state = self._state
+        chunk = self._chunks[self._next]
+        if chunk >= self._prompt.whole_chunks and self._prompt.registration.identity.whole_pages:
+            return None  # it could never be found
+        page = None if self._client.ended else self._branch.next(*self._prompt.chunk(chunk))
+        if page is None:
+            return None
+        copy = page.copies[Tier.HOST]
+        if copy is not None:
+            state.counters.already_stored_pages += not copy.damaged
+            return None if copy.damaged else page
+        place = self._slot(page, following)
+        if place is None:
+            if any(page.copies):
+                return page  # on disk, which is stored
+            state.index.prune(page)
+            return None
+        self._positions.append(self._next)
+        self.reservation.pages.append(page)
+        self._offsets.append(place)
+        self._client.reserved_bytes += slot_bytes(page.nbytes)
+        if not self.reservation.number:
+            self.reservation.number = self._client.reserve(self.reservation)
+        return page
+
+    def _slot(self, page: Page, following: int) -> int | None:
+        if self._state.host is None:
+            return None
+        allowed = (self._reserve_bytes - self._client.reserved_bytes) // slot_bytes(page.nbytes)
+        if allowed < 1:
+            return None
+        if not self._quotas.admit(self._client.tenant, page):
+            return None
+        if self._client.tenant in self._quotas.quotas:  # nobody makes room for what may not be admitted
+            following = 0
+        return self._state.fills.begin(page, following=min(following, allowed - 1))

@@ -1,0 +1,229 @@
+"""Everything in a store that can change, and every decision. No thread, no copy, no I/O is here.
+
+All methods and attributes need :attr:`StoreState.lock`, and so do those of the parts, which have a file each.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from tierstore.core.fills import Fills
+from tierstore.core.health import STALL_S, Health
+from tierstore.core.holdings import Holdings
+from tierstore.core.lookout import Lookout
+from tierstore.core.room import Room
+from tierstore.core.uses import Uses
+from tierstore.errors import StoreClosedError
+from tierstore.index import Index, Match, Page, Tier
+from tierstore.index.leases import Leases
+from tierstore.index.sessions import Sessions
+from tierstore.keys import Identity
+from tierstore.policy import Policy
+from tierstore.stats import Counters, TierStats
+from tierstore.tiers.disk import DiskTier, PageRecord, PageTable, ReadBatch
+from tierstore.tiers.host import HostTier
+
+# On disk only, and kept in the tree all the same:
+_AWAKE_PAGES = 1 << 15  # without others below them
+_AWAKE_BYTES = 128 << 20  # with those above them
+_MOST_AWAKE_BYTES = 256 << 20  # with leased and pinned ones: then lookups end where memory ends
+_SLEEPS_AT_ONCE = 1024  # a few milliseconds
+GONE_BYTES = 32 << 20  # of pages that have left the tree and may still be remembered somewhere
+
+
+class StoreState:
+    """One store: its index, its tiers' space, its leases and its counters."""
+
+    def __init__(
+        self,
+        policies: Sequence[Policy],
+        *,
+        host: HostTier | None,
+        disk: DiskTier | None,
+        clock: Callable[[], float] = time.monotonic,
+        awake_pages: int = _AWAKE_PAGES,
+        stall_s: float = STALL_S,
+    ) -> None:
+        self.host = host
+        self.disk = disk
+        self.clock = clock
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)  # a copy became ready or went away, a queue moved
+        self.index = Index(policies, tick=disk.tick if disk is not None else 0)
+        self.counters = Counters()
+        self.health = Health(Tier.DISK.label, clock, stall_s=stall_s)
+        self.lookout = Lookout(disk, self.health, self.changed)
+        self.closed = False
+        self.identities: dict[bytes, Identity] = {}  # by digest, of everything saved in this life
+        self._awake_pages = awake_pages
+        self._forgotten_bytes = 0  # of the index, at the last forget_gone()
+        # The parts. Each knows those before it.
+        self.uses = Uses(self.index, disk)
+        self.holdings = Holdings(
+            self.index,
+            host=host,
+            uses=self.uses,
+            counters=self.counters,
+            changed=self.changed,
+        )
+        self.leases = Leases(self.index, clock, self.holdings.drop_damaged)
+        self.sessions = Sessions(clock, self.uses.hint)
+        self.room = Room(
+            self.index,
+            holdings=self.holdings,
+            leases=self.leases,
+            uses=self.uses,
+            host=host,
+            disk_policy=policies[Tier.DISK],
+            counters=self.counters,
+            clock=clock,
+        )
+        self.fills = Fills(self.index, self.holdings, self.room, self.changed)
+
+    @staticmethod
+    def give_way() -> None:
+        """To be called between two holds of the lock by who does a long job in pieces: a lock goes to whoever
+        is quickest, which would be the same thread again."""
+        time.sleep(0)
+
+    # -- lookups -------------------------------------------------------------------------------------
+
+    def root(self, identity: Identity, page_bytes: int) -> Page:
+        """The root of everything stored under ``identity``, all pages of which have ``page_bytes``."""
+        root = self.index.tree.root(identity.digest, page_bytes)
+        assert root.nbytes == page_bytes, (
+            f"pages of {root.nbytes} bytes, not {page_bytes}, have this identity"
+        )
+        if not root.serial and self.disk is not None:
+            root.serial = self.disk.serials.root(identity.digest) or 0
+        return root
+
+    def reachable(self, match: Match, chunk_tokens: int) -> Match:
+        """As much of a match as can be loaded now: where the disk is offline, what is above it."""
+        if self.health.readable:
+            return match
+        there = itertools.takewhile(lambda page: page.ready_tier() is not Tier.DISK, match.pages)
+        pages = tuple(there)
+        if len(pages) == len(match.pages):
+            return match
+        return Match(pages, len(pages) * chunk_tokens, chunk_tokens if pages else 0)
+
+    # -- pages on disk -------------------------------------------------------------------------------
+
+    def was_read(self, read: ReadBatch) -> None:
+        """Pages were read from disk, or were to be."""
+        self.counters.disk_read_pages += read.good
+        if read.good:
+            self.health.was_read()  # first: where other pages come back, one that does not is not the disk
+        if read.error is not None:
+            self.counters.disk_read_errors += 1
+            self.health.read_failed(read.error)
+            self.changed.notify_all()
+
+    @property
+    def page_table(self) -> PageTable | None:
+        """What is on disk; None without a disk, and until it has been scanned."""
+        return self.uses.page_table
+
+    def scanned(self) -> None:
+        """The page table is there: drop what was found before it, and cannot be."""
+        assert self.page_table is not None
+        for page in list(self.index.by_serial.values()):
+            copy = self.index.copy(page, Tier.DISK)
+            if page.serial not in self.page_table:
+                self.index.set_damaged(page, Tier.DISK)
+            if copy.damaged:
+                self.holdings.drop_damaged(page, Tier.DISK)
+
+    def wake(self, parent: Page, records: Sequence[PageRecord]) -> bool:
+        """Bring pages that were found on disk, one below the other, into the tree. False when things have
+        changed since they were looked for."""
+        page_table = self.page_table
+        for record in records:
+            if not self.index.in_tree(parent):
+                return False
+            if page_table is not None and page_table.place(record.serial) != record.place:
+                return False  # removed since, or moved
+            if record.nbytes != parent.nbytes:
+                return False  # saved under this identity by somebody whose pages had another size
+            hits = page_table.use(record.serial).hits if page_table is not None else 0
+            parent = self.index.wake(parent, record, hits)
+            if parent.serial != record.serial:
+                return False  # the same page is on disk twice, or on its way there once more
+            self.holdings.stored([parent], Tier.DISK)  # perhaps again: it may be of an earlier life
+        return True
+
+    def let_sleep(self) -> bool:
+        """Take pages that nobody has to do with out of the tree, down to a limit: they are on disk. Whether
+        there are more than could be taken out at one stroke."""
+        idle = self.index.eviction.idle
+        page: Page | None = None
+        for _ in range(_SLEEPS_AT_ONCE):
+            if page is None or not page.may_sleep():
+                page = next(iter(idle), None)
+            if page is None or self.page_table is None or not self._too_many_awake():
+                return False
+            if not page.may_sleep():
+                del idle[page]
+                continue
+            above = page.parent
+            self.uses.note_before_sleep(page)
+            self.index.sleep(page)
+            page = above  # prompt by prompt: else all would lose their ends, the one used last too
+        return True
+
+    def forget_gone(self) -> None:
+        """Let go of pages that have left the tree, where they are still remembered: now and then."""
+        if self.index.forgotten_bytes - self._forgotten_bytes > GONE_BYTES:
+            self._forgotten_bytes = self.index.forgotten_bytes
+            self.sessions.forget_gone()
+            self.index.hints.forget_gone()
+
+    def _too_many_awake(self) -> bool:
+        return len(self.index.eviction.idle) > self._awake_pages or self.index.awake_bytes > _AWAKE_BYTES
+
+    @property
+    def may_wake(self) -> bool:
+        """Whether there is memory for more pages that are only on disk."""
+        return self.index.awake_bytes < _MOST_AWAKE_BYTES
+
+    # -- seeing --------------------------------------------------------------------------------------
+
+    def require_open(self) -> None:
+        if self.closed:
+            raise StoreClosedError("the store is closed")
+
+    def tier_stats(self) -> dict[str, TierStats]:
+        sizes: dict[Tier, tuple[int, int]] = {}
+        if self.host is not None:
+            sizes[Tier.HOST] = (self.host.capacity_bytes, self.host.used_bytes)
+        if self.disk is not None:
+            disk = self.disk.stats()
+            sizes[Tier.DISK] = (disk.capacity_bytes, disk.used_bytes)
+        pages = list(self.index.copies)
+        if self.disk is not None:
+            pages[Tier.DISK] = len(self.page_table) if self.page_table is not None else disk.pages
+        return {
+            tier.label: TierStats(capacity, used, pages[tier], self.index.leases[tier])
+            for tier, (capacity, used) in sizes.items()
+        }
+
+    def check(self) -> None:
+        """Assert that index, arena, disk and leases agree."""
+        self.index.check()
+        pages = list(self.index.tree.walk())
+        if self.host is not None:
+            self.host.check()
+            places = [c.place for p in pages if (c := p.copies[Tier.HOST]) is not None]
+            assert len(set(places)) == len(places), "two pages share a host slot"
+        if self.page_table is not None:
+            for page in pages:
+                copy = page.copies[Tier.DISK]
+                durable = copy is not None and (copy.ready or copy.damaged)
+                assert not durable or page.serial in self.page_table, (
+                    f"{page} is on disk and in no page_table"
+                )
+                assert page.hole <= (self.page_table.children(page.serial) > 0), f"{page} is no hole"

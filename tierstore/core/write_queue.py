@@ -1,0 +1,170 @@
+"""The queue of pages on their way from the host tier to disk. Decides; the writer's thread acts.
+
+All methods need the store's lock. A page in the queue, or in a batch taken from it, is leased in the host
+tier, where its bytes are.
+
+The queue is bounded in bytes: what does not fit is not written. A page is only written after its parent,
+since nothing could find it otherwise; a later save of the same prefix makes up for gaps.
+
+While the disk is not writable nothing waits here (half of the host tier would be leased for as long as it
+takes). What was refused or given up for that reason is *owed*: remembered without a lease, and queued when
+the disk is back, as far as it is still in the host tier then.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+
+from tierstore.core.state import StoreState
+from tierstore.index import Page, Tier
+
+_MOST_OWED = 1 << 14  # pages; the latest are forgotten: those before them are what they need
+_OWED_AT_ONCE = 256  # pages queued again while the store is locked
+
+
+class WriteQueue:
+    """Pages to write, in order: parents before children."""
+
+    def __init__(self, state: StoreState, *, most_bytes: int) -> None:
+        self._state = state
+        self._most_bytes = most_bytes
+        self._waiting: deque[Page] = deque()
+        self.waiting_bytes = 0  # of those that wait
+        self._pending: set[Page] = set()  # waiting, or in a batch
+        self._pending_bytes = 0
+        self._owed: dict[Page, None] = {}
+        self._catching_up = False
+
+    def __len__(self) -> int:
+        """Pages that wait."""
+        return len(self._waiting)
+
+    def __contains__(self, page: Page) -> bool:
+        """Whether a page waits or is being written."""
+        return page in self._pending
+
+    @property
+    def pending(self) -> int:
+        """Pages that wait or are being written."""
+        return len(self._pending)
+
+    @property
+    def owes(self) -> bool:
+        """Whether there are pages to queue again, and the disk is back."""
+        return bool(self._owed) and not self._pending and self._state.health.writable
+
+    def unplaced(self) -> Counter[int]:
+        """Page bytes → pages that have no place on disk yet."""
+        return Counter(page.nbytes for page in self._pending if page.copies[Tier.DISK] is None)
+
+    # -- in ------------------------------------------------------------------------------------------
+
+    def put(self, pages: Iterable[Page]) -> None:
+        """Queue these pages, which are in the host tier, with any ancestors the disk has lost or never got,
+        and any descendants that came before them (copies end in no particular order)."""
+        # Pages that one before them holds up, and whether that is for good. (Looked up, since one by one each
+        # would find out by going up the same long path.)
+        stuck: dict[Page, bool] = {}
+        for page in pages:
+            if page in self._pending:
+                continue  # it came with one before it
+            if page.parent in stuck:
+                stuck[page] = stuck[page.parent]
+                self._state.counters.disk_dropped_pages += stuck[page]
+                continue
+            missing, obstacle = self._missing(page)
+            if obstacle is not None:
+                stuck[page] = obstacle.copies[Tier.HOST] is None
+                self._state.counters.disk_dropped_pages += stuck[page]
+            elif not all(self._append(each) for each in missing):
+                stuck[page] = True
+            elif missing and page.children:
+                self._append_below(page)
+
+    def put_owed(self) -> None:
+        """Queue some of what the disk was not there for; what does not fit now stays owed."""
+        pages = list(self._owed)[:_OWED_AT_ONCE]
+        for page in pages:
+            del self._owed[page]
+        self._catching_up = True
+        self.put(page for page in pages if self._unwritten(page))
+        self._catching_up = False
+
+    def _append_below(self, page: Page) -> None:
+        waiting = [page]
+        while waiting:
+            for child in waiting.pop().all_children():
+                if self._unwritten(child) and self._append(child):
+                    waiting.append(child)
+
+    def _append(self, page: Page) -> bool:
+        full = self._pending and self._pending_bytes + page.nbytes > self._most_bytes
+        if full or not self._state.health.writable:
+            self._drop(page)
+            return False
+        self._state.index.lease(page, Tier.HOST)
+        self._waiting.append(page)
+        self.waiting_bytes += page.nbytes
+        self._pending.add(page)
+        self._pending_bytes += page.nbytes
+        return True
+
+    def _unwritten(self, page: Page) -> bool:
+        """Whether a page could be written, and has not been."""
+        on_host = page.copies[Tier.HOST]
+        written = page.copies[Tier.DISK] is not None or page in self._pending
+        return on_host is not None and on_host.ready and not written
+
+    def _missing(self, page: Page) -> tuple[list[Page], Page | None]:
+        """``page`` and those of its ancestors that have to be written first, top down; and the one that
+        cannot be, if there is one: it is on its way, and will bring this page along, or it is lost."""
+        missing: list[Page] = []
+        node: Page | None = page
+        while node is not None and node.parent is not None:
+            if node.copies[Tier.DISK] is not None or node in self._pending:
+                break
+            if not self._unwritten(node):
+                return [], node
+            missing.append(node)
+            node = node.parent
+        return missing[::-1], None
+
+    # -- out -----------------------------------------------------------------------------------------
+
+    def take(self, most_bytes: int) -> list[Page]:
+        """The next pages to write, each to be finished or given up: ``most_bytes``, or one that is larger."""
+        batch: list[Page] = []
+        while self._waiting and (not batch or self._waiting[0].nbytes <= most_bytes):
+            batch.append(self._pop())
+            most_bytes -= batch[-1].nbytes
+        return batch
+
+    def finish(self, pages: Sequence[Page]) -> None:
+        """The pages are on disk, or will not be. (Who waits for the queue is told by the caller.)"""
+        for page in pages:
+            if page in self._pending:
+                self._pending.remove(page)
+                self._pending_bytes -= page.nbytes
+        self._state.leases.unlease_all(pages, Tier.HOST)
+
+    def give_up(self, page: Page) -> None:
+        """The page is not written."""
+        self._drop(page)
+        self.finish([page])
+
+    def give_up_all(self) -> None:
+        """None of those that wait is written."""
+        while self._waiting:
+            self.give_up(self._pop())
+
+    def _pop(self) -> Page:
+        page = self._waiting.popleft()
+        self.waiting_bytes -= page.nbytes
+        return page
+
+    def _drop(self, page: Page) -> None:
+        self._state.counters.disk_dropped_pages += not self._catching_up
+        missed = self._catching_up or not self._state.health.writable
+        if missed and len(self._owed) < _MOST_OWED:
+            self._owed[page] = None

@@ -1,0 +1,104 @@
+"""Leases: pages stay where they are until a lease on them is released, or its time is over."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Sequence
+
+from tierstore.index.index import Index
+from tierstore.index.page import Page, Tier
+
+_SPARE_LEASES = 4096
+
+
+class PageLease:
+    """A hold on copies, with an end. Each page is held in one tier, the fastest that had it."""
+
+    __slots__ = ("ends", "held", "released")
+
+    def __init__(self) -> None:
+        self.held: list[tuple[Page, Tier]] = []
+        self.ends = 0.0
+        self.released = True
+
+
+class Leases:
+    """All of a store's. Needs the store's lock. ``drop_damaged`` is told of damaged copies that are not held
+    any more."""
+
+    def __init__(
+        self,
+        index: Index,
+        clock: Callable[[], float],
+        drop_damaged: Callable[[Page, Tier], None],
+    ) -> None:
+        self._index = index
+        self._clock = clock
+        self._drop_damaged = drop_damaged
+        self._by_end: list[tuple[float, int, PageLease]] = []
+        self._order = itertools.count()
+        self.open = 0
+        self.expired = 0  # ended by themselves
+
+    def take(self, held: list[tuple[Page, Tier]], lease_s: float) -> PageLease:
+        """A lease on these copies for ``lease_s`` seconds."""
+        lease = PageLease()
+        self._hold(lease, held, lease_s)
+        return lease
+
+    def renew(self, lease: PageLease, pages: Sequence[Page], lease_s: float) -> None:
+        """If the lease has ended, hold its pages again as far as they are still there."""
+        if lease.released:
+            held = [(page, page.ready_tier()) for page in pages]
+            there = itertools.takewhile(lambda each: each[1] is not None, held)
+            self._hold(lease, [(page, tier) for page, tier in there if tier is not None], lease_s)
+
+    def _hold(self, lease: PageLease, held: list[tuple[Page, Tier]], lease_s: float) -> None:
+        self._index.lease_all(held)
+        lease.held = held
+        lease.ends = self._clock() + lease_s
+        lease.released = False
+        self.open += 1
+        heapq.heappush(self._by_end, (lease.ends, next(self._order), lease))
+
+    def release(self, lease: PageLease) -> None:
+        """End a lease; repeating it does nothing."""
+        if not lease.released:
+            lease.released = True
+            self.open -= 1
+            self.unlease_held(lease.held)
+            lease.held.clear()
+
+    def expire(self) -> None:
+        """End the leases whose time is over."""
+        now = self._clock()
+        while self._by_end and (self._by_end[0][0] <= now or self._by_end[0][2].released):
+            lease = heapq.heappop(self._by_end)[2]
+            if not lease.released and lease.ends <= now:  # else it was renewed, and has a later entry
+                self.expired += 1
+                self.release(lease)
+        if len(self._by_end) > 2 * self.open + _SPARE_LEASES:  # released long before their end
+            self._by_end = [entry for entry in self._by_end if not entry[2].released]
+            heapq.heapify(self._by_end)
+
+    def unlease(self, page: Page, tier: Tier) -> None:
+        """Give up a hold on one copy that is no part of a :class:`PageLease`."""
+        self.unlease_all([page], tier)
+
+    def unlease_all(self, pages: Sequence[Page], tier: Tier) -> None:
+        """The same for one copy of each of these pages."""
+        self.unlease_held([(page, tier) for page in pages])
+
+    def unlease_held(self, held: Sequence[tuple[Page, Tier]]) -> None:
+        """The same for each of these copies."""
+        for page, tier in self._index.unlease_all(held):
+            self._drop_damaged(page, tier)
+
+    def move(self, lease: PageLease, position: int, tier: Tier) -> None:
+        """The page of a lease is now held in another tier."""
+        page, held_in = lease.held[position]
+        if held_in is not tier:
+            self._index.lease(page, tier)
+            lease.held[position] = (page, tier)
+            self.unlease(page, held_in)

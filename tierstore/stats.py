@@ -1,0 +1,65 @@
+"""What a store can tell about itself: frozen snapshots, and the counters behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tierstore.core.health import TierHealth
+from tierstore.curve import CurveStats
+
+
+@dataclass(slots=True)
+class Counters:
+    """Everything that is counted, since the store was opened. Guarded by the state's lock."""
+
+    lookups: int = 0
+    lookup_tokens: int = 0
+    hit_tokens: dict[str, int] = field(default_factory=lambda: {"hbm": 0, "host": 0, "disk": 0})
+    expired_leases: int = 0
+    loaded_pages: int = 0
+    loads_cut_short: int = 0  # fewer pages came than the hit promised
+    saved_pages: int = 0  # copied into the host tier
+    torn_pages: int = 0  # came by TCP with other bytes than their sender's checksum says: not stored
+    already_stored_pages: int = 0
+    not_stored_pages: int = 0  # no room in the host tier, or the copy failed
+    disk_written_pages: int = 0
+    disk_read_pages: int = 0
+    disk_dropped_pages: int = 0  # write-behind given up: queue full, no room, or parent not on disk
+    disk_write_errors: int = 0  # batches that the disk did not take, and probes that it did not
+    disk_read_errors: int = 0  # batches and lookups that could not be read in full: kept, a miss for now
+    disk_slow_lookups: int = 0  # that ended where memory ends, because the index was not read in time
+    disk_stalls: int = 0  # times that a call to the disk did not return for too long
+    disk_read_only_s: float = 0.0  # seconds in which nothing was written to disk
+    disk_offline_s: float = 0.0  # seconds in which the disk was not read either
+    unpinned_arenas: int = 0  # refused by the device's driver: loads from them go up by plain copies
+    damaged_pages: int = 0  # checksum mismatch or truncated: the disk has other bytes than were saved
+    evicted_pages: dict[str, int] = field(default_factory=lambda: {"hbm": 0, "host": 0, "disk": 0})
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """One tier. Bytes are slots handed out, which is what counts against the capacity."""
+
+    capacity_bytes: int
+    used_bytes: int
+    pages: int
+    leased_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """A snapshot of a store. ``counters`` are totals since it was opened; see :class:`Counters`."""
+
+    tiers: Mapping[str, TierStats]
+    pages: int  # distinct pages in any tier
+    key_collisions: int
+    open_hits: int
+    pending_saves: int  # pages on their way into the host tier
+    pending_writes: int  # pages on their way to disk
+    disk_writable: bool
+    health: Mapping[str, TierHealth]  # of the tiers that can fail
+    health_line: str  # the same for people; empty without such a tier
+    failed_tasks: int
+    counters: Mapping[str, int | float | Mapping[str, int]]
+    curve: CurveStats = field(default_factory=CurveStats)  # what more memory would be worth

@@ -1,0 +1,160 @@
+"""What a store remembers of the prompts it has asked about: their keys, and the backend's handle for them.
+
+Most prompts begin like an earlier one: the next turn of a conversation, another request about one document.
+Comparing 100K tokens with a remembered prompt takes 20–40 µs, hashing them 500 µs, and sending them and
+having them matched once more takes a daemon milliseconds. So a prompt that begins like a remembered one
+takes its keys from there, and is referred to by its handle for as many chunks as the backend remembers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tierstore.backend import KnownPrompt, LookupRequest, PrefixHandle
+from tierstore.keys import TOKEN_BYTES, TOKEN_DTYPE, Identity, PageKey, Prompt, chunk_keys, root_key
+
+_MOST_BYTES = 64 << 20  # of tokens
+_MOST_PROMPTS = 1024
+_TRIED = 8  # of the prompts with the same first chunk, the last used first
+_COMPARED_AT_ONCE = 64 << 10
+_WORTH = 16  # remembered is what has at least 1/16 that is new
+_PAIR = np.dtype("<u8")
+
+
+@dataclass(slots=True)
+class PromptCache:
+    """Prompts by their identity and first chunk, the last used last. Thread-safe."""
+
+    chunk_tokens: int
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _buckets: dict[bytes, OrderedDict[int, KnownPrompt]] = field(default_factory=dict)
+    _order: OrderedDict[int, KnownPrompt] = field(default_factory=OrderedDict)
+    _nbytes: int = 0
+
+    def prompt(self, identity: Identity, data: bytes) -> Prompt:
+        """A prompt of these token bytes, hashing only what no remembered one begins with."""
+        known, common = self._recall(self._bucket(identity, data), data)
+        if known is None or identity.whole_pages:  # whose remembered keys stand for more than tokens
+            return Prompt(identity, np.frombuffer(data, TOKEN_DTYPE), chunk_tokens=self.chunk_tokens)
+        prompt = Prompt.with_keys(identity, data, known.keys[:common], chunk_tokens=self.chunk_tokens)
+        prompt.extend(())  # the keys of the chunks behind those
+        return prompt
+
+    def request_of(self, identity: Identity, data: bytes) -> LookupRequest:
+        """What :meth:`request` is for :meth:`prompt`, without a prompt in between."""
+        known, common = self._recall(self._bucket(identity, data), data)
+        width = self.chunk_tokens * TOKEN_BYTES
+        keys: list[PageKey] = []
+        if known is not None and not identity.whole_pages:
+            keys = known.keys[:common]
+        parent = keys[-1] if keys else root_key(identity)
+        keys += chunk_keys(parent, data[len(keys) * width :], width)
+        if known is not None and identity.whole_pages:
+            common = common_keys(known.keys, keys[:common])
+        return LookupRequest(identity, self.chunk_tokens, data, len(data), keys, known, common)
+
+    def request(self, prompt: Prompt) -> LookupRequest:
+        """``prompt`` as it is now."""
+        data = prompt.token_bytes
+        known, common = self._recall(self._bucket(prompt.identity, data), data)
+        keys = list(prompt.keys)
+        if known is not None and prompt.identity.whole_pages:
+            # Equal tokens are not enough where keys stand for more than tokens.
+            common = common_keys(known.keys, keys[:common])
+        return LookupRequest(prompt.identity, prompt.chunk_tokens, data, len(data), keys, known, common)
+
+    def remember(self, request: LookupRequest, handle: PrefixHandle | None) -> None:
+        """A request was asked (or its pages were saved), and the daemon calls it ``handle``, if it remembers
+        it."""
+        if not request.keys:
+            return
+        known = request.known
+        with self._lock:
+            if known is not None and (len(request.keys) - request.common) * _WORTH < len(request.keys):
+                _renew_handle(
+                    known, handle, request.common
+                )  # little new: not worth 4 bytes a token once more
+                return
+            if known is not None and request.common == len(known.keys):
+                self._drop(known)  # the new one begins with all of it
+            bucket = self._bucket(request.identity, request.data)
+            new = KnownPrompt(bucket, request.data, request.keys, handle)
+            self._buckets.setdefault(bucket, OrderedDict())[id(new)] = new
+            self._order[id(new)] = new
+            self._nbytes += len(new.data)
+            while len(self._order) > 1 and (self._nbytes > _MOST_BYTES or len(self._order) > _MOST_PROMPTS):
+                self._drop(next(iter(self._order.values())))
+
+    def _bucket(self, identity: Identity, data: bytes) -> bytes:
+        return identity.digest + data[: self.chunk_tokens * TOKEN_BYTES]
+
+    def _recall(self, bucket: bytes, data: bytes) -> tuple[KnownPrompt | None, int]:
+        """The remembered prompt that shares the most chunks with ``data``, and how many."""
+        width = self.chunk_tokens * TOKEN_BYTES
+        with self._lock:
+            candidates = list(self._buckets.get(bucket, {}).values())[: -_TRIED - 1 : -1]
+        best: KnownPrompt | None = None
+        most = 0
+        for known in candidates:
+            # One chunk more than the best so far, or it is not worth comparing the rest.
+            start = most * width
+            if known.data[start : start + width] != data[start : start + width]:
+                continue
+            common = min(common_bytes(known.data, data) // width, len(known.keys))
+            if common > most:
+                best, most = known, common
+        if best is not None:
+            self._touch(best)
+        return best, most
+
+    def _touch(self, known: KnownPrompt) -> None:
+        with self._lock:
+            if id(known) in self._order:
+                self._order.move_to_end(id(known))
+                self._buckets[known.bucket].move_to_end(id(known))
+
+    def _drop(self, known: KnownPrompt) -> None:
+        if self._order.pop(id(known), None) is None:
+            return
+        self._nbytes -= len(known.data)
+        bucket = self._buckets[known.bucket]
+        del bucket[id(known)]
+        if not bucket:
+            del self._buckets[known.bucket]
+
+
+def _renew_handle(known: KnownPrompt, handle: PrefixHandle | None, common: int) -> None:
+    """``known`` shares ``common`` chunks with what the daemon calls ``handle``: use that, if it says more."""
+    old = known.handle
+    if handle is None:
+        return
+    chunks = min(handle.chunks, common)
+    if chunks and (old is None or old.owner is not handle.owner or chunks >= old.chunks):
+        known.handle = PrefixHandle(handle.owner, handle.number, chunks)
+
+
+def common_keys(a: Sequence[PageKey], b: Sequence[PageKey]) -> int:
+    """How many leading keys two prompts share."""
+    shorter = min(len(a), len(b))
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), shorter)
+
+
+def common_bytes(a: bytes, b: bytes) -> int:
+    """How many leading bytes two strings of tokens share."""
+    shorter = min(len(a), len(b))
+    if a.startswith(b) or b.startswith(a):
+        return shorter
+    pairs = shorter // _PAIR.itemsize  # of tokens: eight bytes are compared as quickly as one
+    x, y = np.frombuffer(a, _PAIR, pairs), np.frombuffer(b, _PAIR, pairs)
+    for start in range(0, pairs, _COMPARED_AT_ONCE):
+        differ = x[start : start + _COMPARED_AT_ONCE] != y[start : start + _COMPARED_AT_ONCE]
+        first = int(differ.argmax())
+        if differ[first]:
+            at = (start + first) * _PAIR.itemsize
+            return at + TOKEN_BYTES * (a[at : at + TOKEN_BYTES] == b[at : at + TOKEN_BYTES])
+    return pairs * _PAIR.itemsize

@@ -1,0 +1,535 @@
+"""The store that an engine talks to: its own HBM pages over one backend.
+
+What is in HBM is known here (``hbm.py``). What is below is asked of the backend, which may be in this process
+or a daemon. While a daemon is away there is only HBM: lookups find what is there, and nothing is stored below
+it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from types import TracebackType
+from typing import Any
+
+from tierstore.arguments import optional_seconds, seconds, whole_number, whole_numbers
+from tierstore.backend import Backend, Lease, LookupRequest, SaveHints
+from tierstore.errors import UsageError
+from tierstore.hints import Hint
+from tierstore.index import LABELS, Page, Tier
+from tierstore.keys import Identity, Prompt, TokenIds, encode_tokens
+from tierstore.mover import Mover
+from tierstore.policy import DEFAULT_POLICY
+from tierstore.spec import KVSpec
+from tierstore.stats import StoreStats
+from tierstore.store.buffers import Buffers, HbmPages, PageSource, PageTarget
+from tierstore.store.hbm import HbmTier
+from tierstore.store.hit import Hit
+from tierstore.store.load import BufferLoad, HbmLoad, TargetLoad
+from tierstore.store.prompts import PromptCache
+from tierstore.store.save import Save, SaveBudget
+from tierstore.tiers.hbm import PagePool
+from tierstore.transfer import Transfer
+from tierstore.types import Loaded
+
+_CLOSE_S = 5.0  # for saves that are under way
+_COUNTED_HERE = (
+    "lookups",
+    "lookup_tokens",
+    "hit_tokens",
+    "loaded_pages",
+    "loads_cut_short",
+    "saved_pages",
+    "already_stored_pages",
+    "not_stored_pages",
+)
+_LOOKUPS_AT_ONCE = 32  # on their way to a backend. More gain nothing, and each may have to wait for a disk
+
+
+class Store:
+    """A stack of tiers that pages are found in, loaded from and saved to. Thread-safe.
+
+    Made by :func:`tierstore.open` (host memory and a directory of this process's own) or
+    :func:`tierstore.connect` (a daemon's). Pages are found by a :class:`~tierstore.keys.Prompt` (or bare
+    tokens, under the store's own identity).
+
+    Nothing here raises because a tier is full, slow, broken or away: fewer tokens come back, or fewer are
+    stored. :class:`~tierstore.errors.UsageError` and :class:`~tierstore.errors.StoreClosedError` are for
+    mistakes of the caller.
+
+    What takes time is a :class:`~tierstore.transfer.Transfer`: poll it, ``wait()`` for it, or ``await`` it.
+
+    >>> import tierstore
+    >>> spec = tierstore.KVSpec.uniform(layers=2, kv_heads=1, head_dim=64, dtype="float16")
+    >>> with tierstore.open(None, spec, host_bytes=1 << 20) as store:
+    ...     stored = store.save(range(128), [bytes(spec.page_bytes)] * 2).wait()
+    ...     hit = store.lookup([*range(100), 5, 6, 7])
+    >>> stored, hit.tokens
+    (128, 100)
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        spec: KVSpec,
+        *,
+        identity: Identity | None = None,
+        pool: PagePool | None = None,
+        lookup_s: float = 0.5,
+        mover_threads: int = 2,
+        policy: str = DEFAULT_POLICY,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """A store over any ``backend``, which it closes. ``policy`` orders the pages of ``pool``; ``clock``
+        is what the ends of leases are compared with. See :func:`tierstore.connect` for the others."""
+        if pool is not None and pool.spec != spec:
+            raise UsageError("the page pool was made for another KV spec than the store's")
+        lookup_s = seconds("lookup_s", lookup_s)
+        if lookup_s <= 0:
+            raise UsageError("lookup_s must be above 0")
+        self.spec = spec
+        self.identity = identity or Identity.of(spec, model="default")
+        self.pool = pool
+        self.lookup_s = lookup_s
+        self.backend = backend
+        self._layout = spec.describe()  # compared at every lookup
+        self._hbm = HbmTier(pool, spec.page_bytes, policy, clock)
+        self._mover = Mover(whole_number("mover_threads", mover_threads, least=1))
+        self._prompts = PromptCache(spec.chunk_tokens)
+        self._budget = SaveBudget(backend)
+
+    def __repr__(self) -> str:
+        return "Store(of another process)" if self._hbm.forked else f"Store({self.backend!r})"
+
+    def introduce(self, identity: Identity) -> None:
+        """Have the backend know an identity before its first prompt is saved or looked up, which waits for
+        that (``lookup_s`` at most) otherwise. Costs nothing once it does."""
+        self._hbm.require_process()
+        self.backend.introduce(identity, self.spec.chunk_tokens)
+
+    # -- finding -------------------------------------------------------------------------------------
+
+    def prompt(self, tokens: TokenIds) -> Prompt:
+        """``tokens`` under the store's own identity, with their keys."""
+        self._hbm.require_process()
+        return self._prompts.prompt(self.identity, encode_tokens(tokens))
+
+    def lookup(self, prompt: Prompt | TokenIds, *, max_tokens: int | None = None) -> Hit:
+        """The longest prefix of ``prompt`` (at most ``max_tokens``) that is held in any tier, leased until
+        the hit is loaded or released, or the lease ends."""
+        return lookup_all([(self, prompt)], max_tokens=max_tokens)[0]
+
+    async def lookup_async(self, prompt: Prompt | TokenIds, *, max_tokens: int | None = None) -> Hit:
+        """:meth:`lookup` for an event loop, which goes on meanwhile. (Loads and saves are awaitable.)"""
+        lookup = _Lookup(self, self._request(prompt, max_tokens), time.monotonic())
+        try:
+            lookup.ask()
+            if lookup.answer is not None:
+                await lookup.answer
+            return lookup.hit()
+        except BaseException:
+            lookup.give_up()
+            raise
+
+    def _request(self, prompt: Prompt | TokenIds, max_tokens: int | None = None) -> LookupRequest:
+        self._require_open()
+        if isinstance(prompt, Prompt):
+            if prompt.chunk_tokens != self.spec.chunk_tokens or prompt.identity.layout != self._layout:
+                raise UsageError("the prompt was made for another page layout than this store's")
+            request = self._prompts.request(prompt)
+        else:
+            request = self._prompts.request_of(self.identity, encode_tokens(prompt))
+        return request if max_tokens is None else request.cut(max(whole_number("max_tokens", max_tokens), 0))
+
+    # -- loading -------------------------------------------------------------------------------------
+
+    def load(
+        self,
+        hit: Hit,
+        into: Sequence[bytearray | memoryview] | None = None,
+        *,
+        deadline_s: float | None = None,
+    ) -> Transfer[Loaded]:
+        """Bring a hit's pages into HBM pages (the default, for a store with a pool) or ``into`` buffers of
+        ``page_bytes``, one for each page of the hit.
+
+        The transfer ends with the leading pages that arrived by the deadline; ``cancel()`` gives everything
+        back and ends with none. The hit is released when it ends.
+        """
+        self._check_hit(hit)
+        deadline_s = optional_seconds("deadline_s", deadline_s)
+        if into is None:
+            if self.pool is None:
+                raise UsageError("this store has no page pool: say which buffers to load into")
+            return HbmLoad(self._hbm, self.backend, self._mover, hit, deadline_s).start()
+        buffers = Buffers(into, self.spec.page_bytes, writable=True)
+        if len(buffers) != hit.num_pages:
+            raise UsageError(
+                f"the hit has {hit.num_pages} pages, there are {len(buffers)} buffers to load into"
+            )
+        return BufferLoad(self._hbm, self.backend, self._mover, hit, deadline_s, buffers).start()
+
+    def load_to(
+        self, hit: Hit, target: PageTarget, *, first: int = 0, deadline_s: float | None = None
+    ) -> Transfer[Loaded]:
+        """Load pages ``first …`` of a hit into a target of the caller's (for a store without a pool). When
+        the transfer has ended nothing is written to the target any more; the tokens of the result count from
+        the prompt's start."""
+        self._check_hit(hit)
+        deadline_s = optional_seconds("deadline_s", deadline_s)
+        if self.pool is not None or not 0 <= first <= hit.num_pages:
+            raise UsageError(f"a hit of {hit.num_pages} pages cannot be loaded into a target from {first} on")
+        return TargetLoad(self._hbm, self.backend, self._mover, hit, deadline_s, target, first).start()
+
+    def _check_hit(self, hit: Hit) -> None:
+        self._require_open()
+        if not isinstance(hit, Hit) or hit.backend is not self.backend:
+            raise UsageError("the hit is of another store")
+
+    # -- saving --------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        prompt: Prompt | TokenIds,
+        pages: Sequence[bytes | bytearray | memoryview],
+        *,
+        first: int = 0,
+        hint: Hint | None = None,
+        session: str | None = None,
+    ) -> Transfer[int]:
+        """Store ``pages`` as chunks ``first, first + 1, …`` of ``prompt``; the last may be its partial tail.
+
+        Each page is a buffer of ``page_bytes`` that must stay as it is until the transfer ends: its bytes
+        are then in the host tier, and go to disk behind the caller's back (see :meth:`flush`). The result is
+        the number of tokens that are stored; pages that are there already count and are not copied.
+
+        ``hint`` is what the caller knows of the pages' future, ``session`` any name of the conversation that
+        they are part of (see :mod:`tierstore.hints`, and :meth:`finish`). Neither changes what is found or
+        loaded, only what leaves first when a tier is full. A save of no pages can carry them, too.
+        """
+        source = Buffers(pages, self.spec.page_bytes, writable=False)
+        return self.save_from(prompt, source, len(source), first=first, hint=hint, session=session)
+
+    def save_from(
+        self,
+        prompt: Prompt | TokenIds,
+        source: PageSource,
+        count: int,
+        *,
+        first: int = 0,
+        hint: Hint | None = None,
+        session: str | None = None,
+    ) -> Transfer[int]:
+        """:meth:`save` of ``count`` pages that are not buffers of ``page_bytes``. After ``cancel()`` the
+        source is not read any more; what it had given by then is stored."""
+        hints = SaveHints(hint, session)
+        request = self._request(prompt)
+        first = _checked_first(first, count, request.num_chunks)
+        return self._save(request, source, {}, first, count, hints)
+
+    def save_hbm(
+        self,
+        prompt: Prompt | TokenIds,
+        hbm_pages: Sequence[int],
+        *,
+        first: int = 0,
+        hint: Hint | None = None,
+        session: str | None = None,
+    ) -> Transfer[int]:
+        """Like :meth:`save`, for pages of the pool that the caller owns: they are published where they are,
+        become read-only, and are cached after ``release_hbm``."""
+        pool = self._checked_pool()
+        hbm_pages = _checked_hbm_pages(pool, hbm_pages)
+        hints = SaveHints(hint, session)
+        prompt = prompt if isinstance(prompt, Prompt) else self.prompt(prompt)
+        request = self._request(prompt)
+        first = _checked_first(first, len(hbm_pages), request.num_chunks)
+        source = HbmPages(pool, hbm_pages)
+        held: dict[int, Page] = {}
+        if hbm_pages:
+            tail_key = prompt.tail_key() if request.num_chunks > len(request.keys) else None
+            held = self._hbm.save(request, tail_key, source, first, hints)
+        return self._save(request, source, held, first, len(held), hints)
+
+    def _save(
+        self,
+        request: LookupRequest,
+        source: PageSource,
+        held: dict[int, Page],
+        first: int,
+        count: int,
+        hints: SaveHints,
+    ) -> Transfer[int]:
+        self.backend.introduce(request.identity, request.chunk_tokens)
+        if hints and not count:
+            self.backend.reserve(request.cut(first * request.chunk_tokens), first, 0, hints=hints)
+        return Save(
+            self._hbm,
+            self.backend,
+            self._mover,
+            self._budget,
+            self._prompts,
+            request,
+            source,
+            held,
+            first,
+            count,
+            hints,
+        ).start()
+
+    def finish(self, session: str) -> int:
+        """A session is over: those of its pages that no other session, and nobody without one, has saved or
+        gone on from leave first from now on. Returns how many pages that is. An unknown session has none."""
+        self._require_open()
+        with self._hbm.lock:
+            in_hbm = self._hbm.sessions.finish("", session)
+        below = self.backend.finish(session)
+        return in_hbm if below is None else below
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until all that was saved is on disk (or was given up); False when ``timeout`` seconds pass."""
+        self._require_open()
+        timeout = optional_seconds("timeout", timeout)
+        ends = None if timeout is None else time.monotonic() + timeout
+        hbm = self._hbm
+        with hbm.lock:
+            if not hbm.changed.wait_for(lambda: not hbm.pending_saves, timeout):
+                return False
+        return self.backend.flush(None if ends is None else max(ends - time.monotonic(), 0.0))
+
+    # -- room in HBM (for the engine that owns the pool) -----------------------------------------------
+
+    def allocate_hbm(self, count: int) -> list[int] | None:
+        """``count`` private pages of the pool, evicting cached ones; None when that many cannot be had."""
+        self._hbm.require_process()
+        self._checked_pool()
+        count = whole_number("count", count, least=0)
+        with self._hbm.lock:
+            return self._hbm.allocate(count)
+
+    def release_hbm(self, hbm_pages: Sequence[int]) -> None:
+        """The caller is done with these pages (once for each time it came to own one)."""
+        self._hbm.require_process()
+        hbm_pages = _checked_hbm_pages(self._checked_pool(), hbm_pages)
+        with self._hbm.lock:
+            self._hbm.release(hbm_pages)
+
+    def available_hbm(self) -> int:
+        """Pages that ``allocate_hbm`` could find: free ones and cached ones that may leave."""
+        self._hbm.require_process()
+        self._checked_pool()
+        with self._hbm.lock:
+            return self._hbm.available()
+
+    # -- keeping and dropping ------------------------------------------------------------------------
+
+    def evict(self, tier: str, pages: int | None = None) -> int:
+        """Let up to ``pages`` pages (None: all that may) leave ``tier`` (``hbm``, ``host`` or ``disk``), the
+        policy's worst first. Returns how many left; leased and pinned ones stay."""
+        self._require_open()
+        if tier not in LABELS:
+            raise UsageError(f"unknown tier {tier!r} (known: {', '.join(LABELS)})")
+        count = None if pages is None else min(whole_number("pages", pages, least=0), sys.maxsize)
+        if tier != Tier.HBM.label:
+            return self.backend.evict(tier, count)
+        with self._hbm.lock:
+            room = self.pool.num_pages if self.pool is not None else 0
+            return self._hbm.evict(room if count is None else min(count, room))
+
+    def pin(self, prompt: Prompt | TokenIds) -> int:
+        """Keep the held whole chunks of ``prompt`` in the store until :meth:`unpin`; returns their tokens. A
+        pinned page may leave fast tiers, but not its last and coldest one."""
+        return self.backend.pin(self._request(prompt)).wait()
+
+    def unpin(self, prompt: Prompt | TokenIds) -> int:
+        """Undo one :meth:`pin` of the same prompt; returns the tokens that were pinned."""
+        return self.backend.pin(self._request(prompt), undo=True).wait()
+
+    # -- seeing and ending ---------------------------------------------------------------------------
+
+    def stats(self) -> StoreStats:
+        """A snapshot: HBM and what is asked of this store are counted here, everything below HBM by the
+        backend."""
+        self._hbm.require_process()
+        below = self.backend.stats()
+        hbm = self._hbm
+        with hbm.lock:
+            own = asdict(hbm.counters)
+            tiers = hbm.tier_stats()
+            pages, collisions = hbm.index.tree.pages, hbm.index.tree.key_collisions
+            open_leases, expired, pending = hbm.leases.open, hbm.leases.expired, hbm.pending_saves
+        counters: dict[str, Any] = {**own, **below.counters, **{name: own[name] for name in _COUNTED_HERE}}
+        counters["expired_leases"] = own["expired_leases"] + expired + below.counters.get("expired_leases", 0)
+        evicted: Any = below.counters.get("evicted_pages", {})
+        counters["evicted_pages"] = {
+            tier: own["evicted_pages"][tier] + evicted.get(tier, 0) for tier in LABELS
+        }
+        return replace(
+            below,
+            tiers={**tiers, **below.tiers},
+            pages=max(pages, below.pages),
+            key_collisions=collisions + below.key_collisions,
+            open_hits=open_leases + below.open_hits,
+            pending_saves=pending,
+            failed_tasks=self._mover.failed_tasks + below.failed_tasks,
+            counters=counters,
+        )
+
+    def check(self) -> None:
+        """Assert that everything that is counted twice agrees. For tests and idle moments."""
+        self._hbm.require_process()
+        with self._hbm.lock:
+            self._hbm.check()
+        self.backend.check()
+
+    def wait_connected(self, timeout: float | None = None) -> bool:
+        """Wait until the backend answers; False when ``timeout`` seconds pass first. Nobody has to: until a
+        daemon is there, everything is a miss."""
+        self._hbm.require_process()
+        return self.backend.wait_connected(optional_seconds("timeout", timeout))
+
+    @property
+    def connected(self) -> bool:
+        """Whether the backend is there, and answers."""
+        self._hbm.require_process()
+        return self.backend.connected
+
+    def wait_ready(self) -> None:
+        """Block until the store is as fast as it gets (it works before that, more slowly)."""
+        self._hbm.require_process()
+        self.backend.wait_ready(self.lookup_s)
+
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` has been called."""
+        return self._hbm.closed
+
+    def close(self) -> None:
+        """Finish what is under way and give everything back. Idempotent."""
+        if self._hbm.forked:
+            return  # nothing here is this process's
+        hbm = self._hbm
+        with hbm.lock:
+            if hbm.closed:
+                return
+            hbm.closed = True
+            hbm.changed.wait_for(lambda: not hbm.pending_saves, _CLOSE_S)
+        self._mover.drain()  # copies go on after their load, and need the backend's leases
+        self.backend.close()
+        self._mover.close()
+
+    def _require_open(self) -> None:
+        self._hbm.require_process()
+        self._hbm.require_open()
+
+    def _checked_pool(self) -> PagePool:
+        """Raises :class:`UsageError` for a store without a pool."""
+        if self.pool is None:
+            raise UsageError("this store has no page pool: give it one, or use buffers")
+        return self.pool
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _checked_hbm_pages(pool: PagePool, hbm_pages: Sequence[int]) -> list[int]:
+    """Raises :class:`UsageError` for what are no pages of the pool."""
+    numbers = whole_numbers("hbm_pages", hbm_pages)
+    if numbers and not 0 <= min(numbers) <= max(numbers) < pool.num_pages:
+        raise UsageError(f"hbm_pages lie between 0 and {pool.num_pages - 1}, those of the pool")
+    return numbers
+
+
+def _checked_first(first: int, count: int, chunks: int) -> int:
+    """Raises :class:`UsageError` if chunks ``first … first + count`` are not all within ``chunks``."""
+    first = whole_number("first", first)
+    if first < 0 or first + count > chunks:
+        raise UsageError(f"chunks {first} … {first + count} do not lie within a prompt of {chunks} chunks")
+    return first
+
+
+class _Lookup:
+    """One lookup, from the moment that it is asked to its answer. Belongs to one thread (or task).
+
+    It has until ``lookup_s`` of its store after ``began`` (by ``time.monotonic()``), whatever comes before
+    its own request: lookups that began together end together."""
+
+    def __init__(self, store: Store, request: LookupRequest, began: float) -> None:
+        self._store = store
+        self._request = request
+        self._ends = began + store.lookup_s
+        self.answer: Transfer[Lease | None] | None = None
+
+    def ask(self, *, caller_receives: bool = False) -> None:
+        """Ask for what is below HBM, if there is something to ask for and still time. ``caller_receives``:
+        this thread waits for the answer."""
+        if self._store._hbm.match(self._request).tokens < self._request.num_tokens:
+            patience_s = self._ends - time.monotonic()
+            if patience_s > 0:
+                backend = self._store.backend
+                self.answer = backend.find(
+                    self._request, patience_s=patience_s, caller_receives=caller_receives
+                )
+
+    def hit(self) -> Hit:
+        """What was found; waits for it."""
+        store, request = self._store, self._request
+        hbm = store._hbm
+        lease = self.answer.wait() if self.answer is not None else None
+        if lease is not None:
+            store._prompts.remember(request, lease.handle)
+            lease = lease if lease.tokens else None
+        # Looked at again, because the answer took its time and nothing was held meanwhile.
+        match = hbm.match(request)
+        with hbm.lock:
+            held = hbm.use(match, request.num_tokens, store.backend.lease_s)
+            hit = Hit(hbm, store.backend, request, match, held, lease, store.lookup_s)
+            for label, tokens in hit.by_tier.items():
+                hbm.counters.hit_tokens[label] += tokens
+        return hit
+
+    def give_up(self) -> None:
+        """Nobody wants to know any more: what is held for the answer is given back, now or when it comes."""
+        answer = self.answer
+        if answer is not None and not answer.cancel():
+            lease = answer.wait()
+            if lease is not None and lease.tokens:
+                self._store.backend.release(lease)
+
+
+def lookup_all(
+    wanted: Iterable[tuple[Store, Prompt | TokenIds]], *, max_tokens: int | None = None
+) -> list[Hit]:
+    """:meth:`Store.lookup` of many prompts, in one store or in several: all are asked before any answer is
+    waited for, and ``lookup_s`` (the longest of the stores') is the limit for all together. The hits are in
+    the order of ``wanted``. Raises what :meth:`Store.lookup` raises; nothing is leased then.
+
+    An engine has as many prompts to ask about as it has workers times KV cache groups: with a round trip for
+    each they would come near the end of its patience."""
+    began = time.monotonic()
+    lookups: list[_Lookup] = []
+    hits: list[Hit] = []
+    try:
+        for store, prompt in wanted:  # the backend works on the first while the next is made
+            lookup = _Lookup(store, store._request(prompt, max_tokens), began)
+            before = lookups[-_LOOKUPS_AT_ONCE].answer if len(lookups) >= _LOOKUPS_AT_ONCE else None
+            lookups.append(lookup)
+            if before is not None:
+                before.wait()
+            lookup.ask(caller_receives=True)
+        for lookup in lookups:
+            hits.append(lookup.hit())
+    except BaseException:
+        for hit in hits:
+            hit.release()
+        for lookup in lookups[len(hits) :]:
+            lookup.give_up()
+        raise
+    return hits

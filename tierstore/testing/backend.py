@@ -1,0 +1,216 @@
+"""The conformance suite for backends: what a store may ask of whatever is below HBM.
+
+Subclass :class:`BackendTests` and say how a backend is opened, as for
+:class:`~tierstore.testing.store.StoreTests`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import pytest
+import xxhash
+
+from tierstore import Identity
+from tierstore.backend import Backend, Lease, LookupRequest, Reservation, SaveHints
+from tierstore.keys import Prompt
+from tierstore.testing.store import CHUNK, SPEC, TOKENS, new_identity, pages_of, wait_until
+
+_WAIT_S = 30.0
+
+
+class OpenBackend(Protocol):
+    """Opens a backend for pages like :data:`~tierstore.testing.store.SPEC`, with a host tier of
+    ``host_pages`` pages and a disk, and closes it after the test. ``identity`` is one that nothing has been
+    saved under."""
+
+    def __call__(self, *, identity: Identity, host_pages: int = 64) -> Backend: ...
+
+
+def request_of(identity: Identity, tokens: Sequence[int]) -> LookupRequest:
+    prompt = Prompt(identity, tokens, chunk_tokens=CHUNK)
+    data = prompt.token_bytes
+    return LookupRequest(identity, CHUNK, data, len(data), list(prompt.keys))
+
+
+class BackendTests:
+    """What every backend promises."""
+
+    @pytest.fixture
+    def open_backend(self) -> Iterator[OpenBackend]:
+        """To be overridden: see :class:`OpenBackend`."""
+        raise NotImplementedError("say how a backend is opened: override the fixture open_backend")
+
+    @pytest.fixture
+    def identity(self) -> Identity:
+        return new_identity()
+
+    @pytest.fixture
+    def backend(self, open_backend: OpenBackend, identity: Identity) -> Backend:
+        backend = open_backend(identity=identity)
+        assert backend.wait_connected(_WAIT_S)
+        backend.introduce(identity, CHUNK)
+        return backend
+
+    # -- what a store does with one --------------------------------------------------------------------
+
+    def reserve(
+        self, backend: Backend, request: LookupRequest, first: int, count: int, **options: object
+    ) -> Reservation:
+        reservation = backend.reserve(request, first, count, **options).wait(_WAIT_S)  # type: ignore[arg-type]
+        assert reservation is not None
+        return reservation
+
+    def write(self, backend: Backend, reservation: Reservation, content: Sequence[bytes]) -> dict[int, int]:
+        """Write the pages that are wanted of ``content``. The checksums."""
+        wanted = [content[position] for position in reservation.positions]
+        if reservation.addresses is None:
+            frames = [memoryview(page) for page in wanted]
+            assert not frames or backend.write(reservation, 0, frames).wait(_WAIT_S)
+        else:
+            for address, page in zip(reservation.addresses, wanted, strict=True):
+                ctypes.memmove(address, page, len(page))
+        hashes = [xxhash.xxh3_64_intdigest(page) for page in wanted]
+        return dict(zip(reservation.positions, hashes, strict=True))
+
+    def save(self, backend: Backend, request: LookupRequest, content: Sequence[bytes], first: int = 0) -> int:
+        reservation = self.reserve(backend, request, first, len(content))
+        checksums = self.write(backend, reservation, content)
+        if checksums:
+            assert backend.commit(reservation, checksums).wait(_WAIT_S) == len(checksums)
+        return reservation.stored_tokens
+
+    def find(self, backend: Backend, request: LookupRequest) -> Lease:
+        lease = backend.find(request, patience_s=_WAIT_S).wait(_WAIT_S)
+        assert lease is not None
+        return lease
+
+    def read(self, backend: Backend, lease: Lease, first: int, count: int) -> list[bytes]:
+        """The bytes of the leading pages that can be located."""
+        located = backend.locate(lease, first, count, wait_s=_WAIT_S).wait(_WAIT_S)
+        if located is None:
+            return []
+        pages = [ctypes.string_at(address, SPEC.page_bytes) for address in located.addresses]
+        if located.checksums is not None:
+            assert list(located.checksums) == [xxhash.xxh3_64_intdigest(page) for page in pages]
+        located.release()
+        return pages
+
+    # -- reading and writing -------------------------------------------------------------------------
+
+    def test_committed_pages_are_found_and_located(self, backend: Backend, identity: Identity) -> None:
+        request, content = request_of(identity, TOKENS), pages_of(TOKENS)
+        assert self.save(backend, request, content) == len(TOKENS)
+        lease = self.find(backend, request)
+        assert (lease.tokens, lease.pages, list(lease.runs)) == (len(TOKENS), 5, [("host", 5)])
+        assert self.read(backend, lease, 0, 5) == content
+        assert self.read(backend, lease, 3, 1) == content[3:4]
+        assert backend.window_pages(lease, 0) >= 1
+        assert backend.holds(lease)
+        backend.release(lease)
+        assert backend.lease_s > 0
+        assert backend.page_bytes == SPEC.page_bytes
+
+    def test_what_is_not_held_is_an_empty_lease(self, backend: Backend, identity: Identity) -> None:
+        lease = self.find(backend, request_of(identity, TOKENS))
+        assert (lease.tokens, lease.pages) == (0, 0)
+        backend.release(lease)
+
+    def test_reserved_pages_are_found_after_their_commit_only(
+        self, backend: Backend, identity: Identity
+    ) -> None:
+        request, content = request_of(identity, TOKENS), pages_of(TOKENS)
+        reservation = self.reserve(backend, request, 0, 5)
+        assert list(reservation.positions) == [0, 1, 2, 3, 4]
+        assert self.find(backend, request).tokens == 0
+        checksums = self.write(backend, reservation, content)
+        del checksums[3]  # given up, and nothing behind it can be found
+        assert backend.commit(reservation, checksums).wait(_WAIT_S) == 4
+        lease = self.find(backend, request)
+        assert lease.tokens == 3 * CHUNK
+        backend.release(lease)
+
+    def test_an_aborted_reservation_gives_its_room_back(
+        self, open_backend: OpenBackend, identity: Identity
+    ) -> None:
+        backend = open_backend(identity=identity, host_pages=8)
+        assert backend.wait_connected(_WAIT_S)
+        request = request_of(identity, TOKENS)
+        for _ in range(5):
+            reservation = self.reserve(backend, request, 0, 5)
+            assert len(reservation.positions) == 5
+            backend.abort(reservation)
+        assert self.find(backend, request).tokens == 0
+
+    def test_pages_that_are_there_are_not_wanted_again(self, backend: Backend, identity: Identity) -> None:
+        request, content = request_of(identity, TOKENS), pages_of(TOKENS)
+        self.save(backend, request, content)
+        again = self.reserve(backend, request, 0, 5)
+        assert (list(again.positions), again.stored_tokens) == ([], len(TOKENS))
+
+    def test_a_handle_stands_for_a_prefix(self, backend: Backend, identity: Identity) -> None:
+        tokens = [*range(CHUNK * 8)]
+        request, content = request_of(identity, tokens), pages_of(tokens)
+        first = self.reserve(backend, request.cut(CHUNK * 4), 0, 4)
+        backend.commit(first, self.write(backend, first, content[:4])).wait(_WAIT_S)
+        then = self.reserve(backend, request, 4, 4, handle=first.handle)
+        backend.commit(then, self.write(backend, then, content[4:])).wait(_WAIT_S)
+        lease = self.find(backend, request)
+        assert self.read(backend, lease, 0, 8) == content
+        backend.release(lease)
+
+    # -- keeping and dropping ------------------------------------------------------------------------
+
+    def test_pages_come_up_from_disk(self, backend: Backend, identity: Identity) -> None:
+        request, content = request_of(identity, TOKENS), pages_of(TOKENS)
+        self.save(backend, request, content)
+        assert backend.flush(_WAIT_S)
+        backend.evict("host", None)
+        lease = self.find(backend, request)
+        assert list(lease.runs) == [("disk", 5)]
+        assert backend.prefetch(lease, wait_s=_WAIT_S).wait(_WAIT_S) == 5
+        assert self.read(backend, lease, 0, 5) == content
+        backend.release(lease)
+        again = self.find(backend, request)
+        assert list(again.runs) == [("host", 5)]
+        backend.release(again)
+
+    def test_leased_and_pinned_pages_stay(self, backend: Backend, identity: Identity) -> None:
+        request = request_of(identity, TOKENS)
+        self.save(backend, request, pages_of(TOKENS))
+        assert backend.pin(request).wait(_WAIT_S) == 64
+        assert backend.flush(_WAIT_S)
+        for tier in ("disk", "host"):
+            backend.evict(tier, None)
+        lease = self.find(backend, request)
+        assert lease.tokens >= 64
+        assert backend.pin(request, undo=True).wait(_WAIT_S) == 64
+        backend.evict("host", None)
+        assert len(self.read(backend, lease, 0, 4)) == 4
+        backend.release(lease)
+
+    def test_a_finished_session_counts_its_pages(self, backend: Backend, identity: Identity) -> None:
+        request = request_of(identity, TOKENS)
+        reservation = self.reserve(backend, request, 0, 5, hints=SaveHints(session="a"))
+        backend.commit(reservation, self.write(backend, reservation, pages_of(TOKENS))).wait(_WAIT_S)
+        assert backend.finish("a") == 5
+        assert backend.finish("a") == 0
+
+    def test_stats_say_what_is_held(self, backend: Backend, identity: Identity) -> None:
+        self.save(backend, request_of(identity, TOKENS), pages_of(TOKENS))
+        stats = backend.stats()
+        assert stats.tiers["host"].used_bytes >= 5 * SPEC.page_bytes
+        assert backend.reserve_bytes >= SPEC.page_bytes
+        backend.check()
+
+    def test_nothing_is_found_once_it_is_closed(self, open_backend: OpenBackend, identity: Identity) -> None:
+        backend = open_backend(identity=identity)
+        assert backend.wait_connected(_WAIT_S)
+        request = request_of(identity, TOKENS)
+        self.save(backend, request, pages_of(TOKENS))
+        backend.close()
+        backend.close()
+        wait_until(lambda: backend.find(request, patience_s=1.0).wait(_WAIT_S) is None)
+        assert backend.reserve(request, 0, 5).wait(_WAIT_S) is None

@@ -1,0 +1,256 @@
+"""System calls that fail, fall short, lie or hang, under the code that users run.
+
+A :class:`FaultyIO` stands where :class:`~tierstore.tiers.disk.FileIO` stands, passes every call on, and logs
+it. A :class:`Fault` says which calls go wrong and how; any number may be set, the first that matches counts::
+
+    io = FaultyIO()
+    io.set(Fault(lambda call: call.kind == "pwritev", Fail(errno.ENOSPC), times=1))
+    store = open_store(path, spec, io=io)  # of tierstore.testing.opening
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tierstore.tiers.disk import FileIO
+
+_BLOCK = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call. ``offset`` and ``nbytes`` are 0 where the call has none."""
+
+    number: int  # from 0, in the order in which they began
+    kind: str  # the name of the FileIO method
+    path: Path
+    offset: int = 0
+    nbytes: int = 0
+
+
+class Effect:
+    """What goes wrong with a call. This one: nothing."""
+
+    skips = False  # the call says it was done, and was not
+
+    def begin(self) -> None:
+        """Before the call; may raise :class:`OSError` in its place, or wait."""
+
+    def aim(self, offset: int) -> int:
+        """Where a read or write really goes."""
+        return offset
+
+    def cut(self, nbytes: int) -> int:
+        """How much of it is done, in bytes."""
+        return nbytes
+
+    def change(self, data: memoryview) -> None:
+        """Alter what was read, or a copy of what is to be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fail(Effect):
+    """The call fails with an error number."""
+
+    code: int
+
+    def begin(self) -> None:
+        raise OSError(self.code, f"injected {errno.errorcode[self.code]}")
+
+
+class Short(Effect):
+    """A transfer ends after half of its bytes: whole blocks of them, which is all that O_DIRECT can do."""
+
+    def cut(self, nbytes: int) -> int:
+        return min(max(nbytes // 2 // _BLOCK * _BLOCK, _BLOCK), nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class FlipBit(Effect):
+    """One bit of a transfer is the wrong way round: bit ``bit``, modulo the size of the transfer."""
+
+    bit: int
+
+    def change(self, data: memoryview) -> None:
+        if data.nbytes:
+            at = self.bit // 8 % data.nbytes
+            data[at] ^= 1 << self.bit % 8
+
+
+@dataclass(frozen=True, slots=True)
+class Misdirect(Effect):
+    """A transfer goes ``shift`` bytes beside where it should (0 when that is before the file's beginning)."""
+
+    shift: int
+
+    def aim(self, offset: int) -> int:
+        return max(offset + self.shift, 0)
+
+
+class Lose(Effect):
+    """The call reports success and does nothing: a write that never arrives, a sync that syncs nothing."""
+
+    skips = True
+
+
+class Stall(Effect):
+    """The call hangs until :meth:`release`, like a disk that has stopped answering."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self._released = threading.Event()
+
+    def begin(self) -> None:
+        self.entered.set()
+        self._released.wait()
+
+    def release(self) -> None:
+        self._released.set()
+
+
+@dataclass(slots=True)
+class Fault:
+    """``effect`` on the calls that ``when`` is true of; at most ``times`` of them (None: all)."""
+
+    when: Callable[[Call], bool]
+    effect: Effect
+    times: int | None = None
+    hits: int = 0  # how often it has struck
+
+
+class FaultyIO(FileIO):
+    """Passes calls on to ``inner``, unless a fault says otherwise. Thread-safe."""
+
+    def __init__(self, inner: FileIO | None = None) -> None:
+        self._inner = inner or FileIO()
+        self._lock = threading.Lock()
+        self._paths: dict[int, Path] = {}
+        self._faults: list[Fault] = []
+        self.calls: list[Call] = []
+
+    def set(self, *faults: Fault) -> None:
+        """From now on these faults, and no others."""
+        with self._lock:
+            self._faults = list(faults)
+
+    def clear(self) -> None:
+        """From now on the disk is in order again."""
+        self.set()
+
+    def path_of(self, fd: int) -> Path:
+        """The file that ``fd`` was opened for."""
+        return self._paths[fd]
+
+    # -- FileIO --------------------------------------------------------------------------------------
+
+    def open(self, path: Path, flags: int) -> int:
+        self._begin("open", path)
+        fd = self._inner.open(path, flags)
+        self._paths[fd] = path
+        return fd
+
+    def close(self, fd: int) -> None:
+        self._begin("close", self._paths[fd])
+        self._inner.close(fd)
+
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        effect = self._begin("preadv", self._paths[fd], offset, _size(buffers))
+        views = _head(buffers, effect.cut(_size(buffers)))
+        got = self._inner.preadv(fd, views, effect.aim(offset))
+        if got and type(effect).change is not Effect.change:
+            data = bytearray(b"".join(views)[:got])
+            effect.change(memoryview(data))
+            _scatter(data, views)
+        return got
+
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        effect = self._begin("pwritev", self._paths[fd], offset, _size(buffers))
+        if effect.skips:
+            return _size(buffers)
+        views = _head(buffers, effect.cut(_size(buffers)))
+        if type(effect).change is not Effect.change:
+            copy = memoryview(mmap.mmap(-1, _size(views)))  # aligned, as O_DIRECT wants it
+            copy[:] = b"".join(views)
+            effect.change(copy)
+            views = [copy]
+        return self._inner.pwritev(fd, views, effect.aim(offset))
+
+    def allocate(self, fd: int, offset: int, nbytes: int) -> None:
+        if not self._begin("allocate", self._paths[fd], offset, nbytes).skips:
+            self._inner.allocate(fd, offset, nbytes)
+
+    def sync(self, fd: int) -> None:
+        if not self._begin("sync", self._paths[fd]).skips:
+            self._inner.sync(fd)
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        if not self._begin("truncate", self._paths[fd], 0, nbytes).skips:
+            self._inner.truncate(fd, nbytes)
+
+    def size(self, fd: int) -> int:
+        self._begin("size", self._paths[fd])
+        return self._inner.size(fd)
+
+    def forget(self, fd: int, offset: int, nbytes: int) -> None:
+        self._begin("forget", self._paths[fd], offset, nbytes)
+        self._inner.forget(fd, offset, nbytes)
+
+    def unlink(self, path: Path) -> None:
+        if not self._begin("unlink", path).skips:
+            self._inner.unlink(path)
+
+    def rename(self, path: Path, to: Path) -> None:
+        if not self._begin("rename", path).skips:
+            self._inner.rename(path, to)
+
+    def sync_directory(self, path: Path) -> None:
+        if not self._begin("sync_directory", path).skips:
+            self._inner.sync_directory(path)
+
+    def _begin(self, kind: str, path: Path, offset: int = 0, nbytes: int = 0) -> Effect:
+        """Log a call, and do what has to be done before it. Raises :class:`OSError` when it is to fail."""
+        with self._lock:
+            call = Call(len(self.calls), kind, path, offset, nbytes)
+            self.calls.append(call)
+            effect = self._effect(call)
+        effect.begin()
+        return effect
+
+    def _effect(self, call: Call) -> Effect:
+        for fault in self._faults:
+            if (fault.times is None or fault.hits < fault.times) and fault.when(call):
+                fault.hits += 1
+                return fault.effect
+        return _NONE
+
+
+_NONE = Effect()
+
+
+def _size(buffers: Sequence[memoryview]) -> int:
+    return sum(buffer.nbytes for buffer in buffers)
+
+
+def _head(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+    """The first ``nbytes`` bytes of ``buffers``."""
+    views = []
+    for buffer in buffers:
+        if nbytes <= 0:
+            break
+        views.append(buffer[:nbytes])
+        nbytes -= buffer.nbytes
+    return views
+
+
+def _scatter(data: bytearray, views: Sequence[memoryview]) -> None:
+    """Put ``data`` back into the ``views`` it was gathered from."""
+    at = 0
+    for view in views:
+        part = data[at : at + view.nbytes]
+        view[: len(part)] = part
+        at += len(part)

@@ -1,0 +1,588 @@
+"""The index of a store directory: LMDB, and the only module that knows it.
+
+Six named trees. Pages are keyed by their serials, big-endian, so that those of one prompt lie side by side::
+
+    meta      format, store identity, geometry, next serial, logical clock
+    roots     serial → identity, as JSON                (one for each identity that ever had a page)
+    pages     serial → record                           (never changes while the page exists)
+    facts     serial → parent, place, size, use         (all that is read at open: 56 bytes a page)
+    children  parent, four tokens, key, serial → b""    (how a lookup finds its way)
+    payload   serial, piece → 4080 bytes                (pages whose place is INLINE)
+
+A page's parent is a page or a root: both have serials from one count. A payload lies in pieces that fill one
+LMDB page each. So the space never needs a run of free pages, and churn of mixed sizes cannot fragment it.
+
+A write transaction belongs to the thread that began it; :meth:`IndexDB.apply` begins and ends one (its caller
+sees to it that there is one at a time). Readers are never blocked.
+"""
+
+from __future__ import annotations
+
+import bisect
+import errno
+import itertools
+import threading
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from operator import itemgetter
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeAlias
+
+import lmdb
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.keys import Identity
+from tierstore.memory import ALIGNMENT
+from tierstore.tiers.disk.index_file import DamagedIndexError
+from tierstore.tiers.disk.records import (
+    BEGINNING,
+    FACTS_BYTES,
+    FORMAT_KEY,
+    INLINE,
+    NEXT_SERIAL,
+    PIECE_BYTES,
+    TICK,
+    TREES,
+    PageRecord,
+    PageUse,
+    Removal,
+    child_prefix,
+    decode,
+    decode_facts,
+    encode,
+    encode_facts,
+    first_use,
+    link_of,
+    page_key,
+    payload_key,
+    stored_names,
+    stored_place,
+    with_place,
+    with_use,
+)
+
+# -- one transaction -----------------------------------------------------------------------------------
+#
+# What one transaction of the index does, and how that is written.
+
+
+_Entry: TypeAlias = "tuple[bytes, bytes | memoryview]"  # of a tree: key, value
+
+REMOVED_AT_ONCE = 64  # pages, when space is so short that a large transaction does not fit
+FREE_PER_PAGE = 500  # page numbers that one page of LMDB's free list holds
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What one transaction does, in this order: removals, roots, additions, uses."""
+
+    added: Sequence[tuple[PageRecord, memoryview | None]] = ()
+    removed: Sequence[Removal] = ()
+    used: Mapping[int, PageUse] = field(default_factory=dict)  # of added pages too
+    roots: Mapping[int, bytes] = field(default_factory=dict)
+    next_serial: int = 1
+    tick: int = 0
+
+
+class Writing:
+    """One write transaction of LMDB's, which its owner begins and ends. ``trees`` are the open trees in the
+    order of :data:`~tierstore.tiers.disk.records.TREES`."""
+
+    def __init__(self, txn: Any, trees: Sequence[Any]) -> None:
+        self._txn = txn
+        self._meta, self._roots, self._pages, self._facts, self._children, self._payload = trees
+
+    def make(self, change: Change) -> None:
+        """All of it."""
+        for removal in change.removed:
+            # A page that was damaged and saved again keeps its serial: only the copy that was meant goes.
+            stored = self._txn.get(page_key(removal.serial), db=self._pages)
+            if stored is not None and stored_place(stored) == removal.place:
+                self.delete(removal.serial)
+        for serial, identity in change.roots.items():
+            self._txn.put(page_key(serial), identity, db=self._roots)
+        self._add(change.added, change.used)
+        added = {record.serial for record, _ in change.added}
+        self._touch({serial: use for serial, use in change.used.items() if serial not in added})
+        self._txn.put(NEXT_SERIAL, change.next_serial.to_bytes(8, "big"), db=self._meta)
+        self._txn.put(TICK, change.tick.to_bytes(8, "big"), db=self._meta)
+
+    def delete(self, serial: int) -> None:
+        """Everything of a page, whatever its record says."""
+        key = page_key(serial)
+        stored = self._txn.get(key, db=self._pages)
+        names = stored_names(stored) if stored is not None else None
+        if names is not None:
+            parent, name, tokens = names
+            self._txn.delete(child_prefix(parent, tokens) + name + key, db=self._children)
+        self._txn.delete(key, db=self._pages)
+        self._txn.delete(key, db=self._facts)
+        with self._txn.cursor(self._payload) as cursor:
+            found = cursor.set_range(payload_key(serial, 0))
+            while found and cursor.key().startswith(key):
+                found = cursor.delete()
+
+    def _add(
+        self,
+        added: Sequence[tuple[PageRecord, memoryview | None]],
+        used: Mapping[int, PageUse],
+    ) -> None:
+        pages: list[_Entry] = []
+        facts: list[_Entry] = []
+        children: list[_Entry] = []
+        payloads: list[_Entry] = []
+        for record, payload in sorted(added, key=lambda pair: pair[0].serial):
+            key = page_key(record.serial)
+            pages.append((key, encode(record)))
+            facts.append((key, encode_facts(record, first_use(record, used))))
+            children.append((link_of(record), b""))
+            if record.place == INLINE:
+                assert payload is not None, f"page {record.serial} is inline, but its payload was not given"
+                for piece, start in enumerate(range(0, record.nbytes, PIECE_BYTES)):
+                    value = payload[start : min(start + PIECE_BYTES, record.nbytes)]
+                    payloads.append((payload_key(record.serial, piece), value))
+        self._append(self._pages, pages)
+        self._append(self._facts, facts)
+        self._append(self._payload, payloads)
+        with self._txn.cursor(self._children) as cursor:
+            cursor.putmulti(children)
+
+    def _append(self, db: Any, entries: Sequence[_Entry]) -> None:
+        """Put what is sorted by its keys, one after the other without a word of Python in between."""
+        # Serials mostly come in order: appending fills tree pages instead of splitting them in halves.
+        with self._txn.cursor(db) as cursor:
+            last = cursor.key() if cursor.last() else b""
+            new = bisect.bisect_right(entries, last, key=itemgetter(0))
+            cursor.putmulti(entries[:new])
+            cursor.putmulti(entries[new:], append=True)
+
+    def _touch(self, used: Mapping[int, PageUse]) -> None:
+        for serial in sorted(used):
+            key = page_key(serial)
+            facts = self._txn.get(key, db=self._facts)
+            if facts is not None:
+                self._txn.put(key, with_use(facts, used[serial]), db=self._facts)
+
+
+def small_steps(removed: Sequence[Removal]) -> Iterator[list[Removal]]:
+    """The same removals, few at a time."""
+    step: list[Removal] = []
+    freed = 0
+    for removal in removed:
+        step.append(removal)
+        freed += -(-removal.nbytes // PIECE_BYTES) if removal.place == INLINE else 0
+        if len(step) == REMOVED_AT_ONCE or freed >= FREE_PER_PAGE:
+            yield step
+            step, freed = [], 0
+    yield step
+
+
+# -- serials -------------------------------------------------------------------------------------------
+#
+# The numbers of pages and of roots: which are taken, and which roots the next commit has to write.
+
+
+@dataclass(frozen=True, slots=True)
+class Unwritten:
+    """What a commit has to write: ``roots`` (serial → identity), all below ``next_serial``."""
+
+    next_serial: int
+    roots: Mapping[int, bytes]
+
+
+class Serials:
+    """Thread-safe. Pages and roots are numbered from one count."""
+
+    def __init__(self, next_serial: int, roots: Mapping[int, bytes]) -> None:
+        """As they are in the index."""
+        self._by_digest = {
+            identity.digest: serial
+            for serial, root in roots.items()
+            if (identity := identity_of(root)) is not None  # damaged: its pages are not found
+        }
+        self._lock = threading.Lock()
+        self._next = next_serial
+        self._unwritten: dict[int, bytes] = {}  # roots since the last commit
+
+    def new(self) -> int:
+        """A serial that no page in this directory ever had."""
+        with self._lock:
+            self._next += 1
+            return self._next - 1
+
+    def root(self, identity: bytes) -> int | None:
+        """The serial of the root of everything under an identity digest; None if nothing ever was."""
+        return self._by_digest.get(identity)
+
+    def add_root(self, identity: Identity) -> int:
+        """The serial of an identity's root, made if there is none (and durable with the next commit)."""
+        serial = self._by_digest.get(identity.digest)
+        if serial is None:
+            serial = self.new()
+            with self._lock:
+                self._unwritten[serial] = msgspec.json.encode(asdict(identity))
+            self._by_digest[identity.digest] = serial
+        return serial
+
+    def roots(self) -> set[int]:
+        """Those of all roots, durable or not."""
+        return set(self._by_digest.values())
+
+    def unwritten(self) -> Unwritten:
+        """What the next commit has to write."""
+        with self._lock:
+            return Unwritten(self._next, dict(self._unwritten))
+
+    def written(self, roots: Iterable[int]) -> None:
+        """These are durable now."""
+        with self._lock:
+            for serial in roots:
+                del self._unwritten[serial]
+
+
+def identity_of(root: bytes) -> Identity | None:
+    """An identity as it is stored; None when it is damaged."""
+    try:
+        return msgspec.json.decode(root, type=Identity)
+    except msgspec.MsgspecError:
+        return None
+
+
+FORMAT = 2
+_SIMILAR_TRIED = 16
+_FIXED_PAGES = 8  # two meta pages, the directory of trees, the roots of the free list
+
+
+@dataclass(frozen=True, slots=True)
+class IndexUsage:
+    """What a transaction left behind."""
+
+    used_bytes: int  # everything alive
+    tree_bytes: int  # of that, what later transactions rewrite; the rest is payload
+
+
+class IndexDB:
+    """An open index. Raises :class:`OSError` for whatever goes wrong while it is in use."""
+
+    def __init__(self, path: Path, *, map_bytes: int, read_only: bool = False) -> None:
+        """Open or make the index; its file will never be larger than ``map_bytes`` unless it already is.
+
+        ``read_only`` changes no file, not even LMDB's lock; the caller holds the directory. ``map_bytes`` 0
+        takes the size that the index was last opened with. LMDB believes the file: see index_file.py.
+
+        Raises :class:`DamagedIndexError` when there is one that cannot be read.
+        """
+        self.path = path
+        try:
+            self._env = lmdb.open(
+                str(path),
+                subdir=False,
+                map_size=map_bytes,
+                max_dbs=len(TREES),
+                mode=0o600,
+                readahead=True,
+                readonly=read_only,
+                lock=not read_only,
+                create=not read_only,
+            )
+            trees = [self._env.open_db(name, create=not read_only) for name in TREES]
+        except lmdb.Error as error:
+            raise DamagedIndexError(path, str(error)) from error
+        self._meta, self._roots, self._pages, self._facts, self._children, self._payload = self._trees = trees
+        self.map_bytes = map_bytes or int(self._env.info()["map_size"])
+
+    def close(self) -> None:
+        self._env.close()
+
+    def __enter__(self) -> IndexDB:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- the store's own facts -----------------------------------------------------------------------
+
+    def get_meta(self, name: bytes) -> bytes | None:
+        with _os_errors(), self._env.begin(db=self._meta) as txn:
+            value: bytes | None = txn.get(name)
+            return value
+
+    def put_meta(self, values: Mapping[bytes, bytes]) -> None:
+        """Store facts, and with them the mark of this format, in one transaction."""
+        with _os_errors(), self._env.begin(write=True, db=self._meta) as txn:
+            txn.put(FORMAT_KEY, str(FORMAT).encode())
+            for name, value in values.items():
+                txn.put(name, value)
+
+    @property
+    def next_serial(self) -> int:
+        """The lowest serial that was never used by anything durable."""
+        return self._number(NEXT_SERIAL, default=1)
+
+    @property
+    def last_serial(self) -> int:
+        """The highest serial of any page or root; 0 without any."""
+        last = 0
+        for db in (self._pages, self._roots):
+            with _os_errors(), self._env.begin(db=db) as txn, txn.cursor() as cursor:
+                last = max(last, int.from_bytes(cursor.key(), "big") if cursor.last() else 0)
+        return last
+
+    @property
+    def tick(self) -> int:
+        """The store's logical clock at the last commit."""
+        return self._number(TICK, default=0)
+
+    def _number(self, name: bytes, *, default: int) -> int:
+        value = self.get_meta(name)
+        return int.from_bytes(value, "big") if value else default
+
+    @property
+    def usage(self) -> IndexUsage:
+        """How much of the map is taken now."""
+        with _os_errors(), self._env.begin() as txn:
+            stats = [txn.stat(db) for db in self._trees]
+        tree = sum(stat["branch_pages"] + stat["leaf_pages"] for stat in stats)
+        used = tree + sum(stat["overflow_pages"] for stat in stats) + _FIXED_PAGES
+        free = max(self._env.info()["last_pgno"] + 1 - used, 0) // FREE_PER_PAGE
+        return IndexUsage((used + free) * ALIGNMENT, (tree + free) * ALIGNMENT)
+
+    # -- pages ---------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        with _os_errors(), self._env.begin() as txn:
+            return int(txn.stat(self._pages)["entries"])
+
+    def scan(self) -> Iterator[tuple[int, PageRecord | None]]:
+        """Every (serial, record) in order of serials; None for a record that is damaged."""
+        with ExitStack() as stack:
+            stack.enter_context(_os_errors())
+            txn = stack.enter_context(self._env.begin(db=self._pages))
+            for key, data in stack.enter_context(txn.cursor()):
+                serial = int.from_bytes(key, "big")
+                yield serial, decode(serial, data)
+
+    def records(self, serials: Iterable[int]) -> Iterator[PageRecord | None]:
+        """The record of each serial; None for one that is not there or damaged."""
+        with ExitStack() as stack:
+            stack.enter_context(_os_errors())
+            txn = stack.enter_context(self._env.begin(db=self._pages))
+            for serial in serials:
+                data = txn.get(page_key(serial))
+                yield decode(serial, data) if data is not None else None
+
+    def facts(self) -> npt.NDArray[np.void]:
+        """The facts of every page in order of serials (``FACTS_DTYPE``). One pass over a compact tree: a
+        second for a million pages."""
+        rows = bytearray()
+        with _os_errors(), self._env.begin(db=self._facts) as txn, txn.cursor() as cursor:
+            for key, value in cursor:
+                if len(value) == FACTS_BYTES:
+                    rows += key
+                    rows += value
+        return decode_facts(rows)
+
+    def roots(self) -> dict[int, bytes]:
+        """Serial → identity, for every identity that ever had a page here."""
+        with _os_errors(), self._env.begin(db=self._roots) as txn, txn.cursor() as cursor:
+            return {int.from_bytes(key, "big"): value for key, value in cursor}
+
+    def entries(self, tree: bytes) -> Iterator[tuple[bytes, memoryview]]:
+        """Every (key, value) of a tree as they lie there. A value is valid until the next is asked for."""
+        with ExitStack() as stack:
+            stack.enter_context(_os_errors())
+            txn = stack.enter_context(self._env.begin(db=self._trees[TREES.index(tree)], buffers=True))
+            cursor = stack.enter_context(txn.cursor())
+            for key, value in cursor:
+                yield bytes(key), value
+
+    def links(self, start: bytes, count: int) -> tuple[list[bytes], bytes | None]:
+        """Up to ``count`` keys of the tree ``children``, from ``start`` on, and where to go on; None at the
+        end. What is added behind ``start`` between two calls is found."""
+        with _os_errors(), self._env.begin(db=self._children) as txn, txn.cursor() as cursor:
+            if not cursor.set_range(start):
+                return [], None
+            found = list(itertools.islice(cursor.iternext(keys=True, values=False), count))
+        return found, found[-1] + b"\0" if len(found) == count else None
+
+    def misfiled(self, tree: bytes) -> list[bytes]:
+        """The keys in a tree that a search for them does not find: damage to keys."""
+        db = self._trees[TREES.index(tree)]
+        with _os_errors(), self._env.begin(db=db) as txn, txn.cursor() as cursor, txn.cursor() as finder:
+            return [key for key in cursor.iternext(keys=True, values=False) if not finder.set_key(key)]
+
+    def remove_misfiled(self, tree: bytes, keys: Collection[bytes]) -> None:
+        """Delete entries that a search does not find, durably: one look at every entry of the tree."""
+        db = self._trees[TREES.index(tree)]
+        with _os_errors(), self._env.begin(write=True, db=db) as txn, txn.cursor() as cursor:
+            more = cursor.first()
+            while more:
+                more = cursor.delete() if cursor.key() in keys else cursor.next()
+
+    def find(self, parent: int, identity: bytes, chunks: Iterable[tuple[bytes, bytes]]) -> list[PageRecord]:
+        """Follow (key, tokens) after (key, tokens) down from ``parent``, as far as there are pages with
+        exactly these tokens under this identity."""
+        found: list[PageRecord] = []
+        with (
+            _os_errors(),
+            self._env.begin(db=self._pages) as txn,
+            txn.cursor(self._children) as cursor,
+        ):
+            for key, tokens in chunks:
+                prefix = child_prefix(parent, tokens) + key
+                more = cursor.set_range(prefix)
+                record = None
+                while record is None and more and cursor.key().startswith(prefix):
+                    record = self._child(txn, cursor.key(), parent, identity)
+                    if record is not None and record.tokens != tokens:
+                        record = None  # a collision: equal keys, other tokens
+                    more = cursor.next()
+                if record is None:
+                    break
+                found.append(record)
+                parent = record.serial
+        return found
+
+    def find_similar(self, parent: int, identity: bytes, tokens: bytes) -> list[PageRecord]:
+        """Some children of ``parent`` that begin with the same four tokens as ``tokens``, or have fewer and
+        begin with those."""
+        found: list[PageRecord] = []
+        beginnings = [tokens, *(tokens[:nbytes] for nbytes in range(BEGINNING - 4, 0, -4))]
+        with (
+            _os_errors(),
+            self._env.begin(db=self._pages) as txn,
+            txn.cursor(self._children) as cursor,
+        ):
+            for prefix in {child_prefix(parent, beginning): None for beginning in beginnings}:
+                more = cursor.set_range(prefix)
+                while more and len(found) < _SIMILAR_TRIED and cursor.key().startswith(prefix):
+                    record = self._child(txn, cursor.key(), parent, identity)
+                    if record is not None:
+                        found.append(record)
+                    more = cursor.next()
+        return found
+
+    def _child(self, txn: Any, link: bytes, parent: int, identity: bytes) -> PageRecord | None:
+        serial = link[-8:]
+        data = txn.get(serial)
+        record = decode(int.from_bytes(serial, "big"), data) if data is not None else None
+        if record is None or record.parent != parent or record.identity != identity:
+            return None
+        return record
+
+    def read_payload(self, record: PageRecord, view: memoryview) -> bool:
+        """Copy an inline payload into ``view``. False when it is not there, or not in full."""
+        with _os_errors(), self._env.begin(buffers=True) as txn, txn.cursor(self._payload) as cursor:
+            more = cursor.set_key(payload_key(record.serial, 0))
+            for piece, start in enumerate(range(0, record.nbytes, PIECE_BYTES)):
+                target = view[start : min(start + PIECE_BYTES, record.nbytes)]
+                if not more or bytes(cursor.key()) != payload_key(record.serial, piece):
+                    return False
+                if len(cursor.value()) != len(target):
+                    return False
+                target[:] = cursor.value()
+                more = cursor.next()
+        return True
+
+    def pages(self, serials: Iterable[int]) -> list[tuple[PageRecord, memoryview | None]]:
+        """Each page's record, and its payload if that is inline. Damaged pages are left out."""
+        found: list[tuple[PageRecord, memoryview | None]] = []
+        for record in list(self.records(serials)):
+            payload = None
+            if record is not None and record.place == INLINE:
+                payload = memoryview(bytearray(record.nbytes))
+                if not self.read_payload(record, payload):
+                    continue
+            if record is not None:
+                found.append((record, payload))
+        return found
+
+    def apply(self, change: Change) -> None:
+        """Do all of ``change``, durably, or nothing of its additions.
+
+        Raises :class:`OSError`; ENOSPC when the map is full. Removals may then have been done already.
+        """
+        with _os_errors():
+            try:
+                self._apply(change)
+            except lmdb.MapFullError:
+                self._make_room(change)
+                self._apply(change)
+
+    def forget(self, serials: Sequence[int]) -> None:
+        """Delete pages whatever their records say, durably."""
+        with _os_errors():
+            for start in range(0, len(serials), REMOVED_AT_ONCE):
+                with self._env.begin(write=True) as txn:
+                    for serial in serials[start : start + REMOVED_AT_ONCE]:
+                        Writing(txn, self._trees).delete(serial)
+
+    def relocate(self, moved: Sequence[tuple[PageRecord, int]]) -> None:
+        """Give pages new places (in extents), durably: each record as it is to be, and the place it had.
+
+        Raises :class:`OSError`; then nothing has changed.
+        """
+        with _os_errors(), self._env.begin(write=True) as txn:
+            for record, before in moved:
+                key = page_key(record.serial)
+                stored, facts = txn.get(key, db=self._pages), txn.get(key, db=self._facts)
+                assert stored is not None, f"page {record.serial} is not there"
+                assert facts is not None, f"page {record.serial} has no facts"
+                assert stored_place(stored) == before, f"page {record.serial} is not at {before}"
+                txn.put(key, encode(record), db=self._pages)
+                txn.put(key, with_place(facts, record.place), db=self._facts)
+
+    def mend(self, edits: Sequence[tuple[bytes, bytes, bytes | None]]) -> None:
+        """Put each (tree, key, value) as it is given, or delete the key where the value is None; durably."""
+        with _os_errors():
+            for start in range(0, len(edits), REMOVED_AT_ONCE):
+                with self._env.begin(write=True) as txn:
+                    for tree, key, value in edits[start : start + REMOVED_AT_ONCE]:
+                        db = self._trees[TREES.index(tree)]
+                        if value is None:
+                            txn.delete(key, db=db)
+                        else:
+                            txn.put(key, value, db=db)
+
+    def _apply(self, change: Change) -> None:
+        with self._env.begin(write=True) as txn:
+            Writing(txn, self._trees).make(change)
+
+    def _make_room(self, change: Change) -> None:
+        # LMDB reuses what a transaction freed only in the second one after it (the one before must stay
+        # readable until then). So remove in small steps, and let two transactions pass.
+        for removed in small_steps(change.removed):
+            try:
+                self._apply(Change(removed=removed, next_serial=change.next_serial, tick=change.tick))
+            except lmdb.MapFullError:  # what was freed just before cannot be used yet
+                for removal in removed:
+                    self._let_turns_pass()
+                    self._apply(Change(removed=[removal], next_serial=change.next_serial, tick=change.tick))
+        self._let_turns_pass()
+
+    def _let_turns_pass(self) -> None:
+        for _ in range(2):
+            with self._env.begin(write=True, db=self._meta) as txn:
+                txn.put(b"turn", (txn.id() % 256).to_bytes(1, "big"))
+
+
+class _os_errors:
+    """Turns LMDB's errors into :class:`OSError`, which is what a disk that fails looks like from above."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, lmdb.MapFullError):
+            raise OSError(errno.ENOSPC, "the index is full") from error
+        if isinstance(error, lmdb.DiskError):
+            raise OSError(errno.ENOSPC, "no space left on the device for the index") from error
+        if isinstance(error, lmdb.Error):
+            raise OSError(errno.EIO, f"the index failed: {error}") from error

@@ -1,0 +1,528 @@
+"""A few numbers about every durable page, in memory, and the order in which they should leave.
+
+A store may hold millions of pages on disk and know most of them only from its last life. Their records stay
+in the index on disk and are read when a lookup comes by (``IndexDB.find``). What eviction needs is here: one
+row per page, 76 bytes in columns of numbers, so that a million pages cost 76 MB, are read in a second at
+open, and can be put in order by a policy in one stroke.
+
+A row whose page was removed while pages below it stay (its bytes were damaged) is a *tombstone*: it keeps
+their place until it is saved again under its old serial, or the last of them leaves.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.policy import NO_HINT, PageFacts, PageHint, Policy, Reuse
+from tierstore.tiers.disk.records import PageRecord, PageUse, Removal, first_use
+from tierstore.tiers.slabs import slot_bytes
+
+# -- who is below whom, for a whole directory at once --------------------------------------------------
+
+
+def parent_rows(facts: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
+    """For each row the row of its parent; -1 where that is not among them. Parents have the lower serials:
+    any other (that is damage) is none, so that no row is its own ancestor."""
+    serials = facts["serial"].astype(np.int64)
+    parents = facts["parent"].astype(np.int64)
+    if not len(serials):
+        return parents
+    rows = np.searchsorted(serials, parents).astype(np.int64)
+    rows[rows == len(serials)] = 0
+    rows[(serials[rows] != parents) | (parents >= serials)] = -1
+    return rows
+
+
+def depths(parents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """How many ancestors each row has, by doubling: log₂ of the deepest prompt's chunks passes."""
+    depth = (parents >= 0).astype(np.int64)
+    jump = parents.copy()
+    while (jumping := np.flatnonzero(jump >= 0)).size:
+        depth[jumping] += depth[jump[jumping]]
+        jump[jumping] = jump[jump[jumping]]
+    return depth
+
+
+def reachable(parents: npt.NDArray[np.int64], good: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Which rows are good and have only good ancestors."""
+    good = good.copy()
+    jump = parents.copy()
+    while (jumping := np.flatnonzero(jump >= 0)).size:
+        good[jumping] &= good[jump[jumping]]
+        jump[jumping] = jump[jump[jumping]]
+    return good
+
+
+# -- the order of leaving ------------------------------------------------------------------------------
+
+
+_SAMPLE = 1 << 15  # pages are enough to know a share to a hundredth of it
+_INLINE_CLASS = 0
+_NEAR_SHARE = 1 / 32  # of all bytes: pages among these are as good as the very worst
+_NEAR_STEPS = 8  # which share that is is looked at again when an eighth of it has left
+
+
+class Entry(NamedTuple):
+    """A page as it was when it was put in order. One that has been used since has another tick."""
+
+    score: float
+    serial: int
+    tick: int
+    latest: int = 0  # tick of the page that had been used last of all
+
+
+class Facts(NamedTuple):
+    """What the order is made of, one array each."""
+
+    serial: npt.NDArray[np.integer[Any]]
+    place: npt.NDArray[np.integer[Any]]
+    nbytes: npt.NDArray[np.integer[Any]]
+    depth: npt.NDArray[np.integer[Any]]
+    tick: npt.NDArray[np.integer[Any]]
+    hits: npt.NDArray[np.integer[Any]]
+    reuse: npt.NDArray[np.integer[Any]]
+    priority: npt.NDArray[np.integer[Any]]
+
+    def scores(self, policy: Policy) -> npt.NDArray[np.float64]:
+        facts = PageFacts(
+            self.nbytes,
+            self.depth,
+            self.tick,
+            self.hits,
+            self.reuse,
+            self.priority,
+        )
+        return np.broadcast_to(np.asarray(policy.score(facts), np.float64), self.serial.shape)
+
+    def take(self, rows: npt.NDArray[np.intp]) -> Facts:
+        return Facts(*(column[rows] for column in self))
+
+
+class Order:
+    """Pages in the order in which they should leave. None leaves before those below it, and what comes last
+    in a prompt was mostly written last: so most of the worst pages have to wait for some that are better."""
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        self._entries = deque(entries)
+        self._held_up: dict[int, Entry] = {}  # by serial
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    @property
+    def first(self) -> Entry:
+        return self._entries[0]
+
+    def take(self) -> None:
+        """The first one is being dealt with."""
+        self._entries.popleft()
+
+    def hold_up(self, entry: Entry) -> None:
+        """There are pages below it."""
+        self._held_up[entry.serial] = entry
+
+    def let_go(self, serial: int) -> None:
+        """There are none any more: if it was held up it is the first one now."""
+        entry = self._held_up.pop(serial, None)
+        if entry is not None:
+            self._entries.appendleft(entry)
+
+
+def size_class(place: int, nbytes: int) -> int:
+    """What pages have in common that can use each other's room: slot bytes, or being in the index."""
+    return _INLINE_CLASS if place < 0 else slot_bytes(nbytes)
+
+
+def size_classes(facts: Facts) -> npt.NDArray[np.integer[Any]]:
+    """:func:`size_class` of each page."""
+    unit = slot_bytes(1)
+    return np.where(facts.place < 0, _INLINE_CLASS, np.maximum(-(-facts.nbytes // unit), 1) * unit)
+
+
+def commonest_class(facts: Facts) -> int | None:
+    """The size class with the most pages; None when there are none at all."""
+    classes, pages = np.unique(size_classes(facts), return_counts=True)
+    return int(classes[np.argmax(pages)]) if len(classes) else None
+
+
+def worst_first(facts: Facts, policy: Policy, count: int) -> list[Entry]:
+    """At least ``count`` of the pages (or all), worst first by ``policy``; among equals the deepest first."""
+    scores = facts.scores(policy)
+    latest = int(facts.tick.max(initial=0))
+    if count < len(scores):
+        chosen = np.flatnonzero(scores <= np.partition(scores, count)[count])
+        facts, scores = facts.take(chosen), scores[chosen]
+    order = np.lexsort((-facts.depth, scores))
+    columns = (scores[order].tolist(), facts.serial[order].tolist(), facts.tick[order].tolist())
+    return [Entry(*entry, latest) for entry in zip(*columns, strict=True)]
+
+
+def worst_share(facts: Facts, policy: Policy, share: float) -> float:
+    """The score up to which the worst pages go that together have this share of all bytes. Of many pages it
+    looks at some."""
+    step = -(-len(facts.serial) // _SAMPLE) or 1
+    some = facts.take(np.arange(0, len(facts.serial), step))
+    scores = some.scores(policy)
+    if not len(scores):
+        return -np.inf
+    order = np.argsort(scores, kind="stable")
+    within = np.cumsum(some.nbytes[order])
+    return float(scores[order][np.searchsorted(within, share * within[-1])])
+
+
+class NearWorst:
+    """Up to which score pages are nearly as bad as the worst: remembered until that has changed."""
+
+    def __init__(self) -> None:
+        self._score = -np.inf
+        self._bytes = 0  # to leave until it has to be looked at again
+
+    def left(self, nbytes: int) -> None:
+        """So much has left."""
+        self._bytes -= nbytes
+
+    def score(self, policy: Policy, facts: Callable[[], Facts]) -> float:
+        if self._bytes <= 0:
+            all_facts = facts()
+            self._score = worst_share(all_facts, policy, _NEAR_SHARE)
+            self._bytes = int(all_facts.nbytes.sum() * _NEAR_SHARE / _NEAR_STEPS)
+        return self._score
+
+
+_LEAST_ROWS = 1024
+_ORDERED_FRACTION = 64  # of the pages are put in order at once: a pass over a million takes 50 ms …
+_LEAST_ORDERED = 1024  # … and over a few no longer than to put this many in order
+_END = Entry(np.inf, -1, 0)
+_EXPIRY_S = 1.0  # between two passes that look for hints whose time is over
+_COLUMNS = {
+    "serial": np.int64,
+    "parent": np.int64,
+    "place": np.int64,
+    "nbytes": np.int64,
+    "tick": np.int64,
+    "used_s": np.float64,
+    "hits": np.int64,
+    "children": np.int32,
+    "depth": np.int32,
+    "reuse": np.int8,
+    "priority": np.int8,
+    "expires_s": np.float64,
+    "alive": np.bool_,
+}
+
+
+class PageTable:
+    """Rows in order of serials. Thread-safe; does no I/O."""
+
+    def __init__(self, facts: npt.NDArray[np.void] | None = None) -> None:
+        """Take over ``facts`` (``FACTS_DTYPE``, in order of serials), each of which has its parent among them
+        or has a root for a parent."""
+        self._lock = threading.Lock()
+        self._rows = 0 if facts is None else len(facts)
+        self._alive = self._rows
+        # What is left of the last time they were put in order: of all pages, and of single size classes.
+        self._orders: dict[int | None, Order] = {}
+        self._near = NearWorst()
+        self._expires_s = np.inf  # no hint ends before
+        size = max(self._rows * 9 // 8, _LEAST_ROWS)
+        self._columns: dict[str, npt.NDArray[Any]] = {
+            name: np.zeros(size, dtype) for name, dtype in _COLUMNS.items()
+        }
+        self._columns["expires_s"][:] = np.inf
+        if facts is not None:
+            for name in facts.dtype.names or ():
+                self._columns[name][: self._rows] = facts[name]
+            self._columns["alive"][: self._rows] = True
+            parents = parent_rows(facts)
+            held = parents[parents >= 0]
+            self._columns["children"][: self._rows] = np.bincount(held, minlength=self._rows)
+            self._columns["depth"][: self._rows] = depths(parents)
+
+    def __len__(self) -> int:
+        """Pages that are on disk for good and not about to leave."""
+        return self._alive
+
+    def __contains__(self, serial: int) -> bool:
+        with self._lock:
+            return self._alive_row(serial) is not None
+
+    def children(self, serial: int) -> int:
+        """How many pages on disk come right after this one (which may be a tombstone)."""
+        with self._lock:
+            row = self._row(serial)
+            return 0 if row is None else int(self._columns["children"][row])
+
+    def use(self, serial: int) -> PageUse:
+        """What is known of a page's use."""
+        with self._lock:
+            row = self._row(serial)
+            if row is None:
+                return PageUse(0, 0.0, 0)
+            tick, used_s, hits = (self._columns[name][row] for name in ("tick", "used_s", "hits"))
+            return PageUse(int(tick), float(used_s), int(hits))
+
+    def places(self) -> dict[int, tuple[int, int]]:
+        """Serial → (place, bytes) of every page."""
+        with self._lock:
+            rows = np.flatnonzero(self._columns["alive"][: self._rows])
+            serials, places, sizes = (
+                self._columns[name][rows].tolist() for name in ("serial", "place", "nbytes")
+            )
+            return dict(zip(serials, zip(places, sizes, strict=True), strict=True))
+
+    def payload_bytes(self) -> int:
+        """What all pages hold. One pass over them."""
+        with self._lock:
+            return int(self._columns["nbytes"][: self._rows][self._columns["alive"][: self._rows]].sum())
+
+    def commonest_class(self) -> int | None:
+        """The size class with the most pages; None when there are none at all. One pass over them."""
+        with self._lock:
+            return commonest_class(self._facts())
+
+    def place(self, serial: int) -> int | None:
+        """Where a page is; None for one that is not here."""
+        with self._lock:
+            row = self._alive_row(serial)
+            return None if row is None else int(self._columns["place"][row])
+
+    def within(self, places: range) -> list[tuple[int, int, int]]:
+        """(serial, place, bytes) of every page with its place in ``places``. One pass over all of them."""
+        with self._lock:
+            place = self._columns["place"][: self._rows]
+            inside = (place >= places.start) & (place < places.stop) & self._columns["alive"][: self._rows]
+            rows = np.flatnonzero(inside)
+            columns = (self._columns[name][rows].tolist() for name in ("serial", "place", "nbytes"))
+            return list(zip(*columns, strict=True))
+
+    # -- changing ------------------------------------------------------------------------------------
+
+    def add(self, records: Iterable[PageRecord], used: Mapping[int, PageUse]) -> None:
+        """These pages are durable now. Their serials are above all others', or those of tombstones."""
+        records = sorted(records, key=lambda record: record.serial)
+        with self._lock:
+            if not records:
+                return
+            rows = self._rows_for([record.serial for record in records])
+            columns = self._columns
+            again = columns["alive"][rows]
+            assert not again.any(), f"page {columns['serial'][rows][again][0]} is added twice"
+            columns["parent"][rows] = parents = [record.parent for record in records]
+            columns["place"][rows] = [record.place for record in records]
+            columns["nbytes"][rows] = [record.nbytes for record in records]
+            self._set_uses(rows, [first_use(record, used) for record in records])
+            columns["alive"][rows] = True
+            self._alive += len(records)
+            above = self._find(np.array(parents, np.int64))
+            np.add.at(columns["children"], above[above >= 0], 1)
+            depth = columns["depth"]
+            for row, parent in zip(rows.tolist(), above.tolist(), strict=True):  # parents come first
+                depth[row] = depth[parent] + 1 if parent >= 0 else 0
+
+    def remove(self, serial: int) -> Removal:
+        """The page is to leave. Its row stays while pages below it are on disk."""
+        with self._lock:
+            row = self._row(serial)
+            assert row is not None, f"page {serial} is not in the page table"
+            columns = self._columns
+            assert columns["alive"][row], f"page {serial} is removed twice"
+            columns["alive"][row] = False
+            self._alive -= 1
+            parent = int(columns["parent"][row])
+            above = self._row(parent)
+            if above is not None:
+                columns["children"][above] -= 1
+            removal = Removal(serial, parent, int(columns["place"][row]), int(columns["nbytes"][row]))
+            self._near.left(removal.nbytes)
+            return removal
+
+    def move(self, serial: int, place: int) -> bool:
+        """The page has this place now. False when it is not here any more."""
+        with self._lock:
+            row = self._alive_row(serial)
+            if row is not None:
+                self._columns["place"][row] = place
+            return row is not None
+
+    def touch(self, used: Mapping[int, PageUse]) -> None:
+        """Take note of uses; of pages that are not here, nothing."""
+        if not used:
+            return
+        with self._lock:
+            rows = self._find(np.fromiter(used, np.int64, len(used)))
+            known = rows >= 0
+            self._set_uses(rows[known], list(itertools.compress(used.values(), known)))
+
+    def hint(self, serial: int, hint: PageHint) -> bool:
+        """``hint`` is about the next use of a page. False when it is not here."""
+        with self._lock:
+            row = self._alive_row(serial)
+            if row is not None:
+                for name, value in zip(PageHint._fields, hint, strict=True):
+                    self._columns[name][row] = value
+                self._expires_s = min(self._expires_s, hint.expires_s)
+            return row is not None
+
+    def expire_hints(self, now_s: float) -> None:
+        """The pages whose time to live is over are as good as done. Looks at all if there may be any."""
+        with self._lock:
+            if self._expires_s > now_s:
+                return
+            expires_s = self._columns["expires_s"][: self._rows]
+            over = expires_s <= now_s
+            self._columns["reuse"][: self._rows][over] = Reuse.DONE
+            expires_s[over] = np.inf
+            self._expires_s = max(float(expires_s.min(initial=np.inf)), now_s + _EXPIRY_S)
+
+    def _set_uses(self, rows: npt.NDArray[np.int64], uses: Sequence[PageUse]) -> None:
+        """The last use of each; what was hinted was about this one."""
+        columns = self._columns
+        columns["tick"][rows] = [use.tick for use in uses]
+        columns["used_s"][rows] = [use.used_s for use in uses]
+        columns["hits"][rows] = [use.hits for use in uses]
+        for name, nothing in zip(PageHint._fields, NO_HINT, strict=True):
+            columns[name][rows] = nothing
+
+    def _rows_for(self, serials: Sequence[int]) -> npt.NDArray[np.int64]:
+        """The rows of these pages, which ascend: those of tombstones, and new ones behind all others."""
+        latest = int(self._columns["serial"][self._rows - 1]) if self._rows else 0
+        new = len(serials) - bisect.bisect_right(serials, latest)
+        if self._rows + new > len(self._columns["serial"]):
+            self._make_room(new)
+        end = self._rows + new
+        self._columns["serial"][self._rows : end] = serials[len(serials) - new :]
+        self._columns["children"][self._rows : end] = 0
+        self._columns["alive"][self._rows : end] = False
+        self._rows = end
+        rows = self._find(np.array(serials, np.int64))
+        assert (rows >= 0).all(), f"serial {serials[int(rows.argmin())]} is old"
+        return rows
+
+    def _make_room(self, new: int) -> None:
+        columns = self._columns
+        kept = np.flatnonzero(columns["alive"][: self._rows] | (columns["children"][: self._rows] > 0))
+        size = max((len(kept) + new) * 3 // 2, _LEAST_ROWS)
+        for name, column in columns.items():
+            columns[name] = np.zeros(size, column.dtype)
+            columns[name][: len(kept)] = column[kept]
+        self._rows = len(kept)
+
+    def _find(self, serials: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The row of each; -1 for one that has none."""
+        known = self._columns["serial"][: self._rows]
+        rows = np.searchsorted(known, serials)
+        rows[rows == self._rows] = 0
+        rows[known[rows] != serials if self._rows else slice(None)] = -1
+        return rows
+
+    def _row(self, serial: int) -> int | None:
+        serials = self._columns["serial"]
+        row = int(serials[: self._rows].searchsorted(serial))  # the method: half the time of np.searchsorted
+        return row if row < self._rows and serials[row] == serial else None
+
+    def _alive_row(self, serial: int) -> int | None:
+        row = self._row(serial)
+        return row if row is not None and self._columns["alive"][row] else None
+
+    # -- order ---------------------------------------------------------------------------------------
+
+    def next_to_leave(
+        self,
+        policy: Policy,
+        count: int,
+        *,
+        nbytes: float = np.inf,
+        size_class: int | None = None,
+        until: float = np.inf,
+    ) -> list[int]:
+        """The serials of up to ``count`` pages (of one size class), no more of them than it takes to free
+        ``nbytes``, worst first by ``policy``; among equals the deepest first. A page that others are below
+        comes right after the last of them. Those that have been used since the pages were last put in order
+        are passed over. An empty list says that the end, or the score ``until``, is reached; the next call
+        begins anew.
+
+        Whether each of them may leave is for the caller to find out: those that still have :meth:`children`
+        must not.
+        """
+        with self._lock:
+            order = self._order(policy, count, size_class)
+            chosen: list[int] = []
+            left = Counter[int]()  # row → children of it that are chosen
+            while len(chosen) < count and nbytes > 0 and (order.first is _END or order.first.score <= until):
+                entry = order.first
+                if entry is _END:
+                    if not chosen:
+                        order.take()
+                    break
+                order.take()
+                row = self._alive_row(entry.serial)
+                if row is None or self._columns["tick"][row] != entry.tick:
+                    continue
+                if self._columns["children"][row] > left[row]:
+                    order.hold_up(entry)
+                    continue
+                facts = self._page_facts(row)
+                policy.leaves(facts, entry.score, entry.latest)
+                chosen.append(entry.serial)
+                nbytes -= cast(int, facts.nbytes)
+                parent = int(self._columns["parent"][row])
+                above = self._row(parent)
+                if above is not None:
+                    left[above] += 1
+                    if self._columns["children"][above] == left[above]:
+                        order.let_go(parent)
+            return chosen
+
+    def _page_facts(self, row: int) -> PageFacts:
+        names = ("nbytes", "depth", "tick", "hits", "reuse", "priority")
+        return PageFacts(*(self._columns[name][row].item() for name in names))
+
+    def near_worst(self, policy: Policy) -> float:
+        """The score up to which pages are nearly as bad as the worst."""
+        with self._lock:
+            return self._near.score(policy, self._facts)
+
+    def _order(self, policy: Policy, count: int, size_class: int | None) -> Order:
+        order = self._orders.get(size_class)
+        if not order:
+            facts = self._facts(size_class)
+            least = max(count, len(facts.serial) // _ORDERED_FRACTION, _LEAST_ORDERED)
+            order = self._orders[size_class] = Order([*worst_first(facts, policy, least), _END])
+        return order
+
+    def _facts(self, size_class: int | None = None) -> Facts:
+        """Of all pages, or of those of a size class."""
+        rows = np.flatnonzero(self._columns["alive"][: self._rows])
+        facts = Facts(*(self._columns[name][rows] for name in Facts._fields))
+        return facts if size_class is None else facts.take(np.flatnonzero(size_classes(facts) == size_class))
+
+    def latest_first(self) -> list[int]:
+        """All serials, the most recently used first, each after its parent."""
+        with self._lock:
+            rows = np.flatnonzero(self._columns["alive"][: self._rows])
+            order = np.lexsort((self._columns["depth"][rows], -self._columns["tick"][rows]))
+            serials: list[int] = self._columns["serial"][rows[order]].tolist()
+            return serials
+
+    # -- checking ------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Assert that serials ascend and that children and depths are those that the parents say."""
+        with self._lock:
+            columns = {name: column[: self._rows] for name, column in self._columns.items()}
+            assert (np.diff(columns["serial"]) > 0).all(), "serials do not ascend"
+            assert columns["alive"].sum() == self._alive, f"{self._alive} pages are counted"
+            rows = np.searchsorted(columns["serial"], columns["parent"])
+            rows[rows == self._rows] = 0
+            known = columns["serial"][rows] == columns["parent"] if self._rows else columns["alive"]
+            held = rows[known & columns["alive"]]
+            children = np.bincount(held, minlength=self._rows)
+            assert (children == columns["children"]).all(), "children are miscounted"

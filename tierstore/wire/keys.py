@@ -1,0 +1,169 @@
+"""Keys for ``tcp://``: who the daemon is, and which clients it lets in.
+
+A key pair is two files: ``NAME.secret`` (the pair) and ``NAME.key`` (the public half). The daemon is
+given its own ``.secret`` and a directory with the ``.key`` of each client it lets in. The file's name is
+the tenant: the daemon, not the client, puts it into every identity, so that tenants cannot see each
+other's pages."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiofiles
+import aiofiles.os
+import zmq
+import zmq.utils.z85
+
+from tierstore.errors import UsageError
+
+_log = logging.getLogger(__name__)
+
+ZAP_DOMAIN = b"tierstore"
+_ZAP_ADDRESS = "inproc://zeromq.zap.01"
+_ZAP_VERSION = b"1.0"
+_KEY = re.compile(r"[\x21-\x7e]{40}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """Z85 text, 40 characters each."""
+
+    public: bytes
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return f"KeyPair({self.public.decode()})"
+
+
+def generate(directory: Path, name: str) -> tuple[Path, Path]:
+    """Make a key pair. Returns the files of the pair and of its public half. Never overwrites one.
+
+    Raises :class:`UsageError`.
+    """
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{name!r} cannot be a key's name: use letters, digits, '.', '_' and '-'")
+    public, secret = zmq.curve_keypair()
+    pair, half = directory / f"{name}.secret", directory / f"{name}.key"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _write(pair, f"public {public.decode()}\nsecret {secret.decode()}\n")
+    _write(half, f"public {public.decode()}\n")
+    return pair, half
+
+
+def read_pair(file: Path) -> KeyPair:
+    """Raises :class:`UsageError`, also for a file that others may read."""
+    keys = _read(file)
+    if "secret" not in keys:
+        raise UsageError(f"{file} has no secret key in it: give a .secret file from `tierstore keygen`")
+    if file.stat().st_mode & 0o077:
+        raise UsageError(f"{file} can be read by others: chmod 600 {file}")
+    return KeyPair(keys["public"], keys["secret"])
+
+
+def read_public(file: Path) -> bytes:
+    """Raises :class:`UsageError`."""
+    return _read(file)["public"]
+
+
+async def read_tenants(directory: Path) -> dict[bytes, str]:
+    """Tenants by their public key: of each ``.key`` file in a directory, read beside the event loop.
+    Raises :class:`UsageError`."""
+    try:
+        names = await aiofiles.os.listdir(directory)
+    except OSError as error:
+        raise UsageError(f"{directory} is no directory with the keys of tenants: {error.strerror}") from error
+    tenants: dict[bytes, str] = {}
+    for file in sorted(directory / name for name in names if name.endswith(".key")):
+        try:
+            async with aiofiles.open(file, encoding="ascii") as source:
+                text = await source.read()
+        except (OSError, UnicodeDecodeError) as error:
+            raise _unreadable(file, error) from error
+        public = _parse(file, text)["public"]
+        if public in tenants:
+            raise UsageError(f"{file} holds the key of tenant {tenants[public]!r} as well")
+        tenants[public] = file.stem
+    return tenants
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError as error:
+        raise UsageError(f"{file} is there already: choose another name, or remove it") from error
+    except OSError as error:
+        raise UsageError(f"cannot write {file}: {error.strerror}") from error
+    with os.fdopen(fd, "w") as out:
+        out.write(text)
+
+
+def _read(file: Path) -> dict[str, bytes]:
+    try:
+        return _parse(file, file.read_text(encoding="ascii"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: Exception) -> UsageError:
+    return UsageError(f"cannot read the key in {file}: {error}")
+
+
+def _parse(file: Path, text: str) -> dict[str, bytes]:
+    keys = {}
+    for line in text.splitlines():
+        kind, _, key = line.partition(" ")
+        if kind in ("public", "secret") and _KEY.fullmatch(key):
+            keys[kind] = key.encode()
+    if "public" not in keys:
+        raise UsageError(f"{file} is no key file: make one with `tierstore keygen`")
+    return keys
+
+
+class Doorkeeper:
+    """Answers ZMQ's question whether a client's key is let in (ZAP, RFC 27), on the event loop."""
+
+    def __init__(self, context: zmq.Context[Any], tenants: dict[bytes, str]) -> None:
+        self.let_in(tenants)
+        self.denied = 0
+        self._socket = context.socket(zmq.REP)
+        self._socket.linger = 0
+        self._socket.bind(_ZAP_ADDRESS)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket.fd, self._answer)
+
+    def let_in(self, tenants: dict[bytes, str]) -> None:
+        """From now on these keys are let in, and no others. Who is in stays in."""
+        self._tenants = {zmq.utils.z85.decode(public): name for public, name in tenants.items()}
+
+    def __contains__(self, tenant: str) -> bool:
+        """Whether a tenant has a key that is let in."""
+        return tenant in self._tenants.values()
+
+    def close(self) -> None:
+        self._loop.remove_reader(self._socket.fd)
+        self._socket.close()
+
+    def _answer(self) -> None:
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            tenant = None
+            if len(frames) == 7 and frames[0] == _ZAP_VERSION and frames[5] == b"CURVE":
+                tenant = self._tenants.get(frames[6])
+            number = frames[1] if len(frames) > 1 else b""
+            if tenant is None:
+                self.denied += 1
+                _log.warning("a client with an unknown key was turned away")
+                reply = [_ZAP_VERSION, number, b"400", b"this key is not let in", b"", b""]
+            else:
+                reply = [_ZAP_VERSION, number, b"200", b"OK", tenant.encode(), b""]
+            self._socket.send_multipart(reply, zmq.NOBLOCK)

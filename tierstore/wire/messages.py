@@ -1,0 +1,426 @@
+"""The daemon's messages: the one place where they are defined.
+
+A message is a ZMQ multipart: ``[VERSION] [msgpack] [page bytes …]``; on the arena's own socket it is the
+second of these, behind its length (``framing.py``). The version is one byte; a peer of
+another version gets :class:`Refused` and is disconnected. The second frame is one of the structs below, as a
+msgpack array with its tag first. Frames after it are page payloads, for the two messages of clients on other
+hosts that have any (:class:`Write`, :class:`Fetched`).
+
+Requests have an ``id`` of the client's choosing, which the answer repeats; answers may come in any order.
+``wait_s`` is how long the sender will wait: the answer says what there was by then. One-way messages have no
+id and no answer.
+
+Nothing here is trusted by the daemon: sizes are bounded below, and an unknown, malformed or oversized message
+is answered with :class:`Refused`, or by disconnecting when not even its id can be read.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import TypeAlias
+
+import msgspec
+
+VERSION = b"\x02"
+
+MAX_MESSAGE_BYTES = 64 << 20  # of one message with its payload frames: a prompt of 1M tokens needs 5 MB
+MAX_CHUNKS = 1 << 17  # in one prompt
+MAX_IDENTITY_BYTES = 4096
+MAX_LIST_BYTES = 1 << 20  # of identities in one answer
+MAX_FETCH_BYTES = 16 << 20  # asked for in one Fetch, or sent in one Write; more of them may be under way
+
+MOST_WAIT_S = 600.0  # of any request
+
+PING_S = 1.0  # a client without an arena socket says Ping at least this often …
+SILENCE_S = 5.0  # … and is taken for dead, as is a daemon that does not answer it, after this
+
+ARENA_MAGIC = b"tierkv\x00" + VERSION
+ARENA_HEADER = struct.Struct("<8sQ16s")
+"""What the unix socket ``PATH.arena`` (a stream) sends, once, to whoever connects: ``ARENA_MAGIC``, the
+arena's size in bytes and the token for :class:`Hello`, with the arena's file descriptor (SCM_RIGHTS) on the
+first byte. Messages follow, both ways; either side's end of file is its death."""
+
+
+class Message(msgspec.Struct, array_like=True, tag=True):
+    """What all messages have in common: nothing but their encoding."""
+
+
+# -- the session ---------------------------------------------------------------------------------------
+
+
+class Hello(Message):
+    """The first message of a connection. ``token`` is what the arena's socket gave (empty: another host)."""
+
+    id: int
+    token: bytes = b""
+    client: str = ""  # for people: what it is and its process id
+
+
+class Welcome(Message):
+    id: int
+    session: int
+    server: str  # version, for people
+    lease_s: float  # how long a lease lasts, from the daemon's answer on
+    reserve_bytes: int  # how much a client may hold in reservations at once
+
+
+class Register(Message):
+    """Name an identity (its fields; the daemon adds the tenant) and the size of its pages."""
+
+    id: int
+    identity: dict[str, str]
+    page_bytes: int
+    chunk_tokens: int
+
+
+class Registered(Message):
+    id: int
+    identity: int  # how later messages refer to it
+
+
+class Bye(Message):
+    """One-way: a client without an arena socket ends its session. (Others hang up.)"""
+
+
+class Ping(Message):
+    """A sign of life of a client that has no arena socket; others need not send it."""
+
+    id: int
+
+
+class Pong(Message):
+    id: int
+
+
+class Refused(Message):
+    """The request could not be done as asked. ``kind`` is for programs: ``version``, ``session`` (say Hello
+    again), ``identity`` (register again), ``path`` (send the whole prompt), ``denied``, ``usage``,
+    ``busy``, ``internal``."""
+
+    id: int
+    kind: str
+    message: str
+
+
+# -- prompts: what Lookup, Reserve, Pin and Unpin begin with -------------------------------------------
+
+
+class PromptPart(Message):
+    """A prompt, or its end. ``path`` names a prefix that an earlier :class:`Found` remembered, and ``known``
+    how many of its chunks this prompt begins with; ``keys`` (16 bytes each) and ``tokens`` (uint32,
+    little-endian) are those after it, the tokens to the prompt's end."""
+
+    identity: int
+    keys: bytes
+    tokens: bytes
+    path: int = 0  # 0: none
+    known: int = 0
+
+
+# -- reading -------------------------------------------------------------------------------------------
+
+
+class Lookup(Message):
+    """The longest held prefix, leased until :class:`Release`, the lease's end, or the client's. ``released``
+    are leases given back on this occasion."""
+
+    id: int
+    prompt: PromptPart
+    max_tokens: int
+    wait_s: float
+    released: list[int] = []
+
+
+class Found(Message):
+    """``tokens`` lie in ``tiers``: (``host`` or ``disk``, pages) run by run, in prefix order. Of the last
+    page ``tail_tokens`` tokens match. ``lease`` is 0 when nothing was found. ``path`` may be referred to by
+    later messages of this session, with up to ``known`` chunks."""
+
+    id: int
+    tokens: int
+    tail_tokens: int
+    lease: int
+    tiers: list[tuple[str, int]]
+    path: int
+    known: int
+
+
+class Prefetch(Message):
+    """Bring the pages of a lease into the arena, in prefix order."""
+
+    id: int
+    lease: int
+    wait_s: float
+
+
+class Prefetched(Message):
+    id: int
+    pages: int  # the leading ones that are in the arena now
+
+
+class Load(Message):
+    """Where in the arena pages ``first … first + count`` of a lease are; brings them there first."""
+
+    id: int
+    lease: int
+    first: int
+    count: int
+    wait_s: float
+
+
+class Located(Message):
+    """``offsets`` (uint64, little-endian) of the leading pages that are there: fewer than asked for when the
+    wait was over, a page was damaged or the arena full. They stay until the lease ends."""
+
+    id: int
+    offsets: bytes
+
+
+class Fetch(Message):
+    """Like :class:`Load`, for clients on other hosts: the pages themselves. At most ``MAX_FETCH_BYTES``."""
+
+    id: int
+    lease: int
+    first: int
+    count: int
+    wait_s: float
+
+
+class Fetched(Message):
+    """Followed by one frame for each of the leading ``pages`` that are there."""
+
+    id: int
+    pages: int
+    checksums: bytes  # XXH3-64 of each (uint64, little-endian)
+
+
+class Release(Message):
+    """One-way: these leases are not needed any more."""
+
+    leases: list[int]
+
+
+# -- writing -------------------------------------------------------------------------------------------
+
+
+class HintPart(Message):
+    """What the client knows of the future of pages; see :class:`tierstore.hints.Hint`."""
+
+    ttl_s: float | None = None
+    reuse: str | None = None
+    priority: int = 0
+
+
+class Reserve(Message):
+    """Room for pages ``first … first + count`` of a prompt (its partial tail included). ``count`` may be 0,
+    for the sake of ``hint`` and ``session``, a name within the client's tenant (empty: none)."""
+
+    id: int
+    prompt: PromptPart
+    first: int
+    count: int
+    hint: HintPart | None = None
+    session: str = ""
+
+
+class Reserved(Message):
+    """What is to be written: ``positions`` (uint32, from ``first`` on counted as 0) and the ``offsets`` of
+    their slots (uint64). Pages that are there already, and pages for which there is no room, are not among
+    them. ``stored_tokens`` are those that will be stored when all of it is committed. Later messages may
+    refer to ``path`` with up to ``known`` chunks: :class:`Reserve` at once, others when that is done."""
+
+    id: int
+    reservation: int  # 0: nothing to write
+    positions: bytes
+    offsets: bytes
+    stored_tokens: int
+    path: int = 0
+    known: int = 0
+
+
+class Write(Message):
+    """The bytes of pages ``first … `` of a reservation (counted in its ``positions``), one frame each: for
+    clients on other hosts."""
+
+    id: int
+    reservation: int
+    first: int
+
+
+class Written(Message):
+    id: int
+
+
+class Commit(Message):
+    """Pages of a reservation are complete: ``done`` (uint32 positions) with the XXH3-64 of each
+    (``checksums``, uint64). Those left out are given up. Ends the reservation."""
+
+    id: int
+    reservation: int
+    done: bytes
+    checksums: bytes
+
+
+class Committed(Message):
+    id: int
+    pages: int
+
+
+class Finish(Message):
+    """A session, as it was named in :class:`Reserve`, is over: what only it has used leaves first."""
+
+    id: int
+    session: str
+
+
+class Finished(Message):
+    id: int
+    pages: int  # that it was about
+
+
+class Abort(Message):
+    """One-way: give a reservation up."""
+
+    reservation: int
+
+
+# -- everything else -----------------------------------------------------------------------------------
+
+
+class Pin(Message):
+    """Keep (or with ``undo`` no longer keep) the held whole chunks of a prompt."""
+
+    id: int
+    prompt: PromptPart
+    undo: bool = False
+
+
+class Pinned(Message):
+    id: int
+    tokens: int
+
+
+class Unpin(Message):
+    """Undo all pins of a tenant (empty: of clients without one; nil: of everybody). Not for tenants."""
+
+    id: int
+    tenant: str | None
+
+
+class Unpinned(Message):
+    id: int
+    pages: int
+
+
+class Evict(Message):
+    """Let up to ``pages`` pages leave ``tier`` (-1: all that may)."""
+
+    id: int
+    tier: str
+    pages: int
+
+
+class Evicted(Message):
+    id: int
+    pages: int
+
+
+class Flush(Message):
+    """Wait until everything committed so far is on disk."""
+
+    id: int
+    wait_s: float
+
+
+class Flushed(Message):
+    id: int
+    done: bool
+
+
+class Identities(Message):
+    """What there may be pages of: what sessions have registered or pages are held of, in the order of their
+    digests, from behind ``after`` on; to a client with a tenant, its own."""
+
+    id: int
+    after: bytes = b""
+
+
+class IdentitiesAnswer(Message):
+    id: int
+    identities: list[dict[str, str]]  # their fields, the tenant as the client would name it
+    more: bytes = b""  # ask for what is ``after`` this; empty: that was all
+
+
+class Stats(Message):
+    id: int
+
+
+class StatsAnswer(Message):
+    id: int
+    json: bytes  # as printed by ``tierstore stats --json``
+
+
+Request: TypeAlias = (
+    Hello
+    | Bye
+    | Register
+    | Ping
+    | Lookup
+    | Prefetch
+    | Load
+    | Fetch
+    | Release
+    | Reserve
+    | Write
+    | Commit
+    | Abort
+    | Finish
+    | Pin
+    | Unpin
+    | Evict
+    | Flush
+    | Identities
+    | Stats
+)
+Answer: TypeAlias = (
+    Welcome
+    | Registered
+    | Pong
+    | Refused
+    | Found
+    | Prefetched
+    | Located
+    | Fetched
+    | Reserved
+    | Written
+    | Committed
+    | Finished
+    | Pinned
+    | Unpinned
+    | Evicted
+    | Flushed
+    | IdentitiesAnswer
+    | StatsAnswer
+)
+
+OneWay: TypeAlias = Release | Abort | Bye
+"""Requests that have no id and no answer."""
+
+_encoder = msgspec.msgpack.Encoder()
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(message: Message) -> bytes:
+    """The second frame."""
+    return _encoder.encode(message)
+
+
+def decode_request(frame: bytes | memoryview) -> Request:
+    """Raises :class:`msgspec.MsgspecError` for anything that is no request."""
+    return _requests.decode(frame)
+
+
+def decode_answer(frame: bytes | memoryview) -> Answer:
+    """Raises :class:`msgspec.MsgspecError` for anything that is no answer."""
+    return _answers.decode(frame)

@@ -1,0 +1,209 @@
+"""A day of traffic of mixed page sizes over a store's own parts: index, leases, write-behind, disk. Only the
+engine is missing, and with it the bytes' meaning: whatever is in the arena is written."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from tierstore import copying
+from tierstore.backend import LookupRequest, Reservation
+from tierstore.core.backend import LocalBackend
+from tierstore.core.core import Core
+from tierstore.errors import TierStoreError, UsageError
+from tierstore.tiers.disk import DiskTier
+from tierstore.tiers.host import HostTier
+from tierstore.units import KIB, MIB, format_size
+from tierstore_tools.traffic import CHUNK_TOKENS, Request, Traffic
+
+PAGE_SIZES = (16 * KIB, 64 * KIB, 160 * KIB, 512 * KIB, 1792 * KIB, 4392 * KIB)
+_TENTHS = 10
+_BATCH_FRACTION = 32  # of the capacity, at most 64 MiB: what is written between two looks
+_MOST_BATCH = 64 * MIB
+_ARENA_BATCHES = 4
+_FLUSH_S = 120.0
+_LEAST_LARGEST = 16  # pages of the largest size that have to fit
+
+
+@dataclass(slots=True)
+class Tenth:
+    """A tenth of the day."""
+
+    written_bytes: int = 0
+    write_s: float = 0.0
+    cpu_s: float = (
+        0.0  # of this process while it wrote: says more than the clock where others use the machine
+    )
+    moved_bytes: int = 0
+    lookup_tokens: int = 0
+    hit_tokens: int = 0
+    utilisation: list[float] = field(default_factory=list)  # of the cap, after each batch
+
+    @property
+    def gb_per_s(self) -> float:
+        return self.written_bytes / self.write_s / 1e9 if self.write_s else 0.0
+
+    @property
+    def cpu_s_per_gb(self) -> float:
+        return self.cpu_s / self.written_bytes * 1e9 if self.written_bytes else 0.0
+
+    @property
+    def write_amplification(self) -> float:
+        return 1 + self.moved_bytes / self.written_bytes if self.written_bytes else 1.0
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hit_tokens / self.lookup_tokens if self.lookup_tokens else 0.0
+
+
+class Day:
+    """One store, and the traffic of one day that goes through it."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        capacity_bytes: int,
+        times: float,
+        page_sizes: Sequence[int] = PAGE_SIZES,
+        seed: int = 0,
+        seen: Callable[[Request], None] = lambda request: None,
+    ) -> None:
+        """``times`` the capacity is written, after the store was filled. ``seen`` is told every request.
+        Raises :class:`UsageError` for a capacity that cannot hold a page of each size."""
+        self.evening = Tenth()  # before: until the first page had to leave
+        self.tenths = [Tenth() for _ in range(_TENTHS)]
+        self.most_taken_bytes = 0
+        self._seen = seen
+        self._path = path
+        self._capacity_bytes = capacity_bytes
+        self._total_bytes = int(capacity_bytes * times)
+        self._batch_bytes = min(capacity_bytes // _BATCH_FRACTION, _MOST_BATCH)
+        self._traffic = Traffic(
+            page_sizes,
+            seed=seed,
+            recent_bytes=capacity_bytes // 4,
+            prompt_bytes=min(max(capacity_bytes // 256, max(page_sizes)), 16 * MIB),
+        )
+        largest = max(page_sizes)
+        if capacity_bytes < _LEAST_LARGEST * largest:
+            least = format_size(_LEAST_LARGEST * largest)
+            raise UsageError(
+                f"pages of {format_size(largest)} cannot churn in {format_size(capacity_bytes)}: give {least}"
+            )
+        self._disk = DiskTier.open(path, capacity_bytes=capacity_bytes, page_bytes=sorted(page_sizes)[1])
+        self._host = HostTier(max(self._batch_bytes, largest) * _ARENA_BATCHES)
+        self._core = Core(policy="lru", host=self._host, disk=self._disk)
+        self._backends = {size: LocalBackend(self._core, page_bytes=size) for size in page_sizes}
+        self._full = False
+
+    def __enter__(self) -> Day:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._core.close()
+
+    @property
+    def written_pages(self) -> int:
+        return self._disk.stats().written_pages
+
+    @property
+    def mean_bytes(self) -> float:
+        """What the pages on disk held on average, once it was full."""
+        samples = [sample for tenth in self.tenths for sample in tenth.utilisation]
+        return sum(samples) / len(samples) * self._capacity_bytes if samples else 0.0
+
+    @property
+    def dropped_pages(self) -> int:
+        """Pages that were to be written and were not."""
+        return self._core.state.counters.disk_dropped_pages
+
+    def run(self, progress: Callable[[float, Tenth], None]) -> None:
+        """Fill the store, and write ``times`` its capacity. ``progress`` is told the share that is done, and
+        of the present tenth. Raises :class:`TierStoreError` when the disk fails."""
+        while not self._full:
+            left = max(self._capacity_bytes - self.evening.written_bytes, 0)
+            self._write(self.evening, -left / self._total_bytes)
+            progress(0.0, self.evening)
+        written = 0
+        while written < self._total_bytes:
+            tenth = self.tenths[written * _TENTHS // self._total_bytes]
+            written += self._write(tenth, written / self._total_bytes)
+            progress(written / self._total_bytes, tenth)
+        self._core.check()
+
+    def _write(self, tenth: Tenth, time_of_day: float) -> int:
+        """One batch. Returns its bytes."""
+        before = self._disk.stats().written_bytes
+        self._serve(tenth, time_of_day)
+        nbytes = self._disk.stats().written_bytes - before
+        if not nbytes:
+            raise TierStoreError(f"nothing was written: {self._disk} takes no pages")
+        tenth.written_bytes += nbytes
+        self._look(tenth)
+        return nbytes
+
+    def _serve(self, tenth: Tenth, time_of_day: float) -> None:
+        """Requests until a batch of new pages has come together, which is then written."""
+        saves = []
+        new = 0
+        while new < self._batch_bytes:
+            request = self._traffic.next(time_of_day)
+            self._seen(request)
+            save = self._reserve(request, tenth)
+            new += len(save[1].positions) * request.page_bytes
+            saves.append(save)
+        checksums = [
+            dict(zip(save.positions, copying.hash_all(save.addresses or (), nbytes), strict=True))
+            for nbytes, save in saves
+        ]
+        write_behind = self._core.write_behind
+        assert write_behind is not None, "there is a disk"
+        before = write_behind.move_stats()
+        started, cpu = time.perf_counter(), time.process_time()
+        for (nbytes, reserved), hashes in zip(saves, checksums, strict=True):
+            self._backends[nbytes].commit(reserved, hashes).wait(_FLUSH_S)
+        if not self._core.flush(_FLUSH_S):
+            raise TierStoreError(f"a batch was not written within {_FLUSH_S:g} s")
+        tenth.write_s += time.perf_counter() - started
+        tenth.cpu_s += time.process_time() - cpu
+        tenth.moved_bytes += write_behind.move_stats().moved_bytes - before.moved_bytes
+
+    def _reserve(self, request: Request, tenth: Tenth) -> tuple[int, Reservation]:
+        """Room for the pages of a prompt that are new, which keep what is in the arena there."""
+        prompt, backend = request.prompt, self._backends[request.page_bytes]
+        data = prompt.token_bytes
+        asked = LookupRequest(prompt.identity, prompt.chunk_tokens, data, len(data), list(prompt.keys))
+        lease = backend.find(asked, patience_s=_FLUSH_S).wait(_FLUSH_S)
+        assert lease is not None, "nothing closes the core meanwhile"
+        backend.release(lease)
+        first = lease.tokens // CHUNK_TOKENS
+        reservation = backend.reserve(asked, first, len(prompt.keys) - first).wait(_FLUSH_S)
+        assert reservation is not None, "nothing closes the core meanwhile"
+        tenth.lookup_tokens += len(prompt)
+        # What an earlier request of this batch reserved is not there to be found yet, and computed by it.
+        shared = reservation.stored_tokens - len(reservation.positions) * CHUNK_TOKENS
+        tenth.hit_tokens += first * CHUNK_TOKENS + shared
+        return request.page_bytes, reservation
+
+    def _look(self, tenth: Tenth) -> None:
+        self.most_taken_bytes = max(self.most_taken_bytes, taken_bytes(self._path))
+        page_table = self._disk.page_table
+        assert page_table is not None, "nothing is written before the disk is scanned"
+        self._full = self._full or self._core.state.counters.evicted_pages["disk"] > 0
+        tenth.utilisation.append(page_table.payload_bytes() / self._capacity_bytes)
+
+
+def taken_bytes(path: Path) -> int:
+    """What a directory takes from its file system, itself included."""
+    total = 0
+    for root, _, names in os.walk(path):
+        for each in (root, *(os.path.join(root, name) for name in names)):
+            total += os.lstat(each).st_blocks * 512
+    return total

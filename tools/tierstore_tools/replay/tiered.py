@@ -1,0 +1,486 @@
+"""A trace through all tiers of one engine: what is found where, what is moved, and how long a user waits.
+
+**What is modelled.** Tiers include one another as in the live store: what is computed is in HBM, is saved to
+the host tier at once and written behind to disk, as far as the queue of writes (half of the host tier) has
+room; what is found on disk goes to the host tier on its way. Each tier has a policy of its own. A request
+arrives when the trace says so. Its time to first token is the time to load what is loaded plus the time to
+compute the rest; of the leading blocks that are held, as many are loaded as makes this shortest, so a slow
+disk is never worse than none. The disk reads for one request at a time, and so does the way from host to
+HBM: a request waits for those before it.
+
+**What is not.** Requests do not wait for each other's computing, and decoding costs nothing: TTFT here is
+that of an engine that is not overloaded, and what is compared is the same engine without a store. Loading
+does not overlap with computing (layer by layer it partly does). Output tokens are not saved, because
+traces do not say which blocks they became. Hash lookups take no time.
+
+**Prefetch.** Only what the store could know is used: after each turn of a conversation the next one is
+expected after the median of its own earlier gaps (those after a tool call and those after an answer apart).
+Half that gap before, whatever of its prompt is on disk only is read into the host tier, in time that the disk
+has to spare; a request that comes meanwhile goes first. Where pages leave the host tier sooner than that, it
+is half the time they stay. The first gap of a conversation is never predicted.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tierstore_tools.replay.hints import Hinter
+from tierstore_tools.replay.machine import Machine
+from tierstore_tools.replay.simulator import Cache, Memory
+from tierstore_tools.replay.trace import Request
+
+_GAPS_KEPT = 8
+_LEAD = 0.5  # of the expected gap, or of the time that a page stays: so long before it, reading begins
+_PERCENTILES = (50, 90, 99)
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Seconds to the first token, over all requests."""
+
+    mean_s: float
+    p50_s: float
+    p90_s: float
+    p99_s: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Waits:
+        """Percentiles are waits that occurred (nearest rank); all 0 where there are none."""
+        if not seconds:
+            return cls(0.0, 0.0, 0.0, 0.0)
+        ordered = sorted(seconds)
+        ranks = (ordered[max(0, -(-len(ordered) * each // 100) - 1)] for each in _PERCENTILES)
+        return cls(sum(ordered) / len(ordered), *ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class HitTokens:
+    """Tokens that were not computed, by the tier that had them. ``declined`` were held by a tier that would
+    have taken longer than computing them."""
+
+    hbm: int
+    host: int
+    disk: int
+    declined: int
+
+
+@dataclass(frozen=True, slots=True)
+class MovedBytes:
+    """Demand loads by way, what the saves wrote, and what prefetching read (and how much of that a request
+    then found in the host tier)."""
+
+    host_to_hbm: int
+    disk_to_host: int
+    hbm_to_host: int
+    host_to_disk: int
+    not_written: int  # the queue of writes was full
+    prefetched: int
+    prefetched_used: int
+
+
+@dataclass(frozen=True, slots=True)
+class TieredRow:
+    """One line of the result. ``write_amplification`` is bytes written to disk per byte of different pages
+    written: what is above 1 was written again after it had been evicted. ``disk_read_per_written`` is what
+    came of it: bytes read for requests per byte written."""
+
+    policy: str
+    hints: str
+    prefetch: bool
+    input_tokens: int
+    hit_tokens: HitTokens
+    moved_bytes: MovedBytes
+    write_amplification: float
+    disk_read_per_written: float
+    ttft: Waits
+    recompute_ttft: Waits
+
+    @property
+    def hit_rate(self) -> float:
+        """Tokens not computed, over all tokens of all prompts."""
+        hits = self.hit_tokens
+        return (hits.hbm + hits.host + hits.disk) / self.input_tokens if self.input_tokens else 0.0
+
+
+class Link:
+    """A way that carries one load at a time, in the order asked for."""
+
+    def __init__(self, gb_per_s: float) -> None:
+        self._bytes_per_s = gb_per_s * 1e9
+        self.free_at_s = 0.0
+        self.moved_bytes = 0
+
+    def seconds(self, nbytes: int) -> float:
+        """How long so many bytes take once they are under way."""
+        return nbytes / self._bytes_per_s
+
+    def would_end(self, now_s: float, nbytes: int) -> float:
+        """When a load asked for now would be there. Changes nothing."""
+        return max(now_s, self.free_at_s) + self.seconds(nbytes) if nbytes else now_s
+
+    def move(self, now_s: float, nbytes: int) -> float:
+        """Ask for a load now. Returns when it is there."""
+        end = self.would_end(now_s, nbytes)
+        if nbytes:
+            self.free_at_s = end
+            self.moved_bytes += nbytes
+        return end
+
+
+class WriteBehind:
+    """Writes to disk that nobody waits for. What would wait with more than ``most_bytes`` is dropped."""
+
+    def __init__(self, gb_per_s: float, most_bytes: int) -> None:
+        self._link = Link(gb_per_s)
+        self._most_bytes = most_bytes
+        self.dropped_blocks = 0
+
+    @property
+    def written_bytes(self) -> int:
+        return self._link.moved_bytes
+
+    def room(self, now_s: float, block_bytes: int) -> int:
+        """Blocks that the queue has room for now."""
+        waiting = max(0.0, self._link.free_at_s - now_s) / self._link.seconds(1)
+        return max(0, int((self._most_bytes - waiting) // block_bytes))
+
+    def write(self, now_s: float, nbytes: int) -> None:
+        self._link.move(now_s, nbytes)
+
+
+class Conversations:
+    """Names the conversation of each request, in the order they come. Where the trace does not say, a prompt
+    that begins with all whole blocks of an earlier one, the latest if there are several, is the next turn of
+    it."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._ends: dict[int, str] = {}  # last whole block of a conversation's latest prompt → its name
+        self._count = 0
+
+    def of(self, request: Request) -> str:
+        """The request's own session, else the one that it continues, else a new one."""
+        if request.session is not None:
+            return request.session
+        name = None
+        for block in reversed(request.blocks):
+            name = self._ends.pop(block, None)
+            if name is not None:
+                break
+        if name is None:
+            name = f"#{self._count}"
+            self._count += 1
+        whole = min(request.input_tokens // self._block_tokens, len(request.blocks))
+        if whole:
+            self._ends[request.blocks[whole - 1]] = name
+        return name
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """``gaps`` are the latest seconds from one arrival to the next, by how the earlier answer ended."""
+
+    turn: int = 0
+    arrived_s: float = 0.0
+    stop: str = ""
+    blocks: Sequence[int] = ()
+    gaps: dict[str, deque[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Due:
+    at_s: float
+    number: int
+    name: str = field(compare=False)
+    turn: int = field(compare=False)
+
+
+class Expectations:
+    """The conversations, and which of them to prepare for."""
+
+    def __init__(self) -> None:
+        self._conversations: dict[str, _Conversation] = {}
+        self._due: list[_Due] = []
+        self._numbers = itertools.count()
+
+    def arrived(self, name: str, now_s: float, stop: str, blocks: Sequence[int], *, stays_s: float) -> None:
+        """A turn has come. ``stop`` says how its answer will end, which the engine knows by the time that
+        this matters; ``stays_s`` is how long an unused page stays in the host tier at present."""
+        conversation = self._conversations.setdefault(name, _Conversation())
+        if conversation.turn:
+            gaps = conversation.gaps.setdefault(conversation.stop, deque(maxlen=_GAPS_KEPT))
+            gaps.append(now_s - conversation.arrived_s)
+        conversation.turn += 1
+        conversation.arrived_s, conversation.stop, conversation.blocks = now_s, stop, blocks
+        known = conversation.gaps.get(stop)
+        if known:
+            gap_s = statistics.median(known)
+            self._expect(name, conversation.turn, now_s + gap_s - _LEAD * min(gap_s, stays_s))
+
+    def next_due(self, before_s: float) -> tuple[str, Sequence[int], float] | None:
+        """The next conversation to prepare for and its latest prompt, if that is before ``before_s``, and
+        when. Those whose turn has come meanwhile are left out."""
+        while self._due and self._due[0].at_s < before_s:
+            due = heapq.heappop(self._due)
+            conversation = self._conversations[due.name]
+            if conversation.turn == due.turn:
+                return due.name, conversation.blocks, due.at_s
+        return None
+
+    def postpone(self, name: str, at_s: float) -> None:
+        """The rest of this one's prompt is to be read from ``at_s`` on, when the disk is idle again."""
+        self._expect(name, self._conversations[name].turn, at_s)
+
+    def _expect(self, name: str, turn: int, at_s: float) -> None:
+        heapq.heappush(self._due, _Due(at_s, next(self._numbers), name, turn))
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Leading blocks of a prompt that are in HBM, in HBM or the host tier, and anywhere."""
+
+    hbm: int
+    host: int
+    disk: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How many leading blocks are used, and the seconds to the first token."""
+
+    used: int
+    wait_s: float
+
+
+class Engine:
+    """Runs requests in order of time. ``policy`` names that of every tier."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        policy: str,
+        *,
+        block_tokens: int,
+        prefetch: bool = False,
+        hints: Hinter | None = None,
+        hints_name: str = "none",
+    ) -> None:
+        self._machine = machine
+        self._policy = policy
+        self._block_tokens = block_tokens
+        self._block_bytes = machine.block_bytes
+        self._hints = hints
+        self._hints_name = hints_name
+        self._memory = Memory()
+        self._hbm = self._tier(machine.hbm_blocks)
+        self._host = self._tier(machine.host_blocks)
+        self._disk = self._tier(machine.disk_blocks)
+        self._tiers = [tier for tier in (self._hbm, self._host, self._disk) if tier.capacity_blocks]
+        rates = machine.bandwidths
+        self._to_hbm = Link(rates.host_to_hbm_gb_per_s)
+        self._reads = Link(rates.disk_read_gb_per_s)
+        self._writes = WriteBehind(rates.disk_write_gb_per_s, machine.host_blocks * self._block_bytes // 2)
+        self._conversations = Conversations(block_tokens)
+        self._expectations = Expectations() if prefetch else None
+        self._prefetched: set[int] = set()  # blocks in the host tier that nobody has asked for yet
+        self._prefetched_blocks = 0
+        self._prefetched_used_blocks = 0
+        self._written: set[int] = set()  # blocks that have been on disk
+        self._saved_blocks = 0  # copied from HBM to the host tier
+        self._started_s: float | None = None
+        self._requests = 0
+        self._input_tokens = 0
+        self._hits = [0, 0, 0, 0]  # tokens from HBM, from host, from disk, declined
+        self._waits: list[float] = []
+        self._recompute_waits: list[float] = []
+
+    def _tier(self, blocks: int) -> Cache:
+        return Cache(self._policy, blocks, self._memory, block_bytes=self._block_bytes)
+
+    # -- one request ---------------------------------------------------------------------------------
+
+    def step(self, request: Request) -> float:
+        """Run a request. Returns its seconds to the first token."""
+        now_s, blocks = request.timestamp_s, request.blocks
+        self._prefetch_until(now_s)
+        self._memory.now_s = now_s
+        self._expire_hints()
+        found = self._find(blocks)
+        plan = self._plan(request, found)
+        self._count(request, found, plan)
+        self._use(blocks[: plan.used])
+        self._load(now_s, found, plan.used)
+        self._save(now_s, blocks, from_disk=range(found.host, plan.used))
+        self._end(request, plan.used)
+        if self._expectations is not None:
+            name = self._conversations.of(request)
+            self._expectations.arrived(name, now_s, request.stop, blocks, stays_s=self._stays_s(now_s))
+        self._requests += 1
+        return plan.wait_s
+
+    def _expire_hints(self) -> None:
+        if self._hints is not None:
+            over = self._memory.expire_hints()
+            for tier in self._tiers:
+                tier.worth_less(over)
+
+    def _find(self, blocks: Sequence[int]) -> _Found:
+        hbm = self._hbm.held(blocks)
+        host = max(hbm, self._host.held(blocks))
+        return _Found(hbm, host, max(host, self._disk.held(blocks)))
+
+    def _plan(self, request: Request, found: _Found) -> _Plan:
+        """Costs grow evenly within a tier's part, so the best place to stop loading is an end of one."""
+        plans = [
+            _Plan(used, self._wait(request, found, used))
+            for used in sorted({found.hbm, found.host, found.disk})
+        ]
+        return min(plans, key=lambda plan: (plan.wait_s, -plan.used))
+
+    def _wait(self, request: Request, found: _Found, used: int) -> float:
+        now_s = request.timestamp_s
+        from_disk = max(0, used - found.host) * self._block_bytes
+        loaded = max(0, used - found.hbm) * self._block_bytes
+        read_end = self._reads.would_end(now_s, from_disk)
+        # Pieces go on to HBM as they come from disk: the slower of the two ways decides.
+        loaded_s = max(read_end, self._to_hbm.would_end(now_s, loaded)) - now_s
+        held = self._tokens(request, used)
+        return loaded_s + self._machine.prefill.seconds(request.input_tokens - held, held)
+
+    def _tokens(self, request: Request, blocks: int) -> int:
+        """Tokens of so many leading blocks. The last token of a prompt is always computed: it gives the
+        first one of the answer."""
+        return max(0, min(blocks * self._block_tokens, request.input_tokens - 1))
+
+    def _count(self, request: Request, found: _Found, plan: _Plan) -> None:
+        ends = [self._tokens(request, min(end, plan.used)) for end in (found.hbm, found.host, found.disk)]
+        for tier, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            self._hits[tier] += end - start
+        self._hits[3] += self._tokens(request, found.disk) - ends[-1]
+        self._input_tokens += request.input_tokens
+        self._waits.append(plan.wait_s)
+        self._recompute_waits.append(self._machine.prefill.seconds(request.input_tokens))
+
+    def _use(self, blocks: Sequence[int]) -> None:
+        self._memory.use(blocks)
+        for block in blocks:
+            if block in self._prefetched:
+                self._prefetched.discard(block)
+                self._prefetched_used_blocks += block in self._host
+        for tier in self._tiers:
+            tier.hold(blocks[: tier.held(blocks)])
+
+    def _load(self, now_s: float, found: _Found, used: int) -> None:
+        self._reads.move(now_s, max(0, used - found.host) * self._block_bytes)
+        self._to_hbm.move(now_s, max(0, used - found.hbm) * self._block_bytes)
+
+    def _save(self, now_s: float, blocks: Sequence[int], *, from_disk: range) -> None:
+        """What was loaded or computed is in HBM and in the host tier now, and on its way to disk."""
+        self._fill(self._hbm, blocks, len(blocks))
+        before = self._host.held(blocks)
+        in_host = self._fill(self._host, blocks, len(blocks))
+        loaded = range(max(before, from_disk.start), min(in_host, from_disk.stop))
+        self._saved_blocks += in_host - before - len(loaded)
+        on_disk = self._disk.held(blocks)
+        wanted = in_host - on_disk
+        if wanted <= 0 or not self._machine.disk_blocks:
+            return
+        room = min(wanted, self._writes.room(now_s, self._block_bytes))
+        self._writes.dropped_blocks += wanted - room
+        kept = self._fill(self._disk, blocks, on_disk + room)
+        self._writes.write(now_s, (kept - on_disk) * self._block_bytes)
+        self._written.update(blocks[on_disk:kept])
+
+    def _fill(self, tier: Cache, blocks: Sequence[int], stop: int) -> int:
+        """Bring blocks up to ``stop`` into a tier as far as it has room, and hold all that it has of them.
+        Returns how many leading blocks it has."""
+        held = tier.held(blocks)
+        tier.hold(blocks[:held])
+        return tier.store(blocks[:stop], held) if held < stop else held
+
+    def _end(self, request: Request, used: int) -> None:
+        """The policies are told of what was saved and of hints, and what was held may leave."""
+        blocks = request.blocks
+        kept = max((tier.held(blocks) for tier in self._tiers), default=0)
+        self._memory.saved(blocks[used:kept])
+        said = self._hints.hints(self._requests, request) if self._hints is not None else None
+        if said is not None:
+            self._memory.hint(blocks[:kept], said)
+        for tier in self._tiers:
+            if said is not None:
+                tier.worth_less(blocks[:kept])
+            tier.release(blocks[: tier.held(blocks)])
+
+    def _stays_s(self, now_s: float) -> float:
+        """How long the host tier takes to fill with new pages, at the mean rate so far."""
+        if self._started_s is None:
+            self._started_s = now_s
+        stored = self._host.stored_blocks
+        return (now_s - self._started_s) * self._host.capacity_blocks / stored if stored else 0.0
+
+    # -- before a request ----------------------------------------------------------------------------
+
+    def _prefetch_until(self, now_s: float) -> None:
+        """Read for the turns that are expected, in the time that the disk was idle before ``now_s``."""
+        if self._expectations is None:
+            return
+        while self._reads.free_at_s < now_s:
+            due = self._expectations.next_due(now_s)
+            if due is None:
+                return
+            name, blocks, at_s = due
+            start_s = max(at_s, self._reads.free_at_s)
+            if self._read_ahead(blocks, start_s, now_s):
+                self._expectations.postpone(name, self._reads.free_at_s)
+
+    def _read_ahead(self, blocks: Sequence[int], start_s: float, until_s: float) -> bool:
+        """Bring what only the disk has of a prompt into the host tier. Returns whether some is left because
+        the time was too short."""
+        in_host, on_disk = self._host.held(blocks), self._disk.held(blocks)
+        missing = on_disk - in_host
+        if on_disk <= max(in_host, self._hbm.held(blocks)):
+            return False
+        block_s = self._reads.seconds(self._block_bytes)
+        # One that has begun is read to its end.
+        count = min(missing, int((until_s - start_s) / block_s) + 1)
+        kept = self._fill(self._host, blocks, in_host + count)
+        # To expect a use counts as one for the order of leaving, or what was just read would go first.
+        self._memory.saved(blocks[:kept])
+        self._host.release(blocks[:kept])
+        self._prefetched.update(blocks[in_host:kept])
+        self._prefetched_blocks += kept - in_host
+        self._reads.free_at_s = start_s + (kept - in_host) * block_s
+        return kept == in_host + count < on_disk
+
+    # -- afterwards ----------------------------------------------------------------------------------
+
+    def row(self) -> TieredRow:
+        """Of all requests so far."""
+        size = self._block_bytes
+        written = self._writes.written_bytes
+        read = self._reads.moved_bytes
+        return TieredRow(
+            policy=self._policy,
+            hints=self._hints_name,
+            prefetch=self._expectations is not None,
+            input_tokens=self._input_tokens,
+            hit_tokens=HitTokens(*self._hits),
+            moved_bytes=MovedBytes(
+                host_to_hbm=self._to_hbm.moved_bytes,
+                disk_to_host=read,
+                hbm_to_host=self._saved_blocks * size,
+                host_to_disk=written,
+                not_written=self._writes.dropped_blocks * size,
+                prefetched=self._prefetched_blocks * size,
+                prefetched_used=self._prefetched_used_blocks * size,
+            ),
+            write_amplification=written / (len(self._written) * size) if self._written else 0.0,
+            disk_read_per_written=(read + self._prefetched_used_blocks * size) / written if written else 0.0,
+            ttft=Waits.of(self._waits),
+            recompute_ttft=Waits.of(self._recompute_waits),
+        )
