@@ -50,7 +50,7 @@ NEEDED_ON_A_DEVICE = {
     "typer": "typer",
     "rich": "rich",
     "prometheus_client": "prometheus-client",
-    "psutil": "psutil",
+    "aiofiles": "aiofiles",
     "safetensors": "safetensors",
     "tokenizers": "tokenizers",
     "pytest": "pytest",
