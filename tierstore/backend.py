@@ -180,12 +180,14 @@ def _nothing() -> None:
 class Located:
     """Leading pages of those asked for: their bytes are at ``addresses``, and stay there until ``ends`` on
     the store's clock or until ``release()``, whichever is first (``ends`` is infinite where nothing but the
-    release ends it). Bytes that were copied after ``ends`` must not be used. Where ``checksums`` are given
-    (XXH3-64 of each), the bytes have come from another host and are to be compared with them."""
+    release ends it). Bytes that were copied after ``ends`` must not be used. ``checksums`` are the XXH3-64 of
+    what was saved, 0 where it is not known: a copy that hashes compares them, and one of pages that have come
+    ``from_afar`` has to."""
 
     addresses: Sequence[int]
     ends: float = math.inf
-    checksums: Sequence[int] | None = None
+    checksums: Sequence[int] = ()
+    from_afar: bool = False
     release: Callable[[], None] = _nothing
     renew: Callable[[Callable[[float], None]], None] | None = None
     """Ask for a later end; the callback is told it (the old one when there is none). None where ``ends`` is
@@ -246,6 +248,10 @@ class Backend(Protocol):
     def prefetch(self, lease: Lease, *, wait_s: float | None) -> Transfer[int]:
         """Bring all pages of a lease into host memory and hold them there under it. The leading pages that
         are there in ``wait_s`` seconds."""
+
+    def suspect(self, lease: Lease, position: int) -> None:
+        """The bytes of this page were not those that its checksum is of. The backend looks for itself, and
+        lets go of a copy that is damaged."""
 
     def holds(self, lease: Lease) -> bool:
         """Whether the lease has not ended."""

@@ -309,18 +309,31 @@ class RemoteBackend:
             if unused:
                 self._give_back(lease)
 
-        return Located(addresses, lease.ends, release=copied, renew=renew, memory=mapped)
+        checksums = numbers(answer.checksums, "<u8")[:good].tolist()
+        return Located(
+            addresses,
+            lease.ends,
+            checksums if len(checksums) == good else (),
+            release=copied,
+            renew=renew,
+            memory=mapped,
+        )
 
     def _fetched(
         self, answer: messages.Fetched | None, frames: Sequence[memoryview], count: int
     ) -> Located | None:
         pages = [frame for frame in frames[:count] if frame.nbytes == self.page_bytes]
         checksums = numbers(answer.checksums if answer is not None else b"", "<u8").tolist()
-        good = min(len(pages), len(checksums))
+        good = min(len(pages), [*checksums, 0].index(0))
         if not good:
             return None
         addresses = [memory.address_of(frame, writable=False) for frame in pages[:good]]
-        return Located(addresses, checksums=checksums[:good], memory=pages)
+        return Located(addresses, checksums=checksums[:good], from_afar=True, memory=pages)
+
+    def suspect(self, lease: Lease, position: int) -> None:
+        session = _session_of(lease)
+        if session is not None and session.arena is not None:  # else they were torn on the way
+            self.connection.suspect(session, lease.number, position)
 
     def prefetch(self, lease: Lease, *, wait_s: float | None) -> Transfer[int]:
         session = _session_of(lease)

@@ -117,6 +117,12 @@ class Connection:
         if serving is not None:
             serving.send(messages.Abort(reservation))
 
+    def suspect(self, session: Session, lease: int, page: int) -> None:
+        """Say that a page of a lease is damaged, likewise."""
+        serving = self._serving_of(session)
+        if serving is not None:
+            serving.send(messages.Suspect(lease, page))
+
     def release(self, session: Session, lease: int) -> None:
         """Give a lease back, likewise."""
         serving = self._serving_of(session)

@@ -411,12 +411,38 @@ class LocalBackend:
             return None
         start = self.core.arena_address
         copy = state.index.copy
-        addresses = [start + copy(page, Tier.HOST).place for page in lease.held[first : first + pages]]
+        held = lease.held[first : first + pages]
+        addresses = [start + copy(page, Tier.HOST).place for page in held]
+        checksums = [page.checksum or 0 for page in held]
         if self.core.shared:
             self._hold_under(lease, first + pages - 1)
-            return Located(addresses, lease.ends)
-        hold = state.leases.take([(lease.held[first + pages - 1], Tier.HOST)], math.inf)
-        return Located(addresses, release=partial(self._release_hold, hold))
+            return Located(addresses, lease.ends, checksums)
+        hold = state.leases.take([(held[-1], Tier.HOST)], math.inf)
+        return Located(addresses, checksums=checksums, release=partial(self._release_hold, hold))
+
+    def suspect(self, lease: Lease, position: int) -> None:
+        assert isinstance(lease, LocalLease), "the lease is of another backend"
+        page = lease.held[position]
+        state = self._state
+        with state.lock:
+            copy = page.copies[Tier.HOST]
+            # One at a time: what a client says costs no more than a page to be hashed.
+            if self.client.suspects or copy is None or not copy.ready or page.checksum is None:
+                return
+            self.client.suspects = True
+            hold = state.leases.take([(page, Tier.HOST)], math.inf)
+            address, expected = self.core.arena_address + copy.place, page.checksum
+
+        def look() -> None:
+            [found] = copying.hash_all([address], page.nbytes)
+            with state.lock:
+                self.client.suspects = False
+                if found != expected and page.checksum == expected:
+                    state.holdings.damaged_in_host(page)
+                state.leases.release(hold)
+                state.changed.notify_all()
+
+        self.core.mover.submit(Priority.SAVE, look)
 
     def _hold_under(self, lease: LocalLease, position: int) -> None:
         """A page in the arena (and those before it, which cannot leave before it) is held while the lease

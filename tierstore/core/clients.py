@@ -90,6 +90,7 @@ class Client:
     path_pages: int = 0
     reserved_bytes: int = 0
     waiting: int = 0  # requests that wait for a disk
+    suspects: bool = False  # a page that it takes for damaged is being looked at
     ended: bool = False
 
     def registration(self, number: int) -> Registration:

@@ -28,8 +28,16 @@ class Fills:
         """Reserve a host slot for ``page`` and lease it to whoever fills it; None when there is no room.
 
         ``following`` pages of the same size are likely to begin next: room is made for them too, which at one
-        stroke is quicker. Who says so calls :meth:`none_follows` before the lock is released.
+        stroke is quicker. Who says so calls :meth:`none_follows` before the lock is released. A copy that is
+        damaged and cannot leave is filled anew where it is.
         """
+        copy = page.copies[Tier.HOST]
+        if copy is not None:
+            assert copy.damaged, f"{page} is in host memory already"
+            copy.damaged = False
+            self._index.lease(page, Tier.HOST)
+            page.checksum = page.record.checksum if page.record is not None else None
+            return copy.place
         if not self._ahead:
             page.holds += 1  # making room may take the last page below a hole, and with it the hole itself
             self._ahead = self._room.host_slots(page.nbytes, 1 + following)
@@ -62,5 +70,9 @@ class Fills:
         """The fillers of these pages have failed: the copies are gone."""
         for page in pages:
             self._index.unlease(page, Tier.HOST)
-            self._holdings.drop(page, Tier.HOST)
+            copy = self._index.copy(page, Tier.HOST)
+            if copy.children or copy.leases:
+                copy.damaged = True
+            else:
+                self._holdings.drop(page, Tier.HOST)
         self._changed.notify_all()

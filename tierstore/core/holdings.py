@@ -113,7 +113,8 @@ class Holdings:
         self.drop_damaged(page, Tier.DISK)
 
     def damaged_in_host(self, page: Page) -> None:
-        """The host copy is not what its writer said it is: never serve it, free its place."""
+        """The host copy is not what its writer said it is: never serve it, free its place, or have it filled
+        anew where pages behind it are held."""
         self._counters.damaged_pages += 1
         self._index.set_damaged(page, Tier.HOST)
         self.drop_damaged(page, Tier.HOST)

@@ -147,7 +147,7 @@ class HostLoad(Generic[R]):
             return False
         if tier is not Tier.DISK:
             batch.moves.append(_Move(position, page, tier))
-        elif page.copies[Tier.HOST] is None:
+        elif _may_fill(page):
             if state.fills.begin(page) is None:
                 return False
             state.fills.loading.add(page)
@@ -239,6 +239,12 @@ class HostLoad(Generic[R]):
             result = self._result()
             self._state.leases.release(self._lease)
             return result
+
+
+def _may_fill(page: Page) -> bool:
+    """Whether nothing of the page is in the host tier, or on its way there."""
+    copy = page.copies[Tier.HOST]
+    return copy is None or copy.damaged
 
 
 def _in_host(page: Page) -> bool:

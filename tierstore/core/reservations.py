@@ -167,9 +167,9 @@ class ReservationBuilder:
         if page is None:
             return None
         copy = page.copies[Tier.HOST]
-        if copy is not None:
-            state.counters.already_stored_pages += not copy.damaged
-            return None if copy.damaged else page
+        if copy is not None and not copy.damaged:
+            state.counters.already_stored_pages += 1
+            return page
         place = self._slot(page, following)
         if place is None:
             if any(page.copies):

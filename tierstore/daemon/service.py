@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.backend import Lease, Registration, Reservation, SaveHints
+from tierstore.backend import Lease, Located, Registration, Reservation, SaveHints
 from tierstore.core.backend import LocalBackend
 from tierstore.core.clients import Client, LocalLease, Refusal
 from tierstore.core.core import Core
@@ -220,6 +220,11 @@ class Service:
             case p.Release():
                 self._release(session, m.leases)
                 return None
+            case p.Suspect():
+                lease = session.lease(m.lease)
+                if lease is not None and m.page in range(lease.pages):
+                    session.backend.suspect(lease, m.page)
+                return None
             case p.Load():
                 return self._load(session, m)
             case p.Reserve():
@@ -293,11 +298,14 @@ class Service:
         if lease is None:
             return p.Located(m.id, b"")
         start = self._core.arena_address
-        located = session.backend.locate(lease, m.first, count, wait_s=wait_s)
-        return _then(
-            located,
-            lambda there: p.Located(m.id, _offsets(there.addresses, start) if there is not None else b""),
-        )
+
+        def answer(there: Located | None) -> p.Located:
+            if there is None:
+                return p.Located(m.id, b"")
+            checksums = array.array("Q", there.checksums).tobytes()
+            return p.Located(m.id, _offsets(there.addresses, start), checksums)
+
+        return _then(session.backend.locate(lease, m.first, count, wait_s=wait_s), answer)
 
     async def _fetch(self, session: Session, m: p.Fetch) -> Reply:
         wait_s = _checked_wait(m.wait_s)

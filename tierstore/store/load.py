@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from tierstore import copying
+from tierstore import copying, native
 from tierstore.backend import Backend, Lease, Located
 from tierstore.index import Page, Tier
 from tierstore.mover import Mover, Priority
@@ -59,6 +59,9 @@ class _Window:
 
 class Load(ABC):
     """What all destinations have in common. The store's lock guards what changes."""
+
+    copy_hashes = False
+    """Whether checksums come with the copies, at no cost. Else pages of this host are taken as they are."""
 
     def __init__(
         self, hbm: HbmTier, backend: Backend, mover: Mover, hit: Hit, deadline_s: float | None
@@ -110,8 +113,7 @@ class Load(ABC):
     def _fill_checked(
         self, targets: Sequence[int], addresses: Sequence[int], checksums: Sequence[int]
     ) -> int:
-        """Copy pages that have come from another host, and return how many leading ones are what their sender
-        had."""
+        """Copy pages, and return how many leading ones are what was saved."""
         found = copying.hash_all(addresses, self.page_bytes)
         good = _leading_equal(found, checksums)
         self._fill(targets[:good], addresses[:good]).wait()
@@ -217,7 +219,7 @@ class Load(ABC):
 
     def _copy_in_tasks(self, located: Located, start: int, count: int) -> None:
         in_memory = self._lease is not None and self._lease.run_at(start)[0] == Tier.HOST.label
-        in_one_go = in_memory and located.checksums is None and self._in_one_go(located.addresses[0])
+        in_one_go = in_memory and not located.from_afar and self._in_one_go(located.addresses[0])
         step = count if in_one_go else max(_COPY_BYTES // self.page_bytes, 1)
         starts = range(0, count, step)
         window = _Window(located, in_one_go, len(starts))
@@ -235,14 +237,16 @@ class Load(ABC):
         with self.hbm.lock:
             targets = () if self.closed else self._targets(first, stop - start)
             self._copying += 1
-        good = len(targets)
+        good = wanted = len(targets)
         addresses = located.addresses[start : start + good]
         under_way = None
-        if located.checksums is not None:
+        if located.from_afar or (located.checksums and self.copy_hashes):
             good = self._fill_checked(targets, addresses, located.checksums[start : start + good])
         else:
             under_way = self._leave_alone(self._fill(targets, addresses), located, window.in_one_go)
-        in_time = located.checksums is not None or self.hbm.clock() < located.ends
+        in_time = located.from_afar or self.hbm.clock() < located.ends
+        if in_time and good < wanted and self._lease is not None:
+            self.backend.suspect(self._lease, first + good)
         with self.hbm.lock:
             self._copying -= 1
             if not in_time:
@@ -332,6 +336,8 @@ class Load(ABC):
 
 class BufferLoad(Load):
     """Into memory of the caller's."""
+
+    copy_hashes = native.LIBRARY is not None
 
     def __init__(
         self,
@@ -544,6 +550,6 @@ class _Copying:
 
 
 def _leading_equal(found: Sequence[int], expected: Sequence[int]) -> int:
-    """How many of them are equal before the first that are not."""
+    """How many of them are equal, or not known, before the first that are not."""
     pairs = enumerate(zip(found, expected, strict=True))
-    return next((position for position, (one, other) in pairs if one != other), len(found))
+    return next((position for position, (one, other) in pairs if other and one != other), len(found))

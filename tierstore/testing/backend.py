@@ -93,7 +93,7 @@ class BackendTests:
         if located is None:
             return []
         pages = [ctypes.string_at(address, SPEC.page_bytes) for address in located.addresses]
-        if located.checksums is not None:
+        if located.checksums:
             assert list(located.checksums) == [xxhash.xxh3_64_intdigest(page) for page in pages]
         located.release()
         return pages
@@ -159,6 +159,32 @@ class BackendTests:
         backend.commit(then, self.write(backend, then, content[4:])).wait(_WAIT_S)
         lease = self.find(backend, request)
         assert self.read(backend, lease, 0, 8) == content
+        backend.release(lease)
+
+    def test_a_page_that_somebody_wrote_over_is_served_no_more(
+        self, backend: Backend, identity: Identity
+    ) -> None:
+        request, content = request_of(identity, TOKENS), pages_of(TOKENS)
+        self.save(backend, request, content)
+        lease = self.find(backend, request)
+        located = backend.locate(lease, 0, 5, wait_s=_WAIT_S).wait(_WAIT_S)
+        assert located is not None
+        if not located.from_afar:
+            ctypes.memset(located.addresses[2], 0x55, SPEC.page_bytes)
+            located.release()
+            backend.suspect(lease, 2)
+            backend.release(lease)
+
+            def found() -> Lease:
+                lease = self.find(backend, request)
+                backend.release(lease)
+                return lease
+
+            wait_until(lambda: list(found().runs) != [("host", 5)])
+            lease = self.find(backend, request)
+        else:
+            located.release()
+        assert self.read(backend, lease, 0, 5) == content[: lease.pages]
         backend.release(lease)
 
     # -- keeping and dropping ------------------------------------------------------------------------

@@ -170,10 +170,12 @@ class Load(Message):
 
 class Located(Message):
     """``offsets`` (uint64, little-endian) of the leading pages that are there: fewer than asked for when the
-    wait was over, a page was damaged or the arena full. They stay until the lease ends."""
+    wait was over, a page was damaged or the arena full. They stay until the lease ends. ``checksums``
+    (likewise) are the XXH3-64 of what was saved, 0 where it is not known."""
 
     id: int
     offsets: bytes
+    checksums: bytes = b""
 
 
 class Fetch(Message):
@@ -192,6 +194,13 @@ class Fetched(Message):
     id: int
     pages: int
     checksums: bytes  # XXH3-64 of each (uint64, little-endian)
+
+
+class Suspect(Message):
+    """One-way: what the arena has of a page of a lease is not what its checksum is of."""
+
+    lease: int
+    page: int
 
 
 class Release(Message):
@@ -369,6 +378,7 @@ Request: TypeAlias = (
     | Prefetch
     | Load
     | Fetch
+    | Suspect
     | Release
     | Reserve
     | Write
@@ -403,7 +413,7 @@ Answer: TypeAlias = (
     | StatsAnswer
 )
 
-OneWay: TypeAlias = Release | Abort | Bye
+OneWay: TypeAlias = Release | Suspect | Abort | Bye
 """Requests that have no id and no answer."""
 
 _encoder = msgspec.msgpack.Encoder()
