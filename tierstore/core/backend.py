@@ -699,6 +699,8 @@ class LocalBackend:
         with state.lock:
             state.require_open()
             if undo:
+                if view.head_left:
+                    view.spell_out()
                 pages = view.pages_in_tree(state)
                 return Transfer.completed(self.core.pins.unpin(self.client.tenant, pages) * view.chunk_tokens)
             if not self._found(view, limit).look_on_disk:

@@ -14,7 +14,7 @@ import pytest
 import xxhash
 
 from tierstore import Identity
-from tierstore.backend import Backend, Lease, LookupRequest, Reservation, SaveHints
+from tierstore.backend import Backend, KnownPrompt, Lease, LookupRequest, Reservation, SaveHints
 from tierstore.keys import Prompt
 from tierstore.testing.store import CHUNK, SPEC, TOKENS, new_identity, pages_of, wait_until
 
@@ -216,6 +216,34 @@ class BackendTests:
         backend.evict("host", None)
         assert len(self.read(backend, lease, 0, 4)) == 4
         backend.release(lease)
+
+    def test_pins_are_undone_by_a_handle_of_pages_that_left_and_came_back(
+        self, backend: Backend, identity: Identity
+    ) -> None:
+        request, content = request_of(identity, TOKENS), pages_of(TOKENS)
+        self.save(backend, request, content)
+        lease = self.find(backend, request)
+        handle = lease.handle
+        assert handle is not None
+        backend.release(lease)
+        wait_until(lambda: self.find_nothing(backend, request))
+        self.save(backend, request, content)
+        assert backend.pin(request).wait(_WAIT_S) == 64
+        known = KnownPrompt(b"", request.data, request.keys, handle)
+        again = LookupRequest(
+            identity, CHUNK, request.data, request.nbytes, request.keys, known, handle.chunks
+        )
+        assert backend.pin(again, undo=True).wait(_WAIT_S) == 64
+        wait_until(lambda: self.find_nothing(backend, request))
+
+    def find_nothing(self, backend: Backend, request: LookupRequest) -> bool:
+        """Whether nothing of a prompt is left when everything that may go has gone."""
+        backend.flush(_WAIT_S)
+        for tier in ("host", "disk"):
+            backend.evict(tier, None)
+        lease = self.find(backend, request)
+        backend.release(lease)
+        return lease.tokens == 0
 
     def test_a_finished_session_counts_its_pages(self, backend: Backend, identity: Identity) -> None:
         request = request_of(identity, TOKENS)
