@@ -22,7 +22,6 @@ from tierstore.core.backend import open_backend
 from tierstore.core.core import MOVER_THREADS
 from tierstore.core.health import STALL_S
 from tierstore.errors import SpecError, StoreClosedError, StoreUnavailableError, TierStoreError, UsageError
-from tierstore.hints import Hint
 from tierstore.keys import Identity, PageKey, Prompt
 from tierstore.policy import DEFAULT_POLICY
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
@@ -30,7 +29,7 @@ from tierstore.store import Hit, Store, lookup_all
 from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.pinned import Pin
 from tierstore.transfer import Progress, Transfer, TransferState
-from tierstore.types import Loaded
+from tierstore.types import Hint, Loaded
 from tierstore.units import GIB, KIB
 
 __all__ = [

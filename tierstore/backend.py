@@ -26,11 +26,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tierstore.errors import UsageError
-from tierstore.hints import Hint, checked_session
 from tierstore.keys import TOKEN_BYTES, Identity, PageKey
 from tierstore.memory import Memory
 from tierstore.stats import StoreStats
 from tierstore.transfer import Transfer
+from tierstore.types import Hint, checked_session
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from tierstore.hints import Hint
 from tierstore.keys import Prompt, TokenIds
 from tierstore.stats import StoreStats
 from tierstore.tiers.hbm import PagePool
 from tierstore.transfer import Transfer
-from tierstore.types import Loaded
+from tierstore.types import Hint, Loaded
 
 
 class Hit(Protocol):
@@ -80,7 +79,7 @@ class Connector(ABC):
         behind the engine's back. Chunks before ``first`` must have been saved or loaded before; the last
         page may hold the prompt's incomplete last chunk. The engine must not write to a saved page again;
         the result is the number of tokens stored below HBM. ``hint`` and ``session`` are advice to the
-        store's policy (see :mod:`tierstore.hints`) and change nothing else; no pages may carry them, too."""
+        store's policy (see :mod:`tierstore.types`) and change nothing else; no pages may carry them, too."""
 
     @abstractmethod
     def finish(self, session: str) -> None:

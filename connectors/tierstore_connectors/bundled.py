@@ -9,13 +9,12 @@ import tierstore
 from tierstore import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES, Store
 from tierstore import Hit as StoreHit
 from tierstore.errors import UsageError
-from tierstore.hints import Hint
 from tierstore.keys import Identity, Prompt, TokenIds
 from tierstore.spec import KVSpec
 from tierstore.stats import StoreStats
 from tierstore.tiers.hbm import PagePool, open_pool
 from tierstore.transfer import Transfer
-from tierstore.types import Loaded
+from tierstore.types import Hint, Loaded
 from tierstore_connectors.base import Connector, Hit
 
 _CONNECT_S = 2.0  # that opening waits for a daemon

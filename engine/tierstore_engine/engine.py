@@ -15,7 +15,7 @@ from itertools import islice
 from typing import TypeAlias
 
 from tierstore.errors import TierStoreError
-from tierstore.hints import Hint, checked_session
+from tierstore.types import Hint, checked_session
 from tierstore_connectors.base import Connector
 from tierstore_engine.batch import build_step, finishing
 from tierstore_engine.beams import BeamGroup, BeamHypothesis, BeamParams, BeamSearch

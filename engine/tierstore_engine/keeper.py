@@ -8,9 +8,8 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from typing import TypeVar
 
-from tierstore.hints import Hint, inferred
 from tierstore.transfer import Transfer
-from tierstore.types import Loaded
+from tierstore.types import Hint, Loaded, inferred
 from tierstore_connectors.base import Connector, Hit
 from tierstore_engine.sequence import Loading, Sequence, SequenceState
 

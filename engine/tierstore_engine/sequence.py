@@ -20,10 +20,9 @@ from itertools import islice, pairwise
 
 import torch
 
-from tierstore.hints import Hint
 from tierstore.keys import Prompt
 from tierstore.transfer import Transfer
-from tierstore.types import Loaded
+from tierstore.types import Hint, Loaded
 from tierstore_engine.outputs import (
     Completion,
     FinishReason,

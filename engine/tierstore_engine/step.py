@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from tierstore.tiers.hbm import HERE, Arrivals
+from tierstore.tiers.hbm import COMPLETED, CopyFence
 from tierstore_engine.attention.base import BatchLayout, Span, numbers_on, positions_of
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.sampling import Choice, Draw
@@ -24,7 +24,7 @@ class StepInput:
     positions: torch.Tensor
     layout: BatchLayout
     logit_rows: torch.Tensor
-    arrivals: Arrivals = HERE
+    arrivals: CopyFence = COMPLETED
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Step:
     spans: tuple[Span, ...]
     tokens: Sequence[int]
     logit_rows: Sequence[int]
-    arrivals: Arrivals
+    arrivals: CopyFence
     chunk_tokens: int
 
     def on(self, device: str) -> StepInput:

@@ -25,7 +25,7 @@ from tierstore.store.buffers import HbmPages
 from tierstore.store.load import HbmLoad
 from tierstore.tiers.device import Event
 from tierstore.tiers.device_pool import DevicePool
-from tierstore.tiers.hbm import HERE, Arrivals, PagePool
+from tierstore.tiers.hbm import COMPLETED, CopyFence, PagePool
 from tierstore_connectors.bundled import StoreConnector
 from tierstore_engine.attention.cpu import CpuAttention
 from tierstore_engine.attention.cuda import CudaAttention
@@ -280,7 +280,7 @@ def test_who_decodes_is_not_looked_for_among_the_pages_of_a_load(
     loaded = threading.Event()
     original_arrivals, original_let_go = DevicePool.arrivals, HbmLoad._let_go
 
-    def arrivals(self: DevicePool, pages: Iterable[int]) -> Arrivals:
+    def arrivals(self: DevicePool, pages: Iterable[int]) -> CopyFence:
         listed = list(pages)
         asked.extend(listed)
         return original_arrivals(self, listed)
@@ -381,7 +381,7 @@ def no_waiting_for_layers(patch: pytest.MonkeyPatch, pool: DevicePool) -> Iterat
             steps.wait_for(lambda: done > before, timeout=1.0)  # where that was the last one there is none
         original_let_go(self, *arguments)
 
-    patch.setattr(pool, "arrivals", lambda pages: HERE)
+    patch.setattr(pool, "arrivals", lambda pages: COMPLETED)
     patch.setattr(DeferredRunner, "wait", wait)
     patch.setattr(HbmLoad, "_let_go", let_go)
     yield

@@ -16,7 +16,7 @@ import torch
 
 from tests.engine.kernels.executor import missing_tools
 from tests.engine.kernels.executor.launcher import ExecutorLauncher
-from tierstore.tiers.hbm import HERE, PagePool
+from tierstore.tiers.hbm import COMPLETED, PagePool
 from tierstore_connectors.bundled import NoStore
 from tierstore_engine import graphs as graphs_module
 from tierstore_engine.attention.base import Span
@@ -135,7 +135,7 @@ def test_short_sequences_launch_blocks_for_short_ones(
 
     def replayed(*spans: Span) -> torch.Tensor:
         grids.clear()
-        logits = graphs.compute(Step(spans, [9] * len(spans), list(range(len(spans))), HERE, CHUNK))
+        logits = graphs.compute(Step(spans, [9] * len(spans), list(range(len(spans))), COMPLETED, CHUNK))
         assert logits is not None
         return logits
 
@@ -161,7 +161,7 @@ def test_what_is_not_replayed_is_counted(model: LoadedModel) -> None:
 
         def wait(self, layer: int) -> None: ...
 
-    def step(*spans: Span, rows: int = 1, arrivals: object = HERE) -> Step:
+    def step(*spans: Span, rows: int = 1, arrivals: object = COMPLETED) -> Step:
         return Step(spans, [1] * len(spans), list(range(rows)), arrivals, CHUNK)  # type: ignore[arg-type]
 
     for refused in (
@@ -192,7 +192,7 @@ def test_a_table_is_written_again_when_it_is_another(model: LoadedModel) -> None
     for pages, start in ((table, 5), (table, 15), ([7, 3], 20), ([7, 4], 20), (table, 6)):
         if start == 15:
             table += [8]
-        step = Step((Span(pages, start, start + 1),), [9], [0], HERE, CHUNK)
+        step = Step((Span(pages, start, start + 1),), [9], [0], COMPLETED, CHUNK)
         assert torch.equal(replaying.compute(step), plain.compute(step))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tierstore.tiers.hbm import HERE
+from tierstore.tiers.hbm import COMPLETED
 from tierstore_engine.attention.base import Span
 from tierstore_engine.attention.cuda import CudaAttention
 from tierstore_engine.attention.gathered import EVERYWHERE, NOWHERE, LibraryRanges
@@ -50,7 +50,7 @@ def run(spans: tuple[Span, ...], library: LibraryRanges = NOWHERE) -> tuple[torc
     model = Model(tiny, _allocate(tiny, "meta"), attention, device="meta")
     counts = [span.tokens for span in spans]
     rows = [sum(counts[: place + 1]) - 1 for place in range(len(spans))]
-    logits = model.compute(Step(spans, [0] * sum(counts), rows, HERE, CHUNK))
+    logits = model.compute(Step(spans, [0] * sum(counts), rows, COMPLETED, CHUNK))
     per_layer, rest = divmod(len(launcher.launches), tiny.layers)
     assert rest == 0
     return logits, launcher.launches[:per_layer]

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from tierstore import Hint, UsageError
-from tierstore.hints import LIKELY_S, MOST_SESSION_CHARS, checked_session, inferred
 from tierstore.policy import NO_HINT, PageHint, Reuse
+from tierstore.types import LIKELY_S, MOST_SESSION_CHARS, checked_session, inferred
 
 
 def test_a_hint_that_says_nothing_is_none():

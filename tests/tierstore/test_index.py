@@ -104,7 +104,7 @@ class IndexAgainstDict(RuleBasedStateMachine):
     @rule()
     def release(self):
         for _, page, tier in self.leased:
-            self.index.unlease(page, tier)
+            self.index.release_copy(page, tier)
         self.leased.clear()
 
     @rule(tier=st.sampled_from(Tier))
@@ -134,14 +134,14 @@ class IndexAgainstDict(RuleBasedStateMachine):
     @rule(who=st.integers(0, 1), tokens=short_prompts)
     def sleep_and_wake(self, who, tokens):
         """Everything idle leaves the tree, and is found again when it is brought back, parents first."""
-        asleep = []
-        while (page := next(filter(Page.may_sleep, list(self.index.eviction.idle)), None)) is not None:
-            asleep.append((page.parent, page.record))
-            self.index.sleep(page)
+        unloaded = []
+        while (page := next(filter(Page.may_unload, list(self.index.eviction.idle)), None)) is not None:
+            unloaded.append((page.parent, page.record))
+            self.index.unload(page)
             assert not any(page.copies)
         self.index.check()
-        for parent, record in reversed(asleep):
-            self.index.wake(self.index.by_serial.get(parent.serial, parent), record, hits=0)
+        for parent, record in reversed(unloaded):
+            self.index.reload(self.index.by_serial.get(parent.serial, parent), record, hits=0)
 
     @staticmethod
     def _is_child(child, parent):
@@ -257,7 +257,7 @@ def test_pages_that_the_collector_does_not_know_go_all_the_same():
     assert sys.getrefcount(identity) >= free + 200  # pages and records
     for _ in range(50):
         index.drop_copy(index.victim(Tier.HOST), Tier.HOST)
-        index.sleep(next(page for page in index.eviction.idle if page.may_sleep()))
+        index.unload(next(page for page in index.eviction.idle if page.may_unload()))
     index.check()
     assert sys.getrefcount(identity) < free + 110
     del index

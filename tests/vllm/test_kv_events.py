@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tierstore.core.feed import Feed, Lost, Removed, Stored
+from tierstore.core.change_log import ChangeLog, Lost, Removed, Stored
 from tierstore.daemon.events import events_of
 from tierstore.index import Tier
 from tierstore.keys import Identity
@@ -16,7 +16,7 @@ kv_events = pytest.importorskip("vllm.distributed.kv_events")
 
 def test_vllm_reads_what_the_daemon_writes():
     identity = Identity.of(KVSpec.uniform(layers=1, kv_heads=1, head_dim=32, dtype="float16"), model="m")
-    feed = Feed(lambda: None)
+    feed = ChangeLog(lambda: None)
     feed.register(identity, 1)
     first, second = bytes(15) + b"\1", bytes(15) + b"\2"
     changes = [

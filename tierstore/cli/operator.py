@@ -15,11 +15,11 @@ import msgspec
 import typer
 import zmq
 
-from tierstore.client.transport import LineWire, Wire, ZmqWire
+from tierstore.client.transport import SocketTransport, Transport, ZmqTransport
 from tierstore.daemon.settings import default_listen
 from tierstore.errors import StoreUnavailableError, UsageError
 from tierstore.wire import messages
-from tierstore.wire.framing import Line, LineEnd
+from tierstore.wire.framing import FramedSocket, FramedSocketEnd
 from tierstore.wire.local_address import require_own_directory, require_own_peer
 from tierstore.wire.messages import ARENA_HEADER, ARENA_MAGIC, Answer, Message
 
@@ -69,15 +69,15 @@ class Operator:
         self._ids = itertools.count(1)
         self._arena: socket.socket | None = None
         self._context: zmq.Context[Any] | None = None
-        self._wire: Wire
+        self._wire: Transport
         token = b""
         if address.arena is not None:
             self._arena, token = self._attach(address.arena)
         if self._arena is not None:
-            self._wire = LineWire(Line(self._arena))
+            self._wire = SocketTransport(FramedSocket(self._arena))
         else:
             self._context = zmq.Context()
-            self._wire = ZmqWire(self._connect(self._context, address))
+            self._wire = ZmqTransport(self._connect(self._context, address))
         try:
             hello = messages.Hello(0, token, f"tierstore operator, pid {os.getpid()}")
             self.session = self.ask(hello, messages.Welcome, wait_s=_GREETING_S).session
@@ -195,7 +195,7 @@ class Operator:
     def _receive(self) -> list[Answer]:
         try:
             return [messages.decode_answer(frames[0]) for frames in self._wire.receive()]
-        except LineEnd as error:
+        except FramedSocketEnd as error:
             raise StoreUnavailableError(f"the daemon at {self.url} has ended") from error
         except (IndexError, msgspec.MsgspecError) as error:
             raise StoreUnavailableError(f"what answers at {self.url} is no daemon of this version") from error

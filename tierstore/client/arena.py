@@ -23,7 +23,7 @@ from tierstore.errors import StoreUnavailableError, UsageError
 from tierstore.memory import Memory
 from tierstore.tiers.device import Device
 from tierstore.tiers.pinned import Pinned
-from tierstore.wire.framing import Line
+from tierstore.wire.framing import FramedSocket
 from tierstore.wire.local_address import require_own_directory, require_own_peer
 from tierstore.wire.messages import ARENA_HEADER, ARENA_MAGIC
 
@@ -86,7 +86,7 @@ class Arena:
 
     def __init__(self, connection: socket.socket, mapping: Mapping, token: bytes) -> None:
         self.token = token
-        self.line = Line(connection)
+        self.line = FramedSocket(connection)
         self._socket = connection
         self._mapping: Mapping | None = mapping
         _open_arenas.add(self)

@@ -34,7 +34,7 @@ from tierstore.backend import (
     Reservation,
     SaveHints,
 )
-from tierstore.client.call import numbers
+from tierstore.client.channel import numbers
 from tierstore.client.connection import Connection
 from tierstore.client.handshake import Address, Session
 from tierstore.curve import CurveStats

@@ -22,15 +22,90 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, NoReturn, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from tierstore.client.call import Call
 from tierstore.client.handshake import Session
+from tierstore.transfer import Transfer, TransferState
 from tierstore.wire import messages
-from tierstore.wire.framing import LineEnd
-from tierstore.wire.messages import Message
+from tierstore.wire.framing import FramedSocketEnd
+from tierstore.wire.messages import Answer, Message
+
+A = TypeVar("A", bound=Message)
+R = TypeVar("R")
+
+
+def numbers(raw: bytes, kind: str) -> npt.NDArray[Any]:
+    """Numbers as messages carry them (``<u4``, ``<u8``); none where the length cannot be right."""
+    width = np.dtype(kind).itemsize
+    return np.frombuffer(raw if len(raw) % width == 0 else b"", kind)
+
+
+class Call(Transfer[R], Generic[A, R]):
+    """Ends with what ``then`` makes of the answer (None where there is none to be had: the daemon is away,
+    did not answer in time, or refused) and of the payload that came with it. Wait for it, ``await`` it, or be
+    called by ``on_end`` (on the connection's thread).
+
+    ``otherwise`` makes the message to send instead, once, if the daemon has forgotten the path that the
+    request refers to. ``lead`` receives on the thread
+    that waits, if it can (see ``channel.py``).
+    """
+
+    def __init__(
+        self,
+        expected: type[A],
+        patience_s: float,
+        then: Callable[[A | None, Sequence[memoryview]], R],
+        *,
+        otherwise: Callable[[], Message] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(self._take, pages=0, nbytes=0, deadline_s=patience_s, clock=clock)
+        self.number = 0  # the request's id
+        self.caller_receives = False  # the thread that waits for it receives the answer
+        self.receive: Callable[[Call[A, R]], None] | None = None
+        self.asked = clock()
+        self.ends = self.asked + patience_s
+        self.otherwise = otherwise
+        self.frames: Sequence[memoryview] = ()
+        self._expected = expected
+        self._then = then
+        self._answer: A | None = None
+
+    @property
+    def late(self) -> bool:
+        """Whether it ended without an answer, because its time was over."""
+        return self.state is TransferState.EXPIRED
+
+    def wait(self, timeout: float | None = None) -> R:
+        if timeout is None and self.receive is not None and not self.done:
+            self.receive(self)
+        return super().wait(timeout)
+
+    def answer(self, answer: Answer, frames: Sequence[memoryview] = ()) -> bool:
+        """What the daemon said; anything but the expected answer counts as none. False when it came too
+        late: nobody will make use of it."""
+        if isinstance(answer, self._expected):
+            self._answer = answer
+            self.frames = frames
+        return self._end(TransferState.DONE)
+
+    def fail(self) -> bool:
+        """There will be no answer."""
+        return self._end(TransferState.DONE)
+
+    def _take(self, state: TransferState) -> R:
+        # An answer that comes in the moment the time is over is given back by whoever received it.
+        then, self._then = self._then, _taken
+        return then(self._answer if state is TransferState.DONE else None, self.frames)
+
+
+def _taken(*_: object) -> NoReturn:
+    raise AssertionError("an answer is taken once")
+
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +122,7 @@ class ConnectionCounters:
     """Since the connection was made."""
 
     sessions: int = 0
-    failed_greetings: int = 0
+    failed_handshakes: int = 0
     requests: int = 0
     failed_requests: int = 0  # the daemon was away, or went
     late_requests: int = 0  # not answered in time
@@ -66,7 +141,7 @@ class _Arrived:
     frames: Sequence[memoryview]
 
 
-class Serving:
+class Channel:
     """Ends when the daemon goes or refuses the session, or the connection is closed. ``wake_fd`` is an
     eventfd that makes :meth:`run` look at once."""
 
@@ -167,10 +242,10 @@ class Serving:
         call: Call[Any, Any] | None = None,
         frames: Sequence[memoryview] = (),
         *,
-        led: bool = False,
+        caller_receives: bool = False,
     ) -> bool:
-        """Send a message, the request that ``call`` stands for if there is one. ``led``: the caller waits for
-        it at once. False when the session is over."""
+        """Send a message, the request that ``call`` stands for if there is one. ``caller_receives``: the
+        caller waits for it at once. False when the session is over."""
         if isinstance(message, messages.Lookup):
             with self._lock:
                 message.released = self._take_released()
@@ -181,15 +256,15 @@ class Serving:
             self._give_back_released()
             self._put(body, frames)
             if call is not None:
-                call.led = led
+                call.caller_receives = caller_receives
                 self._pending[call.number] = call
-                if not led:
+                if not caller_receives:
                     self._look_after(call)
         return True
 
     def _look_after(self, call: Call[Any, Any]) -> None:
         """Have the connection's thread see to it that ``call`` ends."""
-        call.led = False
+        call.caller_receives = False
         self._watch()
         self._look_by(call.ends)
 
@@ -236,11 +311,15 @@ class Serving:
     # -- receiving -------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Have the connection's thread woken by what nobody else waits for. Between requests that are led it
-        is left alone; what comes all the same is found when it looks again, which is soon."""
+        """Have the connection's thread woken by what nobody else waits for. While callers receive their own
+        answers it is left alone; what comes all the same is found when it looks again, which is soon."""
         watched = 0
         if not self._leading.locked():
-            if not self._active or self._pings or any(not call.led for call in self._pending.values()):
+            if (
+                not self._active
+                or self._pings
+                or any(not call.caller_receives for call in self._pending.values())
+            ):
                 watched = _READ
             if self._unsent:
                 watched |= _WRITE
@@ -248,7 +327,7 @@ class Serving:
             self._watched = watched
             self._epoll.modify(self._wire.fd, watched)  # which costs more than the rest of this
 
-    def lead(self, call: Call[Any, Any]) -> None:
+    def receive_for(self, call: Call[Any, Any]) -> None:
         """Receive until ``call`` has ended, on the thread that waits for it. While another thread leads, the
         connection's thread looks after it."""
         if not self._leading.acquire(blocking=False):
@@ -297,7 +376,7 @@ class Serving:
                 return []
             try:
                 received = self._wire.receive()
-            except LineEnd:
+            except FramedSocketEnd:
                 self._over = True
                 return []
         if received:

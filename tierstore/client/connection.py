@@ -27,9 +27,8 @@ from typing import Any, TypeVar
 import zmq
 
 from tierstore.backend import Registration
-from tierstore.client.call import Call
-from tierstore.client.channel import ConnectionCounters, Serving
-from tierstore.client.handshake import Address, Greeting, Session, registering
+from tierstore.client.channel import Call, Channel, ConnectionCounters
+from tierstore.client.handshake import Address, Handshake, Session, registering
 from tierstore.tiers.pinned import Pin
 from tierstore.transfer import Transfer
 from tierstore.wire import messages
@@ -63,7 +62,7 @@ class Connection:
         self._registrations = {each.identity.digest: each for each in registrations}
         self._ids = itertools.count(1)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._serving: Serving | None = None
+        self._channel: Channel | None = None
         self._changed = threading.Condition()
         self._session: Session | None = None  # guarded by _changed, as is _closing
         self._closing = False
@@ -103,35 +102,35 @@ class Connection:
         call = Call(expected, wait_s + patience_s, then, otherwise=otherwise)
         call.number = message.id = next(self._ids)
         self.counters.requests += 1
-        serving = None if session.silent else self._serving_of(session)
-        if serving is None or not serving.send(message, call, frames, led=caller_receives):
+        channel = None if session.silent else self._channel_of(session)
+        if channel is None or not channel.send(message, call, frames, caller_receives=caller_receives):
             self.counters.failed_requests += 1
             call.fail()
         else:
-            call.lead = serving.lead
+            call.receive = channel.receive_for
         return call
 
     def abort(self, session: Session, reservation: int) -> None:
         """Give a reservation up. Nothing to do if ``session`` is over: it is back then."""
-        serving = self._serving_of(session)
-        if serving is not None:
-            serving.send(messages.Abort(reservation))
+        channel = self._channel_of(session)
+        if channel is not None:
+            channel.send(messages.Abort(reservation))
 
     def suspect(self, session: Session, lease: int, page: int) -> None:
         """Say that a page of a lease is damaged, likewise."""
-        serving = self._serving_of(session)
-        if serving is not None:
-            serving.send(messages.Suspect(lease, page))
+        channel = self._channel_of(session)
+        if channel is not None:
+            channel.send(messages.Suspect(lease, page))
 
     def release(self, session: Session, lease: int) -> None:
         """Give a lease back, likewise."""
-        serving = self._serving_of(session)
-        if serving is not None:
-            serving.release(lease)
+        channel = self._channel_of(session)
+        if channel is not None:
+            channel.release(lease)
 
-    def _serving_of(self, session: Session) -> Serving | None:
-        serving = self._serving
-        return serving if serving is not None and serving.session is session else None
+    def _channel_of(self, session: Session) -> Channel | None:
+        channel = self._channel
+        return channel if channel is not None and channel.session is session else None
 
     def ask(
         self, message: Any, expected: type[A], *, wait_s: float = 0.0, session: Session | None = None
@@ -175,13 +174,13 @@ class Connection:
         failures = 0
         refusal = ""
         while not self._closing:
-            greeting = Greeting(self._context, self.address, self._wake_fd, lambda: self._closing)
-            session = greeting.open(tuple(self._registrations.values()))
+            handshake = Handshake(self._context, self.address, self._wake_fd, lambda: self._closing)
+            session = handshake.open(tuple(self._registrations.values()))
             if session is None:
-                self.counters.failed_greetings += 1
-                if greeting.refusal not in ("", refusal):
-                    _log.warning("every lookup misses: %s", greeting.refusal)
-                refusal = greeting.refusal
+                self.counters.failed_handshakes += 1
+                if handshake.refusal not in ("", refusal):
+                    _log.warning("every lookup misses: %s", handshake.refusal)
+                refusal = handshake.refusal
                 self._pause(_PAUSES_S[min(failures, len(_PAUSES_S) - 1)])
                 failures += 1
                 continue
@@ -194,17 +193,17 @@ class Connection:
             self._changed.wait_for(lambda: self._closing, seconds)
 
     def _serve(self, session: Session) -> None:
-        serving = Serving(session, self._wake_fd, self._ids, self.counters, lambda: self._closing)
-        self._serving = serving
+        channel = Channel(session, self._wake_fd, self._ids, self.counters, lambda: self._closing)
+        self._channel = channel
         if session.arena is not None and self._reach is not None:
             self._reach(partial(session.arena.pin, refused=self._refused))
         self._become(session)
         try:
-            serving.run()
+            channel.run()
         finally:
             self._become(None)
             session.close()
-            serving.fail_all()
+            channel.fail_all()
 
     def _refused(self) -> None:
         self.counters.unpinned_arenas += 1

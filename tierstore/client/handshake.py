@@ -17,10 +17,10 @@ import zmq
 
 from tierstore.backend import Registration
 from tierstore.client.arena import Arena, ArenaSocket
-from tierstore.client.transport import LineWire, Wire, ZmqWire
+from tierstore.client.transport import SocketTransport, Transport, ZmqTransport
 from tierstore.errors import StoreUnavailableError, UsageError
 from tierstore.wire import messages
-from tierstore.wire.framing import LineEnd
+from tierstore.wire.framing import FramedSocketEnd
 from tierstore.wire.keys import KeyPair, read_pair, read_public
 from tierstore.wire.messages import Message
 
@@ -86,7 +86,7 @@ class Session:
     server: str
     lease_s: float
     reserve_bytes: int
-    wire: Wire
+    wire: Transport
     arena: Arena | None
     identities: dict[bytes, int] = field(default_factory=dict)
     current: bool = True
@@ -99,7 +99,7 @@ class Session:
             self.arena.close()
 
 
-class Greeting:
+class Handshake:
     """One attempt. ``wake_fd`` becomes readable when ``closing()`` may have become true. ``refusal`` says why
     a daemon that is there is not spoken to."""
 
@@ -120,7 +120,7 @@ class Greeting:
             arena = self._attach(self._address.arena)
             if arena is None:
                 return None
-        wire = self._connect() if arena is None else LineWire(arena.line)
+        wire = self._connect() if arena is None else SocketTransport(arena.line)
         session = self._greet(wire, arena, registrations)
         if session is None:
             wire.close()
@@ -144,7 +144,7 @@ class Greeting:
         except StoreUnavailableError:
             return None
 
-    def _connect(self) -> Wire:
+    def _connect(self) -> Transport:
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
         socket.reconnect_ivl = _SECOND_TRY_MS
@@ -154,13 +154,13 @@ class Greeting:
             socket.curve_publickey = curve.client.public
             socket.curve_secretkey = curve.client.secret
             socket.curve_serverkey = curve.server
-        wire = ZmqWire(socket)
+        wire = ZmqTransport(socket)
         socket.connect(self._address.url)
         return wire
 
     def _greet(
         self,
-        wire: Wire,
+        wire: Transport,
         arena: Arena | None,
         registrations: Sequence[Registration],
     ) -> Session | None:
@@ -183,7 +183,7 @@ class Greeting:
                 return None
         return session
 
-    def _register(self, wire: Wire, session: Session, registrations: Sequence[Registration]) -> bool:
+    def _register(self, wire: Transport, session: Session, registrations: Sequence[Registration]) -> bool:
         """Register these in one round trip: a client may have hundreds, and other clients as many."""
         waited_for = {}
         for number, registration in enumerate(registrations):
@@ -201,19 +201,19 @@ class Greeting:
                 return False
         return True
 
-    def _ask(self, wire: Wire, message: Message, expected: type[A]) -> A | None:
+    def _ask(self, wire: Transport, message: Message, expected: type[A]) -> A | None:
         wire.send(messages.encode(message))
         answers = self._receive(wire)
         return answers[0] if answers and isinstance(answers[0], expected) else None
 
-    def _receive(self, wire: Wire) -> list[messages.Answer]:
+    def _receive(self, wire: Transport) -> list[messages.Answer]:
         """What comes next; nothing when nothing comes, or no answer."""
         try:
             while not (received := wire.receive()):
                 if not self._readable(wire.fd):
                     return []
             return [messages.decode_answer(frames[0]) for frames in received]
-        except (LineEnd, IndexError, msgspec.MsgspecError):
+        except (FramedSocketEnd, IndexError, msgspec.MsgspecError):
             return []
 
     def _readable(self, fd: int) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import zmq
 
-from tierstore.wire.framing import Line
+from tierstore.wire.framing import FramedSocket
 from tierstore.wire.messages import VERSION
 
 _BYE_MS = 200  # to send the last word
@@ -19,7 +19,7 @@ _EVENTS = int(zmq.EVENTS)
 _POLLIN = int(zmq.POLLIN)
 
 
-class Wire(ABC):
+class Transport(ABC):
     """Not thread-safe. Nothing blocks.
 
     ``fd`` becomes readable when there may be something to receive, ``sign_fd`` when the daemon may have gone.
@@ -35,7 +35,7 @@ class Wire(ABC):
     @abstractmethod
     def receive(self) -> list[Sequence[memoryview]]:
         """What has come: messages, each with the page frames behind it.
-        Raises :class:`~tierstore.wire.framing.LineEnd` when the daemon has hung up."""
+        Raises :class:`~tierstore.wire.framing.FramedSocketEnd` when the daemon has hung up."""
 
     @abstractmethod
     def gone(self) -> bool:
@@ -58,10 +58,10 @@ class Wire(ABC):
         """``last`` is a message to send before. Idempotent."""
 
 
-class LineWire(Wire):
+class SocketTransport(Transport):
     """The arena's socket, which belongs to the arena. No page frames go over it."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: FramedSocket) -> None:
         self._line = line
         self.fd = self.sign_fd = line.fileno()
 
@@ -88,7 +88,7 @@ class LineWire(Wire):
         """Nothing: hanging up is the arena's business."""
 
 
-class ZmqWire(Wire):
+class ZmqTransport(Transport):
     """A DEALER, and its monitor."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:

@@ -162,7 +162,7 @@ class LocalBackend:
         view = self._view(request)
         limit = view.num_tokens if max_tokens is None else min(max_tokens, view.num_tokens)
         if self.core.disk is not None:
-            state.lookout.look()
+            state.stall_detector.poll()
         with state.lock:
             if state.closed:
                 return Transfer.completed(None)
@@ -313,19 +313,19 @@ class LocalBackend:
             if not self._state.closed:
                 self._note_use(view, limit, match)
 
-    def _let_sleep_later(self) -> None:
+    def _unload_later(self) -> None:
         with self._state.lock:
-            if not self._state.closed and self._state.let_sleep() and self.core.defer is not None:
-                self.core.defer(self._let_sleep_later)
+            if not self._state.closed and self._state.unload_idle() and self.core.defer is not None:
+                self.core.defer(self._unload_later)
 
     def _note_use(self, view: PromptView, limit: int, match: Match) -> None:
         """Take note of a lookup: for the curve, and of the use of what it has found. Under the lock."""
         page_bytes = view.registration.page_bytes
         self.core.curve.looked_up(view.all_keys(), limit, match.tokens, view.chunk_tokens, page_bytes)
         if match.pages:
-            self._state.uses.touch(match.pages, hit=True)
-        if self._state.let_sleep() and self.core.defer is not None:
-            self.core.defer(self._let_sleep_later)
+            self._state.access_log.touch(match.pages, hit=True)
+        if self._state.unload_idle() and self.core.defer is not None:
+            self.core.defer(self._unload_later)
 
     def holds(self, lease: Lease) -> bool:
         assert isinstance(lease, LocalLease), "the lease is of another backend"
@@ -396,7 +396,7 @@ class LocalBackend:
             self.client.waiting -= 1
             return result()
 
-        state.lookout.look()
+        state.stall_detector.poll()
         load = HostLoad(
             state, self.core.mover, pages, hold, deadline_s=wait_s, priority=priority, result=settled
         )
@@ -438,7 +438,7 @@ class LocalBackend:
             with state.lock:
                 self.client.suspects = False
                 if found != expected and page.checksum == expected:
-                    state.holdings.damaged_in_host(page)
+                    state.residency.damaged_in_host(page)
                 state.leases.release(hold)
                 state.changed.notify_all()
 
@@ -518,7 +518,7 @@ class LocalBackend:
                     self._forget(view)
                 builder = self._begin(view, first, count, hints)
             while builder.unfinished:
-                state.give_way()
+                state.yield_lock()
                 with state.lock:
                     self._step(builder)
             with state.lock:
@@ -608,7 +608,7 @@ class LocalBackend:
         for start in range(0, len(reservation.pages), _AT_ONCE):
             with self._state.lock:
                 committed += self._commit(reservation, checksums, start, start + _AT_ONCE)
-            self._state.give_way()
+            self._state.yield_lock()
         return committed
 
     def _commit(self, reservation: LocalReservation, checksums: dict[int, int], start: int, stop: int) -> int:
@@ -717,11 +717,11 @@ class LocalBackend:
             share = min(wanted - evicted, _EVICTED_AT_ONCE)
             with self._state.lock:
                 self._state.require_open()
-                left = self._state.room.evict(name, share)
+                left = self._state.eviction.evict(name, share)
             evicted += left
             if left < share:
                 break
-            self._state.give_way()
+            self._state.yield_lock()
         return evicted
 
     def finish(self, session: str) -> int:

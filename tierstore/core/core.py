@@ -17,8 +17,7 @@ from dataclasses import asdict, replace
 from tierstore.backend import Registration
 from tierstore.core.clients import Client, Refusal
 from tierstore.core.health import STALL_S, Condition
-from tierstore.core.pins import Pins
-from tierstore.core.quotas import Quotas
+from tierstore.core.quotas import Pins, Quotas
 from tierstore.core.state import GONE_BYTES, StoreState
 from tierstore.core.write_behind import WriteBehind
 from tierstore.curve import HORIZON, CurveStats, ReuseCurve
@@ -115,7 +114,7 @@ class Core:
                 f"pages of this identity have {root.nbytes} bytes, not {registration.page_bytes}"
             )
         self.quotas.register(tenant, identity.digest)
-        self.state.holdings.register(identity, registration.chunk_tokens)
+        self.state.residency.register(identity, registration.chunk_tokens)
 
     def register(self, client: Client, registration: Registration) -> int:
         """:meth:`know`, for as long as ``client`` lasts or there are pages. Its number among the client's.
@@ -201,12 +200,12 @@ class Core:
         def flushed() -> bool:
             return pending is None or not pending.pending
 
-        return state.lookout.wait_for(flushed, timeout)
+        return state.stall_detector.wait_for(flushed, timeout)
 
     def stats(self) -> StoreStats:
         """A snapshot. From any thread."""
         state = self.state
-        state.lookout.look()
+        state.stall_detector.poll()
         curve = self._curve_stats()
         with state.lock:
             health = state.health
@@ -250,7 +249,9 @@ class Core:
             self.threads.shutdown(wait=False, cancel_futures=True)
         threading.Thread(target=self._give_back, name="tierstore-close", daemon=True).start()
         scanned = self.disk is None or self.disk.wait_scanned(0)
-        if not state.lookout.wait_for(lambda: self._given_back, None if scanned else state.health.stall_s):
+        if not state.stall_detector.wait_for(
+            lambda: self._given_back, None if scanned else state.health.stall_s
+        ):
             _log.warning("the store was closed while its disk does not answer: the directory stays locked")
 
     def _give_back(self) -> None:

@@ -136,8 +136,8 @@ class DiskMoves:
         with self._state.lock:
             page = self._state.index.by_serial.get(record.serial)
             if page is not None and self._may_move(record.serial):
-                self._state.holdings.damaged_on_disk(page)
-            elif page is None and self._state.room.leaves_disk(record.serial):
+                self._state.residency.damaged_on_disk(page)
+            elif page is None and self._state.eviction.leaves_disk(record.serial):
                 self._state.counters.damaged_pages += 1
             # else pages below it are there: whoever looks it up will find out
 
@@ -153,9 +153,9 @@ class DiskMoves:
         if not state.page_table.move(
             record.serial, record.place
         ):  # it was removed while its record was changed
-            state.holdings.removed = [
+            state.residency.removed = [
                 removal._replace(place=record.place) if removal.serial == record.serial else removal
-                for removal in state.holdings.removed
+                for removal in state.residency.removed
             ]
         elif page is not None and (copy := page.copies[Tier.DISK]) is not None:
             page.record = record

@@ -22,14 +22,18 @@ leaves out of order is a hole, and at 95 % full cleaning writes each page many t
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from tierstore.core.disk_moves import DiskMoves
 from tierstore.core.state import StoreState
-from tierstore.tiers.disk import DiskTier, PageTable
+from tierstore.core.write_queue import WriteQueue
+from tierstore.index import Page, Tier
+from tierstore.tiers.disk import DiskTier, PageRecord, PageTable
 from tierstore.tiers.disk.space import Shortage
 from tierstore.tiers.slabs import slot_bytes
 
@@ -119,7 +123,7 @@ class DiskRoom:
         """For each class of which more is wanted than there are slots: if it has pages nearly as bad as the
         worst, these leave; if not, as much of the worst of all as it has to grow by, less the ``spare``
         bytes. All with one commit. False when nothing could leave that had to."""
-        policy = self._state.room.disk_policy
+        policy = self._state.eviction.disk_policy
         free = self._space.free_slots()
         with self._state.lock:
             until = page_table.near_worst(policy)
@@ -145,19 +149,19 @@ class DiskRoom:
         size_class: int | None = None,
         until: float = math.inf,
     ) -> int:
-        """Let pages leave as :meth:`~tierstore.core.room.Room.evict_from_disk` says, a few at a time: each
+        """Let pages leave as :meth:`~.Eviction.evict_from_disk` says, a few at a time: each
         of them has to be taken out of the tree, and who looks something up would wait for all of them."""
         evicted = 0
         while evicted < pages and nbytes > 0:
             with self._state.lock:
-                left = self._state.room.evict_from_disk(
+                left = self._state.eviction.evict_from_disk(
                     min(pages - evicted, _AT_ONCE), nbytes=nbytes, size_class=size_class, until=until
                 )
             if not left.pages:
                 break
             evicted += left.pages
             nbytes -= left.nbytes
-            self._state.give_way()
+            self._state.yield_lock()
         return evicted
 
     def _most_pages(self, nbytes: int) -> int:
@@ -200,3 +204,84 @@ class DiskRoom:
         finally:
             self._space.unhold(windows)
         return self._has_room(nbytes)
+
+
+_AT_ONCE = 32  # pages: a lock taken for each of them is handed over thousands of times a second
+
+
+class DiskPlacement:
+    """For the store's writer, on its thread. ``commit`` makes pending removals durable."""
+
+    def __init__(
+        self, state: StoreState, disk: DiskTier, queue: WriteQueue, commit: Callable[[], bool]
+    ) -> None:
+        self._state = state
+        self._disk = disk
+        self._queue = queue
+        self.room = DiskRoom(state, disk, commit)
+
+    def give(self, batch: Sequence[Page]) -> list[Page]:
+        """Give each page of a batch its place on disk. Returns those that got one."""
+        placed: list[Page] = []
+        for start in range(0, len(batch), _AT_ONCE):
+            some = batch[start : start + _AT_ONCE]
+            places = self._reserve_all(some) if self._state.health.writable else [None] * len(some)
+            with self._state.lock:
+                for page, place in zip(some, places, strict=True):
+                    if self._put_in_place(page, place):
+                        placed.append(page)
+                self._state.changed.notify_all()  # some may have been given up
+        return placed
+
+    def _put_in_place(self, page: Page, place: int | None) -> bool:
+        # Only now: making room may have taken the parent.
+        if place is not None and parent_on_disk(page) and page.copies[Tier.DISK] is None:
+            self._state.index.put_on_disk(page, self._record(page, place), ready=False, leases=1)
+            return True
+        if place is not None:
+            self._disk.unreserve(place, page.nbytes)
+        self._queue.give_up(page)
+        return False
+
+    def _record(self, page: Page, place: int) -> PageRecord:
+        parent = page.parent
+        assert parent is not None
+        if parent.parent is None and not parent.serial:
+            parent.serial = self._disk.serials.add_root(self._state.identities[page.identity])
+        return PageRecord(
+            serial=page.serial or self._disk.serials.new(),
+            parent=parent.serial,
+            key=page.key,
+            identity=page.identity,
+            tokens=page.tokens,
+            nbytes=page.nbytes,
+            place=place,
+            created_s=time.time(),
+        )
+
+    def _reserve_all(self, pages: Sequence[Page]) -> list[int | None]:
+        places: list[int | None] = []
+        for nbytes, alike in itertools.groupby(page.nbytes for page in pages):
+            count = len(list(alike))
+            found = self._disk.reserve_many(nbytes, count)
+            places += found
+            places += [self._reserve(nbytes) for _ in range(count - len(found))]
+        return places
+
+    def _reserve(self, nbytes: int) -> int | None:
+        """A place for one page, making room when the disk is full; None when nothing may leave."""
+        place = self._disk.reserve(nbytes)
+        if place is None and self.room.make(nbytes, self._waiting()):
+            place = self._disk.reserve(nbytes)
+        return place
+
+    def _waiting(self) -> Counter[int]:
+        """Page bytes → pages that have no place on disk yet."""
+        with self._state.lock:
+            return self._queue.unplaced()
+
+
+def parent_on_disk(page: Page) -> bool:
+    """Whether a page could be found if it were on disk. Under the lock."""
+    assert page.parent is not None
+    return page.parent.parent is None or page.parent.copies[Tier.DISK] is not None

@@ -62,16 +62,16 @@ def frontier(
     whole = match.tokens // chunk_tokens
     page = match.pages[whole - 1] if whole else root
     on_disk = page.copies[Tier.DISK] is not None or page.parent is None
-    if state.disk is None or not state.health.readable or not state.may_wake:
+    if state.disk is None or not state.health.readable or not state.may_reload:
         return None
     if not page.serial or not on_disk:
         return None
     if not state.disk.child_filter.may_lead(page.serial, *chunk(whole), whole=identity.whole_pages):
         return None
-    return None if _all_awake(state, page) else page
+    return None if _all_loaded(state, page) else page
 
 
-def _all_awake(state: StoreState, page: Page) -> bool:
+def _all_loaded(state: StoreState, page: Page) -> bool:
     """Whether all that the disk has right below ``page`` is in the tree already. (Not known for a root.)"""
     if state.page_table is None or page.parent is None:
         return False
@@ -104,7 +104,7 @@ def _wake_below(state: StoreState, parent: Page, prompt: Prompt, max_tokens: int
 
     path = _looked(state, look)
     with state.lock:
-        return path is not None and not state.wake(parent, path)
+        return path is not None and not state.reload(parent, path)
 
 
 def _looked(state: StoreState, look: Callable[[], list[PageRecord]]) -> list[PageRecord] | None:

@@ -5,7 +5,7 @@ read from disk into host slots, report under the lock. A page that another piece
 waited for, not read twice. When a page cannot be had (no room, damaged, gone, the disk failed) the load is
 *cut* there: later pages would be useless without it.
 
-When the disk stops answering, the loads that wait for it are ended by whoever notices (``lookout.py``); the
+When the disk stops answering, the loads that wait for it are ended by whoever notices (``health.py``); the
 reads that hang keep their host slots and leases until they return, and are of use to later loads then.
 """
 
@@ -80,7 +80,7 @@ class HostLoad(Generic[R]):
             nbytes=len(pages) * self.page_bytes,
             deadline_s=deadline_s,
             clock=state.clock,
-            look=state.lookout.look if state.disk is not None else None,
+            look=state.stall_detector.poll if state.disk is not None else None,
         )
 
     def start(self) -> Transfer[R]:
@@ -91,7 +91,7 @@ class HostLoad(Generic[R]):
             starts = range(first, self._cut, pages)
             self._pieces = len(starts)
             if starts and state.health.readable:
-                state.lookout.waiting.add(self.transfer)
+                state.stall_detector.waiting.add(self.transfer)
         self.transfer.advance(first, 0)
         if not starts:
             self.transfer.finish()
@@ -192,14 +192,14 @@ class HostLoad(Generic[R]):
             state.fills.loading.difference_update([move.page for move in reads])
             state.fills.complete([move.page for move in good], let_go=False)
             state.fills.give_up(move.page for move in bad)
-            state.leases.unlease_all([move.page for move in reads], Tier.DISK)
+            state.leases.release_all([move.page for move in reads], Tier.DISK)
             for move in bad:
                 self._cut_at(move.position)
             for move, outcome in outcomes:
                 if outcome is PageRead.DAMAGED:
-                    state.holdings.damaged_on_disk(move.page)
+                    state.residency.damaged_on_disk(move.page)
             state.was_read(read)
-        state.lookout.look()
+        state.stall_detector.poll()
         return [_Move(move.position, move.page, Tier.HOST) for move in good]
 
     def _await_others(self, others: list[tuple[int, Page]]) -> list[_Move]:
@@ -227,7 +227,7 @@ class HostLoad(Generic[R]):
             for move in moves:
                 if not self._lease.released:
                     self._state.leases.move(self._lease, move.position, move.tier)
-            self._state.leases.unlease_held([(move.page, move.tier) for move in moves])
+            self._state.leases.release_held([(move.page, move.tier) for move in moves])
 
     def _cut_at(self, position: int) -> None:
         self._cut = min(self._cut, position)
@@ -235,7 +235,7 @@ class HostLoad(Generic[R]):
     def _settle(self, _: TransferState) -> R:
         with self._state.lock:
             self._closed = True
-            self._state.lookout.waiting.discard(self.transfer)
+            self._state.stall_detector.waiting.discard(self.transfer)
             result = self._result()
             self._state.leases.release(self._lease)
             return result

@@ -50,7 +50,7 @@ class _Branch:
 
     def end_step(self, *, last: bool) -> None:
         """Note the use of the pages of this step."""
-        self._state.uses.touch(self._step, hit=False)
+        self._state.access_log.touch(self._step, hit=False)
         self._tracker.saved(self._step)
         self._step = []
         self._hold(None if last else self._end)
@@ -122,7 +122,7 @@ class ReservationBuilder:
         self.unfinished = self._next < len(self._chunks)
         self._state.fills.none_follows()
         self._branch.end_step(last=not self.unfinished)
-        self._state.let_sleep()
+        self._state.unload_idle()
 
     def give_up(self) -> None:
         """A step has raised, and the reservation does not grow any more."""

@@ -10,12 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from tierstore.core.fills import Fills
-from tierstore.core.health import STALL_S, Health
-from tierstore.core.holdings import Holdings
-from tierstore.core.lookout import Lookout
-from tierstore.core.room import Room
-from tierstore.core.uses import Uses
+from tierstore.core.health import STALL_S, Health, StallDetector
+from tierstore.core.residency import AccessLog, Eviction, PendingFills, Residency
 from tierstore.errors import StoreClosedError
 from tierstore.index import Index, Match, Page, Tier
 from tierstore.index.leases import Leases
@@ -27,10 +23,10 @@ from tierstore.tiers.disk import DiskTier, PageRecord, PageTable, ReadBatch
 from tierstore.tiers.host import HostTier
 
 # On disk only, and kept in the tree all the same:
-_AWAKE_PAGES = 1 << 15  # without others below them
-_AWAKE_BYTES = 128 << 20  # with those above them
+_LOADED_PAGES = 1 << 15  # without others below them
+_LOADED_BYTES = 128 << 20  # with those above them
 _MOST_AWAKE_BYTES = 256 << 20  # with leased and pinned ones: then lookups end where memory ends
-_SLEEPS_AT_ONCE = 1024  # a few milliseconds
+_UNLOADED_AT_ONCE = 1024  # a few milliseconds
 GONE_BYTES = 32 << 20  # of pages that have left the tree and may still be remembered somewhere
 
 
@@ -44,7 +40,7 @@ class StoreState:
         host: HostTier | None,
         disk: DiskTier | None,
         clock: Callable[[], float] = time.monotonic,
-        awake_pages: int = _AWAKE_PAGES,
+        loaded_pages_most: int = _LOADED_PAGES,
         stall_s: float = STALL_S,
     ) -> None:
         self.host = host
@@ -55,36 +51,36 @@ class StoreState:
         self.index = Index(policies, tick=disk.tick if disk is not None else 0)
         self.counters = Counters()
         self.health = Health(Tier.DISK.label, clock, stall_s=stall_s)
-        self.lookout = Lookout(disk, self.health, self.changed)
+        self.stall_detector = StallDetector(disk, self.health, self.changed)
         self.closed = False
         self.identities: dict[bytes, Identity] = {}  # by digest, of everything saved in this life
-        self._awake_pages = awake_pages
+        self._loaded_pages_most = loaded_pages_most
         self._forgotten_bytes = 0  # of the index, at the last forget_gone()
         # The parts. Each knows those before it.
-        self.uses = Uses(self.index, disk)
-        self.holdings = Holdings(
+        self.access_log = AccessLog(self.index, disk)
+        self.residency = Residency(
             self.index,
             host=host,
-            uses=self.uses,
+            access_log=self.access_log,
             counters=self.counters,
             changed=self.changed,
         )
-        self.leases = Leases(self.index, clock, self.holdings.drop_damaged)
-        self.sessions = Sessions(clock, self.uses.hint)
-        self.room = Room(
+        self.leases = Leases(self.index, clock, self.residency.drop_damaged)
+        self.sessions = Sessions(clock, self.access_log.hint)
+        self.eviction = Eviction(
             self.index,
-            holdings=self.holdings,
+            residency=self.residency,
             leases=self.leases,
-            uses=self.uses,
+            access_log=self.access_log,
             host=host,
             disk_policy=policies[Tier.DISK],
             counters=self.counters,
             clock=clock,
         )
-        self.fills = Fills(self.index, self.holdings, self.room, self.changed)
+        self.fills = PendingFills(self.index, self.residency, self.eviction, self.changed)
 
     @staticmethod
-    def give_way() -> None:
+    def yield_lock() -> None:
         """To be called between two holds of the lock by who does a long job in pieces: a lock goes to whoever
         is quickest, which would be the same thread again."""
         time.sleep(0)
@@ -126,7 +122,7 @@ class StoreState:
     @property
     def page_table(self) -> PageTable | None:
         """What is on disk; None without a disk, and until it has been scanned."""
-        return self.uses.page_table
+        return self.access_log.page_table
 
     def scanned(self) -> None:
         """The page table is there: drop what was found before it, and cannot be."""
@@ -136,9 +132,9 @@ class StoreState:
             if page.serial not in self.page_table:
                 self.index.set_damaged(page, Tier.DISK)
             if copy.damaged:
-                self.holdings.drop_damaged(page, Tier.DISK)
+                self.residency.drop_damaged(page, Tier.DISK)
 
-    def wake(self, parent: Page, records: Sequence[PageRecord]) -> bool:
+    def reload(self, parent: Page, records: Sequence[PageRecord]) -> bool:
         """Bring pages that were found on disk, one below the other, into the tree. False when things have
         changed since they were looked for."""
         page_table = self.page_table
@@ -150,28 +146,28 @@ class StoreState:
             if record.nbytes != parent.nbytes:
                 return False  # saved under this identity by somebody whose pages had another size
             hits = page_table.use(record.serial).hits if page_table is not None else 0
-            parent = self.index.wake(parent, record, hits)
+            parent = self.index.reload(parent, record, hits)
             if parent.serial != record.serial:
                 return False  # the same page is on disk twice, or on its way there once more
-            self.holdings.stored([parent], Tier.DISK)  # perhaps again: it may be of an earlier life
+            self.residency.stored([parent], Tier.DISK)  # perhaps again: it may be of an earlier life
         return True
 
-    def let_sleep(self) -> bool:
+    def unload_idle(self) -> bool:
         """Take pages that nobody has to do with out of the tree, down to a limit: they are on disk. Whether
         there are more than could be taken out at one stroke."""
         idle = self.index.eviction.idle
         page: Page | None = None
-        for _ in range(_SLEEPS_AT_ONCE):
-            if page is None or not page.may_sleep():
+        for _ in range(_UNLOADED_AT_ONCE):
+            if page is None or not page.may_unload():
                 page = next(iter(idle), None)
-            if page is None or self.page_table is None or not self._too_many_awake():
+            if page is None or self.page_table is None or not self._too_many_loaded():
                 return False
-            if not page.may_sleep():
+            if not page.may_unload():
                 del idle[page]
                 continue
             above = page.parent
-            self.uses.note_before_sleep(page)
-            self.index.sleep(page)
+            self.access_log.note_before_unload(page)
+            self.index.unload(page)
             page = above  # prompt by prompt: else all would lose their ends, the one used last too
         return True
 
@@ -182,13 +178,16 @@ class StoreState:
             self.sessions.forget_gone()
             self.index.hints.forget_gone()
 
-    def _too_many_awake(self) -> bool:
-        return len(self.index.eviction.idle) > self._awake_pages or self.index.awake_bytes > _AWAKE_BYTES
+    def _too_many_loaded(self) -> bool:
+        return (
+            len(self.index.eviction.idle) > self._loaded_pages_most
+            or self.index.disk_only_bytes > _LOADED_BYTES
+        )
 
     @property
-    def may_wake(self) -> bool:
+    def may_reload(self) -> bool:
         """Whether there is memory for more pages that are only on disk."""
-        return self.index.awake_bytes < _MOST_AWAKE_BYTES
+        return self.index.disk_only_bytes < _MOST_AWAKE_BYTES
 
     # -- seeing --------------------------------------------------------------------------------------
 
@@ -226,4 +225,6 @@ class StoreState:
                 assert not durable or page.serial in self.page_table, (
                     f"{page} is on disk and in no page_table"
                 )
-                assert page.hole <= (self.page_table.children(page.serial) > 0), f"{page} is no hole"
+                assert page.tombstone <= (self.page_table.children(page.serial) > 0), (
+                    f"{page} is no tombstone"
+                )

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from tierstore.core.disk_moves import MoveStats
-from tierstore.core.places import Places, parent_on_disk
+from tierstore.core.disk_room import DiskPlacement, parent_on_disk
 from tierstore.core.state import StoreState
 from tierstore.core.write_queue import WriteQueue
 from tierstore.index import Page, Tier
@@ -66,12 +66,12 @@ class WriteBehind:
         self._disk = disk
         self._batch_bytes = min(_BATCH_BYTES, queue_bytes // 4)
         self._commit_bytes = min(_COMMIT_BYTES, queue_bytes // 2)
-        self._hands = IOThreads(
+        self._write_pool = IOThreads(
             _WRITES_AT_ONCE, name="tierstore-payloads"
         )  # write what this thread has placed
         # Guarded by the state's lock.
         self._queue = WriteQueue(state, most_bytes=queue_bytes)
-        self._places = Places(state, disk, self._queue, lambda: self._commit([]))
+        self._placement = DiskPlacement(state, disk, self._queue, lambda: self._commit([]))
         self._closing = False
         self._writer = threading.Thread(target=self._write_batches, name="tierstore-writer", daemon=True)
         self._writer.start()
@@ -90,7 +90,7 @@ class WriteBehind:
 
     def move_stats(self) -> MoveStats:
         """What making room on disk has cost."""
-        return self._places.room.moves.stats()
+        return self._placement.room.moves.stats()
 
     # -- for the store (without the lock) -------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class WriteBehind:
         health = self._state.health
         closing = False
         while not closing:
-            self._state.lookout.look()
+            self._state.stall_detector.poll()
             with self._state.lock:
                 self._wait_for_work()
                 if self._queue.owes:
@@ -128,7 +128,7 @@ class WriteBehind:
                 self._failed(under_way, error)
             with self._state.lock:
                 closing = self._closing and not self._queue
-        self._hands.close()
+        self._write_pool.close()
 
     def _write_queued(self, under_way: list[Page]) -> None:
         """Write what waits, until nothing does. ``under_way`` are the pages taken from the queue that are not
@@ -175,7 +175,7 @@ class WriteBehind:
         while self._queue:
             placed = self._place_next(under_way)
             if placed:
-                over = self._hands.submit(partial(self._disk.write, self._payloads(placed)))
+                over = self._write_pool.submit(partial(self._disk.write, self._payloads(placed)))
                 over.add_done_callback(self._wake)
                 return _Write(placed, over)
         return None
@@ -198,7 +198,7 @@ class WriteBehind:
             batch = self._queue.take(self._batch_bytes)
         before = len(under_way)
         under_way += batch
-        placed = self._places.give(batch)
+        placed = self._placement.give(batch)
         under_way[before:] = placed
         return placed
 
@@ -215,7 +215,7 @@ class WriteBehind:
 
     def _work_to_do(self) -> bool:
         health = self._state.health
-        due = (self._state.holdings.removed and health.writable) or self._queue.owes or health.probe_due
+        due = (self._state.residency.removed and health.writable) or self._queue.owes or health.probe_due
         return bool(self._queue or self._closing or due)
 
     def _probe(self) -> None:
@@ -235,7 +235,7 @@ class WriteBehind:
     def _housekeeping_due(self) -> bool:
         state = self._state
         with state.lock:
-            return state.health.writable and bool(state.uses.waiting or state.holdings.removed)
+            return state.health.writable and bool(state.access_log.waiting or state.residency.removed)
 
     def _verified(self, written: Sequence[Page]) -> list[Page]:
         """Those whose bytes are what their writer said they are. The others are dropped everywhere; what
@@ -250,7 +250,7 @@ class WriteBehind:
                     continue
                 self._undo(page)
                 if wrong:
-                    self._state.holdings.damaged_in_host(page)
+                    self._state.residency.damaged_in_host(page)
             self._state.changed.notify_all()
         return good
 
@@ -278,22 +278,22 @@ class WriteBehind:
         False when the disk failed: then none of it is."""
         state = self._state
         with state.lock:
-            used = state.uses.take(batch)
-            removed, state.holdings.removed = state.holdings.removed, []
+            used = state.access_log.take(batch)
+            removed, state.residency.removed = state.residency.removed, []
             tick = state.index.tick
-            followed = bool(state.holdings.followers)
+            followed = bool(state.residency.followers)
         try:
             leaving = self._leaving(removed) if followed else ()
             self._disk.commit(self._additions(batch), removed, used, tick)
         except Exception as error:  # noqa: BLE001  # as in the writer
             with state.lock:
-                state.holdings.removed = removed + state.holdings.removed
-                state.uses.put_back(used)
+                state.residency.removed = removed + state.residency.removed
+                state.access_log.put_back(used)
             self._failed(batch, error)
             return False
         with state.lock:
             for record in leaving:
-                state.holdings.left(Tier.DISK, record.identity, record.key, record.tokens)
+                state.residency.left(Tier.DISK, record.identity, record.key, record.tokens)
             state.changed.notify_all()
         return True
 
@@ -315,13 +315,13 @@ class WriteBehind:
                 state.index.complete(some, Tier.DISK, let_go=True)
                 for page in some:
                     if page.hint is not NO_HINT:
-                        state.uses.pass_hint_on(page)
-                state.holdings.stored(some, Tier.DISK)
+                        state.access_log.pass_hint_on(page)
+                state.residency.stored(some, Tier.DISK)
                 self._queue.finish(some)
                 state.counters.disk_written_pages += len(some)
                 state.health.written()
                 state.changed.notify_all()
-            state.give_way()
+            state.yield_lock()
 
     # -- giving up -----------------------------------------------------------------------------------
 
@@ -334,7 +334,7 @@ class WriteBehind:
                 self._undo(page)
             self._queue.give_up_all()
             state.changed.notify_all()
-        state.lookout.look()
+        state.stall_detector.poll()
 
     def _undo(self, page: Page) -> None:
         """Take back what a page that did not become durable was given."""
@@ -342,8 +342,8 @@ class WriteBehind:
             return  # given up before it had a place
         copy = page.copies[Tier.DISK]
         if copy is not None and not copy.ready:
-            self._state.index.unlease(page, Tier.DISK)
-            self._disk.unreserve(self._state.holdings.unwrite(page), page.nbytes)
+            self._state.index.release_copy(page, Tier.DISK)
+            self._disk.unreserve(self._state.residency.unwrite(page), page.nbytes)
         self._queue.give_up(page)
 
 

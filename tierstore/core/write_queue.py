@@ -146,7 +146,7 @@ class WriteQueue:
             if page in self._pending:
                 self._pending.remove(page)
                 self._pending_bytes -= page.nbytes
-        self._state.leases.unlease_all(pages, Tier.HOST)
+        self._state.leases.release_all(pages, Tier.HOST)
 
     def give_up(self, page: Page) -> None:
         """The page is not written."""

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from tierstore.daemon.endpoint import Received
 from tierstore.errors import StoreUnavailableError, UsageError
-from tierstore.wire.framing import Line, LineEnd
+from tierstore.wire.framing import FramedSocket, FramedSocketEnd
 from tierstore.wire.local_address import require_own_directory
 from tierstore.wire.messages import ARENA_HEADER, ARENA_MAGIC, VERSION
 
@@ -91,7 +91,7 @@ class _Client:
     """One connection. ``waiting`` are messages whose turn has not come; until then no more are received."""
 
     socket: socket.socket
-    line: Line
+    line: FramedSocket
     pid: int
     waiting: deque[memoryview] = field(default_factory=deque)
     writing: bool = False  # the loop says when the socket takes more
@@ -172,7 +172,7 @@ class ArenaListener:
             if len(self._clients) >= _MOST_CONNECTIONS:
                 raise OSError(f"{_MOST_CONNECTIONS} clients are connected")
             peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-            line = Line(connection)
+            line = FramedSocket(connection)
             header = ARENA_HEADER.pack(ARENA_MAGIC, self._nbytes, token)
             socket.send_fds(connection, [header], [self._fd])
         except OSError as error:
@@ -217,7 +217,7 @@ class ArenaListener:
         client = self._clients[token]
         try:
             messages = client.line.receive()
-        except LineEnd as end:
+        except FramedSocketEnd as end:
             _log.debug("an arena connection has ended: %s", end)
             self._hang_up(token)
             self._gone(token)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -17,14 +18,12 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tierstore.core.core import Core, open_tiers
-from tierstore.daemon import logs
 from tierstore.daemon.arena import SocketLock
-from tierstore.daemon.collecting import Collecting
 from tierstore.daemon.endpoint import Url
 from tierstore.daemon.events import EventPublisher
 from tierstore.daemon.server import Server
@@ -34,6 +33,7 @@ from tierstore.daemon.stats import DaemonStats, version
 from tierstore.errors import TierStoreError, UsageError
 from tierstore.machine import disk_bytes, memory_bytes
 from tierstore.memory import shared_huge_pages
+from tierstore.printable import printable
 from tierstore.tiers.disk import DiskTier
 from tierstore.tiers.host import HostTier
 from tierstore.units import format_size
@@ -183,7 +183,7 @@ class Daemon:
         if self.settings.tenants is not None and self.server is not None:
             self.server.let_in(await keys.read_tenants(self.settings.tenants))
         self.settings, stuck = self.settings.reloaded(newer)
-        logs.configure(self.settings.log_level, self.settings.log_format)
+        configure_logs(self.settings.log_level, self.settings.log_format)
         if self.core is not None:
             self.core.quotas.quotas = self.settings.quotas
         _log.info("settings reloaded")
@@ -227,7 +227,7 @@ class Daemon:
 async def run(settings: Settings, reload: Callable[[], Awaitable[Settings]]) -> bool:
     """Serve until SIGTERM or SIGINT; SIGHUP takes over what ``reload()`` returns. False when the end was not
     an orderly one."""
-    logs.configure(settings.log_level, settings.log_format)
+    configure_logs(settings.log_level, settings.log_format)
     daemon = Daemon(settings)
     loop = asyncio.get_running_loop()
     ending = asyncio.Event()
@@ -300,3 +300,84 @@ def _keep_message_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+
+
+_YOUNG = 2000  # objects between two collections of those that are new: a millisecond
+_YOUNGER = 5  # of those between two of the ones that survived one: some milliseconds
+_NEVER = 1 << 30
+_LOOK_S = 5.0  # without a request: then nobody is there to wait
+_EVERY_S = 600.0
+_LATEST_S = 6 * 3600.0
+
+
+class Collecting:
+    """``requests`` says how many there have been of those that somebody waits for."""
+
+    def __init__(
+        self,
+        requests: Callable[[], int],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        collect: Callable[[], object] = gc.collect,
+    ) -> None:
+        self._requests = requests
+        self._clock = clock
+        self._collect = collect
+        self._seen = -1
+        self._last_s = clock()
+
+    async def run(self) -> None:
+        """Take over from Python, for as long as the process lasts."""
+        gc.set_threshold(_YOUNG, _YOUNGER, _NEVER)
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            self.look()
+
+    def look(self) -> None:
+        """Collect, if it is time. To be called every few seconds."""
+        requests = self._requests()
+        quiet, self._seen = requests == self._seen, requests
+        passed_s = self._clock() - self._last_s
+        if passed_s >= (_EVERY_S if quiet else _LATEST_S):
+            self._collect()
+            self._last_s = self._clock()
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: ``time``, ``level``, ``logger``, ``message``; a traceback is in ``error``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{record.msecs:03.0f}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": printable(record.getMessage()),
+        }
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
+
+
+class PlainLines(logging.Formatter):
+    """``time level message``; a traceback follows, indented."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return printable(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        lines = super().formatException(ei).splitlines()
+        return "\n".join(f"    {printable(line)}" for line in lines)
+
+
+def configure_logs(level: str, format: str) -> None:
+    """Let everything of this package be logged to stderr. May be called again."""
+    logger = logging.getLogger("tierstore")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if format == "json" else PlainLines())
+    logger.handlers[:] = [handler]
+    logger.propagate = False
+    logger.setLevel(level.upper())

@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from tierstore.core.feed import Change, Feed, Followed, Lost, Removed, Stored
+from tierstore.core.change_log import Change, ChangeLog, Followed, Lost, Removed, Stored
 from tierstore.core.state import StoreState
 from tierstore.daemon.endpoint import Url
 from tierstore.daemon.stats import EventStats
@@ -83,7 +83,7 @@ def block_hash(key: bytes) -> int:
     return int.from_bytes(key[-8:], "big")
 
 
-def events_of(changes: Sequence[Change], feed: Feed) -> Iterator[Event]:
+def events_of(changes: Sequence[Change], feed: ChangeLog) -> Iterator[Event]:
     """The events that tell of ``changes``, in order. Pages that follow one another share one."""
     run: list[Stored | Removed] = []
     for change in changes:
@@ -109,7 +109,7 @@ def _continues(before: Stored | Removed, change: Change) -> bool:
     return isinstance(change, Removed) and isinstance(before, Removed) and change.tier is before.tier
 
 
-def _event(run: Sequence[Stored | Removed], feed: Feed) -> Event:
+def _event(run: Sequence[Stored | Removed], feed: ChangeLog) -> Event:
     hashes = [block_hash(change.key) for change in run]
     medium = _MEDIUM[run[0].tier]
     first = run[0]
@@ -166,9 +166,9 @@ class EventPublisher:
             self._context.destroy(0)
             os.close(self._wakeup)
             raise
-        self._feed = Feed(self._wake)
+        self._feed = ChangeLog(self._wake)
         with state.lock:
-            state.holdings.followers.append(self._feed)
+            state.residency.followers.append(self._feed)
         self._thread = threading.Thread(target=self._run, name="tierstore-events", daemon=True)
         self._thread.start()
 
@@ -182,7 +182,7 @@ class EventPublisher:
             self._wake()
             self._thread.join(_STOPPED_S)
             with self._state.lock:
-                self._state.holdings.followers.remove(self._feed)
+                self._state.residency.followers.remove(self._feed)
             if not self._thread.is_alive():
                 os.close(self._wakeup)  # only now: nobody wakes the thread any more
 

@@ -30,7 +30,7 @@ _BULKY = {cls.__name__.encode() for cls in (p.Lookup, p.Reserve, p.Pin, p.Commit
 _SWEEP_S = 1.0  # how often clients without an arena are looked after
 
 
-Way: TypeAlias = Endpoint | ArenaListener
+Listener: TypeAlias = Endpoint | ArenaListener
 """How messages come, and answers go."""
 
 
@@ -45,8 +45,8 @@ class Server:
         self._doorkeeper = Doorkeeper(self._context, tenants) if keys is not None else None
         self.endpoints: list[Endpoint] = []
         self.listeners: list[ArenaListener] = []
-        self._sessions: dict[tuple[Way, bytes], Session] = {}
-        self._routes: dict[int, tuple[Way, bytes]] = {}  # by the session's number
+        self._sessions: dict[tuple[Listener, bytes], Session] = {}
+        self._routes: dict[int, tuple[Listener, bytes]] = {}  # by the session's number
         self._by_token: dict[bytes, Session] = {}
         self._seen: dict[int, float] = {}  # when sessions without an arena were last heard of
         self._sweeping: asyncio.TimerHandle | None = None
@@ -66,7 +66,7 @@ class Server:
 
     def stats(self) -> ServerStats:
         """A snapshot. From any thread."""
-        ways: list[Way] = [*self.endpoints, *self.listeners]
+        ways: list[Listener] = [*self.endpoints, *self.listeners]
         return ServerStats(
             received=sum(way.received for way in ways),
             received_bytes=sum(way.received_bytes for way in ways),
@@ -100,7 +100,7 @@ class Server:
     def _count_malformed(self) -> None:
         self._malformed += 1
 
-    def _take(self, way: Way, received: Received) -> None:
+    def _take(self, way: Listener, received: Received) -> None:
         if received.version != p.VERSION:
             self._malformed += 1
             self._refuse(way, received.peer, 0, "version", f"this daemon speaks version {p.VERSION[0]}")
@@ -124,7 +124,7 @@ class Server:
                 self._seen[session.number] = self._loop.time()
             self._answer(way, received.peer, session, message, received.frames)
 
-    def _decode(self, way: Way, received: Received) -> p.Request | None:
+    def _decode(self, way: Listener, received: Received) -> p.Request | None:
         body = received.body
         try:
             if len(body) > _MOST_SMALL_BYTES and _tag(bytes(body[:_HEAD_BYTES])) not in _BULKY:
@@ -137,12 +137,12 @@ class Server:
                 self._refuse(way, received.peer, number, "usage", f"not a request: {error}")
             return None
 
-    def _refuse(self, way: Way, peer: bytes, number: int, kind: str, message: str) -> None:
+    def _refuse(self, way: Listener, peer: bytes, number: int, kind: str, message: str) -> None:
         self._send(way, peer, self._service.refuse(number, kind, message))
 
     def _answer(
         self,
-        way: Way,
+        way: Listener,
         peer: bytes,
         session: Session,
         message: p.Request,
@@ -156,10 +156,10 @@ class Server:
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 
-    async def _answer_later(self, way: Way, peer: bytes, reply: Awaitable[Reply]) -> None:
+    async def _answer_later(self, way: Listener, peer: bytes, reply: Awaitable[Reply]) -> None:
         self._send(way, peer, await reply)
 
-    def _send(self, way: Way, peer: bytes, reply: Reply) -> None:
+    def _send(self, way: Listener, peer: bytes, reply: Reply) -> None:
         if reply is None:
             return
         if isinstance(reply, PageFrames):
@@ -186,7 +186,7 @@ class Server:
         tenant."""
         return not tenant or (self._doorkeeper is not None and tenant in self._doorkeeper)
 
-    def _hello(self, way: Way, received: Received, m: p.Hello, before: Session | None) -> None:
+    def _hello(self, way: Listener, received: Received, m: p.Hello, before: Session | None) -> None:
         if not self._is_let_in(received.tenant):
             self._refuse(way, received.peer, m.id, "session", "this key is not let in any more")
             return

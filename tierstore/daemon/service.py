@@ -34,11 +34,11 @@ from tierstore.core.prompts import PromptView
 from tierstore.daemon.settings import Settings
 from tierstore.daemon.stats import ClientStats, Histogram, ServiceStats, Slowest, TenantStats, version
 from tierstore.errors import SpecError, StoreClosedError, UsageError
-from tierstore.hints import Hint, Reuse
 from tierstore.index import LABELS, Tier
 from tierstore.keys import KEY_BYTES, TOKEN_BYTES, Identity, PageKey
 from tierstore.spec import check_page
 from tierstore.transfer import Transfer
+from tierstore.types import Hint, Reuse
 from tierstore.wire import messages as p
 
 _log = logging.getLogger(__name__)

@@ -1,16 +1,127 @@
-"""The index: copies that come and go, who uses and holds them, and pages that fall asleep."""
+"""The index: copies that come and go, who uses and holds them, and pages that are unloaded."""
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tierstore.index.hints import Hints
 from tierstore.index.page import Copy, Page, Tier
-from tierstore.index.queues import EvictionQueues
 from tierstore.index.tree import Tree
 from tierstore.keys import PageKey
-from tierstore.policy import GhostTable, PageHint, Policy, fingerprint
+from tierstore.policy import (
+    NO_HINT,
+    EvictionQueue,
+    GhostTable,
+    PageFacts,
+    PageHint,
+    Policy,
+    Reuse,
+    fingerprint,
+)
+
+
+class EvictionQueues:
+    """For each memory tier, the queue of copies that may leave; for the disk, the pages that may be unloaded.
+
+    The index says when a page may have become free to go (:meth:`offer`). Not thread-safe.
+    """
+
+    def __init__(self, policies: Sequence[Policy]) -> None:
+        """``policies`` by tier; the disk's orders the page table, not a queue."""
+        self._queues = [_queue(policies[tier], tier) for tier in (Tier.HBM, Tier.HOST)]
+        self.idle: dict[Page, None] = {}  # that may have fallen idle, the first one first
+
+    def offer(self, page: Page, tier: Tier) -> None:
+        """Queue the copy in ``tier`` if it is there and may leave."""
+        copy = page.copies[tier]
+        if tier is Tier.DISK:
+            if page.may_unload():
+                self.idle.setdefault(page)
+        elif copy is not None and not copy.queued and page.may_leave(tier):
+            self._queues[tier].offer(copy)
+
+    def offer_all(self, page: Page) -> None:
+        """Do the same in every tier."""
+        # Spelled out: this runs several times for each page that comes or leaves.
+        hbm, host, disk = page.copies
+        if hbm is not None and not hbm.queued:
+            self.offer(page, Tier.HBM)
+        if host is not None and not host.queued:
+            self.offer(page, Tier.HOST)
+        if disk is not None and not disk.queued:
+            self.offer(page, Tier.DISK)
+
+    def offer_again(self, page: Page) -> None:
+        """Queue a page's copies anew: its score may have fallen."""
+        for tier in (Tier.HBM, Tier.HOST):
+            copy = page.copies[tier]
+            if copy is not None:
+                copy.queued = False
+                if page.may_leave(tier):
+                    self._queues[tier].offer(copy)
+
+    def victim(self, tier: Tier, tick: int) -> Page | None:
+        """Return the page whose copy in ``tier`` (not the disk, which keeps its own order) leaves next, by
+        the tier's policy; None if none may."""
+        copy = self._queues[tier].victim(tick)
+        return copy.page if copy is not None else None
+
+    def queued(self, tier: Tier) -> set[int]:
+        """Return the ids of the queued copies (for checks)."""
+        if tier is Tier.DISK:
+            return {id(page.copies[tier]) for page in self.idle}
+        return self._queues[tier].queued()
+
+
+def _queue(policy: Policy, tier: Tier) -> EvictionQueue[Copy]:
+    return EvictionQueue(policy, _facts, lambda copy: copy.page.may_leave(tier))
+
+
+def _facts(copy: Copy) -> PageFacts:
+    page = copy.page
+    hint = page.hint if page.last_use <= page.hinted else NO_HINT
+    return PageFacts(page.nbytes, page.depth, page.last_use, page.hits, hint.reuse, hint.priority)
+
+
+_SPARE_HINTS = 1024
+
+
+class Hints:
+    """Not thread-safe: the store locks."""
+
+    def __init__(self, eviction: EvictionQueues) -> None:
+        self._eviction = eviction
+        self._ending: list[tuple[float, int, Page, PageHint]] = []  # by the time at which they end
+        self._order = itertools.count()
+
+    def give(self, pages: Sequence[Page], hint: PageHint, *, tick: int, held: int) -> None:
+        """``hint`` is about the next use of these pages. ``held`` are the pages in the tree: what is kept of
+        others is forgotten when there is too much of it."""
+        for page in pages:
+            page.hint = hint
+            page.hinted = tick
+            if hint.expires_s < math.inf:
+                heapq.heappush(self._ending, (hint.expires_s, next(self._order), page, hint))
+            self._eviction.offer_again(page)
+        if len(self._ending) > 2 * held + _SPARE_HINTS:
+            self.forget_gone()
+
+    def forget_gone(self) -> None:
+        """Let go of pages that have left the tree, and of hints that are not the last ones of their pages."""
+        self._ending = [each for each in self._ending if each[2].hint is each[3] and any(each[2].copies)]
+        heapq.heapify(self._ending)
+
+    def expire(self, now_s: float) -> None:
+        """The pages whose time to live is over are as good as done."""
+        while self._ending and self._ending[0][0] <= now_s:
+            _, _, page, hint = heapq.heappop(self._ending)
+            if page.hint is hint and page.last_use <= page.hinted:
+                page.hint = PageHint(Reuse.DONE, hint.priority)
+                self._eviction.offer_again(page)
+
 
 if TYPE_CHECKING:
     from tierstore.tiers.disk.records import PageRecord
@@ -29,7 +140,7 @@ class Index:
         self.by_serial: dict[int, Page] = {}  # pages with a disk copy, ready or not, and holes
         self.copies = [0] * len(Tier)
         self.leases = [0] * len(Tier)  # copies with at least one
-        self.awake_bytes = 0  # memory cost of the pages in the tree that are only on disk
+        self.disk_only_bytes = 0  # memory cost of the pages in the tree that are only on disk
         self.forgotten_bytes = 0  # memory cost of all pages that have left the tree so far
         self.changes = 0  # grows whenever a match may come out differently
 
@@ -51,14 +162,14 @@ class Index:
         assert page.copies[tier] is None, f"{page} already has a copy in {tier.label}"
         was_only_on_disk = page.on_disk_only
         copy = page.copies[tier] = Copy(page, place, ready=ready, leases=leases)
-        self.awake_bytes += (page.on_disk_only - was_only_on_disk) * page.memory_cost
+        self.disk_only_bytes += (page.on_disk_only - was_only_on_disk) * page.memory_cost
         self.copies[tier] += 1
         self.leases[tier] += leases > 0
         self.changes += 1
         above = page.parent.copies[tier] if page.parent else None
         if above is not None:
             above.children += 1
-        # A copy placed under children that are already in this tier (a hole being filled) has to know them.
+        # A copy placed above children that are in this tier (a tombstone being filled) has to know them.
         if page.children:
             for child in page.all_children():
                 copy.children += child.copies[tier] is not None
@@ -91,7 +202,7 @@ class Index:
         copy = self._take_copy(page, tier)
         if tier is Tier.DISK:
             page.record = None
-            if not page.hole:
+            if not page.tombstone:
                 self.by_serial.pop(page.serial, None)
                 page.serial = 0
         if page.parent is not None and not self._needed(page):
@@ -107,7 +218,7 @@ class Index:
         assert copy.leases == 0, f"{page} leaves {tier.label} under a lease"
         was_only_on_disk = page.on_disk_only
         page.copies[tier] = None
-        self.awake_bytes += (page.on_disk_only - was_only_on_disk) * page.memory_cost
+        self.disk_only_bytes += (page.on_disk_only - was_only_on_disk) * page.memory_cost
         copy.queued = False
         self.copies[tier] -= 1
         self.changes += 1
@@ -116,9 +227,9 @@ class Index:
             above.children -= 1
         return copy
 
-    def fill_hole(self, page: Page) -> None:
+    def fill_tombstone(self, page: Page) -> None:
         """Nothing on disk is below ``page`` any more: it need not be kept in mind."""
-        page.hole = False
+        page.tombstone = False
         if page.copies[Tier.DISK] is None:
             self.by_serial.pop(page.serial, None)
             page.serial = 0
@@ -143,7 +254,7 @@ class Index:
     @staticmethod
     def _needed(page: Page) -> bool:
         hbm, host, disk = page.copies
-        return bool(page.children or host or disk or hbm or page.kept or page.hole)
+        return bool(page.children or host or disk or hbm or page.kept or page.tombstone)
 
     def _unlink(self, page: Page) -> None:
         self.tree.unlink(page)
@@ -151,7 +262,7 @@ class Index:
         self.eviction.idle.pop(page, None)
         self.by_serial.pop(page.serial, None)
 
-    # -- sleep ---------------------------------------------------------------------------------------
+    # -- unloading and reloading ---------------------------------------------------------------------
 
     def in_tree(self, page: Page) -> bool:
         """Whether a page seen earlier is still there."""
@@ -159,13 +270,13 @@ class Index:
             return self.tree.is_root(page)
         return self.by_serial.get(page.serial) is page
 
-    def wake(self, parent: Page, record: PageRecord, hits: int) -> Page:
+    def reload(self, parent: Page, record: PageRecord, hits: int) -> Page:
         """Bring the page of ``record``, which is on disk, into the tree. One that is there stays as it is."""
         key = PageKey(record.key)
         page = self.tree.child(parent, key, record.tokens)
         if page is None:
             page = self.tree.make(parent, key, record.tokens, self.tick)
-        if page.copies[Tier.DISK] is None and not page.hole:
+        if page.copies[Tier.DISK] is None and not page.tombstone:
             page.hits = max(page.hits, hits)
             self.put_on_disk(page, record, ready=True)
         return page
@@ -174,13 +285,13 @@ class Index:
         """Give ``page`` its disk copy."""
         page.record = record
         page.serial = record.serial
-        page.hole = False
+        page.tombstone = False
         self.by_serial[record.serial] = page
         self.add_copy(page, Tier.DISK, record.place, ready=ready, leases=leases)
 
-    def sleep(self, page: Page) -> None:
+    def unload(self, page: Page) -> None:
         """Take an idle page out of the tree. Whoever still knows it sees a page without copies."""
-        assert page.may_sleep(), f"{page} is not idle"
+        assert page.may_unload(), f"{page} is not idle"
         self._take_copy(page, Tier.DISK)
         parent = page.parent
         assert parent is not None
@@ -213,7 +324,7 @@ class Index:
         self.leases[tier] += copy.leases == 0
         copy.leases += 1
 
-    def unlease(self, page: Page, tier: Tier) -> None:
+    def release_copy(self, page: Page, tier: Tier) -> None:
         copy = self.copy(page, tier)
         assert copy.leases > 0, f"{page} has no lease in {tier.label}"
         copy.leases -= 1
@@ -231,7 +342,7 @@ class Index:
                 leases[tier] += 1
             copy.leases += 1
 
-    def unlease_all(self, held: Sequence[tuple[Page, Tier]]) -> list[tuple[Page, Tier]]:
+    def release_all(self, held: Sequence[tuple[Page, Tier]]) -> list[tuple[Page, Tier]]:
         """Give up a lease on each of these copies. Returns those that are damaged and now without a lease."""
         leases = self.leases
         damaged = []
@@ -291,15 +402,17 @@ class Index:
                 assert copy.children == below, (
                     f"{page}: {below} children in {tier.label}, {copy.children} counted"
                 )
-                may_go = page.may_sleep() if tier is Tier.DISK else page.may_leave(tier)
+                may_go = page.may_unload() if tier is Tier.DISK else page.may_leave(tier)
                 assert not may_go or id(copy) in queued, f"{page} is missing in a queue"
         for page in pages:
-            assert page.children or page.kept or page.hole or any(page.copies), f"{page} should be gone"
-        awake = sum(page.memory_cost for page in pages if page.on_disk_only)
-        assert awake == self.awake_bytes, (
-            f"{awake} bytes of pages are only on disk, {self.awake_bytes} counted"
+            assert page.children or page.kept or page.tombstone or any(page.copies), f"{page} should be gone"
+        counted = sum(page.memory_cost for page in pages if page.on_disk_only)
+        assert counted == self.disk_only_bytes, (
+            f"{counted} bytes of pages are only on disk, {self.disk_only_bytes} counted"
         )
-        on_disk = {page.serial: page for page in pages if page.copies[Tier.DISK] is not None or page.hole}
+        on_disk = {
+            page.serial: page for page in pages if page.copies[Tier.DISK] is not None or page.tombstone
+        }
         assert on_disk == self.by_serial, "pages on disk and serials do not agree"
 
 

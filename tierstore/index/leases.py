@@ -67,7 +67,7 @@ class Leases:
         if not lease.released:
             lease.released = True
             self.open -= 1
-            self.unlease_held(lease.held)
+            self.release_held(lease.held)
             lease.held.clear()
 
     def expire(self) -> None:
@@ -82,17 +82,17 @@ class Leases:
             self._by_end = [entry for entry in self._by_end if not entry[2].released]
             heapq.heapify(self._by_end)
 
-    def unlease(self, page: Page, tier: Tier) -> None:
+    def release_copy(self, page: Page, tier: Tier) -> None:
         """Give up a hold on one copy that is no part of a :class:`PageLease`."""
-        self.unlease_all([page], tier)
+        self.release_all([page], tier)
 
-    def unlease_all(self, pages: Sequence[Page], tier: Tier) -> None:
+    def release_all(self, pages: Sequence[Page], tier: Tier) -> None:
         """The same for one copy of each of these pages."""
-        self.unlease_held([(page, tier) for page in pages])
+        self.release_held([(page, tier) for page in pages])
 
-    def unlease_held(self, held: Sequence[tuple[Page, Tier]]) -> None:
+    def release_held(self, held: Sequence[tuple[Page, Tier]]) -> None:
         """The same for each of these copies."""
-        for page, tier in self._index.unlease_all(held):
+        for page, tier in self._index.release_all(held):
             self._drop_damaged(page, tier)
 
     def move(self, lease: PageLease, position: int, tier: Tier) -> None:
@@ -101,4 +101,4 @@ class Leases:
         if held_in is not tier:
             self._index.lease(page, tier)
             lease.held[position] = (page, tier)
-            self.unlease(page, held_in)
+            self.release_copy(page, held_in)

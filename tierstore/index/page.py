@@ -59,7 +59,7 @@ class Page(Struct, gc=False, eq=False):
     nbytes: int  # of every copy, and of all pages under one identity
     depth: int
     children: dict[PageKey, Page] = field(default_factory=dict)
-    twin: Page | None = None
+    collision: Page | None = None
     copies: list[Copy | None] = field(default_factory=lambda: [None, None, None])
     pins: int = 0  # by people
     holds: int = 0  # by the code itself, for the time of one operation
@@ -71,7 +71,7 @@ class Page(Struct, gc=False, eq=False):
     serial: int = 0  # what the disk tier knows it by; 0: nothing of it is on disk
     record: PageRecord | None = None  # of its disk copy
     checksum: int | None = None  # XXH3-64 of its host copy, where that came with it
-    hole: bool = False  # its disk copy was lost, pages below it are still there
+    tombstone: bool = False  # its disk copy was lost, pages below it are still there
 
     @classmethod
     def root(cls, identity: bytes, nbytes: int) -> Page:
@@ -85,7 +85,7 @@ class Page(Struct, gc=False, eq=False):
 
     def __repr__(self) -> str:
         where = ",".join(tier.label for tier in Tier if self.copies[tier] is not None)
-        return f"Page(depth {self.depth}, {self.num_tokens} tokens, {where or 'hole'})"
+        return f"Page(depth {self.depth}, {self.num_tokens} tokens, {where or 'tombstone'})"
 
     @property
     def num_tokens(self) -> int:
@@ -120,12 +120,12 @@ class Page(Struct, gc=False, eq=False):
         return None
 
     def all_children(self) -> Iterator[Page]:
-        """The children, newest first, twins included."""
+        """The children, newest first, collisions included."""
         for child in reversed(self.children.values()):
-            twin: Page | None = child
-            while twin is not None:
-                yield twin
-                twin = twin.twin
+            collision: Page | None = child
+            while collision is not None:
+                yield collision
+                collision = collision.collision
 
     def may_leave(self, tier: Tier) -> bool:
         """Whether the copy in ``tier`` can go without breaking a promise or cutting off a held page."""
@@ -136,7 +136,7 @@ class Page(Struct, gc=False, eq=False):
             return False  # a page that is pinned or held keeps its coldest copy
         return not self.children or any(c is not None and c.ready for c in self.copies if c is not copy)
 
-    def may_sleep(self) -> bool:
+    def may_unload(self) -> bool:
         """Whether the page is on disk only, and nobody has to do with it."""
         hbm, host, disk = self.copies
         if disk is None or hbm is not None or host is not None:

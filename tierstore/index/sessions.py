@@ -5,7 +5,7 @@ saved it first, until anybody else saves it or a page behind it; then it belongs
 end makes it leave. So a system prompt stays, however many of the conversations below it are over.
 
 Remembered are, of each session, the last pages that it has come to: the pages before them are their parents.
-What is not remembered is not told: pages that have fallen asleep (they are old, and on disk), the sessions
+What is not remembered is not told: pages that have been unloaded (they are old, and on disk), the sessions
 that were not heard of for an hour when there are too many, and all of it after a restart. Nothing here holds
 a page.
 
@@ -20,9 +20,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from tierstore.arguments import text
-from tierstore.hints import Hint, checked_session
 from tierstore.index.page import Page
 from tierstore.policy import PageHint, Reuse
+from tierstore.types import Hint, checked_session
 
 NOBODY = 0
 MOST_SESSIONS = 1 << 14

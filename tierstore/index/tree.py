@@ -4,10 +4,60 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from tierstore.index.match import Match, common_tokens, tier_runs
-from tierstore.index.page import Page
+from tierstore.index.page import Page, Tier
 from tierstore.keys import TOKEN_BYTES, PageKey, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest held prefix. ``pages`` in prefix order; of the last one ``tail_tokens`` tokens match, which
+    is fewer than it holds when the prompts part inside its chunk. ``runs`` are the tiers of the pages at that
+    moment (see :func:`tier_runs`)."""
+
+    pages: tuple[Page, ...]
+    tokens: int
+    tail_tokens: int
+    runs: Sequence[tuple[Tier, int]] = ()
+
+
+def tier_runs(pages: Sequence[Page]) -> list[tuple[Tier, int]]:
+    """The fastest tier of each page, as (tier, end of the run), up to the first without a complete copy."""
+    if not pages:
+        return []
+    for page in pages:  # mostly, all of a prompt is in the host tier: that takes a quarter of the time
+        hbm, host, _ = page.copies
+        if hbm is not None or host is None or not host.ready:
+            break
+    else:
+        return [(Tier.HOST, len(pages))]
+    runs: list[tuple[Tier, int]] = []
+    last: Tier | None = None
+    for position, page in enumerate(pages):
+        tier = page.ready_tier()
+        if tier is not last:
+            if last is not None:
+                runs.append((last, position))
+            last = tier
+        if tier is None:
+            return runs
+    return [*runs, (last, len(pages))] if last is not None else runs
+
+
+def common_tokens(a: bytes, b: bytes) -> int:
+    """How many leading tokens two token strings share."""
+    if a[:TOKEN_BYTES] != b[:TOKEN_BYTES]:
+        return 0
+    shorter = min(len(a), len(b))
+    if a[:shorter] == b[:shorter]:
+        return shorter // TOKEN_BYTES
+    low, high = TOKEN_BYTES, shorter  # equal up to low, unequal up to high
+    while high - low > TOKEN_BYTES:
+        middle = (low + high) // (2 * TOKEN_BYTES) * TOKEN_BYTES
+        low, high = (middle, high) if a[:middle] == b[:middle] else (low, middle)
+    return low // TOKEN_BYTES
+
 
 _SIBLINGS_TRIED = 64  # newest siblings looked at for a match inside a chunk
 
@@ -116,7 +166,7 @@ class Tree:
         page = parent.children.get(key)
         while page is not None and page.tokens != tokens:
             self.key_collisions += 1
-            page = page.twin
+            page = page.collision
         return page
 
     def path(self, root: Page, prompt: Prompt, pages: int) -> Page | None:
@@ -143,7 +193,7 @@ class Tree:
     def make(self, parent: Page, key: PageKey, tokens: bytes, tick: int) -> Page:
         """A new child of ``parent``, which must have none with ``tokens``; in use since ``tick``."""
         page = Page.below(parent, key, tokens)
-        page.twin = parent.children.get(key)
+        page.collision = parent.children.get(key)
         parent.children[key] = page
         page.last_use = tick
         self.pages += 1
@@ -169,12 +219,12 @@ class Tree:
 def _unlink(parent: Page, page: Page) -> None:
     first = parent.children[page.key]
     if first is page:
-        if page.twin is None:
+        if page.collision is None:
             del parent.children[page.key]
         else:
-            parent.children[page.key] = page.twin
+            parent.children[page.key] = page.collision
         return
-    while first.twin is not page:
-        assert first.twin is not None, f"{page} is not a child of its parent"
-        first = first.twin
-    first.twin = page.twin
+    while first.collision is not page:
+        assert first.collision is not None, f"{page} is not a child of its parent"
+        first = first.collision
+    first.collision = page.collision

@@ -10,8 +10,8 @@ costs nothing. A disk holds millions of pages as columns of numbers and asks for
 a policy is a formula over facts, and what has to be remembered of single pages is among the facts.
 
 **Memory of evicted pages** (``ghosts.py``, 32 to 64 bytes a page): a page that comes back within a few
-turnovers still has its hits. (Pages that were asleep on disk when they left it are not remembered: the ledger
-knows no keys.)
+turnovers still has its hits. (Pages that were unloaded when they left the disk are not remembered: the page
+table knows no keys.)
 
 **The default** is :class:`FrequencyAgedLRU`. On a public trace of conversations it finds 14 % more than LRU
 in a small cache and nowhere less than 1 % less. Where all pages that were used often are over at once, LRU

@@ -135,7 +135,7 @@ class HbmTier:
         try:
             yield
         except BaseException:
-            self.leases.unlease_all(list(held.values()), Tier.HBM)
+            self.leases.release_all(list(held.values()), Tier.HBM)
             raise
 
     def _forget_gone(self) -> None:
@@ -200,11 +200,11 @@ class HbmTier:
             if page is None:
                 self.pool.free([hbm_page])
             else:
-                self.index.unlease(page, Tier.HBM)
+                self.index.release_copy(page, Tier.HBM)
 
-    def unlease(self, page: Page) -> None:
+    def release_copy(self, page: Page) -> None:
         """Give up a hold that is no part of a lookup's lease."""
-        self.leases.unlease(page, Tier.HBM)
+        self.leases.release_copy(page, Tier.HBM)
 
     def available(self) -> int:
         """Pages of the pool that are free or could be evicted, one after the other."""

@@ -28,7 +28,7 @@ from tierstore.mover import Mover, Priority
 from tierstore.store.buffers import Buffers, PageTarget
 from tierstore.store.hbm import HbmTier
 from tierstore.store.hit import Hit
-from tierstore.tiers.hbm import HERE, Filling
+from tierstore.tiers.hbm import COMPLETED, PendingCopy
 from tierstore.transfer import Transfer, TransferState
 from tierstore.types import Loaded
 
@@ -107,7 +107,7 @@ class Load(ABC):
         self._arrived[first : first + good] = [True] * good
 
     @abstractmethod
-    def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> Filling:
+    def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> PendingCopy:
         """Copy pages from host memory. While that goes on the targets may be handed out."""
 
     def _fill_checked(
@@ -270,7 +270,7 @@ class Load(ABC):
             self._ask_for_more(again=True)
         self._step_done()
 
-    def _leave_alone(self, filling: Filling, located: Located, in_one_go: bool) -> _Copying | None:
+    def _leave_alone(self, filling: PendingCopy, located: Located, in_one_go: bool) -> _Copying | None:
         """Wait for copies, unless they can go on by themselves."""
         left_s = located.ends - self.hbm.clock()
         if filling.done or not in_one_go or left_s < LEAST_S:
@@ -298,7 +298,7 @@ class Load(ABC):
             for each, target in zip(wanted, targets, strict=False):
                 self._land(each.position, [target], good=1)
             for each in local:
-                hbm.unlease(each.page)
+                hbm.release_copy(each.page)
             hbm.changed.notify_all()
         self.transfer.advance(len(targets), len(targets) * self.page_bytes)
         self._step_done()
@@ -363,9 +363,9 @@ class BufferLoad(Load):
     def _targets(self, first: int, count: int) -> Sequence[int]:
         return self._buffers.addresses[first : first + count]
 
-    def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> Filling:
+    def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> PendingCopy:
         copying.copy_all(zip(targets, addresses, strict=True), self.page_bytes)
-        return HERE
+        return COMPLETED
 
     def _fill_checked(
         self, targets: Sequence[int], addresses: Sequence[int], checksums: Sequence[int]
@@ -406,9 +406,9 @@ class TargetLoad(Load):
     def _targets(self, first: int, count: int) -> Sequence[int]:
         return range(first, first + count)
 
-    def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> Filling:
+    def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> PendingCopy:
         self._target.write(list(zip(targets, addresses, strict=True)))
-        return HERE
+        return COMPLETED
 
     def _fill_from_hbm(self, targets: Sequence[int], places: Sequence[int]) -> None:
         raise AssertionError("there is no pool")
@@ -489,14 +489,14 @@ class HbmLoad(Load):
                 self._pool.free([hbm_page])
                 self._share(position)  # another load brought it meanwhile
 
-    def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> Filling:
+    def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> PendingCopy:
         return self._pool.start_writing(list(zip(targets, addresses, strict=True)))
 
     def _in_one_go(self, address: int) -> bool:
         return self._pool.overlaps and self._pool.reaches(address)  # layer 0 of all pages is to come first
 
     def _came_late(self, pages: int) -> None:
-        self._pool.distrust(f"{pages} pages may be others': the lease ended while they were copied")
+        self._pool.invalidate(f"{pages} pages may be others': the lease ended while they were copied")
 
     def _fill_from_hbm(self, targets: Sequence[int], places: Sequence[int]) -> None:
         self._pool.copy_pages(zip(targets, places, strict=True))
@@ -515,7 +515,7 @@ class _Copying:
     can only end before them if the device stands still and the daemon does not answer, both for seconds; then
     the pool is not to be trusted any more, and says so to whoever goes on computing."""
 
-    def __init__(self, located: Located, filling: Filling, clock: Callable[[], float]) -> None:
+    def __init__(self, located: Located, filling: PendingCopy, clock: Callable[[], float]) -> None:
         self._located: Located | None = located
         self._filling = filling
         self._clock = clock

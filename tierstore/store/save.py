@@ -350,7 +350,7 @@ class Save:
     def _unhold(self, position: int) -> None:
         page = self._held.pop(position, None)
         if page is not None:
-            self._hbm.unlease(page)
+            self._hbm.release_copy(page)
 
     def _settle(self, _: TransferState) -> int:
         with self._hbm.lock:

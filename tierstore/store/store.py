@@ -17,7 +17,6 @@ from typing import Any
 from tierstore.arguments import optional_seconds, seconds, whole_number, whole_numbers
 from tierstore.backend import Backend, Lease, LookupRequest, SaveHints
 from tierstore.errors import UsageError
-from tierstore.hints import Hint
 from tierstore.index import LABELS, Page, Tier
 from tierstore.keys import Identity, Prompt, TokenIds, encode_tokens
 from tierstore.mover import Mover
@@ -32,7 +31,7 @@ from tierstore.store.prompts import PromptCache
 from tierstore.store.save import Save, SaveBudget
 from tierstore.tiers.hbm import PagePool
 from tierstore.transfer import Transfer
-from tierstore.types import Loaded
+from tierstore.types import Hint, Loaded
 
 _CLOSE_S = 5.0  # for saves that are under way
 _COUNTED_HERE = (
@@ -206,7 +205,7 @@ class Store:
         the number of tokens that are stored; pages that are there already count and are not copied.
 
         ``hint`` is what the caller knows of the pages' future, ``session`` any name of the conversation that
-        they are part of (see :mod:`tierstore.hints`, and :meth:`finish`). Neither changes what is found or
+        they are part of (see :mod:`tierstore.types`, and :meth:`finish`). Neither changes what is found or
         loaded, only what leaves first when a tier is full. A save of no pages can carry them, too.
         """
         source = Buffers(pages, self.spec.page_bytes, writable=False)

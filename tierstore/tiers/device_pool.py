@@ -14,7 +14,7 @@ bytes right are these six rules, each an event that a stream or a thread waits f
     waits for that copy
 ==  =====================================================================  =================================
 
-The owner of the *source* of a copy up keeps it until ``Filling.wait`` returns.
+The owner of the *source* of a copy up keeps it until ``PendingCopy.wait`` returns.
 
 Large loads go up layer by layer, layer 0 of all pages first, with an event after each layer: the model begins
 with layer 0 while the others are on their way. Small ones, single layers, and what comes from memory that the
@@ -42,7 +42,7 @@ from tierstore.tiers.device import (
     SourceOrder,
     Stream,
 )
-from tierstore.tiers.hbm import HERE, Arrivals, Filling, PagePool
+from tierstore.tiers.hbm import COMPLETED, CopyFence, PagePool, PendingCopy
 from tierstore.tiers.pinned import Pin, Reach
 from tierstore.units import format_size
 
@@ -176,9 +176,9 @@ class DevicePool(PagePool):
     def copy_pages(self, copies: Iterable[tuple[int, int]]) -> None:
         self.start_copying(list(copies)).wait()
 
-    def start_writing(self, copies: Sequence[tuple[int, int]]) -> Filling:
+    def start_writing(self, copies: Sequence[tuple[int, int]]) -> PendingCopy:
         if not copies:
-            return HERE
+            return COMPLETED
         pages = [page for page, _ in copies]
         sources = [address for _, address in copies]
         with self._uploading:  # the events of one filling, with nothing of another between them
@@ -186,9 +186,9 @@ class DevicePool(PagePool):
             events = list(self._write(pages, sources))
             return self._fill(pages, events)
 
-    def start_copying(self, copies: Sequence[tuple[int, int]]) -> Filling:
+    def start_copying(self, copies: Sequence[tuple[int, int]]) -> PendingCopy:
         if not copies:
-            return HERE
+            return COMPLETED
         to, sources = [page for page, _ in copies], [page for _, page in copies]
         computed, under_way = self.computed(), self._under_way(sources)
         self.runtime.wait(self._across, computed)  # rule 1
@@ -201,13 +201,13 @@ class DevicePool(PagePool):
     def computed(self) -> Event:
         return self.runtime.record(self.compute)
 
-    def arrivals(self, pages: Iterable[int]) -> Arrivals:
+    def arrivals(self, pages: Iterable[int]) -> CopyFence:
         if self._distrusted:
             raise DeviceError(self._distrusted)
         fillings = self._under_way(pages)  # rule 3
-        return _DeviceArrivals(self.runtime, self.compute, fillings) if fillings else HERE
+        return _DeviceArrivals(self.runtime, self.compute, fillings) if fillings else COMPLETED
 
-    def distrust(self, why: str) -> None:
+    def invalidate(self, why: str) -> None:
         _log.error("%s: %s", self, why)
         self._distrusted = f"{self.device}: {why}"
 

@@ -21,7 +21,7 @@ from tierstore.tiers.pinned import Pin
 from tierstore.units import format_size
 
 
-class Filling(Protocol):
+class PendingCopy(Protocol):
     """Pages that are on their way into the pool. Whoever computes may have them at once: the pool sees to the
     order (:meth:`PagePool.arrivals`). What they are copied *from* must stay until :meth:`wait` returns."""
 
@@ -33,7 +33,7 @@ class Filling(Protocol):
         """Block until they have."""
 
 
-class Arrivals(Protocol):
+class CopyFence(Protocol):
     """The pages of one batch that are on their way."""
 
     def wait(self, layer: int) -> None:
@@ -55,7 +55,7 @@ class _Here:
         """Nothing is on its way."""
 
 
-HERE = _Here()
+COMPLETED = _Here()
 
 
 class PagePool:
@@ -130,26 +130,26 @@ class PagePool:
 
     # -- beside what computes --------------------------------------------------------------------------
 
-    def start_writing(self, copies: Sequence[tuple[int, int]]) -> Filling:
+    def start_writing(self, copies: Sequence[tuple[int, int]]) -> PendingCopy:
         """:meth:`write_pages`, which may go on beside what computes."""
         self.write_pages(copies)
-        return HERE
+        return COMPLETED
 
-    def start_copying(self, copies: Sequence[tuple[int, int]]) -> Filling:
+    def start_copying(self, copies: Sequence[tuple[int, int]]) -> PendingCopy:
         """:meth:`copy_pages`, which may go on beside what computes."""
         self.copy_pages(copies)
-        return HERE
+        return COMPLETED
 
     def computed(self) -> Event | None:
         """The point after all that has been put to work on pages so far; None where that is done."""
         return None
 
-    def arrivals(self, pages: Iterable[int]) -> Arrivals:
+    def arrivals(self, pages: Iterable[int]) -> CopyFence:
         """What has to be waited for before computing with these pages. Raises
         :class:`~tierstore.tiers.device.DeviceError` when pages cannot be trusted any more."""
-        return HERE
+        return COMPLETED
 
-    def distrust(self, why: str) -> None:
+    def invalidate(self, why: str) -> None:
         """Pages that somebody computes with have wrong bytes, perhaps: nobody is to go on."""
         raise AssertionError("copies are done when the call returns")
 

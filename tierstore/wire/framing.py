@@ -4,7 +4,8 @@ ZMQ is for clients on other hosts. Between two processes of one host it costs mo
 a lookup: a message passes through an I/O thread on either side, which is six hand-overs for a round trip
 instead of two. Here whoever sends is the one that writes, and whoever waits reads.
 
-Nothing blocks. What the socket does not take at once is kept, up to a limit, until :meth:`Line.flush`.
+Nothing blocks. What the socket does not take at once is kept, up to a limit, until
+:meth:`FramedSocket.flush`.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _MOST_UNSENT_BYTES = 4 << 20  # and one message, however long
 _COPIED_BYTES = 32 << 10  # up to here, one string of both is sent more quickly than two
 
 
-class LineEnd(Exception):  # not an error: every line has one
+class FramedSocketEnd(Exception):  # not an error: every line has one
     """The other side has hung up, or sends what no message can be."""
 
 
-class Line:
+class FramedSocket:
     """One end. Not thread-safe. The socket belongs to whoever made this."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -79,7 +80,7 @@ class Line:
     # -- receiving -----------------------------------------------------------------------------------
 
     def receive(self) -> list[memoryview]:
-        """The messages that have come to their end. Raises :class:`LineEnd`."""
+        """The messages that have come to their end. Raises :class:`FramedSocketEnd`."""
         try:
             if self._begun is None:
                 return self._cut(self._socket.recv(_READ_BYTES))
@@ -87,11 +88,11 @@ class Line:
         except BlockingIOError:
             return []
         except OSError as error:
-            raise LineEnd(str(error)) from error
+            raise FramedSocketEnd(str(error)) from error
 
     def _cut(self, data: bytes) -> list[memoryview]:
         if not data:
-            raise LineEnd("hung up")
+            raise FramedSocketEnd("hung up")
         if self._head:
             data = self._head + data
         messages = []
@@ -100,7 +101,7 @@ class Line:
         while len(data) - at >= LENGTH.size:
             (length,) = LENGTH.unpack_from(data, at)
             if length > MAX_MESSAGE_BYTES:
-                raise LineEnd(f"a message of {length} bytes")
+                raise FramedSocketEnd(f"a message of {length} bytes")
             at += LENGTH.size
             if at + length > len(data):
                 self._begin(view[at:], length)
@@ -120,7 +121,7 @@ class Line:
     def _go_on(self, begun: bytearray) -> list[memoryview]:
         count = self._socket.recv_into(memoryview(begun)[self._filled :])
         if not count:
-            raise LineEnd("hung up")
+            raise FramedSocketEnd("hung up")
         self._filled += count
         if self._filled == self._length:
             self._begun = None

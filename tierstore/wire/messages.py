@@ -213,7 +213,7 @@ class Release(Message):
 
 
 class HintPart(Message):
-    """What the client knows of the future of pages; see :class:`tierstore.hints.Hint`."""
+    """What the client knows of the future of pages; see :class:`tierstore.types.Hint`."""
 
     ttl_s: float | None = None
     reuse: str | None = None

@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 import tierstore
 from tierstore import Hit, Store, lookup_all
 from tierstore.core.clients import MOST_IDENTITIES
-from tierstore.hints import Hint
 from tierstore.keys import TOKEN_BYTES, Identity, PageKey, Prompt
 from tierstore.spec import KVSpec
 from tierstore.store.buffers import PageSource, PageTarget, copied_frames
 from tierstore.tiers.pinned import Pin
 from tierstore.transfer import Transfer
-from tierstore.types import Loaded
+from tierstore.types import Hint, Loaded
 from tierstore_connectors.vllm.config import Settings
 
 __all__ = [

@@ -22,9 +22,9 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from tierstore.errors import StoreClosedError
-from tierstore.hints import Hint
 from tierstore.keys import Prompt
 from tierstore.transfer import Transfer
+from tierstore.types import Hint
 from tierstore_connectors.common.counters import Counters
 from tierstore_connectors.common.guard import ErrorLog
 from tierstore_connectors.vllm.copies import LoadedBlocks, SavedBlocks

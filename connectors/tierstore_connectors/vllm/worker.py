@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from tierstore.hints import Hint
 from tierstore.keys import TOKEN_BYTES, Identity, PageKey
 from tierstore.tiers.pinned import Pin
+from tierstore.types import Hint
 from tierstore_connectors.common.counters import Counters
 from tierstore_connectors.common.guard import ErrorLog
 from tierstore_connectors.vllm.config import Settings

@@ -31,8 +31,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from tierstore.errors import TierStoreError, UsageError
-from tierstore.hints import checked_session
 from tierstore.tiers.device import DeviceMemoryError
+from tierstore.types import checked_session
 from tierstore_engine.engine import Engine, EngineStalledError, check_tokens
 from tierstore_engine.outputs import Completion, FinishReason, RequestId, StepOutput
 from tierstore_engine.sampling import SamplingParams

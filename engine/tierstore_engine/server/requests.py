@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from tierstore.errors import UsageError
-from tierstore.hints import Hint, Reuse
+from tierstore.types import Hint, Reuse
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.server.errors import ApiError, bad_request
 
@@ -31,7 +31,7 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
 
 class CacheHints(Struct, forbid_unknown_fields=True, frozen=True):
-    """What the caller knows of the future of this prompt's pages (:class:`tierstore.hints.Hint`), and whether
+    """What the caller knows of the future of this prompt's pages (:class:`tierstore.types.Hint`), and whether
     what is computed may be saved."""
 
     ttl_s: Annotated[float, Meta(ge=0)] | None = None

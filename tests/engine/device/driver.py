@@ -18,7 +18,7 @@ from tests.engine.kernels.executor.toolchain import missing_tools
 from tierstore.tiers.cuda import CudaDevice, open_driver
 from tierstore.tiers.device import Stream
 
-HERE = Path(__file__).parent
+COMPLETED = Path(__file__).parent
 SCHEDULES = tuple(range(int(os.environ.get("TIERSTORE_DEVICE_SCHEDULES", "14"))))
 """Seeds: lazy, eager, and six each of random and mixed (see ``driver.cc``)."""
 
@@ -101,7 +101,7 @@ def missing() -> str | None:
 
 @cache
 def _library() -> ctypes.CDLL:
-    library = open_driver(str(build_plain(HERE / "driver.cc")))
+    library = open_driver(str(build_plain(COMPLETED / "driver.cc")))
     library.fake_batches.restype = library.fake_copies.restype = ctypes.c_longlong
     library.fake_registrations.restype = library.fake_strays.restype = ctypes.c_longlong
     library.fake_registered.restype = library.fake_streams.restype = ctypes.c_size_t

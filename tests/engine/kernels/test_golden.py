@@ -18,7 +18,7 @@ from tests.engine.kernels.problem import guarded_tensor
 from tierstore_engine.kernels.catalog import Instance
 from tierstore_engine.kernels.launcher import Launcher
 
-HERE = Path(__file__).parent
+COMPLETED = Path(__file__).parent
 LANE = np.arange(32)
 
 pytestmark = pytest.mark.usefixtures("executor")
@@ -26,11 +26,11 @@ pytestmark = pytest.mark.usefixtures("executor")
 
 def launcher() -> Launcher:
     if DEVICE == "executor":
-        return ExecutorLauncher(folder=HERE)
+        return ExecutorLauncher(folder=COMPLETED)
     from tierstore_engine.kernels.cubins import CubinCache
     from tierstore_engine.kernels.cupy_launcher import CupyLauncher
 
-    return MirrorLauncher(CupyLauncher(DEVICE, CubinCache(sources=HERE)), DEVICE)
+    return MirrorLauncher(CupyLauncher(DEVICE, CubinCache(sources=COMPLETED)), DEVICE)
 
 
 @pytest.mark.parametrize(("dtype", "number"), [(torch.float16, "__half"), (torch.bfloat16, "__nv_bfloat16")])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore.wire.framing import LENGTH, Line, LineEnd
+from tierstore.wire.framing import LENGTH, FramedSocket, FramedSocketEnd
 from tierstore.wire.messages import MAX_MESSAGE_BYTES
 
 
@@ -27,7 +27,7 @@ class Pair:
         if buffer_bytes is not None:
             for each in self.sockets:
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
-        self.left, self.right = map(Line, self.sockets)
+        self.left, self.right = map(FramedSocket, self.sockets)
 
     def __enter__(self):
         return self
@@ -83,7 +83,7 @@ def test_what_was_sent_before_hanging_up_arrives(pair):
     assert pair.left.send(b"last")
     pair.sockets[0].close()
     assert [bytes(message) for message in pair.right.receive()] == [b"last"]
-    with pytest.raises(LineEnd):
+    with pytest.raises(FramedSocketEnd):
         pair.right.receive()
     assert not pair.right.send(b"anybody?")
 
@@ -93,13 +93,13 @@ def test_hanging_up_in_the_middle_is_an_end_and_no_message(pair, begun):
     pair.sockets[0].send(begun)
     assert pair.right.receive() == []
     pair.sockets[0].close()
-    with pytest.raises(LineEnd):
+    with pytest.raises(FramedSocketEnd):
         pair.right.receive()
 
 
 def test_a_length_that_no_message_has_ends_the_line(pair):
     pair.sockets[0].send(LENGTH.pack(MAX_MESSAGE_BYTES + 1))
-    with pytest.raises(LineEnd):
+    with pytest.raises(FramedSocketEnd):
         pair.right.receive()
 
 

@@ -35,7 +35,7 @@ class Bench:
         self.bytes = {}  # serial -> what was saved
 
     def commit(self):
-        removed, self.state.holdings.removed = self.state.holdings.removed, []
+        removed, self.state.residency.removed = self.state.residency.removed, []
         self.disk.commit([], removed, {}, self.state.index.tick)
         return True
 
@@ -87,7 +87,7 @@ class Bench:
 
     def wake(self, record):
         root = self.state.root(Identity(f"pages of {record.nbytes}", "layout"), record.nbytes)
-        return self.state.wake(root, [record])
+        return self.state.reload(root, [record])
 
     def page(self, record):
         return self.state.index.by_serial[record.serial]

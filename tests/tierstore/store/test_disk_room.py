@@ -26,7 +26,7 @@ def scattered(bench, *, every=4):
     """Fill the disk with small pages, of which all but every fourth are old, wherever they are."""
     records = bench.fill(SMALL)
     for record in records[::every]:
-        bench.state.uses.touch([bench.page(record)], hit=True)
+        bench.state.access_log.touch([bench.page(record)], hit=True)
     return records
 
 
@@ -53,8 +53,8 @@ def test_pages_in_use_all_over_the_disk_make_way_and_stay(bench):
 
 def test_pages_that_sleep_move_too(bench):
     scattered(bench)
-    bench.state._awake_pages = 0
-    bench.state.let_sleep()
+    bench.state._loaded_pages_most = 0
+    bench.state.unload_idle()
     assert not bench.state.index.by_serial
     assert bench.save(LARGE) is not None
     assert bench.room.moves.stats().moved_pages > 0
@@ -127,7 +127,7 @@ def test_a_page_that_leaves_while_its_record_is_changed_is_gone_for_good(bench):
     def evict(moved):
         record, _ = moved[0]
         with bench.state.lock:
-            assert bench.state.room.leaves_disk(record.serial)
+            assert bench.state.eviction.leaves_disk(record.serial)
         gone.append(record.serial)
 
     bench.after_relocation = evict
@@ -141,8 +141,8 @@ def test_a_page_that_leaves_while_its_record_is_changed_is_gone_for_good(bench):
 def test_a_record_found_before_its_page_moved_is_not_believed(bench):
     scattered(bench)
     before = bench.records()
-    bench.state._awake_pages = 0
-    bench.state.let_sleep()
+    bench.state._loaded_pages_most = 0
+    bench.state.unload_idle()
     assert bench.save(LARGE) is not None
     after = bench.records()
     moved = [serial for serial, record in before.items() if serial in after and after[serial] != record]
@@ -162,7 +162,7 @@ def test_a_damaged_page_is_found_out_when_it_is_to_move(bench):
     assert bench.state.counters.damaged_pages > 0
     with bench.state.lock:  # those that nobody has looked at
         for record in damaged:
-            bench.state.room.leaves_disk(record.serial)
+            bench.state.eviction.leaves_disk(record.serial)
     bench.commit()
 
 
@@ -170,7 +170,7 @@ def test_what_lies_idle_is_collected_without_anybody_leaving(bench):
     records = bench.fill(SMALL)
     with bench.state.lock:
         for record in records[::2]:
-            bench.state.room.leaves_disk(record.serial)
+            bench.state.eviction.leaves_disk(record.serial)
     bench.commit()
     before = len(bench.disk.page_table)
     saved = [bench.save(LARGE) for _ in range(5)]

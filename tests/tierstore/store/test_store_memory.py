@@ -88,7 +88,7 @@ def damage_first(store, tokens):
         root = state.root(store.identity, store.spec.page_bytes)
         first, *_ = state.index.tree.match(root, store.prompt(tokens), len(tokens)).pages
         state.index.set_damaged(first, Tier.HOST)
-        state.holdings.drop(first, Tier.HOST)
+        state.residency.drop(first, Tier.HOST)
 
 
 def test_filling_a_hole_may_evict_the_page_below_it(open_store):

@@ -10,7 +10,7 @@ from tierstore.errors import UsageError
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
 from tierstore.tiers import cuda
 from tierstore.tiers.device import DeviceError
-from tierstore.tiers.hbm import HERE, PagePool, open_pool
+from tierstore.tiers.hbm import COMPLETED, PagePool, open_pool
 
 SPEC = KVSpec((LayerGroup(LayerKind.FULL_ATTENTION, (0, 1, 2), 2, 16),), "float16", 16)
 
@@ -29,7 +29,7 @@ def test_copies_are_done_when_the_call_returns() -> None:
     pool = PagePool(SPEC, 3)
     host = (ctypes.c_ubyte * (2 * SPEC.page_bytes))(*([1, 2, 3, 4] * (SPEC.page_bytes // 2)))
     address = ctypes.addressof(host)
-    assert pool.start_writing([(2, address)]) is HERE
+    assert pool.start_writing([(2, address)]) is COMPLETED
     assert pool.start_copying([(0, 2)]).done
     assert pool.array[0].tobytes() == bytes(host)[: SPEC.page_bytes]
     pool.array[0] = 9

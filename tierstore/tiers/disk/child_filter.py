@@ -103,8 +103,8 @@ def _hashes(rows: npt.NDArray[np.void]) -> _Words:
     """Of both entries of each link, as :meth:`BloomFilter.may_have` and :meth:`BloomFilter.may_begin` ask."""
     parents, tokens, keys = (rows[name].astype(np.uint64) for name in ("parent", "tokens", "key"))
     parents *= np.uint64(_GOLDEN)
-    beginnings = _all_mixed(_all_mixed(tokens[:, 0] + parents) + tokens[:, 1])
-    return np.concatenate([_all_mixed(keys[:, 0] + parents), beginnings])
+    prefixes = _all_mixed(_all_mixed(tokens[:, 0] + parents) + tokens[:, 1])
+    return np.concatenate([_all_mixed(keys[:, 0] + parents), prefixes])
 
 
 class ChildFilter:

@@ -453,13 +453,13 @@ class IndexDB:
         """Some children of ``parent`` that begin with the same four tokens as ``tokens``, or have fewer and
         begin with those."""
         found: list[PageRecord] = []
-        beginnings = [tokens, *(tokens[:nbytes] for nbytes in range(BEGINNING - 4, 0, -4))]
+        prefixes = [tokens, *(tokens[:nbytes] for nbytes in range(BEGINNING - 4, 0, -4))]
         with (
             _os_errors(),
             self._env.begin(db=self._pages) as txn,
             txn.cursor(self._children) as cursor,
         ):
-            for prefix in {child_prefix(parent, beginning): None for beginning in beginnings}:
+            for prefix in {child_prefix(parent, beginning): None for beginning in prefixes}:
                 more = cursor.set_range(prefix)
                 while more and len(found) < _SIMILAR_TRIED and cursor.key().startswith(prefix):
                     record = self._child(txn, cursor.key(), parent, identity)

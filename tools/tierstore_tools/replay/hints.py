@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tierstore.errors import UsageError
-from tierstore.hints import inferred
 from tierstore.policy import PageHint, Reuse
+from tierstore.types import inferred
 from tierstore_tools.replay.trace import Request
 
 _ORACLE = re.compile(r"oracle:(\d+(?:\.\d+)?|\.\d+)")
@@ -38,7 +38,7 @@ class Hinter(Protocol):
 
 class Inferred:
     """What an engine says without being told, by the reason that an answer ended
-    (:func:`tierstore.hints.inferred`)."""
+    (:func:`tierstore.types.inferred`)."""
 
     def hints(self, number: int, request: Request) -> Sequence[PageHint] | None:
         """The same for all blocks of the prompt."""

@@ -21,7 +21,7 @@ from tests.engine.kernels.executor.toolchain import (
 )
 from tierstore_engine.kernels import KERNEL_DIR
 
-HERE = Path(__file__).parent
+COMPLETED = Path(__file__).parent
 
 _STUB_HEAD = """
 #include "executor.h"
@@ -53,15 +53,15 @@ def build_library(file: Path, names: Sequence[str], *, races: bool) -> Path:
 
     # Without sanitizers in either case: TSan must not see fibers being switched.
     machine_flags = [*FLAGS, *(["-DEXECUTOR_TSAN"] if races else [])]
-    machine = _compile("machine.o", [HERE / "machine.cc"], [*machine_flags, "-c"])
+    machine = _compile("machine.o", [COMPLETED / "machine.cc"], [*machine_flags, "-c"])
     # Parsing NVIDIA's headers takes as long as compiling a kernel.
-    parsed = _compile("executor.h.gch", [HERE / "executor.h"], [*flags, "-x", "c++-header"])
+    parsed = _compile("executor.h.gch", [COMPLETED / "executor.h"], [*flags, "-x", "c++-header"])
     source = _keep("kernel.cc", stub.encode())
     return _compile(
         "kernel.so",
         [source, machine],
         [*flags, "-shared"],
-        folders=[parsed.parent, HERE, file.parent, KERNEL_DIR],
+        folders=[parsed.parent, COMPLETED, file.parent, KERNEL_DIR],
         included=[file, *file.parent.glob("*.cuh"), *KERNEL_DIR.glob("*.cuh")],
     )
 
@@ -86,14 +86,14 @@ def _compile(
     sources: Sequence[Path],
     flags: Sequence[str],
     *,
-    folders: Sequence[Path] = (HERE,),
+    folders: Sequence[Path] = (COMPLETED,),
     included: Sequence[Path] = (),
 ) -> Path:
     """The file ``result``, in a folder named after the content of all that goes into it, wherever that
     was."""
     key = _digest(
         [compiler(), compiler_version(), *flags],
-        [*sources, *included, *HERE.glob("*.*h"), *HERE.glob("nv/*")],
+        [*sources, *included, *COMPLETED.glob("*.*h"), *COMPLETED.glob("nv/*")],
     )
     target = cache_dir() / key / result
     if not target.exists():

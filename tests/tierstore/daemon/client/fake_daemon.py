@@ -10,7 +10,7 @@ import time
 
 from tierstore.memory import Memory
 from tierstore.wire import messages as p
-from tierstore.wire.framing import Line, LineEnd
+from tierstore.wire.framing import FramedSocket, FramedSocketEnd
 
 
 class FakeDaemon:
@@ -57,13 +57,13 @@ class FakeDaemon:
     def _accept(self):
         connection, _ = self._listener.accept()
         socket.send_fds(connection, [self._header], [self.arena.fd])
-        self._lines[connection.fileno()] = connection, Line(connection)
+        self._lines[connection.fileno()] = connection, FramedSocket(connection)
 
     def _hear(self, number):
         connection, line = self._lines[number]
         try:
             bodies = line.receive()
-        except LineEnd:
+        except FramedSocketEnd:
             del self._lines[number]
             connection.close()
             return

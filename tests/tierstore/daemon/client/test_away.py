@@ -116,7 +116,7 @@ def test_clients_are_served_again_soon_after_the_socket_is_back(make_daemon, con
             wait_until(lambda: all(served), 30)
             daemon.kill()
             wait_until(
-                lambda: all(store.backend.connection.counters.failed_greetings > 4 for store in stores)
+                lambda: all(store.backend.connection.counters.failed_handshakes > 4 for store in stores)
             )
             daemon.start()
             wait_until(lambda: listens(f"{daemon.socket}.arena"), 30)

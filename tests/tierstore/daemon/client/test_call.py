@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tierstore.client.call import Call
+from tierstore.client.channel import Call
 from tierstore.transfer import TransferState
 from tierstore.wire import messages as p
 

@@ -189,7 +189,7 @@ def test_garbage_ends_the_session(fake, connect, garbage):
 def test_an_arena_that_cannot_be_mapped_is_no_session(fake, connect, options):
     daemon = fake(**options)
     store = connect(daemon.url, connected=False)
-    wait_until(lambda: store.stats().counters["connection"]["failed_greetings"] > 2)
+    wait_until(lambda: store.stats().counters["connection"]["failed_handshakes"] > 2)
     assert store.lookup(TOKENS).tokens == 0
     assert not daemon.of(p.Hello)
 

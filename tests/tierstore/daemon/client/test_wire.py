@@ -81,7 +81,7 @@ def test_an_answer_that_nobody_waits_for_any_more_is_received_soon(make_daemon, 
     store.lookup(TOKENS).release()
     call = send_and_do_not_wait()
     wait_until(lambda: call._answer is not None)
-    wait_until(lambda: connection._serving._watched)
+    wait_until(lambda: connection._channel._watched)
     call = send_and_do_not_wait()
     wait_until(lambda: call._answer is not None)
 

@@ -16,7 +16,7 @@ import zmq
 
 from tierstore.keys import Identity, Prompt
 from tierstore.wire import messages as p
-from tierstore.wire.framing import LENGTH, Line
+from tierstore.wire.framing import LENGTH, FramedSocket
 
 CHUNK_TOKENS = 16
 PAGE_BYTES = 8192
@@ -159,7 +159,7 @@ class LineClient(Client):
         self.url = url
         self.ids = itertools.count(1)
         self.arena = ArenaConnection(url.removeprefix("ipc://") + ".arena")
-        self.line = Line(self.arena.socket)
+        self.line = FramedSocket(self.arena.socket)
         self._heard = deque()
         self.welcome = None
         if hello:

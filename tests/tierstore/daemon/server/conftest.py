@@ -64,7 +64,7 @@ class RunningDaemon:
         with state.lock:
             cached = sum(page.nbytes for page in state.index.tree.walk() if page.copies[1] is not None)
             assert state.host.used_bytes == cached
-            assert sum(state.holdings.host_bytes.values()) == cached
+            assert sum(state.residency.host_bytes.values()) == cached
 
     def stop(self) -> None:
         if self.thread.is_alive():

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from tierstore.daemon.collecting import Collecting
+from tierstore.daemon.daemon import Collecting
 from tierstore.testing.clock import ManualClock
 
 MINUTE = 60.0

@@ -11,7 +11,7 @@ import zmq
 
 import tierstore
 from tests.tierstore.daemon.server.conftest import RunningDaemon
-from tierstore.core.feed import Feed, Lost, Removed, Stored
+from tierstore.core.change_log import ChangeLog, Lost, Removed, Stored
 from tierstore.daemon.events import AllBlocksCleared, BlockRemoved, BlockStored, block_hash, events_of
 from tierstore.daemon.settings import Settings
 from tierstore.errors import StoreUnavailableError, UsageError
@@ -217,7 +217,7 @@ def test_pages_of_an_earlier_life_are_told_of_when_they_are_asked_for(running, f
 
 def test_pages_that_follow_one_another_share_an_event():
     identity = Identity.of(SPEC, model="m", tenant="t", adapter="a")
-    feed = Feed(lambda: None)
+    feed = ChangeLog(lambda: None)
     feed.register(identity, 2)
     digest = identity.digest
     keys = [bytes(8) + bytes([0] * 7 + [n]) for n in range(4)]
@@ -248,7 +248,7 @@ def test_pages_that_follow_one_another_share_an_event():
 def test_a_feed_that_nobody_takes_from_is_bounded_and_says_so():
     identity = Identity.of(SPEC, model="m")
     woken = []
-    feed = Feed(lambda: woken.append(1), most=4)
+    feed = ChangeLog(lambda: woken.append(1), most=4)
     feed.register(identity, 2)
     for n in range(10):
         feed.removed(Tier.HOST, identity.digest, bytes([n] * 16), bytes(8))

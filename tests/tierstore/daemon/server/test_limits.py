@@ -72,7 +72,7 @@ def test_reservations_count_what_pages_take(start, connect):
 
 def test_pages_that_are_only_on_disk_are_known_up_to_a_limit(start, connect, monkeypatch):
     """However long their prompts are. They are found all the same."""
-    monkeypatch.setattr("tierstore.core.state._AWAKE_BYTES", 200 * 2048)
+    monkeypatch.setattr("tierstore.core.state._LOADED_BYTES", 200 * 2048)
     daemon = start(disk=True, disk_bytes=64 << 20)
     client = connect(daemon.url, line=True)
     client.register()
@@ -91,8 +91,8 @@ def test_pages_that_are_only_on_disk_are_known_up_to_a_limit(start, connect, mon
 
 def test_lookups_end_where_memory_ends_rather_than_know_too_many_pages(start, connect, monkeypatch):
     """Leases keep pages known: a client that releases none could have all of the disk in memory."""
-    monkeypatch.setattr("tierstore.core.state._AWAKE_BYTES", 100 * 2048)
-    monkeypatch.setattr("tierstore.core.state._MOST_AWAKE_BYTES", 200 * 2048)
+    monkeypatch.setattr("tierstore.core.state._LOADED_BYTES", 100 * 2048)
+    monkeypatch.setattr("tierstore.core.state._MOST_LOADED_BYTES", 200 * 2048)
     daemon = start(disk=True, disk_bytes=64 << 20)
     client = connect(daemon.url, line=True)
     client.register()
@@ -177,7 +177,7 @@ def test_a_tenant_cannot_fill_the_tiers_with_pins_for_the_others(curve):
 
 
 def test_a_tenants_pins_end_by_themselves(curve, monkeypatch):
-    monkeypatch.setattr("tierstore.core.pins.TENANT_PIN_S", 0.2)
+    monkeypatch.setattr("tierstore.core.quotas.TENANT_PIN_S", 0.2)
     daemon, connect_as = curve
     bob = connect_as("bob")
     bob.register()
@@ -208,7 +208,7 @@ def test_an_operator_lifts_the_pins_of_tenants(curve, connect, tmp_path):
 
 
 def test_pinned_pages_take_a_bounded_amount_of_memory(start, connect, monkeypatch):
-    monkeypatch.setattr("tierstore.core.pins._MOST_MEMORY_BYTES", 8 * 2048)
+    monkeypatch.setattr("tierstore.core.quotas._MOST_MEMORY_BYTES", 8 * 2048)
     daemon = start()
     client = connect(daemon.url, line=True)
     client.register()

@@ -214,7 +214,7 @@ def test_pages_come_back_from_disk_after_a_restart(start, connect, tmp_path):
     assert found.tiers == [("disk", 6)]
     assert client.load(found.lease, 4, first=2) == PAGES[2:]  # without a prefetch
     assert client.load(found.lease, 6) == PAGES
-    # What is on disk and asleep is not stored twice.
+    # What is on disk and unloaded is not stored twice.
     before = daemon.stats().store.tiers["disk"].pages
     client.save(TOKENS)
     assert client.ask(p.Flush(0, 10.0)).done

@@ -47,7 +47,7 @@ class Followed(NamedTuple):
     chunk_tokens: int
 
 
-class Feed:
+class ChangeLog:
     """Guarded by the store's lock, :meth:`take` included. ``wake`` is called, under the lock, when there is
     something to take again.
 
