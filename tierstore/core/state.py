@@ -25,7 +25,7 @@ from tierstore.tiers.host import HostTier
 # On disk only, and kept in the tree all the same:
 _LOADED_PAGES = 1 << 15  # without others below them
 _LOADED_BYTES = 128 << 20  # with those above them
-_MOST_AWAKE_BYTES = 256 << 20  # with leased and pinned ones: then lookups end where memory ends
+_MOST_LOADED_BYTES = 256 << 20  # with leased and pinned ones: then lookups end where memory ends
 _UNLOADED_AT_ONCE = 1024  # a few milliseconds
 GONE_BYTES = 32 << 20  # of pages that have left the tree and may still be remembered somewhere
 
@@ -187,7 +187,7 @@ class StoreState:
     @property
     def may_reload(self) -> bool:
         """Whether there is memory for more pages that are only on disk."""
-        return self.index.disk_only_bytes < _MOST_AWAKE_BYTES
+        return self.index.disk_only_bytes < _MOST_LOADED_BYTES
 
     # -- seeing --------------------------------------------------------------------------------------
 
