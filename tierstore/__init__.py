@@ -56,6 +56,7 @@ __all__ = [
     "connect",
     "lookup_all",
     "open",
+    "open_pool",
 ]
 
 DEFAULT_HOST_BYTES = 1 * GIB
@@ -152,3 +153,18 @@ def connect(
         reach=pool.reach if pool is not None else reach,
     )
     return Store(backend, spec, identity=identity, pool=pool, lookup_s=lookup_s, mover_threads=mover_threads)
+
+
+def open_pool(spec: KVSpec, num_pages: int, *, device: str = "cpu") -> PagePool:
+    """A pool on ``device``: ``cpu``, ``cuda`` or ``cuda:N``. Raises :class:`UsageError` for a device that
+    there is not or that has no room, and :class:`~tierstore.tiers.device.DeviceError` when its driver
+    fails."""
+    kind, _, index = device.partition(":")
+    if kind == "cpu":
+        return PagePool(spec, num_pages)
+    if kind == "cuda" and (index.isdigit() or not index):
+        from tierstore.tiers.cuda import CudaDevice  # not before somebody has a GPU
+        from tierstore.tiers.device_pool import DevicePool
+
+        return DevicePool(spec, num_pages, CudaDevice(int(index or 0)))
+    raise UsageError(f"no page pool for device {device!r}: use cpu or cuda")

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import tierstore
-from tierstore import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES, Store
+from tierstore import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES, Store, open_pool
 from tierstore import Hit as StoreHit
 from tierstore.errors import UsageError
 from tierstore.keys import Identity, Prompt, TokenIds
 from tierstore.spec import KVSpec
 from tierstore.stats import StoreStats
-from tierstore.tiers.hbm import PagePool, open_pool
+from tierstore.tiers.hbm import PagePool
 from tierstore.transfer import Transfer
 from tierstore.types import Hint, Loaded
 from tierstore_connectors.base import Connector, Hit

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from tests.tierstore.daemon.client.conftest import DaemonProcess, shared_daemon  # noqa: F401  # a fixture
+from tierstore import open_pool
 from tierstore.errors import UsageError
 from tierstore.memory import Memory
 from tierstore.tiers.device_pool import DevicePool
-from tierstore.tiers.hbm import open_pool
 from tierstore_connectors.bundled import StoreConnector
 from tierstore_engine.build import LoadedModel, build_engine, load_model
 from tierstore_engine.device import CudaRunner, on_stream

@@ -2,8 +2,8 @@
 
 On a machine without a GPU the device is ``cpu``: the pool is ordinary memory and "HBM" is only its place in
 the hierarchy. One page is ``KVSpec.page_bytes`` contiguous bytes, so a page moves in one copy. The pool of a
-GPU is :class:`tierstore.tiers.device_pool.DevicePool`; :func:`open_pool` makes the one that a device needs.
-"""
+GPU is :class:`tierstore.tiers.device_pool.DevicePool`; :func:`tierstore.open_pool` makes the one that a
+device needs."""
 
 from __future__ import annotations
 
@@ -172,18 +172,3 @@ class PagePool:
 
     def _address(self, page: int) -> int:
         return self._start + page * self.spec.page_bytes
-
-
-def open_pool(spec: KVSpec, num_pages: int, *, device: str = "cpu") -> PagePool:
-    """A pool on ``device``: ``cpu``, ``cuda`` or ``cuda:N``. Raises :class:`UsageError` for a device that
-    there is not or that has no room, and :class:`~tierstore.tiers.device.DeviceError` when its driver
-    fails."""
-    kind, _, index = device.partition(":")
-    if kind == "cpu":
-        return PagePool(spec, num_pages)
-    if kind == "cuda" and (index.isdigit() or not index):
-        from tierstore.tiers.cuda import CudaDevice
-        from tierstore.tiers.device_pool import DevicePool
-
-        return DevicePool(spec, num_pages, CudaDevice(int(index or 0)))
-    raise UsageError(f"no page pool for device {device!r}: use cpu or cuda")

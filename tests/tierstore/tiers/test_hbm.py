@@ -6,11 +6,12 @@ import ctypes
 
 import pytest
 
+from tierstore import open_pool
 from tierstore.errors import UsageError
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
 from tierstore.tiers import cuda
 from tierstore.tiers.device import DeviceError
-from tierstore.tiers.hbm import COMPLETED, PagePool, open_pool
+from tierstore.tiers.hbm import COMPLETED, PagePool
 
 SPEC = KVSpec((LayerGroup(LayerKind.FULL_ATTENTION, (0, 1, 2), 2, 16),), "float16", 16)
 
