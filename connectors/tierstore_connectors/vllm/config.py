@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tierstore.daemon.settings import default_listen
-from tierstore.errors import UsageError
+from tierstore_connectors.common.options import checked_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,29 +40,7 @@ class Settings:
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> Settings:
         """Raises :class:`UsageError` for an unknown key or a wrong value."""
-        known = {each.name: each for each in fields(cls)}
-        unknown = sorted(set(extra) - set(known))
-        if unknown:
-            names = ", ".join(map(repr, unknown))
-            raise UsageError(f"kv_connector_extra_config has no {names} (known: {', '.join(known)})")
-        values: dict[str, Any] = {}
-        for name, value in extra.items():
-            values[name] = _checked(name, str(known[name].type), value)
-        return cls(**values)
-
-
-def _checked(name: str, kind: str, value: Any) -> Any:
-    if kind.startswith("str"):
-        if not isinstance(value, str):
-            raise UsageError(f"kv_connector_extra_config: {name} is a string, not {value!r}")
-        return value
-    whole = kind == "int"
-    valid = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
-    least = 1 if name == "threads" else 0
-    if not valid or not least <= value < 1e9:
-        what = "a whole number" if whole else "a number of seconds"
-        raise UsageError(f"kv_connector_extra_config: {name} is {what} from {least} on, not {value!r}")
-    return value
+        return cls(**checked_options("kv_connector_extra_config", cls, extra))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,9 @@ their commit. Of all others only the user can name the version (``namespace``).
 from __future__ import annotations
 
 import hashlib
-import os
-import platform
 import re
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +29,17 @@ import msgspec
 
 from tierstore.keys import KEY_BYTES, Identity, PageKey
 from tierstore.spec import KVSpec
+from tierstore_connectors.common.facts import (
+    COMMIT,
+    WEIGHTS,
+    digest,
+    digest_of_files,
+    facts,
+    plain,
+    weight_files,
+)
 from tierstore_connectors.vllm.layout import PageLayout, UnsupportedError
 
-_WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors"})
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each weight file, evenly spaced
 _MOST_ADAPTERS = 65_536
 
 
@@ -48,7 +52,7 @@ def model_digest(config: Any, version: str, backends: list[str], device: str, na
     load_format = str(load.load_format)
     parts: dict[str, Any] = {
         "architectures": sorted(model.hf_config.architectures or ()),
-        "hf_config": _plain(model.hf_config.to_dict()),
+        "hf_config": plain(model.hf_config.to_dict()),
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "kv_dtype": str(cache.cache_dtype),
@@ -68,14 +72,14 @@ def weights_revision(config: Any, namespace: str) -> str:
     :class:`UnsupportedError` where nothing does: neither files, nor a commit, nor a ``namespace``."""
     model, load = config.model_config, config.load_config
     if files := _weight_files(config):
-        return _digest([*_facts(files), *map(_sample, files)])
+        return digest_of_files(files)
     named = f"{model.model} {model.revision or ''}"
     if str(load.load_format) == "dummy":
         return named  # the seed says the rest
     commit = vars(model.hf_config).get("_commit_hash")  # of a checkpoint from the hub, where "main" moves
     if commit:
         return f"{named}@{commit}"
-    if _COMMIT.fullmatch(str(model.revision or "")) or namespace:
+    if COMMIT.fullmatch(str(model.revision or "")) or namespace:
         return named
     raise UnsupportedError(
         f"the weights of {model.model} cannot be identified (no local weight files, no commit): give "
@@ -93,29 +97,10 @@ def _weight_files(config: Any) -> list[Path]:
         place = str(extra.get("tensorizer_uri") or extra.get("tensorizer_dir") or place)
     path = Path(place)
     if path.is_dir():
-        return sorted(each for each in path.iterdir() if each.suffix in _WEIGHTS and each.is_file())
+        return weight_files(path)
     pattern = re.sub(r"-\d{5}-of-(\d{5})", r"-*-of-\1", path.name)  # GGUF
     pattern = re.sub(r"%0?\d*d", "*", pattern)  # tensorizer, one file for each rank
-    return sorted(path.parent.glob(pattern)) if path.suffix in _WEIGHTS else []
-
-
-def _facts(files: Iterable[Path]) -> list[object]:
-    status = [(each.name, each.stat()) for each in files]
-    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in status]
-
-
-def _sample(file: Path) -> str:
-    """A digest of a part of a file: enough to tell a fine-tuned model from its origin."""
-    digest = hashlib.sha256()
-    with file.open("rb", buffering=0) as opened:
-        last = max(os.fstat(opened.fileno()).st_size - _SAMPLE_BYTES, 0)
-        for at in range(_SAMPLES):
-            digest.update(os.pread(opened.fileno(), _SAMPLE_BYTES, last * at // (_SAMPLES - 1)))
-    return digest.hexdigest()
-
-
-def _digest(facts: list[object]) -> str:
-    return hashlib.sha256(msgspec.json.encode(facts)).hexdigest()[:32]
+    return sorted(path.parent.glob(pattern)) if path.suffix in WEIGHTS else []
 
 
 class AdapterVersions:
@@ -135,7 +120,7 @@ class AdapterVersions:
         number, place = int(adapter.lora_int_id), str(adapter.lora_path)
         try:
             files = sorted(each for each in Path(place).expanduser().iterdir() if each.is_file())
-            now = _digest(_facts(files))
+            now = digest(facts(files))
         except OSError as error:
             raise UnsupportedError(
                 f"the weights of the adapter {adapter.lora_name!r} cannot be identified ({place!r} is no "
@@ -158,31 +143,6 @@ def page_identity(
     """The identity of pages with ``layout``."""
     spec = KVSpec.opaque(layout.page_bytes, chunk_tokens=chunk_tokens)
     return Identity.of(spec, model=model, revision=revision, codec=f"vllm-{layout.digest}", shard=shard)
-
-
-def host_device() -> str:
-    """What stands for this processor: the attention kernels for it choose a layout by its instruction set."""
-    flags = ""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        if line.startswith(("flags", "Features")):
-            flags = " ".join(sorted(line.split(":", 1)[1].split()))
-            break
-    return f"cpu-{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:16]}"
-
-
-def _plain(value: Any) -> Any:
-    """``value`` with everything in it that JSON does not know as text, in a fixed order."""
-    if isinstance(value, dict):
-        # Not what a library wrote there about itself and about where the files are.
-        skipped = {"transformers_version", "_name_or_path"}
-        return {str(key): _plain(each) for key, each in sorted(value.items(), key=str) if key not in skipped}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
 
 
 def request_salt(adapter: Sequence[str], salt: str | None) -> bytes:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from tierstore_connectors.common.facts import host_device
 from tierstore_connectors.vllm.copies import Blocks, HostBlocks
 from tierstore_connectors.vllm.groups import Group, Groups
-from tierstore_connectors.vllm.identity import host_device, model_digest, page_identity, weights_revision
+from tierstore_connectors.vllm.identity import model_digest, page_identity, weights_revision
 from tierstore_connectors.vllm.layout import PageLayout, TensorShape, UnsupportedError, page_layout
 from tierstore_connectors.vllm.orders import GroupPages
 from tierstore_connectors.vllm.worker import WorkerGroup

@@ -12,15 +12,14 @@ import pytest
 from tierstore.errors import UsageError
 from tierstore.keys import PageKey
 from tierstore_connectors.common.counters import Counters, added
+from tierstore_connectors.common.facts import host_device, plain
 from tierstore_connectors.common.guard import Breaker, ErrorLog, RecentKeys, guarded
 from tierstore_connectors.vllm.config import RequestOptions, Settings
 from tierstore_connectors.vllm.groups import BlockTables, read_groups
 from tierstore_connectors.vllm.identity import (
     AdapterVersions,
-    _plain,
     chunk_keys,
     hashes_are_private,
-    host_device,
     model_digest,
     request_salt,
     weights_revision,
@@ -418,7 +417,7 @@ def test_an_adapter_is_known_by_its_files_and_not_after_they_have_changed(tmp_pa
 
 
 def test_configurations_are_made_plain_and_the_processor_has_a_name():
-    assert _plain({"b": (1, {"z": None}), "a": 1.5, "transformers_version": "5"}) == {
+    assert plain({"b": (1, {"z": None}), "a": 1.5, "transformers_version": "5"}) == {
         "a": 1.5,
         "b": [1, {"z": None}],
     }
