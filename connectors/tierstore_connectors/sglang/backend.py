@@ -1,0 +1,345 @@
+"""The class that SGLang loads: a ``HiCacheStorage`` whose pages are a tierstore daemon's.
+
+    --enable-hierarchical-cache --hicache-storage-backend dynamic --hicache-storage-backend-extra-config \
+      '{"backend_name": "tierstore", "module_path": "tierstore_connectors.sglang.backend",
+        "class_name": "TierStoreHiCache", "interface_v1": 1}'
+
+Nothing here raises once the engine runs: up to SGLang 0.5.20 an exception ended the thread that saves for
+good. A daemon that does not answer twice in a row is left alone for a while (:class:`Breaker`), so that it
+costs a prompt nothing. Each call ends within its setting's seconds: ranks wait for one another.
+
+SGLang's own threads call this: one asks, one reads, one writes; the scheduler may ask, too.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sglang
+import torch
+from sglang.srt import runtime_context
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
+
+import tierstore
+from tierstore import Hit, Store
+from tierstore.errors import UsageError
+from tierstore.keys import Identity
+from tierstore.spec import KVSpec
+from tierstore_connectors.common.guard import Breaker, ErrorLog, guarded
+from tierstore_connectors.sglang.config import Settings
+from tierstore_connectors.sglang.identity import model_digest, pool_identity, weights_revision
+from tierstore_connectors.sglang.pools import HostPool, find, load, save
+
+_log = logging.getLogger("sglang.tierstore")
+
+_KV = "kv"
+_LEAST_VERSION = (0, 5, 20)  # before that, pages of requests with other salts had the same names
+_FEW_TOKENS = 16
+_CONNECT_S = 1.0  # at the engine's start; a daemon that comes later is found all the same
+
+
+class TierStoreHiCache(HiCacheStorage):
+    """See the module. Raises :class:`~tierstore.errors.UsageError` at the engine's start for settings, an
+    SGLang or weights that it cannot keep pages of."""
+
+    def __init__(self, storage_config: Any, kwargs: Mapping[str, Any]) -> None:
+        version = tuple(int(part) for part in sglang.__version__.split(".post")[0].split(".")[:3])
+        if version < _LEAST_VERSION:
+            raise UsageError(
+                f"SGLang {sglang.__version__} gives the pages of requests with other salts one name: "
+                "tierstore needs 0.5.20 or newer"
+            )
+        self._config = storage_config
+        self._settings = Settings.parse(storage_config.extra_config)
+        self._lock = threading.Lock()  # of everything below that changes
+        self._pools: dict[str, HostPool] = {}
+        self._stores: dict[tuple[int, int], Store] = {}
+        self._identities: dict[tuple[str, str], Identity] = {}
+        self._epoch = 0
+        self._breaker = Breaker()
+        self._stats = _Transfers()
+        self.errors = ErrorLog(_log)
+        arguments = vars(runtime_context.get_server_args())
+        namespace = self._settings.namespace
+        self._revision = weights_revision(arguments, namespace)
+        self._model = model_digest(sglang.__version__, arguments, namespace)
+
+    # -- pools ---------------------------------------------------------------------------------------
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """The KV pool, or a group of pools that it is the anchor of."""
+        super().register_mem_pool_host(mem_pool_host)
+        entry = vars(mem_pool_host).get("anchor_entry")
+        self._register(_KV, mem_pool_host if entry is None else entry.host_pool)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+        self._register(str(host_pool_name), host_pool)
+
+    def _register(self, name: str, pool: Any) -> None:
+        if vars(pool).get("kv_buffer", pool) is None:
+            return  # an anchor without bytes of its own
+        known = HostPool(name, pool, torch.arange(pool.page_size))
+        if known.pool.page_size < _FEW_TOKENS:
+            self.errors.warn(
+                "page_size",
+                f"pages of {known.pool.page_size} tokens cost much for each token: --page-size 64 is faster",
+            )
+        with self._lock:
+            self._pools[name] = known
+            shape = (known.page_bytes, known.chunk_tokens)
+            if shape not in self._stores:
+                settings = self._settings
+                self._stores[shape] = tierstore.connect(
+                    settings.store,
+                    KVSpec.opaque(known.page_bytes, chunk_tokens=known.chunk_tokens),
+                    identity=self._identity_of(known),
+                    lookup_s=settings.lookup_s,
+                    mover_threads=settings.threads,
+                    keys=settings.keys,
+                    server_key=settings.server_key,
+                )
+                self._stores[shape].wait_connected(_CONNECT_S)
+
+    def _place(self, name: str) -> tuple[HostPool, Store, Identity]:
+        """Where the pages of a pool are kept. Raises :class:`KeyError` for a pool that was not registered."""
+        with self._lock:
+            pool = self._pools[name]
+            return pool, self._stores[pool.page_bytes, pool.chunk_tokens], self._identity_of(pool)
+
+    def _identity_of(self, pool: HostPool) -> Identity:
+        """The identity that the pool's pages have now: another one after new weights. Under the lock."""
+        weights = str(vars(runtime_context.get_serving()).get("weight_version", ""))
+        epoch = f"{weights}/{self._epoch}"
+        identity = self._identities.get((pool.name, epoch))
+        if identity is None:
+            identity = self._identities[pool.name, epoch] = pool_identity(
+                pool.page_bytes,
+                pool.chunk_tokens,
+                pool=pool.name,
+                layout=pool.layout,
+                model=self._model,
+                revision=f"{self._revision} {epoch}",
+                shard=self._shard(pool.name),
+            )
+        return identity
+
+    def _shard(self, pool: str) -> str:
+        """The part of the model that this rank has. Latents are the same on all ranks; states never are."""
+        config = self._config
+        whole = config.is_mla_model and pool != "mamba"
+        tensor = "all" if whole else f"{config.tp_rank}/{config.tp_size}"
+        return (
+            f"tp{tensor},pp{config.pp_rank}/{config.pp_size},cp{config.attn_cp_rank}/{config.attn_cp_size},"
+            f"dcp{config.dcp_rank}/{config.dcp_size}"
+        )
+
+    # -- asking --------------------------------------------------------------------------------------
+
+    @guarded(lambda self, keys, extra_info=None: 0)
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """How many leading pages of ``keys`` the daemon has."""
+        return _leading(self._held(_KV, keys))
+
+    @guarded(lambda self, keys, pool_transfers=None, extra_info=None: PoolTransferResult(0, {}, []))
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
+    ) -> PoolTransferResult:
+        """The prefixes that can be restored with the pages of all pools that they need."""
+        pages = _leading(self._held(_KV, keys)) if _KV in self._pools else len(keys)
+        restorable = list(range(1, pages + 1))
+        hits = {_KV: pages} if pages else {}
+        for transfer in pool_transfers or ():
+            if not restorable:
+                break
+            name = str(transfer.name)
+            held = self._held(name, keys[:pages])
+            if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+                possible = set(range(1, _leading(held) + 1))
+            elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+                window = max(len(transfer.keys or ()), 1)
+                possible = {end for end in restorable if all(held[max(end - window, 0) : end])}
+            else:
+                self.errors.warn("hit_policy", f"nothing is kept of pools with {transfer.hit_policy}")
+                possible = set()
+            if possible:
+                hits[name] = max(possible)
+            restorable = [end for end in restorable if end in possible]
+        return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
+
+    def _held(self, name: str, keys: Sequence[str]) -> list[bool]:
+        """Which of these pages the daemon has."""
+        pool, store, identity = self._place(name)
+        hits = self._find(store, identity, keys, pool.chunk_tokens)
+        for hit in hits:
+            hit.release()
+        return [hit.tokens > 0 for hit in hits] if hits else [False] * len(keys)
+
+    def _find(self, store: Store, identity: Identity, keys: Sequence[str], chunk_tokens: int) -> list[Hit]:
+        """A hit for each page; none at all while the daemon does not answer."""
+        with self._lock:
+            if not self._breaker.allows(time.monotonic()):
+                return []
+        hits = find(store, identity, keys, chunk_tokens)
+        self._answered(store)
+        return hits
+
+    def _answered(self, store: Store) -> None:
+        with self._lock:
+            if store.connected:
+                self._breaker.succeeded()
+            else:
+                self._breaker.failed(time.monotonic())
+
+    # -- reading and writing -------------------------------------------------------------------------
+
+    @guarded(lambda self, keys, host_indices, extra_info=None: [False] * len(keys))
+    def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        """Read pages into the KV pool: which of them have come."""
+        return self._load(_KV, keys, host_indices)
+
+    @guarded(lambda self, keys, host_indices, extra_info=None: [False] * len(keys))
+    def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        """Save pages of the KV pool: which of them are stored."""
+        return self._save(_KV, keys, host_indices)
+
+    @guarded(lambda self, transfers, extra_info=None: _nothing(transfers))
+    def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
+        """:meth:`batch_get_v1` for several pools."""
+        return {
+            each.name: self._load(str(each.name), each.keys or [], each.host_indices) for each in transfers
+        }
+
+    @guarded(lambda self, transfers, extra_info=None: _nothing(transfers))
+    def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
+        """:meth:`batch_set_v1` for several pools."""
+        return {
+            each.name: self._save(str(each.name), each.keys or [], each.host_indices) for each in transfers
+        }
+
+    def _load(self, name: str, keys: Sequence[str], indices: Any) -> list[bool]:
+        pool, store, identity = self._place(name)
+        began = time.monotonic()
+        hits = self._find(store, identity, keys, pool.chunk_tokens)
+        if not hits:
+            return [False] * len(keys)
+        wanted = _leading([hit.tokens > 0 for hit in hits])
+        runs = pool.runs(indices, len(keys))
+        loaded = load(store, hits[:wanted], runs[:wanted], self._settings.load_s)
+        for hit in hits[wanted:]:
+            hit.release()
+        self._stats.loaded(sum(loaded), pool.page_bytes, time.monotonic() - began)
+        return loaded + [False] * (len(keys) - wanted)
+
+    def _save(self, name: str, keys: Sequence[str], indices: Any) -> list[bool]:
+        pool, store, identity = self._place(name)
+        if not store.connected:
+            return [False] * len(keys)
+        began = time.monotonic()
+        runs = pool.runs(indices, len(keys))
+        stored = save(store, identity, keys, runs, pool.chunk_tokens, self._settings.save_s)
+        self._stats.saved(sum(stored), pool.page_bytes, time.monotonic() - began)
+        return stored
+
+    # -- the rest of SGLang's interface ----------------------------------------------------------------
+
+    @guarded(lambda self, key, target_location=None, target_sizes=None: None)
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
+        """Pages go straight to and from the host pool: this way in is not used (``interface_v1``)."""
+        self._say_v1()
+
+    @guarded(lambda self, keys, target_locations=None, target_sizes=None: [])
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
+        """See :meth:`get`."""
+        self._say_v1()
+        return [None] * len(keys)
+
+    @guarded(lambda self, key, value=None, target_location=None, target_sizes=None: False)
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """See :meth:`get`."""
+        self._say_v1()
+        return False
+
+    @guarded(lambda self, keys, values=None, target_locations=None, target_sizes=None: False)
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """See :meth:`get`."""
+        self._say_v1()
+        return False
+
+    @guarded(lambda self, key: False)
+    def exists(self, key: str) -> bool:
+        """Whether the daemon has a page of the KV pool."""
+        return self._held(_KV, [key]) == [True]
+
+    def _say_v1(self) -> None:
+        self.errors.warn(
+            "interface_v1", 'nothing is kept: set "interface_v1": 1 in hicache-storage-backend-extra-config'
+        )
+
+    @guarded(lambda self: None)
+    def clear(self) -> None:
+        """Find nothing of before any more: the weights may be others now. (The daemon's policy frees the
+        pages.)"""
+        with self._lock:
+            self._epoch += 1
+
+    @guarded(lambda self: None)
+    def get_stats(self) -> Any:
+        """What has come and gone since the last call, for SGLang's metrics."""
+        from sglang.srt.observability.metrics_collector import StorageMetrics
+
+        return self._stats.take(StorageMetrics())
+
+    @guarded(lambda self: None)
+    def close(self) -> None:
+        """SGLang detaches the storage."""
+        with self._lock:
+            stores, self._stores = list(self._stores.values()), {}
+            self._pools.clear()
+        for store in stores:
+            store.close()
+
+
+class _Transfers:
+    """Pages and bandwidths (GB/s) of batches, as SGLang's metrics want them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loads: list[tuple[int, float]] = []
+        self._saves: list[tuple[int, float]] = []
+
+    def loaded(self, pages: int, page_bytes: int, seconds: float) -> None:
+        self._note(self._loads, pages, page_bytes, seconds)
+
+    def saved(self, pages: int, page_bytes: int, seconds: float) -> None:
+        self._note(self._saves, pages, page_bytes, seconds)
+
+    def _note(self, batches: list[tuple[int, float]], pages: int, page_bytes: int, seconds: float) -> None:
+        with self._lock:
+            if len(batches) < 10_000:  # nobody takes them
+                batches.append((pages, pages * page_bytes / max(seconds, 1e-9) / 1e9))
+
+    def take(self, metrics: Any) -> Any:
+        with self._lock:
+            loads, self._loads = self._loads, []
+            saves, self._saves = self._saves, []
+        metrics.prefetch_pgs.extend(pages for pages, _ in loads)
+        metrics.prefetch_bandwidth.extend(rate for _, rate in loads)
+        metrics.backup_pgs.extend(pages for pages, _ in saves)
+        metrics.backup_bandwidth.extend(rate for _, rate in saves)
+        return metrics
+
+
+def _leading(held: Sequence[bool]) -> int:
+    """How many pages there are before the first that is missing."""
+    return next((at for at, here in enumerate(held) if not here), len(held))
+
+
+def _nothing(transfers: Any) -> dict[str, list[bool]]:
+    return {each.name: [False] * len(each.keys or ()) for each in transfers}
