@@ -58,7 +58,8 @@ class KnownPrompt:
 class LookupRequest:
     """A prompt as it was when somebody asked: it may grow meanwhile. Its tokens are the first ``nbytes`` of
     ``data`` (copying a long prompt costs more than matching it), ``keys`` are those of its full chunks. The
-    first ``common`` chunks are also those of ``known``."""
+    first ``common`` chunks are also those of ``known``. Chunks that are ``loose`` follow nothing: each is
+    found, leased and saved by its own key (:meth:`~tierstore.keys.Prompt.loose_pages`)."""
 
     identity: Identity
     chunk_tokens: int
@@ -67,6 +68,8 @@ class LookupRequest:
     keys: list[PageKey]
     known: KnownPrompt | None = None
     common: int = 0
+    loose: bool = False
+    depth: int = 0  # of the first loose chunk: how many pages come before it in its prompt
 
     @property
     def width(self) -> int:
@@ -103,6 +106,18 @@ class LookupRequest:
             self.known,
             min(self.common, chunks),
         )
+
+    def part(self, chunks: Sequence[int]) -> LookupRequest:
+        """Some of its chunks, where they are loose."""
+        assert self.loose, "chunks of a prompt are nothing without those before them"
+        data = b"".join([self.chunk(chunk) for chunk in chunks])
+        keys = [self.keys[chunk] for chunk in chunks]
+        depth = self.depth + chunks[0] if chunks else 0
+        return LookupRequest(self.identity, self.chunk_tokens, data, len(data), keys, loose=True, depth=depth)
+
+    def found(self, lease: Lease) -> LookupRequest:
+        """What of it a lease is on."""
+        return self.part(lease.positions) if self.loose else self.cut(lease.tokens)
 
     def handle_of(self, owner: object, chunks: int | None = None) -> PrefixHandle | None:
         """The handle that ``owner`` gave for a prefix of this prompt, for at most ``chunks`` chunks (None: as
@@ -143,7 +158,8 @@ NO_HINTS = SaveHints()
 class Lease:
     """The backend holds the first ``pages`` pages of a prompt (``tokens`` tokens) until ``ends`` on the
     store's clock, or until :meth:`Backend.release`. ``runs`` are their tiers: (``host`` or ``disk``, pages),
-    in prefix order. ``handle`` may stand for them in later requests. One with no tokens holds nothing."""
+    in prefix order. ``handle`` may stand for them in later requests. One with no tokens holds nothing. Of
+    loose chunks, ``positions`` are those that it holds."""
 
     number: int
     tokens: int
@@ -151,6 +167,7 @@ class Lease:
     runs: Sequence[tuple[str, int]]
     ends: float
     handle: PrefixHandle | None = None
+    positions: Sequence[int] = ()
 
     def run_at(self, position: int) -> tuple[str, int]:
         """The tier of a page, and how many pages from it on are in that tier."""

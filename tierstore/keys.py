@@ -85,7 +85,7 @@ class Prompt:
     ``tokens`` are held as little-endian uint32. Not thread-safe: it belongs to one sequence.
     """
 
-    __slots__ = ("_data", "_digest", "chunk_tokens", "identity", "keys")
+    __slots__ = ("_data", "_digest", "chunk_tokens", "identity", "keys", "loose", "pages_before")
 
     def __init__(
         self,
@@ -96,6 +96,8 @@ class Prompt:
         digest: Digest = xxhash.xxh3_128_digest,
     ) -> None:
         self.identity = identity
+        self.loose = False
+        self.pages_before = 0
         self.chunk_tokens = whole_number("chunk_tokens", chunk_tokens, least=1)
         self.keys: list[PageKey] = []
         self._digest = digest
@@ -110,6 +112,35 @@ class Prompt:
         prompt = cls(identity, chunk_tokens=chunk_tokens)
         prompt._data += token_bytes
         prompt.keys.extend(keys)
+        return prompt
+
+    @classmethod
+    def loose_pages(
+        cls,
+        identity: Identity,
+        token_bytes: bytes,
+        keys: Sequence[PageKey],
+        *,
+        chunk_tokens: int,
+        pages_before: int = 0,
+    ) -> Prompt:
+        """Pages that follow nothing, in one list: each is found by its own key and tokens, whatever else of
+        the list is held, and several may be missing. For whole pages (opaque ones, and states) of callers
+        that have no chain, or keep only its end. Of a prompt's pages the last ones leave first, so say how
+        many pages come before these, if you know. Raises :class:`UsageError` unless there is a key for each
+        chunk.
+
+        >>> spec = KVSpec.opaque(4096, chunk_tokens=8) >>> windows = Identity.of(spec, model="m") >>> pages =
+        Prompt.loose_pages(windows, bytes(64), [PageKey(b"1" * 16), PageKey(b"2" * 16)], chunk_tokens=8)"""
+        if not identity.whole_pages:
+            raise UsageError("pages without a chain are found whole: their layout is opaque, or a state")
+        if len(token_bytes) != len(keys) * chunk_tokens * TOKEN_BYTES:
+            raise UsageError(
+                f"{len(keys)} loose pages have {chunk_tokens} tokens each, not {len(token_bytes)} bytes"
+            )
+        prompt = cls.with_keys(identity, token_bytes, keys, chunk_tokens=chunk_tokens)
+        prompt.loose = True
+        prompt.pages_before = pages_before
         return prompt
 
     def copy(self) -> Prompt:

@@ -199,6 +199,10 @@ class RemoteBackend:
             return None
         pages = -(-found.tokens // request.chunk_tokens)
         sound = 0 <= found.tokens <= request.num_tokens and sum(count for _, count in found.tiers) == pages
+        positions = numbers(found.positions, "<u4").tolist()
+        if request.loose:
+            in_order = sorted(set(positions)) == positions and positions[-1:] < [request.num_chunks]
+            sound = sound and len(positions) == pages and in_order
         handle = PrefixHandle(session, found.path, found.known) if found.path and found.known > 0 else None
         if not found.lease or not found.tokens or not sound:
             if found.lease:
@@ -211,6 +215,7 @@ class RemoteBackend:
             found.tiers,
             at + session.lease_s,
             handle,
+            positions if request.loose else (),
             session,
             request,
         )
@@ -236,7 +241,7 @@ class RemoteBackend:
         """Exchange a lease for one that ends later, if the daemon gives one; ``then`` is told the end."""
         request = lease.request
         assert request is not None, "a lease is on what was found of a prompt"
-        found = self._find(request.cut(lease.tokens), self._patience_s, caller_receives=False)
+        found = self._find(request.found(lease), self._patience_s, caller_receives=False)
 
         def adopt() -> None:
             newer = found.wait()
@@ -525,7 +530,9 @@ def _part(session: Session, request: LookupRequest, handle: PrefixHandle | None)
     """A prompt as a message describes it: by reference to what the session remembers, the rest in full."""
     identity = session.identities[request.identity.digest]
     if handle is None or not handle.chunks:
-        return messages.PromptPart(identity, b"".join(request.keys), request.tokens_from(0))
+        keys = b"".join(request.keys)
+        tokens = request.tokens_from(0)
+        return messages.PromptPart(identity, keys, tokens, known=request.depth, loose=request.loose)
     keys = b"".join(request.keys[handle.chunks :])
     return messages.PromptPart(
         identity, keys, request.tokens_from(handle.chunks), handle.number, handle.chunks

@@ -14,6 +14,7 @@ they get. A reservation is never taken back from a living client; what it may ho
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import sys
@@ -39,7 +40,7 @@ from tierstore.backend import (
 )
 from tierstore.core.clients import Client, LocalLease, LocalReservation, Path, Refusal
 from tierstore.core.core import MOVER_THREADS, Core, open_tiers
-from tierstore.core.find import find
+from tierstore.core.find import find, wake_loose
 from tierstore.core.health import STALL_S
 from tierstore.core.loads import HostLoad
 from tierstore.core.prompts import Found, PromptView
@@ -143,7 +144,8 @@ class LocalBackend:
             with self._state.lock:
                 path = self.client.paths.get(handle.number)
         if handle is None or path is None:
-            return PromptView(registration, request.keys, request.tokens_from(0))
+            tokens = request.tokens_from(0)
+            return PromptView(registration, request.keys, tokens, loose=request.loose, depth=request.depth)
         known = min(handle.chunks, len(path.pages), len(request.keys))
         keys, tokens = request.keys[known:], request.tokens_from(known)
         return PromptView(registration, keys, tokens, path=path, path_number=handle.number, known=known)
@@ -169,6 +171,19 @@ class LocalBackend:
             self.core.forget_gone()
             if self.core.shared:
                 self.client.require_room()
+            if view.loose:
+                pages = view.loose_pages(state)
+                on_disk = view.loose_on_disk(state, pages)
+                if not on_disk:
+                    return Transfer.completed(self._lease_loose(view, pages))
+        if view.loose:
+            return self._after_disk(
+                partial(self._look_loose, view, on_disk),
+                patience_s,
+                lambda: self._lease_loose(view, view.loose_pages(state)),
+                otherwise=None,
+            )
+        with state.lock:
             found = self._found(view, limit)
             if not found.look_on_disk:
                 return Transfer.completed(self._lease(view, found, limit))
@@ -176,7 +191,7 @@ class LocalBackend:
         def after() -> Lease | None:
             return self._lease(view, self._found(view, limit), limit)
 
-        return self._after_disk(view, limit, patience_s, after, otherwise=None)
+        return self._after_disk(self._look_at(view, limit), patience_s, after, otherwise=None)
 
     def _found(self, view: PromptView, limit: int) -> Found:
         """What is in the tree of the first ``limit`` tokens. Under the lock. Forgets a path whose pages have
@@ -190,6 +205,8 @@ class LocalBackend:
 
     def _may_be_on_disk(self, view: PromptView) -> bool:
         """Whether a look at the disk could find more of it. Likewise."""
+        if view.loose:
+            return bool(view.loose_on_disk(self._state, view.loose_pages(self._state)))
         if view.head_left:
             self._forget(view)
         return view.may_be_on_disk(self._state)
@@ -199,14 +216,14 @@ class LocalBackend:
         view.spell_out()
 
     def _after_disk(
-        self, view: PromptView, limit: int, wait_s: float, then: Callable[[], R], *, otherwise: R
+        self, bring: Callable[[], PageLease], wait_s: float, then: Callable[[], R], *, otherwise: R
     ) -> Transfer[R]:
-        """Bring into the tree what the disk has of a prompt, then do what is to be done ``then``, under the
-        lock. When the look takes longer than ``wait_s`` it goes on, for the sake of the next lookup, and
+        """``bring`` into the tree what the disk has of a prompt, then do what is to be done ``then``, under
+        the lock. When the look takes longer than ``wait_s`` it goes on, for the sake of the next lookup, and
         then() does with what is in memory. ``otherwise`` is the result when the store is closed meanwhile."""
         state, threads = self._state, self.core.threads
         if threads is None:
-            hold = self._look(view.whole(), limit, view.registration.page_bytes)
+            hold = bring()
             with state.lock:
                 try:
                     return Transfer.completed(then())
@@ -234,10 +251,9 @@ class LocalBackend:
                         state.leases.release(hold)
 
         transfer: Transfer[R] = Transfer(settle, pages=0, nbytes=0, deadline_s=wait_s)
-        whole = view.whole()
 
         def look() -> None:
-            hold = self._look(whole, limit, view.registration.page_bytes)
+            hold = bring()
             with state.lock:
                 if ended:
                     state.leases.release(hold)
@@ -249,6 +265,22 @@ class LocalBackend:
         # Where the disk is slow, what has not begun must not pile up.
         transfer.on_end(partial(_cancel, looking))
         return transfer
+
+    def _look_at(self, view: PromptView, limit: int) -> Callable[[], PageLease]:
+        return partial(self._look, view.whole(), limit, view.registration.page_bytes)
+
+    def _look_loose(self, view: PromptView, chunks: Sequence[int]) -> PageLease:
+        """Likewise of loose chunks."""
+        state = self._state
+        with state.lock:
+            root = view.root(state)
+        wake_loose(state, root, view.registration.identity, [view.chunk(chunk) for chunk in chunks])
+        with state.lock:
+            if state.closed:
+                return PageLease()
+            pages = (page for page in view.loose_pages(state) if page is not None)
+            held = [(page, tier) for page in pages if (tier := page.ready_tier()) is not None]
+            return state.leases.take(held, _GRACE_S)
 
     def _look(self, prompt: Prompt, limit: int, page_bytes: int) -> PageLease:
         """What the disk has of a prompt comes into the tree, and is held there for a while."""
@@ -290,9 +322,48 @@ class LocalBackend:
             runs,
             state.clock() + core.lease_s,
             self._remember(view, found),
-            match.tail_tokens,
-            match.pages,
-            state.leases.take(held, core.lease_s),
+            tail_tokens=match.tail_tokens,
+            held=match.pages,
+            hold=state.leases.take(held, core.lease_s),
+            page_bytes=view.registration.page_bytes,
+            chunk_tokens=view.chunk_tokens,
+        )
+        return self.client.keep(lease)
+
+    def _lease_loose(self, view: PromptView, pages: Sequence[Page | None]) -> LocalLease:
+        """:meth:`_lease` for loose pages: one lease on each of those that are there."""
+        state, core, tenant = self._state, self.core, self.client.tenant
+        state.leases.expire()
+        held = [
+            (page, tier) for page in pages if page is not None and (tier := page.ready_tier()) is not None
+        ]
+        there = [page for page, _ in held]
+        state.counters.lookups += 1
+        state.counters.lookup_tokens += view.num_tokens
+        core.lookup_tokens[tenant] += view.num_tokens
+        runs: list[tuple[str, int]] = []
+        for tier, run in itertools.groupby(tier for _, tier in held):
+            count = sum(1 for _ in run)
+            runs.append((LABELS[tier], count))
+            state.counters.hit_tokens[LABELS[tier]] += count * view.chunk_tokens
+            core.hit_tokens[tenant, LABELS[tier]] += count * view.chunk_tokens
+        tokens = len(held) * view.chunk_tokens
+        self._measure(view, view.num_tokens, tokens)
+        if there:
+            depths = {page: view.depth + at for at, page in enumerate(pages) if page is not None}
+            state.access_log.touch_loose(depths, hit=True)
+        if not held or self.client.ended:
+            return LocalLease(0, 0, 0, (), 0.0)
+        lease = LocalLease(
+            0,
+            tokens,
+            len(held),
+            runs,
+            state.clock() + core.lease_s,
+            positions=[at for at, page in enumerate(pages) if page is not None],
+            tail_tokens=view.chunk_tokens,
+            held=there,
+            hold=state.leases.take(held, core.lease_s),
             page_bytes=view.registration.page_bytes,
             chunk_tokens=view.chunk_tokens,
         )
@@ -320,10 +391,13 @@ class LocalBackend:
 
     def _note_use(self, view: PromptView, limit: int, match: Match) -> None:
         """Take note of a lookup: for the curve, and of the use of what it has found. Under the lock."""
-        page_bytes = view.registration.page_bytes
-        self.core.curve.looked_up(view.all_keys(), limit, match.tokens, view.chunk_tokens, page_bytes)
         if match.pages:
             self._state.access_log.touch(match.pages, hit=True)
+        self._measure(view, limit, match.tokens)
+
+    def _measure(self, view: PromptView, limit: int, tokens: int) -> None:
+        page_bytes = view.registration.page_bytes
+        self.core.curve.looked_up(view.all_keys(), limit, tokens, view.chunk_tokens, page_bytes)
         if self._state.unload_idle() and self.core.defer is not None:
             self.core.defer(self._unload_later)
 
@@ -362,8 +436,7 @@ class LocalBackend:
 
         def held() -> int:
             pages = 0 if self._ended(lease) else count_in_arena(lease.held, 0, lease.pages)
-            if pages:
-                self._hold_under(lease, pages - 1)
+            self._hold_under(lease, 0, pages)
             return pages
 
         return self._bring(lease, 0, lease.pages, wait_s, Priority.PREFETCH, held)
@@ -415,9 +488,9 @@ class LocalBackend:
         addresses = [start + copy(page, Tier.HOST).place for page in held]
         checksums = [page.checksum or 0 for page in held]
         if self.core.shared:
-            self._hold_under(lease, first + pages - 1)
+            self._hold_under(lease, first, pages)
             return Located(addresses, lease.ends, checksums)
-        hold = state.leases.take([(held[-1], Tier.HOST)], math.inf)
+        hold = state.leases.take([(page, Tier.HOST) for page in lease.holders(first, pages)], math.inf)
         return Located(addresses, checksums=checksums, release=partial(self._release_hold, hold))
 
     def suspect(self, lease: Lease, position: int) -> None:
@@ -444,13 +517,16 @@ class LocalBackend:
 
         self.core.mover.submit(Priority.SAVE, look)
 
-    def _hold_under(self, lease: LocalLease, position: int) -> None:
-        """A page in the arena (and those before it, which cannot leave before it) is held while the lease
+    def _hold_under(self, lease: LocalLease, first: int, count: int) -> None:
+        """Pages in the arena (and those before them, which cannot leave before) are held while the lease
         is."""
-        last = (lease.held[position], Tier.HOST)
-        if last not in lease.hold.held:
-            self._state.index.lease(*last)
-            lease.hold.held.append(last)
+        if not count:
+            return
+        known = set(lease.hold.held) if lease.positions else lease.hold.held
+        for page in lease.holders(first, count):
+            if (page, Tier.HOST) not in known:
+                self._state.index.lease(page, Tier.HOST)
+                lease.hold.held.append((page, Tier.HOST))
 
     def _ended(self, lease: LocalLease) -> bool:
         if not self.core.shared:
@@ -473,8 +549,8 @@ class LocalBackend:
             state.counters.loaded_pages += pages
             if not held or host is None:
                 return Sending((), (), lambda: None)
-            hold = state.leases.take([(held[-1], Tier.HOST)], math.inf)
-            self._hold_under(lease, first + pages - 1)
+            hold = state.leases.take([(page, Tier.HOST) for page in lease.holders(first, pages)], math.inf)
+            self._hold_under(lease, first, pages)
             frames = [host.view(state.index.copy(page, Tier.HOST).place, page.nbytes) for page in held]
             checksums = [page.checksum or 0 for page in held]
             return Sending(frames, checksums, partial(self._release_hold, hold))
@@ -511,7 +587,10 @@ class LocalBackend:
         state = self._state
         hold = PageLease()
         if look:  # what is there and not in the tree must not be stored a second time
-            hold = self._look(view.whole(), view.num_tokens, view.registration.page_bytes)
+            if view.loose:
+                hold = self._look_loose(view, range(view.whole_chunks))
+            else:
+                hold = self._look(view.whole(), view.num_tokens, view.registration.page_bytes)
         try:
             with state.lock:
                 if view.head_left:
@@ -705,7 +784,7 @@ class LocalBackend:
                 return Transfer.completed(self.core.pins.unpin(self.client.tenant, pages) * view.chunk_tokens)
             if not self._found(view, limit).look_on_disk:
                 return Transfer.completed(set_pins())
-        return self._after_disk(view, limit, _PIN_LOOK_S, set_pins, otherwise=0)
+        return self._after_disk(self._look_at(view, limit), _PIN_LOOK_S, set_pins, otherwise=0)
 
     def evict(self, tier: str, pages: int | None) -> int:
         name = Tier(LABELS.index(tier))

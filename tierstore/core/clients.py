@@ -57,6 +57,11 @@ class LocalLease(Lease):
     page_bytes: int = 0
     chunk_tokens: int = 0
 
+    def holders(self, first: int, count: int) -> Sequence[Page]:
+        """The pages whose leases hold pages ``first … first + count``: the last one, but of loose pages
+        each."""
+        return self.held[first : first + count] if self.positions else [self.held[first + count - 1]]
+
 
 @dataclass(slots=True, eq=False)
 class LocalReservation(Reservation):

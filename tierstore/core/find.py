@@ -6,7 +6,7 @@ So what was found on disk is checked once more when it is brought into the tree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from tierstore.core.state import StoreState
@@ -105,6 +105,22 @@ def _wake_below(state: StoreState, parent: Page, prompt: Prompt, max_tokens: int
     path = _looked(state, look)
     with state.lock:
         return path is not None and not state.reload(parent, path)
+
+
+def wake_loose(
+    state: StoreState, root: Page, identity: Identity, chunks: Sequence[tuple[PageKey, bytes]]
+) -> None:
+    """Bring into the tree what the disk has of these loose chunks, all below ``root``."""
+    assert state.disk is not None
+    disk = state.disk
+
+    def look() -> list[PageRecord]:
+        return [record for chunk in chunks for record in disk.find(root.serial, identity.digest, [chunk])]
+
+    records = _looked(state, look) or []
+    with state.lock:
+        for record in records:
+            state.reload(root, [record])
 
 
 def _looked(state: StoreState, look: Callable[[], list[PageRecord]]) -> list[PageRecord] | None:

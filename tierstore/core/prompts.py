@@ -37,8 +37,12 @@ class PromptView:
         path: Path | None = None,
         path_number: int = 0,
         known: int = 0,
+        loose: bool = False,
+        depth: int = 0,
     ) -> None:
         self.registration = registration
+        self.loose = loose
+        self.depth = depth  # pages before the first one, where they are loose
         self.chunk_tokens = registration.chunk_tokens
         self._width = self.chunk_tokens * TOKEN_BYTES
         self.keys = keys
@@ -184,8 +188,33 @@ class PromptView:
             raise Refusal("identity", f"pages of this identity have {nbytes} bytes now: register it again")
         return state.root(self.registration.identity, self.registration.page_bytes)
 
+    def loose_pages(self, state: StoreState) -> list[Page | None]:
+        """The page of each loose chunk that can be had now, None where it is in no tier that answers."""
+        root = self.root(state)
+        pages: list[Page | None] = []
+        for key, start in zip(self.keys, range(0, len(self.tokens), self._width), strict=True):
+            page = state.index.tree.child(root, key, self.tokens[start : start + self._width])
+            tier = page.ready_tier() if page is not None else None
+            there = tier is not None and (tier is not Tier.DISK or state.health.readable)
+            pages.append(page if there else None)
+        return pages
+
+    def loose_on_disk(self, state: StoreState, pages: Sequence[Page | None]) -> list[int]:
+        """Which of the loose chunks that are missing among ``pages`` the disk may have."""
+        root = self.root(state)
+        if state.disk is None or not state.health.readable or not state.may_reload or not root.serial:
+            return []
+        may_lead = state.disk.child_filter.may_lead
+        return [
+            at
+            for at, page in enumerate(pages)
+            if page is None and may_lead(root.serial, *self.chunk(at), whole=True)
+        ]
+
     def pages_in_tree(self, state: StoreState) -> Sequence[Page]:
         """The pages of its whole chunks that are in the tree, whether or not they have copies."""
+        if self.loose:
+            return [page for page in self.loose_pages(state) if page is not None]
         return (
             *self.head,
             *state.index.tree.descend(self._parent(state), self.keys, self.tokens, self._width),
@@ -194,6 +223,8 @@ class PromptView:
     def first_pages(self, state: StoreState, chunks: int) -> Sequence[Page] | None:
         """The pages of the first ``chunks`` chunks, whether or not they have copies; None if they are not all
         in the tree."""
+        if self.loose:
+            return ()
         if chunks <= len(self.head):
             return self.head if chunks == len(self.head) else self.head[:chunks]
         count = chunks - len(self.head)

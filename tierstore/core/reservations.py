@@ -21,8 +21,10 @@ from tierstore.tiers.slabs import slot_bytes
 class _Branch:
     """The pages that a save goes along, one behind the other. In steps: in between, others have the lock."""
 
-    def __init__(self, state: StoreState, hints: SaveHints, tenant: str) -> None:
+    def __init__(self, state: StoreState, hints: SaveHints, tenant: str, *, loose: bool) -> None:
         self._state = state
+        self._loose = loose  # each page is right below the root
+        self._depths: dict[Page, int] = {}  # of those of this step
         self._tracker = HintTracker(state.sessions, hints.hint, hints.session, tenant)
         self._end: Page | None = None
         self._held: Page | None = None  # between two steps: the next one must find it in the tree
@@ -43,14 +45,23 @@ class _Branch:
         self._tracker.comes_to(page)
         return page
 
-    def grow(self, page: Page) -> None:
-        """This page is stored, or about to be. The save goes on behind it."""
+    def grow(self, page: Page, depth: int) -> None:
+        """This page, with ``depth`` pages before it, is stored, or about to be. The save goes on behind
+        it."""
+        if self._loose:
+            self._depths[page] = depth
+            return
         self._step.append(page)
         self._end = page
 
     def end_step(self, *, last: bool) -> None:
         """Note the use of the pages of this step."""
-        self._state.access_log.touch(self._step, hit=False)
+        if self._loose:
+            self._state.access_log.touch_loose(self._depths, hit=False)
+            self._step = list(self._depths)
+            self._depths = {}
+        else:
+            self._state.access_log.touch(self._step, hit=False)
         self._tracker.saved(self._step)
         self._step = []
         self._hold(None if last else self._end)
@@ -94,7 +105,7 @@ class ReservationBuilder:
         self._before = prompt.first_pages(state, chunks.start)
         self._pages: list[Page] = []
         self._positions: list[int] = []
-        self._branch = _Branch(state, hints, client.tenant)
+        self._branch = _Branch(state, hints, client.tenant, loose=prompt.loose)
         above = self._before[-1] if self._before else prompt.root(state)
         self._branch.begin(above if self._before is not None else None)
         self._next = 0  # position
@@ -115,7 +126,7 @@ class ReservationBuilder:
                 self._state.counters.not_stored_pages += len(self._chunks) - self._next
                 self._next = len(self._chunks)
                 break
-            self._branch.grow(page)
+            self._branch.grow(page, self._prompt.depth + self._chunks[self._next])
             self._pages.append(page)
             self._stored_tokens += page.num_tokens
             self._next += 1
@@ -145,7 +156,7 @@ class ReservationBuilder:
         """What the client may refer to when it saves what follows: a long prompt must not be sent and matched
         once more with every piece of it."""
         whole = self._pages[: self._prompt.whole_chunks - self._chunks.start]
-        if not whole:
+        if not whole or self._prompt.loose:
             return None
         assert self._before is not None, "there are pages behind a page that is not there"
         path = Path((*self._before, *whole), (), NEVER)

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from tierstore.core.change_log import ChangeLog
@@ -39,6 +39,12 @@ class AccessLog:
         self._index.touch(pages, hit=hit)
         if self._disk is not None:
             self._used.update([page for page in pages if page.copies[Tier.DISK] is not None])
+
+    def touch_loose(self, depths: Mapping[Page, int], *, hit: bool) -> None:
+        """The same for loose pages, with what is known of their places in a prompt."""
+        self._index.touch_loose(depths, hit=hit)
+        if self._disk is not None:
+            self._used.update([page for page in depths if page.copies[Tier.DISK] is not None])
 
     def hint(self, pages: Sequence[Page], hint: PageHint) -> None:
         """``hint`` is about the next use of these pages, in every tier."""

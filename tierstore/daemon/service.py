@@ -566,8 +566,10 @@ def _view(session: Session, part: p.PromptPart) -> PromptView:
     if not 0 <= part.known <= p.MAX_CHUNKS or part.known + whole > p.MAX_CHUNKS:
         raise Refusal("usage", f"a prompt has {p.MAX_CHUNKS} chunks at most")
     keys = cast(Sequence[PageKey], struct.unpack(f"{KEY_BYTES}s" * whole, part.keys))
-    if not part.path:
-        return PromptView(registration, keys, part.tokens)
+    if part.loose and not (registration.identity.whole_pages and len(part.tokens) == whole * width):
+        raise Refusal("usage", "loose pages are whole, and of a layout whose pages are found whole")
+    if part.loose or not part.path:
+        return PromptView(registration, keys, part.tokens, loose=part.loose, depth=part.known)
     path = client.path(part.path)
     if part.known > len(path.pages):
         raise Refusal("path", f"path {part.path} has {len(path.pages)} chunks, not {part.known}")
@@ -582,7 +584,9 @@ def _found(number: int, lease: Lease | None) -> p.Found:
     if not isinstance(lease, LocalLease) or not lease.number:
         return p.Found(number, 0, 0, 0, [], 0, 0)
     path, known = (lease.handle.number, lease.handle.chunks) if lease.handle is not None else (0, 0)
-    return p.Found(number, lease.tokens, lease.tail_tokens, lease.number, list(lease.runs), path, known)
+    positions = array.array("I", lease.positions).tobytes()
+    runs = list(lease.runs)
+    return p.Found(number, lease.tokens, lease.tail_tokens, lease.number, runs, path, known, positions)
 
 
 def _reserved(number: int, start: int, reservation: Reservation | None) -> p.Reserved:

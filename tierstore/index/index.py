@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tierstore.index.page import Copy, Page, Tier
@@ -21,6 +21,8 @@ from tierstore.policy import (
     Reuse,
     fingerprint,
 )
+
+_PAGES_A_TICK = 64  # of a prompt of loose pages, to be older than those before them. Callers save 128 at once
 
 
 class EvictionQueues:
@@ -310,6 +312,16 @@ class Index:
         if hit:
             for page in pages:
                 page.hits += 1
+
+    def touch_loose(self, depths: Mapping[Page, int], *, hit: bool) -> None:
+        """:meth:`touch` for pages without a chain, each with the number of pages that come before it in its
+        prompt. No tree says that those behind leave first, and the pages of a prompt come in several
+        requests: so a page counts as used a little earlier than the ones before it."""
+        self.tick += 1
+        for page, depth in depths.items():
+            page.depth = depth + 1
+            page.last_use = max(self.tick - depth // _PAGES_A_TICK, 0)
+            page.hits += hit
 
     def hint(self, pages: Sequence[Page], hint: PageHint) -> None:
         """``hint`` is about the next use of these pages."""

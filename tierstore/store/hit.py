@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from tierstore.arguments import optional_seconds
@@ -44,6 +44,8 @@ class Hit:
         # them, too.)
         self.local: tuple[Page, ...] = match.pages if match.tokens >= below else match.pages[:whole]
         self.by_tier = self._count()
+        self.positions: Sequence[int] = lease.positions if lease is not None else ()
+        """Of loose pages: which of those asked for the hit's pages are. Empty for a prompt's prefix."""
 
     def __repr__(self) -> str:
         return f"Hit({self.tokens} tokens, {self.by_tier})"
@@ -56,7 +58,7 @@ class Hit:
     @property
     def request(self) -> LookupRequest:
         """What was found of the prompt. Made when it is wanted: most hits are loaded, or let go, without."""
-        return self._request.cut(self.tokens)
+        return self._request.part(self.positions) if self._request.loose else self._request.cut(self.tokens)
 
     def _count(self) -> dict[str, int]:
         lease = self._lease

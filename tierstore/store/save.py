@@ -176,7 +176,10 @@ class Save:
             self._end(window)
             return
         first = self._first + window.first
-        prompt = self._request.cut((first + window.count) * self._request.chunk_tokens)
+        if self._request.loose:
+            prompt, first = self._request.part(range(first, first + window.count)), 0
+        else:
+            prompt = self._request.cut((first + window.count) * self._request.chunk_tokens)
         try:
             answer = self._backend.reserve(
                 prompt, first, window.count, hints=self._hints, handle=self._handle

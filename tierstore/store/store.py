@@ -137,10 +137,26 @@ class Store:
         if isinstance(prompt, Prompt):
             if prompt.chunk_tokens != self.spec.chunk_tokens or prompt.identity.layout != self._layout:
                 raise UsageError("the prompt was made for another page layout than this store's")
+            if prompt.loose:
+                return self._loose(prompt)
             request = self._prompts.request(prompt)
         else:
             request = self._prompts.request_of(self.identity, encode_tokens(prompt))
         return request if max_tokens is None else request.cut(max(whole_number("max_tokens", max_tokens), 0))
+
+    def _loose(self, prompt: Prompt) -> LookupRequest:
+        if self.pool is not None:
+            raise UsageError("pages without a chain are not kept in a page pool: use a store without one")
+        data = prompt.token_bytes
+        return LookupRequest(
+            prompt.identity,
+            prompt.chunk_tokens,
+            data,
+            len(data),
+            list(prompt.keys),
+            loose=True,
+            depth=prompt.pages_before,
+        )
 
     # -- loading -------------------------------------------------------------------------------------
 
@@ -483,7 +499,8 @@ class _Lookup:
         hbm = store._hbm
         lease = self.answer.wait() if self.answer is not None else None
         if lease is not None:
-            store._prompts.remember(request, lease.handle)
+            if not request.loose:
+                store._prompts.remember(request, lease.handle)
             lease = lease if lease.tokens else None
         # Looked at again, because the answer took its time and nothing was held meanwhile.
         match = hbm.match(request)

@@ -108,13 +108,16 @@ class Refused(Message):
 class PromptPart(Message):
     """A prompt, or its end. ``path`` names a prefix that an earlier :class:`Found` remembered, and ``known``
     how many of its chunks this prompt begins with; ``keys`` (16 bytes each) and ``tokens`` (uint32,
-    little-endian) are those after it, the tokens to the prompt's end."""
+    little-endian) are those after it, the tokens to the prompt's end. ``loose``: whole chunks that follow
+    nothing, each to be found by its own key; then ``known`` is how many pages come before them, for the order
+    in which they leave."""
 
     identity: int
     keys: bytes
     tokens: bytes
     path: int = 0  # 0: none
     known: int = 0
+    loose: bool = False
 
 
 # -- reading -------------------------------------------------------------------------------------------
@@ -134,7 +137,8 @@ class Lookup(Message):
 class Found(Message):
     """``tokens`` lie in ``tiers``: (``host`` or ``disk``, pages) run by run, in prefix order. Of the last
     page ``tail_tokens`` tokens match. ``lease`` is 0 when nothing was found. ``path`` may be referred to by
-    later messages of this session, with up to ``known`` chunks."""
+    later messages of this session, with up to ``known`` chunks. Of loose chunks, ``positions`` (uint32) are
+    those that are held, and the lease's pages in their order."""
 
     id: int
     tokens: int
@@ -143,6 +147,7 @@ class Found(Message):
     tiers: list[tuple[str, int]]
     path: int
     known: int
+    positions: bytes = b""
 
 
 class Prefetch(Message):

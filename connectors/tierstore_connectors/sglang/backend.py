@@ -13,10 +13,13 @@ SGLang's own threads call this: one asks, one reads, one writes; the scheduler m
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sglang
@@ -27,18 +30,24 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, 
 import tierstore
 from tierstore import Hit, Store
 from tierstore.errors import UsageError
-from tierstore.keys import Identity
+from tierstore.keys import Identity, Prompt
 from tierstore.spec import KVSpec
 from tierstore_connectors.common.guard import Breaker, ErrorLog, guarded
 from tierstore_connectors.sglang.config import Settings
-from tierstore_connectors.sglang.identity import model_digest, pool_identity, weights_revision
-from tierstore_connectors.sglang.pools import HostPool, find, load, save
+from tierstore_connectors.sglang.identity import (
+    model_digest,
+    pages_named,
+    pool_identity,
+    weights_revision,
+)
+from tierstore_connectors.sglang.pools import HostPool, PageRuns
 
 _log = logging.getLogger("sglang.tierstore")
 
 _KV = "kv"
 _LEAST_VERSION = (0, 5, 20)  # before that, pages of requests with other salts had the same names
 _FEW_TOKENS = 16
+_MOST_LEASES = 256
 _CONNECT_S = 1.0  # at the engine's start; a daemon that comes later is found all the same
 
 
@@ -62,6 +71,7 @@ class TierStoreHiCache(HiCacheStorage):
         self._epoch = 0
         self._breaker = Breaker()
         self._stats = _Transfers()
+        self._leases = _Leases()
         self.errors = ErrorLog(_log)
         arguments = vars(runtime_context.get_server_args())
         namespace = self._settings.namespace
@@ -105,11 +115,11 @@ class TierStoreHiCache(HiCacheStorage):
                 )
                 self._stores[shape].wait_connected(_CONNECT_S)
 
-    def _place(self, name: str) -> tuple[HostPool, Store, Identity]:
-        """Where the pages of a pool are kept. Raises :class:`KeyError` for a pool that was not registered."""
+    def _place(self, name: str) -> _Place:
+        """Raises :class:`KeyError` for a pool that was not registered."""
         with self._lock:
             pool = self._pools[name]
-            return pool, self._stores[pool.page_bytes, pool.chunk_tokens], self._identity_of(pool)
+            return _Place(pool, self._stores[pool.page_bytes, pool.chunk_tokens], self._identity_of(pool))
 
     def _identity_of(self, pool: HostPool) -> Identity:
         """The identity that the pool's pages have now: another one after new weights. Under the lock."""
@@ -143,21 +153,21 @@ class TierStoreHiCache(HiCacheStorage):
     @guarded(lambda self, keys, extra_info=None: 0)
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many leading pages of ``keys`` the daemon has."""
-        return _leading(self._held(_KV, keys))
+        return _leading(self._held(_KV, keys, extra_info))
 
     @guarded(lambda self, keys, pool_transfers=None, extra_info=None: PoolTransferResult(0, {}, []))
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
     ) -> PoolTransferResult:
         """The prefixes that can be restored with the pages of all pools that they need."""
-        pages = _leading(self._held(_KV, keys)) if _KV in self._pools else len(keys)
+        pages = _leading(self._held(_KV, keys, extra_info)) if _KV in self._pools else len(keys)
         restorable = list(range(1, pages + 1))
         hits = {_KV: pages} if pages else {}
         for transfer in pool_transfers or ():
             if not restorable:
                 break
             name = str(transfer.name)
-            held = self._held(name, keys[:pages])
+            held = self._held(name, keys[:pages], extra_info)
             if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
                 possible = set(range(1, _leading(held) + 1))
             elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
@@ -171,22 +181,26 @@ class TierStoreHiCache(HiCacheStorage):
             restorable = [end for end in restorable if end in possible]
         return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
 
-    def _held(self, name: str, keys: Sequence[str]) -> list[bool]:
-        """Which of these pages the daemon has."""
-        pool, store, identity = self._place(name)
-        hits = self._find(store, identity, keys, pool.chunk_tokens)
-        for hit in hits:
-            hit.release()
-        return [hit.tokens > 0 for hit in hits] if hits else [False] * len(keys)
+    def _held(self, name: str, keys: Sequence[str], extra_info: Any = None) -> list[bool]:
+        """Which of these pages the daemon has. They are leased until they are read, or the lease ends, and
+        what is on disk is on its way up."""
+        hit = self._find(self._place(name), keys, extra_info)
+        held = [False] * len(keys)
+        if hit is not None:
+            for at in hit.positions:
+                held[at] = True
+            self._leases.keep((name, keys[hit.positions[-1]]), hit)
+            hit.prefetch(deadline_s=self._settings.load_s)
+        return held
 
-    def _find(self, store: Store, identity: Identity, keys: Sequence[str], chunk_tokens: int) -> list[Hit]:
-        """A hit for each page; none at all while the daemon does not answer."""
+    def _find(self, place: _Place, keys: Sequence[str], extra_info: Any) -> Hit | None:
+        """None where there is nothing, and while the daemon does not answer."""
         with self._lock:
-            if not self._breaker.allows(time.monotonic()):
-                return []
-        hits = find(store, identity, keys, chunk_tokens)
-        self._answered(store)
-        return hits
+            if not keys or not self._breaker.allows(time.monotonic()):
+                return None
+        hit = place.store.lookup(place.prompt(keys, extra_info))
+        self._answered(place.store)
+        return hit if hit.tokens else None
 
     def _answered(self, store: Store) -> None:
         with self._lock:
@@ -200,50 +214,59 @@ class TierStoreHiCache(HiCacheStorage):
     @guarded(lambda self, keys, host_indices, extra_info=None: [False] * len(keys))
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Read pages into the KV pool: which of them have come."""
-        return self._load(_KV, keys, host_indices)
+        return self._load(_KV, keys, host_indices, extra_info)
 
     @guarded(lambda self, keys, host_indices, extra_info=None: [False] * len(keys))
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Save pages of the KV pool: which of them are stored."""
-        return self._save(_KV, keys, host_indices)
+        return self._save(_KV, keys, host_indices, extra_info)
 
     @guarded(lambda self, transfers, extra_info=None: _nothing(transfers))
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
         """:meth:`batch_get_v1` for several pools."""
         return {
-            each.name: self._load(str(each.name), each.keys or [], each.host_indices) for each in transfers
+            each.name: self._load(str(each.name), each.keys or [], each.host_indices, extra_info)
+            for each in transfers
         }
 
     @guarded(lambda self, transfers, extra_info=None: _nothing(transfers))
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
         """:meth:`batch_set_v1` for several pools."""
         return {
-            each.name: self._save(str(each.name), each.keys or [], each.host_indices) for each in transfers
+            each.name: self._save(str(each.name), each.keys or [], each.host_indices, extra_info)
+            for each in transfers
         }
 
-    def _load(self, name: str, keys: Sequence[str], indices: Any) -> list[bool]:
-        pool, store, identity = self._place(name)
+    def _load(self, name: str, keys: Sequence[str], indices: Any, extra_info: Any) -> list[bool]:
+        place = self._place(name)
         began = time.monotonic()
-        hits = self._find(store, identity, keys, pool.chunk_tokens)
-        if not hits:
-            return [False] * len(keys)
-        wanted = _leading([hit.tokens > 0 for hit in hits])
-        runs = pool.runs(indices, len(keys))
-        loaded = load(store, hits[:wanted], runs[:wanted], self._settings.load_s)
-        for hit in hits[wanted:]:
-            hit.release()
-        self._stats.loaded(sum(loaded), pool.page_bytes, time.monotonic() - began)
-        return loaded + [False] * (len(keys) - wanted)
+        hit = self._find(place, keys, extra_info)
+        loaded = [False] * len(keys)
+        if hit is None:
+            return loaded
+        runs = place.pool.runs(indices, len(keys))
+        target = PageRuns([runs[at] for at in hit.positions])
+        tokens = place.store.load_to(hit, target, deadline_s=self._settings.load_s).wait().tokens
+        pages = tokens // place.pool.chunk_tokens
+        for at in hit.positions[:pages]:
+            loaded[at] = True
+        self._leases.drop((name, keys[-1]))
+        self._stats.loaded(pages, place.pool.page_bytes, time.monotonic() - began)
+        return loaded
 
-    def _save(self, name: str, keys: Sequence[str], indices: Any) -> list[bool]:
-        pool, store, identity = self._place(name)
-        if not store.connected:
+    def _save(self, name: str, keys: Sequence[str], indices: Any, extra_info: Any) -> list[bool]:
+        place = self._place(name)
+        if not keys or not place.store.connected:
             return [False] * len(keys)
         began = time.monotonic()
-        runs = pool.runs(indices, len(keys))
-        stored = save(store, identity, keys, runs, pool.chunk_tokens, self._settings.save_s)
-        self._stats.saved(sum(stored), pool.page_bytes, time.monotonic() - began)
-        return stored
+        source = PageRuns(place.pool.runs(indices, len(keys)))
+        transfer = place.store.save_from(place.prompt(keys, extra_info), source, len(keys))
+        with contextlib.suppress(TimeoutError):
+            transfer.wait(self._settings.save_s)
+        transfer.cancel()  # what is left of it: SGLang is going to write to these slots
+        pages = transfer.wait() // place.pool.chunk_tokens
+        self._stats.saved(pages, place.pool.page_bytes, time.monotonic() - began)
+        return [at < pages for at in range(len(keys))]
 
     # -- the rest of SGLang's interface ----------------------------------------------------------------
 
@@ -304,6 +327,46 @@ class TierStoreHiCache(HiCacheStorage):
             self._pools.clear()
         for store in stores:
             store.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the pages of a pool are kept."""
+
+    pool: HostPool
+    store: Store
+    identity: Identity
+
+    def prompt(self, keys: Sequence[str], extra_info: Any) -> Prompt:
+        """The pages ``keys``. SGLang may say what comes before them
+        (``hicache_storage_pass_prefix_keys``)."""
+        before = len(extra_info.prefix_keys or ()) if extra_info is not None else 0
+        return pages_named(self.identity, keys, self.pool.chunk_tokens, before)
+
+
+class _Leases:
+    """Hits of queries, by pool and last page, until that is read: SGLang reads in batches what it has asked
+    for at once, and a page that left in between would cost the rest of the prompt. A lease ends by itself,
+    too."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._hits: OrderedDict[tuple[str, str], Hit] = OrderedDict()
+
+    def keep(self, name: tuple[str, str], hit: Hit) -> None:
+        with self._lock:
+            old = self._hits.pop(name, None)
+            self._hits[name] = hit
+            oldest = self._hits.popitem(last=False)[1] if len(self._hits) > _MOST_LEASES else None
+        for each in (old, oldest):
+            if each is not None:
+                each.release()
+
+    def drop(self, name: tuple[str, str]) -> None:
+        with self._lock:
+            hit = self._hits.pop(name, None)
+        if hit is not None:
+            hit.release()
 
 
 class _Transfers:

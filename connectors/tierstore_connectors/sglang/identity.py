@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +46,13 @@ def page_hash(key: str) -> bytes:
     return hashlib.sha256(key.encode()).digest()
 
 
-def page_prompt(identity: Identity, key: str, chunk_tokens: int) -> Prompt:
-    """The page that SGLang names ``key``, as a prompt of one chunk."""
-    name = page_hash(key)
-    tokens = name.ljust(chunk_tokens * TOKEN_BYTES, b"\0")
-    return Prompt.with_keys(identity, tokens, [PageKey(name[:KEY_BYTES])], chunk_tokens=chunk_tokens)
+def pages_named(identity: Identity, keys: Sequence[str], chunk_tokens: int, before: int = 0) -> Prompt:
+    """The pages that SGLang names ``keys``, each by itself. ``before``: how many come before them, as far as
+    SGLang says so."""
+    names = [page_hash(key) for key in keys]
+    tokens = b"".join([name.ljust(chunk_tokens * TOKEN_BYTES, b"\0") for name in names])
+    page_keys = [PageKey(name[:KEY_BYTES]) for name in names]
+    return Prompt.loose_pages(identity, tokens, page_keys, chunk_tokens=chunk_tokens, pages_before=before)
 
 
 def model_digest(version: str, arguments: Mapping[str, Any], namespace: str) -> str:

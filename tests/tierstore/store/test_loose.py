@@ -1,0 +1,207 @@
+"""Pages without a chain: any list of them, in one request and under one lease, in every kind of store."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import random
+import shutil
+import socket
+import tempfile
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import tierstore
+from tests.tierstore.daemon.client.conftest import DaemonProcess
+from tierstore import Identity, KVSpec, Prompt, UsageError
+from tierstore.keys import PageKey
+
+CHUNK, PAGE_BYTES = 8, 4096
+SPEC = KVSpec.opaque(PAGE_BYTES, chunk_tokens=CHUNK)
+HOST_PAGES = 256
+_names = itertools.count()
+
+
+def name(number: int) -> bytes:
+    return hashlib.sha256(str(number).encode()).digest()
+
+
+def content(number: int) -> bytes:
+    return random.Random(number).randbytes(PAGE_BYTES)
+
+
+@pytest.fixture(scope="module")
+def daemon():
+    directory = tempfile.mkdtemp(prefix="ts")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        tcp = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    daemon = DaemonProcess(
+        directory, f"--reserve-bytes={1 << 20}", listen=(tcp,), host_bytes=HOST_PAGES * PAGE_BYTES, disk=True
+    )
+    daemon.tcp = tcp
+    daemon.start()
+    yield daemon
+    daemon.kill()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture(params=["embedded", "ipc", "tcp"])
+def store(request, tmp_path):
+    identity = Identity.of(SPEC, model=f"loose {next(_names)}")
+    if request.param == "embedded":
+        opened = tierstore.open(
+            tmp_path / "disk",
+            SPEC,
+            identity=identity,
+            host_bytes=HOST_PAGES * PAGE_BYTES,
+            disk_bytes=64 << 20,
+        )
+    else:
+        daemon = request.getfixturevalue("daemon")
+        url = daemon.tcp if request.param == "tcp" else daemon.url
+        opened = tierstore.connect(url, SPEC, identity=identity, lookup_s=10.0)
+        assert opened.wait_connected(30)
+    with opened:
+        yield opened
+
+
+def loose(store, numbers, before=0):
+    names = [name(number) for number in numbers]
+    keys = [PageKey(each[:16]) for each in names]
+    return Prompt.loose_pages(store.identity, b"".join(names), keys, chunk_tokens=CHUNK, pages_before=before)
+
+
+def save(store, numbers):
+    return store.save(loose(store, numbers), [content(number) for number in numbers]).wait(30) // CHUNK
+
+
+def load(store, numbers):
+    """What there is of these pages: number -> bytes."""
+    hit = store.lookup(loose(store, numbers))
+    buffers = [bytearray(PAGE_BYTES) for _ in range(hit.num_pages)]
+    pages = store.load(hit, buffers).wait(30).tokens // CHUNK
+    assert pages == hit.num_pages == len(hit.positions)
+    return {numbers[at]: bytes(page) for at, page in zip(hit.positions, buffers, strict=True)}
+
+
+def test_each_page_is_found_by_itself(store):
+    assert save(store, [1, 2, 3, 5, 8]) == 5
+    assert load(store, [8, 4, 2, 9, 1]) == {8: content(8), 2: content(2), 1: content(1)}
+    hit = store.lookup(loose(store, [8, 4, 2]))
+    assert (hit.tokens, list(hit.positions)) == (2 * CHUNK, [0, 2])
+    hit.release()
+    assert load(store, [4, 6]) == {}
+
+
+def test_what_is_there_is_not_written_again(store):
+    assert save(store, [1, 2]) == 2
+    before = store.stats().tiers["host"].pages
+    assert save(store, [2, 3, 1]) == 3
+    assert store.stats().tiers["host"].pages == before + 1
+    assert store.stats().counters["already_stored_pages"] == 2
+
+
+def test_the_tokens_decide(store):
+    save(store, [1])
+    other = Prompt.loose_pages(store.identity, bytes(32), [PageKey(name(1)[:16])], chunk_tokens=CHUNK)
+    with store.lookup(other) as hit:
+        assert hit.tokens == 0
+
+
+def test_they_come_back_from_disk_some_from_there_some_from_memory(store):
+    numbers = list(range(60))
+    assert save(store, numbers) == 60
+    assert store.flush(30)
+    store.evict("host")
+    assert load(store, numbers[10:30:3]) == {number: content(number) for number in numbers[10:30:3]}
+    hit = store.lookup(loose(store, numbers))
+    assert set(hit.by_tier) == {"host", "disk"}
+    assert hit.prefetch(deadline_s=30).wait(30) == 60 * CHUNK
+    hit.release()
+    assert load(store, numbers) == {number: content(number) for number in numbers}
+
+
+def test_a_lease_holds_each_of_them(store):
+    save(store, range(20))
+    hit = store.lookup(loose(store, range(0, 20, 2)))
+    store.flush(30)
+    store.evict("host")
+    store.evict("disk")
+    buffers = [bytearray(PAGE_BYTES) for _ in range(10)]
+    assert store.load(hit, buffers).wait(30).tokens == 10 * CHUNK
+    assert [bytes(each) for each in buffers] == [content(number) for number in range(0, 20, 2)]
+
+
+def test_many_windows(store):
+    """More than a reservation may hold at once, in an arena that has room for them."""
+    numbers = list(range(1000, 1200))
+    assert save(store, numbers) == 200
+    assert load(store, numbers) == {number: content(number) for number in numbers}
+
+
+def test_of_a_prompt_that_came_in_batches_the_end_leaves_first(tmp_path):
+    identity = Identity.of(SPEC, model="batches")
+    with tierstore.open(None, SPEC, identity=identity, host_bytes=512 * PAGE_BYTES) as store:
+        save(store, range(2000, 2200))  # so that it is not the store's first minute
+        for number in range(30):
+            store.lookup(loose(store, [2000 + number])).release()
+        for start in range(0, 384, 128):
+            prompt = loose(store, range(start, start + 128), before=start)
+            assert store.save(prompt, [content(n) for n in range(start, start + 128)]).wait(30) == 128 * CHUNK
+        save(store, range(1000, 1200))
+        with store.lookup(loose(store, range(384))) as hit:
+            assert 0 < len(hit.positions) < 384
+            assert list(hit.positions) == list(range(len(hit.positions)))
+
+
+def test_they_outlive_the_process_that_saved_them(tmp_path):
+    identity = Identity.of(SPEC, model="lives")
+    for life in range(2):
+        with tierstore.open(
+            tmp_path, SPEC, identity=identity, host_bytes=1 << 20, disk_bytes=64 << 20
+        ) as store:
+            if not life:
+                assert save(store, range(40)) == 40
+                assert store.flush(30)
+            store.check()
+            assert load(store, range(39, 0, -7)) == {number: content(number) for number in range(39, 0, -7)}
+
+
+def test_a_list_that_makes_no_sense_is_refused():
+    spec = KVSpec.uniform(layers=1, kv_heads=1, head_dim=8, dtype="float16")
+    with pytest.raises(UsageError, match="found whole"):
+        Prompt.loose_pages(Identity.of(spec, model="m"), b"", [], chunk_tokens=64)
+    keys = [PageKey(b"1" * 16), PageKey(b"2" * 16)]
+    with pytest.raises(UsageError, match="2 loose pages"):
+        Prompt.loose_pages(Identity.of(SPEC, model="m"), bytes(4), keys, chunk_tokens=CHUNK)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["save", "look", "evict", "flush"]),
+            st.lists(st.integers(0, 40), min_size=1, max_size=25, unique=True),
+        ),
+        max_size=12,
+    )
+)
+def test_any_order_of_things_agrees_with_a_dictionary(tmp_path_factory, steps):
+    identity = Identity.of(SPEC, model=f"model {next(_names)}")
+    path = tmp_path_factory.mktemp("loose")
+    with tierstore.open(path, SPEC, identity=identity, host_bytes=1 << 20, disk_bytes=64 << 20) as store:
+        saved: set[int] = set()
+        for what, numbers in steps:
+            if what == "save":
+                assert save(store, numbers) == len(numbers)
+                saved.update(numbers)
+            elif what == "look":
+                assert load(store, numbers) == {n: content(n) for n in numbers if n in saved}
+            elif what == "flush":
+                assert store.flush(30)
+            elif store.flush(30):
+                store.evict("host", len(numbers))
+            store.check()
