@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.errors import UsageError
-from tierstore_tools.replay.machine import Bandwidths, Machine, Prefill, read_bandwidths, read_prefill
+from tierstore.planner import Prefill
+from tierstore_tools.replay.machine import Bandwidths, Machine, read_bandwidths, read_prefill
 from tierstore_tools.replay.simulator import simulate
 from tierstore_tools.replay.tiered import Engine, Link, TieredRow, Waits, WriteBehind
 from tierstore_tools.replay.trace import RawRequest, Trace, extent

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from tierstore.errors import UsageError
+from tierstore.planner import Prefill, fit_prefill
 from tierstore.spec import KVSpec
 from tierstore_tools.replay.capacity import Capacity
 from tierstore_tools.replay.formats import whole
@@ -23,19 +24,6 @@ class Bandwidths:
     host_to_hbm_gb_per_s: float
     disk_read_gb_per_s: float
     disk_write_gb_per_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """How long computing takes: ``token_s`` seconds per token, and ``pair_s`` per token and token before it
-    (attention), which is 0 where only one speed is known."""
-
-    token_s: float
-    pair_s: float = 0.0
-
-    def seconds(self, tokens: int, behind: int = 0) -> float:
-        """For ``tokens`` tokens after ``behind`` others whose KV is there."""
-        return tokens * self.token_s + tokens * (behind + tokens / 2) * self.pair_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,27 +71,7 @@ def read_prefill(path: Path) -> Prefill:
         points += [(int(row["prompt_tokens"]), float(row["cold_s"])) for row in document.get("sweep") or ()]
     except (TypeError, KeyError, ValueError, StopIteration):
         raise UsageError(f"{path} has no cold run: make it with tierstore-bench longctx --json") from None
-    return _fitted(points)
-
-
-def _fitted(points: Sequence[tuple[int, float]]) -> Prefill:
-    """Least squares of the relative errors, with neither speed below 0."""
-    alone = Prefill(sum(s / n for n, s in points) / len(points))
-    if len({n for n, _ in points}) < 2:
-        return alone
-    # seconds/n = token_s + n/2 * pair_s, divided by seconds/n for errors that are relative
-    rows = [(n / s, n * n / 2 / s) for n, s in points]
-    aa = sum(a * a for a, _ in rows)
-    ab = sum(a * b for a, b in rows)
-    bb = sum(b * b for _, b in rows)
-    a1, b1 = sum(a for a, _ in rows), sum(b for _, b in rows)
-    determinant = aa * bb - ab * ab
-    if determinant <= 0:
-        return alone
-    token_s, pair_s = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
-    if pair_s < 0:
-        return Prefill(a1 / aa)
-    return Prefill(token_s, pair_s) if token_s >= 0 else Prefill(0.0, b1 / bb)
+    return fit_prefill([(tokens, 0, seconds) for tokens, seconds in points])
 
 
 def _document(path: Path, what: str) -> Mapping[str, Any]:

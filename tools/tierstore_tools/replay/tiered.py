@@ -4,9 +4,9 @@
 the host tier at once and written behind to disk, as far as the queue of writes (half of the host tier) has
 room; what is found on disk goes to the host tier on its way. Each tier has a policy of its own. A request
 arrives when the trace says so. Its time to first token is the time to load what is loaded plus the time to
-compute the rest; of the leading blocks that are held, as many are loaded as makes this shortest, so a slow
-disk is never worse than none. The disk reads for one request at a time, and so does the way from host to
-HBM: a request waits for those before it.
+compute the rest; of the leading blocks that are held, as many are loaded as the store's own planner says, by
+the rates of the machine and what waits for each way, so a slow disk is never worse than none. The disk reads
+for one request at a time, and so does the way from host to HBM: a request waits for those before it.
 
 **What is not.** Requests do not wait for each other's computing, and decoding costs nothing: TTFT here is
 that of an engine that is not overloaded, and what is compared is the same engine without a store. Loading
@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tierstore.planner import Part, Way, plan
 from tierstore_tools.replay.hints import Hinter
 from tierstore_tools.replay.machine import Machine
 from tierstore_tools.replay.simulator import Cache, Memory
@@ -37,6 +38,7 @@ from tierstore_tools.replay.trace import Request
 _GAPS_KEPT = 8
 _LEAD = 0.5  # of the expected gap, or of the time that a page stays: so long before it, reading begins
 _PERCENTILES = (50, 90, 99)
+_TIERS = ("hbm", "host", "disk")
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,12 +337,33 @@ class Engine:
         return _Found(hbm, host, max(host, self._disk.held(blocks)))
 
     def _plan(self, request: Request, found: _Found) -> _Plan:
-        """Costs grow evenly within a tier's part, so the best place to stop loading is an end of one."""
-        plans = [
-            _Plan(used, self._wait(request, found, used))
-            for used in sorted({found.hbm, found.host, found.disk})
+        """What the planner would load, and how long it takes."""
+        now_s = request.timestamp_s
+        ends = [self._tokens(request, blocks) for blocks in (found.hbm, found.host, found.disk)]
+        sizes = [0, found.host - found.hbm, found.disk - found.host]
+        parts = [
+            Part(tier, end - start, blocks * self._block_bytes)
+            for tier, start, end, blocks in zip(_TIERS, [0, *ends], ends, sizes, strict=False)
         ]
-        return min(plans, key=lambda plan: (plan.wait_s, -plan.used))
+        rates = self._machine.bandwidths
+        up_s = max(self._to_hbm.free_at_s - now_s, 0.0)
+        read_s = max(self._reads.free_at_s - now_s, up_s)
+        # Pieces go on to HBM as they come from disk: the slower of the two ways decides.
+        read_gb_per_s = min(rates.disk_read_gb_per_s, rates.host_to_hbm_gb_per_s)
+        ways = {
+            "host": Way(rates.host_to_hbm_gb_per_s * 1e9, backlog_s=up_s),
+            "disk": Way(read_gb_per_s * 1e9, backlog_s=read_s),
+        }
+        planned = plan(parts, request.input_tokens, ways, self._machine.prefill)
+        used = next(
+            (
+                blocks
+                for blocks, end in zip((found.disk, found.host), (ends[2], ends[1]), strict=True)
+                if planned.tokens >= end
+            ),
+            found.hbm,
+        )
+        return _Plan(used, self._wait(request, found, used))
 
     def _wait(self, request: Request, found: _Found, used: int) -> float:
         now_s = request.timestamp_s
