@@ -125,6 +125,7 @@ def connect(
     mover_threads: int = 2,
     keys: str | Path | None = None,
     server_key: str | Path | None = None,
+    verify: bool = False,
     reach: Callable[[Pin], None] | None = None,
 ) -> Store:
     """Use the daemon at ``url``: ``ipc://PATH`` on this host, ``tcp://HOST:PORT`` on another.
@@ -132,10 +133,12 @@ def connect(
     It need not be there yet: while it is not, lookups miss and nothing is stored. ``lookup_s`` is the longest
     that a lookup (and every verb without a deadline of its own) waits for an answer. ``keys`` is this
     client's ``.secret`` file, ``server_key`` the daemon's ``.key`` file (see ``tierstore keygen``), for
-    ``tcp://``. ``reach`` is for those who have no pool but copy between pages and the memory of a device all
-    the same: :meth:`~tierstore.tiers.pinned.Reach.share` of that device's. The other arguments are those of
-    :func:`open`. The store is for one process: a forked child that uses it gets a :class:`StoreClosedError`,
-    and connects for itself.
+    ``tcp://``. ``verify``: every page that comes from the daemon's memory on this host is compared with the
+    checksum of what was saved, for who does not trust every process of his own user (pages from other hosts
+    and from disk always are). It costs a part of a load's speed. ``reach`` is for those who have no pool but
+    copy between pages and the memory of a device all the same: :meth:`~tierstore.tiers.pinned.Reach.share` of
+    that device's. The other arguments are those of :func:`open`. The store is for one process: a forked child
+    that uses it gets a :class:`StoreClosedError`, and connects for itself.
 
     Raises :class:`UsageError` for an address or keys that cannot be used.
     """
@@ -150,6 +153,7 @@ def connect(
         Address.parse(url, CurveKeys.read(keys, server_key)),
         Registration(identity, spec.page_bytes, spec.chunk_tokens),
         patience_s=lookup_s,
+        verify=verify,
         reach=pool.reach if pool is not None else reach,
     )
     return Store(backend, spec, identity=identity, pool=pool, lookup_s=lookup_s, mover_threads=mover_threads)

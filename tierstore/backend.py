@@ -197,14 +197,12 @@ def _nothing() -> None:
 class Located:
     """Leading pages of those asked for: their bytes are at ``addresses``, and stay there until ``ends`` on
     the store's clock or until ``release()``, whichever is first (``ends`` is infinite where nothing but the
-    release ends it). Bytes that were copied after ``ends`` must not be used. ``checksums`` are the XXH3-64 of
-    what was saved, 0 where it is not known: a copy that hashes compares them, and one of pages that have come
-    ``from_afar`` has to."""
+    release ends it). Bytes that were copied after ``ends`` must not be used. Where there are
+    ``checksums`` (XXH3-64, 0 where it is not known), the bytes are compared with them."""
 
     addresses: Sequence[int]
     ends: float = math.inf
     checksums: Sequence[int] = ()
-    from_afar: bool = False
     release: Callable[[], None] = _nothing
     renew: Callable[[Callable[[float], None]], None] | None = None
     """Ask for a later end; the callback is told it (the old one when there is none). None where ``ends`` is

@@ -70,7 +70,8 @@ class RemoteLease(Lease):
 
 class RemoteBackend:
     """A daemon's, over one connection. Thread-safe. ``patience_s`` is the longest that a verb without a
-    deadline of its own waits for an answer; ``reach`` is :meth:`~tierstore.tiers.pinned.Reach.share` of the
+    deadline of its own waits for an answer; ``verify``: pages of the
+    arena are compared with their checksums. ``reach`` is :meth:`~tierstore.tiers.pinned.Reach.share` of the
     device that pages of the arena are copied to; ``clock`` is compared with the ends of leases."""
 
     def __init__(
@@ -80,9 +81,11 @@ class RemoteBackend:
         *,
         patience_s: float,
         reach: Callable[[Pin], None] | None = None,
+        verify: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.page_bytes = registration.page_bytes
+        self._verify = verify
         self.connection = Connection(address, [registration], patience_s=patience_s, reach=reach)
         self._patience_s = patience_s
         self._clock = clock
@@ -314,7 +317,7 @@ class RemoteBackend:
             if unused:
                 self._give_back(lease)
 
-        checksums = numbers(answer.checksums, "<u8")[:good].tolist()
+        checksums = numbers(answer.checksums, "<u8")[:good].tolist() if self._verify else ()
         return Located(
             addresses,
             lease.ends,
@@ -333,7 +336,7 @@ class RemoteBackend:
         if not good:
             return None
         addresses = [memory.address_of(frame, writable=False) for frame in pages[:good]]
-        return Located(addresses, checksums=checksums[:good], from_afar=True, memory=pages)
+        return Located(addresses, checksums=checksums[:good], memory=pages)
 
     def suspect(self, lease: Lease, position: int) -> None:
         session = _session_of(lease)

@@ -486,12 +486,12 @@ class LocalBackend:
         copy = state.index.copy
         held = lease.held[first : first + pages]
         addresses = [start + copy(page, Tier.HOST).place for page in held]
-        checksums = [page.checksum or 0 for page in held]
         if self.core.shared:
+            checksums = [page.checksum or 0 for page in held]
             self._hold_under(lease, first, pages)
             return Located(addresses, lease.ends, checksums)
         hold = state.leases.take([(page, Tier.HOST) for page in lease.holders(first, pages)], math.inf)
-        return Located(addresses, checksums=checksums, release=partial(self._release_hold, hold))
+        return Located(addresses, release=partial(self._release_hold, hold))  # nobody else writes to it
 
     def suspect(self, lease: Lease, position: int) -> None:
         assert isinstance(lease, LocalLease), "the lease is of another backend"

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from tierstore import copying, native
+from tierstore import copying
 from tierstore.backend import Backend, Lease, Located
 from tierstore.index import Page, Tier
 from tierstore.mover import Mover, Priority
@@ -59,9 +59,6 @@ class _Window:
 
 class Load(ABC):
     """What all destinations have in common. The store's lock guards what changes."""
-
-    copy_hashes = False
-    """Whether checksums come with the copies, at no cost. Else pages of this host are taken as they are."""
 
     def __init__(
         self, hbm: HbmTier, backend: Backend, mover: Mover, hit: Hit, deadline_s: float | None
@@ -219,7 +216,7 @@ class Load(ABC):
 
     def _copy_in_tasks(self, located: Located, start: int, count: int) -> None:
         in_memory = self._lease is not None and self._lease.run_at(start)[0] == Tier.HOST.label
-        in_one_go = in_memory and not located.from_afar and self._in_one_go(located.addresses[0])
+        in_one_go = in_memory and not located.checksums and self._in_one_go(located.addresses[0])
         step = count if in_one_go else max(_COPY_BYTES // self.page_bytes, 1)
         starts = range(0, count, step)
         window = _Window(located, in_one_go, len(starts))
@@ -240,11 +237,11 @@ class Load(ABC):
         good = wanted = len(targets)
         addresses = located.addresses[start : start + good]
         under_way = None
-        if located.from_afar or (located.checksums and self.copy_hashes):
+        if located.checksums:
             good = self._fill_checked(targets, addresses, located.checksums[start : start + good])
         else:
             under_way = self._leave_alone(self._fill(targets, addresses), located, window.in_one_go)
-        in_time = located.from_afar or self.hbm.clock() < located.ends
+        in_time = self.hbm.clock() < located.ends
         if in_time and good < wanted and self._lease is not None:
             self.backend.suspect(self._lease, first + good)
         with self.hbm.lock:
@@ -336,8 +333,6 @@ class Load(ABC):
 
 class BufferLoad(Load):
     """Into memory of the caller's."""
-
-    copy_hashes = native.LIBRARY is not None
 
     def __init__(
         self,

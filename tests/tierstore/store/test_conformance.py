@@ -133,5 +133,7 @@ class TestRemoteBackendOverIpc(Remote):
 
 
 class TestRemoteBackendOverTcp(Remote):
+    shares_memory = False
+
     def url(self, daemon):
         return daemon.tcp

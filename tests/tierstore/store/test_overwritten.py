@@ -10,26 +10,23 @@ import pytest
 
 import tierstore
 from tests.tierstore.daemon.client.conftest import DaemonProcess
-from tierstore import native
+from tierstore import PagePool
 from tierstore.testing.backend import request_of
 from tierstore.testing.store import CHUNK, SPEC, TOKENS, new_identity, pages_of, wait_until
 
 PAGES = 5
-pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="without the compiled part copies do not hash")
 
 
-@pytest.fixture(params=["embedded", "connected"])
+@pytest.fixture(params=["buffers", "pool"])
 def store(request):
-    identity = new_identity()
-    if request.param == "embedded":
-        with tierstore.open(None, SPEC, identity=identity, host_bytes=1 << 20) as store:
-            yield store
-        return
+    pool = PagePool(SPEC, 16) if request.param == "pool" else None
     directory = tempfile.mkdtemp(prefix="ts")
     daemon = DaemonProcess(directory, host_bytes=1 << 20, disk=False)
     daemon.start()
     try:
-        with tierstore.connect(daemon.url, SPEC, identity=identity, lookup_s=10.0) as store:
+        with tierstore.connect(
+            daemon.url, SPEC, identity=new_identity(), pool=pool, lookup_s=10.0, verify=True
+        ) as store:
             assert store.wait_connected(30)
             yield store
     finally:
@@ -48,6 +45,13 @@ def scribble(store, page):
 
 def load(store):
     hit = store.lookup(TOKENS)
+    if store.pool is not None:
+        loaded = store.load(hit).wait(30)
+        got = [store.pool.array[page].tobytes() for page in loaded.pages]
+        store.release_hbm(loaded.pages)
+        while store.evict("hbm"):
+            pass
+        return hit.tokens, got
     buffers = [bytearray(SPEC.page_bytes) for _ in range(hit.num_pages)]
     loaded = store.load(hit, buffers).wait(30)
     pages = -(-loaded.tokens // CHUNK)
