@@ -28,7 +28,7 @@ from tierstore_engine.model import Model
 from tierstore_engine.sampling import Choice, Draw, sample
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.shortage import shortage_explained
-from tierstore_engine.step import Runner, Step
+from tierstore_engine.step import PartialStep, Runner, Step
 from tierstore_engine.timing import per_call
 
 log = logging.getLogger(__name__)
@@ -75,6 +75,10 @@ class CudaRunner(Runner):
         with shortage_explained(self._pool, self._settings), torch.cuda.stream(self._stream):
             logits = self.graphs.compute(step)
             return self._model.compute(step) if logits is None else logits
+
+    def advance(self, partial: PartialStep, layers: range) -> torch.Tensor | None:
+        with shortage_explained(self._pool, self._settings), torch.cuda.stream(self._stream):
+            return self._model.advance(partial, layers)
 
     def sample(self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> list[Choice]:
         with shortage_explained(self._pool, self._settings), torch.cuda.stream(self._stream):

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TypeAlias
 
+import torch
+
 from tierstore.errors import TierStoreError
 from tierstore.types import Hint, checked_session
 from tierstore_connectors.base import Connector
@@ -27,7 +29,7 @@ from tierstore_engine.sampling import Choice, SamplingParams
 from tierstore_engine.scheduler import Scheduler, Work
 from tierstore_engine.sequence import Sequence, SequenceState
 from tierstore_engine.settings import EngineSettings
-from tierstore_engine.step import Runner
+from tierstore_engine.step import PartialStep, Runner
 from tierstore_engine.stepping import EngineThread
 from tierstore_engine.tokenizer import Tokenizer
 
@@ -216,10 +218,12 @@ class Engine:
         """Compute one batch and return what it added to each request. When everything waits for loads it
         waits for them a few milliseconds and returns nothing."""
         outputs, self._cancelled = self._cancelled, []
-        work = self._scheduler.plan()
-        if work:
-            outputs += self._run(work)
-        elif self._scheduler.has_work:
+        plan = self._scheduler.plan()
+        if plan.batch:
+            outputs += self._run(plan.batch)
+        for item in plan.beside:
+            outputs += self._advance(item, wait=not plan.batch)
+        if not plan and self._scheduler.has_work:
             self._idle()
         for output in outputs:
             if output.request_id in self._mailboxes:
@@ -344,7 +348,28 @@ class Engine:
 
     def _run(self, planned: list[Work]) -> list[StepOutput]:
         work = self._with_drafts(planned)
-        logits = self.model.compute(build_step(work, self.connector.pool))
+        return self._computed(work, self.model.compute(build_step(work, self.connector.pool)))
+
+    def _advance(self, item: Work, *, wait: bool) -> list[StepOutput]:
+        """Take a sequence whose pages are arriving through the layers that are there, or with ``wait``
+        through all, each when it is."""
+        sequence, layers = item.sequence, self.model.config.layers
+        partial = sequence.partial
+        if partial is None:
+            partial = sequence.partial = PartialStep(build_step([item], self.connector.pool))
+        stop = layers if wait else partial.arrived(layers)
+        if stop == partial.layers:
+            return []
+        logits = self.model.advance(partial, range(partial.layers, stop))
+        partial.layers = stop
+        self._last_progress = time.monotonic()
+        if logits is None:
+            return []
+        sequence.partial = None
+        return self._computed([item], logits)
+
+    def _computed(self, work: list[Work], logits: torch.Tensor) -> list[StepOutput]:
+        """What the end of a step changes: pages are saved, and tokens chosen."""
         self._steps += 1
         self._computed_tokens += sum(item.tokens for item in work)
         self._last_progress = time.monotonic()

@@ -171,6 +171,7 @@ class PageKeeper:
         self._release(sequence.pages)
         sequence.pages = []
         sequence.arriving = False
+        sequence.partial = None
         sequence.computed = sequence.saved_pages = 0
         sequence.state = SequenceState.WAITING
 

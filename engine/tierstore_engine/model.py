@@ -11,7 +11,7 @@ from tierstore_engine.attention.base import Attention, BatchLayout
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.rope import Rope
 from tierstore_engine.sampling import Choice, Draw, sample
-from tierstore_engine.step import Step, StepInput
+from tierstore_engine.step import PartialStep, Step, StepInput
 from tierstore_engine.weights import LayerWeights, ModelWeights
 
 
@@ -41,14 +41,28 @@ class Model:
         """Logits, float32 ``[len(logit_rows), vocab_size]``; on the CPU the KV of all rows is in its pages
         then."""
         hidden = self._weights.embed[step.tokens]
+        return self._logits(step, self._through(step, hidden, range(self.config.layers)))
+
+    @torch.inference_mode()
+    def advance(self, partial: PartialStep, layers: range) -> torch.Tensor | None:
+        step = partial.input or partial.step.on(self.device)
+        hidden = partial.hidden if partial.hidden is not None else self._weights.embed[step.tokens]
+        partial.input, partial.hidden = step, self._through(step, hidden, layers)
+        return self._logits(step, partial.hidden) if layers.stop == self.config.layers else None
+
+    def _through(self, step: StepInput, hidden: torch.Tensor, layers: range) -> torch.Tensor:
         rotations = self._rope.rotations(step.positions, hidden.dtype)
-        for index, layer in enumerate(self._weights.layers):
+        for index in layers:
+            layer = self._weights.layers[index]
             step.arrivals.wait(index)
             attended = self._attend(
                 index, layer, self._norm(hidden, layer.input_norm), rotations, step.layout
             )
             hidden = hidden + linear(attended, layer.o, layer.o_bias)
             hidden = hidden + self._mlp(layer, self._norm(hidden, layer.mlp_norm))
+        return hidden
+
+    def _logits(self, step: StepInput, hidden: torch.Tensor) -> torch.Tensor:
         last = self._norm(hidden[step.logit_rows], self._weights.norm)
         return linear(last, self._weights.head).float()
 

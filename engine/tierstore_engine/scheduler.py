@@ -3,9 +3,12 @@
 Decoding comes first, one token per sequence, then prefill chunks as far as the budget goes, oldest request
 first in both. When decoding runs out of pages the youngest admitted sequence gives way.
 
-On a GPU a load is taken over while its bytes are on their way, and the model waits for them layer by layer.
-In a batch everybody would wait, so a sequence whose pages are still arriving is computed only where nobody
-else has anything to compute.
+On a GPU a load is taken over while its bytes are on their way, layer by layer. A sequence whose pages are
+still *arriving* is computed beside the batch of the others, never in it, so nobody waits for its pages: each
+step takes it through those layers that have arrived since the last one (``Sequence.partial`` is how far it
+has come, and its activations). It begins where the batch leaves room for its tokens, and goes on whatever the
+batch is; it never takes pages from others. Where nobody else has anything to compute it is a batch, too, and
+the device waits for each layer. Once its pages are there and no partial step is left it is like the others.
 """
 
 from __future__ import annotations
@@ -35,6 +38,18 @@ class Work:
     def tokens(self) -> int:
         """Rows of the batch that this takes."""
         return self.stop - self.start + len(self.draft)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A step: one ``batch``, and ``beside`` it the work of each sequence whose pages are arriving, by itself
+    and as far as their layers are there. Without a batch all layers of it."""
+
+    batch: list[Work]
+    beside: list[Work]
+
+    def __bool__(self) -> bool:
+        return bool(self.batch or self.beside)
 
 
 class Scheduler:
@@ -73,17 +88,21 @@ class Scheduler:
             self.waiting.remove(sequence)
         sequence.state = SequenceState.FINISHED
 
-    def plan(self) -> list[Work]:
+    def plan(self) -> Plan:
         """The next step's work; every token of it has a page. Admits, settles loads and parks on the way."""
         self._settle()
         self._admit()
         self._settle()  # what was in HBM has loaded at once
-        arriving = [s for s in self.admitted if self._keeper.arriving(s)]
-        others = [s for s in self.admitted if s not in arriving]
-        work = self._work(others) or self._work(arriving)
-        if not work and self.waiting and self.admitted and all(s.held for s in self.admitted):
+        arriving = [s for s in self.admitted if s.partial is not None or self._keeper.arriving(s)]
+        plan = Plan(self._work([s for s in self.admitted if s not in arriving]), [])
+        arriving = [s for s in arriving if s in self.admitted]  # the others may have parked some
+        if plan.batch or any(s.partial is not None for s in arriving):
+            plan.beside.extend(self._beside(arriving, sum(item.tokens for item in plan.batch)))
+        else:
+            plan.batch.extend(self._work(arriving))
+        if not plan and self.waiting and self.admitted and all(s.held for s in self.admitted):
             self._park()  # they wait for one another, and for the pages that they hold
-        return work
+        return plan
 
     def wait(self) -> None:
         """Nothing can be computed now: wait briefly for a load or for room instead of spinning."""
@@ -114,6 +133,30 @@ class Scheduler:
         decodes = self._decodes(sequences)
         return decodes + self._prefills(sequences, self._settings.batch_tokens - len(decodes))
 
+    def _beside(self, arriving: list[Sequence], taken: int) -> list[Work]:
+        """What has begun goes on, and the oldest others begin while the step has room for their tokens."""
+        begun = [self._next(s) for s in arriving if s.partial is not None]
+        room = self._settings.batch_tokens - taken - sum(item.tokens for item in begun)
+        work = []
+        for sequence in arriving:
+            if sequence.state is not SequenceState.RUNNING or sequence.held:
+                continue
+            item = self._next(sequence)
+            if sequence.partial is None:
+                if item.tokens > room:
+                    break
+                if not self._keeper.grow(sequence):
+                    continue
+                room -= item.tokens
+            work.append(item)
+        return work
+
+    def _next(self, sequence: Sequence) -> Work:
+        """The next chunk of a sequence, or its newest token."""
+        chunk = self._settings.prefill_chunk
+        stop = min((sequence.computed // chunk + 1) * chunk, len(sequence.tokens))
+        return Work(sequence, sequence.computed, stop)
+
     def _decodes(self, sequences: list[Sequence]) -> list[Work]:
         work = []
         for sequence in sequences:
@@ -143,16 +186,15 @@ class Scheduler:
 
     def _prefills(self, sequences: list[Sequence], budget: int) -> list[Work]:
         work = []
-        chunk = self._settings.prefill_chunk
         for sequence in sequences:
             if sequence.state is not SequenceState.RUNNING or sequence.remaining <= 1:
                 continue
-            stop = min((sequence.computed // chunk + 1) * chunk, len(sequence.tokens))
+            item = self._next(sequence)
             # All of the chunk or nothing: a chunk cut to fit would change the shapes, and so the bits.
-            if stop - sequence.computed > budget:
+            if item.tokens > budget:
                 break
-            work.append(Work(sequence, sequence.computed, stop))
-            budget -= stop - sequence.computed
+            work.append(item)
+            budget -= item.tokens
         return work
 
     def _requeue(self, sequence: Sequence) -> None:

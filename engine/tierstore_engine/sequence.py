@@ -31,6 +31,7 @@ from tierstore_engine.outputs import (
     StepLogprobs,
 )
 from tierstore_engine.sampling import Choice, Draw, SamplingParams
+from tierstore_engine.step import PartialStep
 from tierstore_engine.stops import StopMatcher
 from tierstore_engine.tokenizer import Detokenizer
 
@@ -98,6 +99,7 @@ class Sequence:
         self.saved_pages = 0
         self.loading: Loading | None = None
         self.arriving = False  # whether pages that were loaded may still be on their way
+        self.partial: PartialStep | None = None  # its next tokens, computed while pages arrive
         self.tally = Tally(added)
         self.finish_reason: FinishReason | None = None
         self._most_computed = 0
@@ -156,6 +158,7 @@ class Sequence:
         twin.computed = twin.saved_pages = 0
         twin.loading = None
         twin.arriving = False
+        twin.partial = None
         twin.tally = Tally(time.monotonic(), reused_by_tier=dict(self.tally.reused_by_tier))
         twin._random = random.Random(seed)
         twin._uniforms = deque()

@@ -48,6 +48,25 @@ class Step:
         )
 
 
+@dataclass(slots=True)
+class PartialStep:
+    """A step that is computed a few layers at a time, as its pages arrive. ``layers`` have been asked for;
+    the rest is the model's, and what it goes on with."""
+
+    step: Step
+    layers: int = 0
+    input: StepInput | None = None
+    hidden: torch.Tensor | None = None
+
+    def arrived(self, layers: int) -> int:
+        """How many of the model's ``layers`` have been asked for, or could be now without waiting for a
+        page."""
+        stop = self.layers
+        while stop < layers and self.step.arrivals.arrived(stop):
+            stop += 1
+        return stop
+
+
 class Runner(Protocol):
     """What computes steps, on one device. Used by one thread."""
 
@@ -57,6 +76,11 @@ class Runner(Protocol):
     def compute(self, step: Step) -> torch.Tensor:
         """Logits, float32 ``[len(logit_rows), vocab_size]``, and the KV of all its tokens in its pages: all
         that may still be under way when this returns."""
+
+    def advance(self, partial: PartialStep, layers: range) -> torch.Tensor | None:
+        """Go on with a step: compute these layers of it, which follow the ones before. Gives what
+        :meth:`compute` gives when the last is among them, and None before. Other steps may be computed in
+        between; a step that is not gone on with is just let go of."""
 
     def sample(self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> list[Choice]:
         """A token for each draw, from the row of the last ``compute``'s logits that ``rows`` names for it.

@@ -34,7 +34,7 @@ from tierstore_engine.engine import Engine
 from tierstore_engine.model import Model
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
-from tierstore_engine.step import Step
+from tierstore_engine.step import PartialStep, Step
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no device to test with: {missing()}")
 
@@ -242,6 +242,7 @@ def test_nobody_waits_for_the_pages_of_another(tiny: LoadedModel, monkeypatch: p
     run.forget_in_hbm()
     asked = threading.Event()
     original_let_go, original_compute = HbmLoad._let_go, DeferredRunner.compute
+    original_advance = DeferredRunner.advance
     steps: list[list[bool]] = []  # of each: whether each of its sequences was arriving
 
     def let_go(self: HbmLoad, *arguments: Any) -> None:
@@ -252,8 +253,13 @@ def test_nobody_waits_for_the_pages_of_another(tiny: LoadedModel, monkeypatch: p
         steps.append([self._pool.arrivals(span.block_table).pending for span in step.spans])
         return original_compute(self, step)
 
+    def advance(self: DeferredRunner, partial: PartialStep, layers: range) -> torch.Tensor | None:
+        steps.append([self._pool.arrivals(span.block_table).pending for span in partial.step.spans])
+        return original_advance(self, partial, layers)
+
     monkeypatch.setattr(HbmLoad, "_let_go", let_go)
     monkeypatch.setattr(DeferredRunner, "compute", compute)
+    monkeypatch.setattr(DeferredRunner, "advance", advance)
     engine = run.engine
     first = engine.add([9] * 40, SamplingParams(max_new_tokens=12, ignore_eos=True))
     while engine.computed_tokens(first) < 40:
@@ -266,6 +272,104 @@ def test_nobody_waits_for_the_pages_of_another(tiny: LoadedModel, monkeypatch: p
     assert done == [first, second]
     assert all(len(set(step)) == 1 for step in steps)
     assert [True] in steps
+    run.close()
+
+
+def test_a_hit_goes_through_the_model_layer_by_layer_beside_what_others_decode(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer as soon as it has arrived, with no token of the others waiting for one, and with the bits
+    that the hit has when it is alone."""
+    run = open_run(tiny, device_pool(tiny, 0))  # lazy: nothing arrives that nobody waits for
+    run.ask([PROMPTS[0]])
+    run.forget_in_hbm()
+    alone, _ = run.ask([PROMPTS[0]])
+    run.forget_in_hbm()
+    loaded = threading.Event()
+    advanced: list[range] = []
+    original_let_go, original_advance = HbmLoad._let_go, DeferredRunner.advance
+
+    def let_go(self: HbmLoad, *arguments: Any) -> None:
+        loaded.wait(30)
+        original_let_go(self, *arguments)
+
+    def advance(self: DeferredRunner, partial: PartialStep, layers: range) -> torch.Tensor | None:
+        advanced.append(layers)
+        return original_advance(self, partial, layers)
+
+    monkeypatch.setattr(HbmLoad, "_let_go", let_go)
+    monkeypatch.setattr(DeferredRunner, "advance", advance)
+    engine = run.engine
+    other = engine.add([9] * 40, SamplingParams(max_new_tokens=40, ignore_eos=True))
+    while engine.computed_tokens(other) < 40:
+        engine.step()
+    hit = engine.add(PROMPTS[0], SamplingParams(max_new_tokens=1, ignore_eos=True, keep_logits=True))
+    sequence, pool = engine._sequences[hit], run.engine.connector.pool
+    while sequence.partial is None:
+        assert [output.request_id for output in engine.step()] == [other]
+    assert isinstance(pool, DevicePool)
+    assert engine.computed_tokens(hit) == 149  # though no byte of it is there
+    (filling,) = pool._under_way(sequence.pages)
+    layers = tiny.config.layers
+    for layer in range(layers):
+        assert advanced == [range(past, past + 1) for past in range(layer)]
+        assert [output.request_id for output in engine.step()] == [other]  # its next one has not come
+        pool.runtime.synchronize(filling.event(layer))
+        outputs = engine.step()
+    assert advanced == [range(layer, layer + 1) for layer in range(layers)]
+    told = {output.request_id: output for output in outputs}
+    assert set(told) == {other, hit}
+    completion = told[hit].completion
+    assert completion is not None
+    assert completion.logits is not None
+    assert np.array_equal(completion.logits, alone[0][:1])
+    loaded.set()
+    engine.cancel(other)
+    engine.step()
+    run.close()
+
+
+@pytest.mark.parametrize("parked", [True, False], ids=["parked", "cancelled"])
+def test_a_hit_that_is_half_computed_can_be_given_up(
+    parked: bool, tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in its pages by then is nobody's, and one that was parked begins anew."""
+    run = open_run(tiny, device_pool(tiny, 0))
+    told, _ = run.ask([PROMPTS[0]])
+    run.forget_in_hbm()
+    loaded = threading.Event()
+    original_let_go = HbmLoad._let_go
+
+    def let_go(self: HbmLoad, *arguments: Any) -> None:
+        loaded.wait(30)
+        original_let_go(self, *arguments)
+
+    monkeypatch.setattr(HbmLoad, "_let_go", let_go)
+    engine = run.engine
+    other = engine.add([9] * 40, SamplingParams(max_new_tokens=40, ignore_eos=True))
+    while engine.computed_tokens(other) < 40:
+        engine.step()
+    hit = engine.add(PROMPTS[0], PARAMS)
+    sequence, pool = engine._sequences[hit], engine.connector.pool
+    while sequence.partial is None:
+        engine.step()
+    assert isinstance(pool, DevicePool)
+    pool.runtime.synchronize(pool._under_way(sequence.pages)[0].event(0))
+    engine.step()
+    assert sequence.partial.layers == 1
+    if parked:
+        assert engine._scheduler._park() is sequence
+    else:
+        engine.cancel(hit)
+    assert sequence.partial is None
+    loaded.set()
+    completions = {}
+    while engine.has_work:
+        completions.update({each.request_id: each.completion for each in engine.step() if each.finished})
+    if parked:
+        assert_close([completions[hit].logits], told)
+    again, _ = run.ask([PROMPTS[0]])
+    assert_close(again, told)
     run.close()
 
 

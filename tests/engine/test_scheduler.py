@@ -66,7 +66,9 @@ class Bench:
         return sequence
 
     def step(self) -> list[Work]:
-        work = self.scheduler.plan()
+        plan = self.scheduler.plan()
+        assert not plan.beside  # copies in this pool are done when the call returns
+        work = plan.batch
         self.check(work)
         ending = finishing(work)
         for item in work:

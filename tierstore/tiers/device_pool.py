@@ -102,6 +102,9 @@ class _DeviceArrivals:
         for filling in self._fillings:
             self._device.wait(self._compute, filling.event(layer))
 
+    def arrived(self, layer: int) -> bool:
+        return all(self._device.reached(filling.event(layer)) for filling in self._fillings)
+
 
 class DevicePool(PagePool):
     """A pool in the memory of ``device``. ``compute`` is the stream to compute on with its pages.

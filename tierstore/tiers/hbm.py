@@ -40,6 +40,9 @@ class CopyFence(Protocol):
         """What computes from now on happens after layer ``layer`` (the model's own index) of them is there.
         Does not block."""
 
+    def arrived(self, layer: int) -> bool:
+        """Whether layer ``layer`` of them is there, so that nothing waits for it. Does not block."""
+
     @property
     def pending(self) -> bool:
         """Whether there were any to wait for when this was made."""
@@ -53,6 +56,9 @@ class _Here:
 
     def wait(self, layer: int = 0) -> None:
         """Nothing is on its way."""
+
+    def arrived(self, layer: int) -> bool:
+        return True
 
 
 COMPLETED = _Here()

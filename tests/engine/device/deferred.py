@@ -11,7 +11,7 @@ from tierstore.tiers.device_pool import DevicePool
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.model import Model
 from tierstore_engine.sampling import Choice, Draw, Sampled, sample
-from tierstore_engine.step import Runner, Step
+from tierstore_engine.step import PartialStep, Runner, Step
 
 
 class DeferredRunner(Runner):
@@ -31,6 +31,17 @@ class DeferredRunner(Runner):
         logits = torch.full((len(step.logit_rows), self.config.vocab_size), torch.nan)
         self._runtime.launch(self._pool.compute, lambda: logits.copy_(self._model.compute(step)))
         return logits
+
+    def advance(self, partial: PartialStep, layers: range) -> torch.Tensor | None:
+        logits = torch.full((len(partial.step.logit_rows), self.config.vocab_size), torch.nan)
+
+        def work() -> None:
+            told = self._model.advance(partial, layers)
+            if told is not None:
+                logits.copy_(told)
+
+        self._runtime.launch(self._pool.compute, work)
+        return logits if layers.stop == self.config.layers else None
 
     def sample(self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> list[Choice]:
         sampled: list[Sampled] = []
