@@ -4,6 +4,7 @@
 #   make docs     the documents as a site, in site/
 # and one with Python 3.11+ on x86-64 or arm64:
 #   make test-vllm    the vLLM connector against a real vLLM on the CPU, in an environment of its own
+#   make test-sglang  likewise SGLang's storage backend
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -11,9 +12,11 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints
 INSTALL := $(BIN)/python $(PIP_INSTALL)
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN  := $(VLLM_VENV)/bin
+SGLANG_VENV ?= .venv-sglang
+SGLANG_BIN  := $(SGLANG_VENV)/bin
 NATIVE := hatch_build.py tierstore/native/pages.c
 
-.PHONY: bench test lint types docs suite soak test-vllm soak-vllm gpu-check gpu-check-here clean
+.PHONY: bench test lint types docs suite soak test-vllm soak-vllm test-sglang gpu-check gpu-check-here clean
 
 bench: $(VENV)/bench.stamp
 	$(BIN)/tierstore-bench longctx
@@ -41,6 +44,10 @@ soak: $(VENV)/dev.stamp
 
 test-vllm: $(VLLM_VENV)/vllm.stamp
 	$(VLLM_BIN)/python -m pytest tests/vllm
+
+# tests/sglang/cpu stands in for what SGLang has for GPUs only.
+test-sglang: $(SGLANG_VENV)/sglang.stamp
+	PYTHONPATH=tests/sglang/cpu $(SGLANG_BIN)/python -m pytest -W default tests/sglang
 
 soak-vllm: $(VLLM_VENV)/vllm.stamp
 	$(VLLM_BIN)/python -m pytest -m soak --timeout 3600 tests/vllm
@@ -84,5 +91,15 @@ $(VLLM_VENV)/vllm.stamp: pyproject.toml constraints.txt $(NATIVE) tests/vllm/req
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	touch $@
 
+# --no-deps: SGLang asks for torch's build for CUDA. 3 GB.
+$(SGLANG_VENV)/sglang.stamp: pyproject.toml constraints.txt $(NATIVE) tests/sglang/requirements.txt
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0+cpu \
+		|| $(SGLANG_BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0+cpu \
+			--extra-index-url https://download.pytorch.org/whl/cpu
+	$(SGLANG_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==0.5.23 torchvision==0.28.0
+	$(SGLANG_BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -r tests/sglang/requirements.txt -e .
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) tierstore/native/_pages.so site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) tierstore/native/_pages.so site .mypy_cache .ruff_cache .pytest_cache .hypothesis

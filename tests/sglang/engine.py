@@ -1,0 +1,165 @@
+"""A real SGLang engine, in a process of its own: ``python -m tests.sglang.engine OPTIONS`` takes a JSON
+object and prints one line of JSON, the answers to one prompt, asked twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+_RESULT = "RESULT "
+_START_S = 400
+_SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+
+
+def write_model(folder: str) -> None:
+    """Random weights that are large enough for KV of another prompt to change an answer."""
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(7)
+    hidden, inner, words = _SHAPE["hidden_size"], _SHAPE["intermediate_size"], _SHAPE["vocab_size"]
+    kv = _HEADS["num_key_value_heads"] * _HEADS["head_dim"]
+
+    def matrix(*shape: int) -> Any:
+        return (0.3 * torch.randn(shape)).bfloat16()
+
+    weights = {"model.embed_tokens.weight": matrix(words, hidden), "lm_head.weight": matrix(words, hidden)}
+    norms = ["model.norm"]
+    for layer in range(_SHAPE["num_hidden_layers"]):
+        name = f"model.layers.{layer}."
+        norms += [f"{name}input_layernorm", f"{name}post_attention_layernorm"]
+        for part, shape in {
+            "self_attn.q_proj": (hidden, hidden),
+            "self_attn.k_proj": (kv, hidden),
+            "self_attn.v_proj": (kv, hidden),
+            "self_attn.o_proj": (hidden, hidden),
+            "mlp.gate_proj": (inner, hidden),
+            "mlp.up_proj": (inner, hidden),
+            "mlp.down_proj": (hidden, inner),
+        }.items():
+            weights[f"{name}{part}.weight"] = matrix(*shape)
+    weights |= {f"{norm}.weight": torch.ones(hidden).bfloat16() for norm in norms}
+    target = pathlib.Path(folder)
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+        **_SHAPE,
+        **_HEADS,
+    }
+    (target / "config.json").write_text(json.dumps(config))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Tokens, their log-probabilities, how many of the prompt's tokens came from the store, and the time."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    stored: int
+    seconds: float
+
+
+def ask(
+    model: pathlib.Path, store: str | None, *, tokens: int = 200, ranks: int = 1, **extra: Any
+) -> list[Answer]:
+    """Start an engine (over ``store``, if there is one), ask it a prompt of ``tokens`` tokens twice, and end
+    it."""
+    options = {"model": str(model), "store": store, "tokens": tokens, "ranks": ranks, "extra": extra}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.sglang.engine", json.dumps(options)],
+        capture_output=True,
+        text=True,
+        timeout=_START_S,
+        check=False,
+        env={
+            **os.environ,
+            "SGLANG_USE_CPU_ENGINE": "1",
+            "SGLANG_CPU_OMP_THREADS_BIND": "|".join(map(str, range(ranks))),
+        },
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith(_RESULT)]
+    assert lines, f"the engine gave no answer:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    return [Answer(**each) for each in json.loads(lines[0].removeprefix(_RESULT))]
+
+
+def _main(options: dict[str, Any]) -> None:
+    import sglang
+
+    arguments: dict[str, Any] = {
+        "model_path": options["model"],
+        "tp_size": options["ranks"],
+        "device": "cpu",
+        "dtype": "bfloat16",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+        "skip_tokenizer_init": True,
+        "disable_cuda_graph": True,
+        "disable_overlap_schedule": True,
+        "mem_fraction_static": 0.3,
+        "max_total_tokens": 4096,
+        "page_size": 16,
+        "random_seed": 1,
+        "log_level": "warning",
+    }
+    if options["store"] is not None:
+        settings = {
+            "backend_name": "tierstore",
+            "module_path": "tierstore_connectors.sglang.backend",
+            "class_name": "TierStoreHiCache",
+            "interface_v1": 1,
+            "prefetch_threshold": 16,
+            "store": options["store"],
+        }
+        arguments |= {
+            "enable_hierarchical_cache": True,
+            "hicache_ratio": 2.0,
+            "hicache_io_backend": "direct",
+            "hicache_mem_layout": "page_first_direct",
+            "hicache_write_policy": "write_through",
+            "hicache_storage_backend": "dynamic",
+            "hicache_storage_prefetch_policy": "wait_complete",
+            "hicache_storage_backend_extra_config": json.dumps(settings),
+        }
+    engine = sglang.Engine(**(arguments | options["extra"]))
+    prompt = [5 + 7 * at % 500 for at in range(options["tokens"])]
+    answers = []
+    for _ in range(2):
+        began = time.monotonic()
+        answer = engine.generate(
+            input_ids=prompt,
+            return_logprob=True,
+            sampling_params={"temperature": 0, "max_new_tokens": 8, "ignore_eos": True},
+        )
+        about = answer["meta_info"]
+        answers.append(
+            {
+                "tokens": answer["output_ids"],
+                "logprobs": [round(each[0], 6) for each in about["output_token_logprobs"]],
+                "stored": (about.get("cached_tokens_details") or {}).get("storage", 0),
+                "seconds": time.monotonic() - began,
+            }
+        )
+        time.sleep(1)  # SGLang saves behind the answer, and tells nobody when it has
+    print(_RESULT + json.dumps(answers), flush=True)  # noqa: T201
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    _main(json.loads(sys.argv[1]))

@@ -1,0 +1,173 @@
+"""SGLang's configurations over a real daemon: what was saved comes back, equal to the bit."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sglang.conftest import MISSING
+
+if MISSING:
+    pytest.skip("SGLang is not installed; make test-sglang", allow_module_level=True)
+
+import threading
+from array import array
+
+from tests.sglang.caches import CONFIGS, CacheConfig, CacheRequestHandle, Caches, Watched, match_prefix
+
+
+class OverDaemon(Caches):
+    @pytest.fixture(autouse=True)
+    def _over(self, shared_daemon):
+        self.url = shared_daemon.url
+
+
+class RoundTrip(OverDaemon):
+    def test_round_trip(self):
+        if self.cfg.has_mamba and self.layout == "layer_first":
+            self.skipTest("SGLang has no such pools")
+        window = (self.cfg.sliding_window_size or 0) // self.cfg.page_size
+        directory, tokens = self._make_storage_dir(), self.prompt(4 + window)
+        self.consume(directory, tokens, self.produce(directory, tokens))
+
+    def test_host_memory_that_is_staging_only(self):
+        if self.cfg.has_mamba:
+            self.skipTest("SGLang's fixtures have no states there")
+        directory, tokens = self._make_storage_dir(), self._buffer_swa_seq(4)
+        if len(tokens) > self.cfg.kv_size // 2:
+            self.skipTest("longer than the pool of this configuration")
+        self._produce_buffer_l3(directory, tokens, marker=9)
+        cache, _, _ = self._build_buffer_hicache_fixture(directory)
+        handle = CacheRequestHandle("b", 0)
+        cache.prefetch_from_storage(handle, cache.root_node_handle(), array("q", tokens), None, None)
+        self._run_prefetch_to_completion(cache, handle)
+        assert match_prefix(cache, tokens).device_prefix_len == len(tokens)
+
+
+for _number, _config in enumerate(each for each in CONFIGS if not each.is_eagle):
+    for _layout in ("page_first_direct", "layer_first"):
+        _name = f"Test{_number}{_config.label}_{_layout}"
+        globals()[_name] = type(_name, (RoundTrip,), {"cfg": _config, "layout": _layout, "__test__": True})
+
+
+class TestWhatElse(OverDaemon):
+    __test__ = True
+    cfg = CacheConfig(page_size=16, num_layers=2, kv_size=512)
+
+    def test_a_longer_prompt_gets_the_prefix_another_one_nothing(self):
+        directory, tokens = self._make_storage_dir(), self.prompt(4)
+        self.produce(directory, tokens)
+        cache, _, _ = self._l3_consumer(directory)
+        assert self.fetch(cache, tokens + self._make_seq(7000, 3)) == len(tokens)
+        assert self.fetch(cache, self._make_seq(9000, 4), "other") == 0
+
+    def test_another_namespace_gets_nothing(self):
+        tokens = self.prompt(4)
+        self.produce(self._make_storage_dir(), tokens)
+        cache, _, _ = self._l3_consumer(self._make_storage_dir())
+        assert self.fetch(cache, tokens) == 0
+
+    def test_a_get_that_no_query_came_before(self):
+        directory, tokens = self._make_storage_dir(), self.prompt(4)
+        self.produce(directory, tokens)
+        cache, _, _ = self._l3_consumer(directory)
+        pool = cache.cache_controller.mem_pool_host
+        slots, names = pool.alloc(len(tokens)), self.names(tokens)
+        assert Watched.made[-1].batch_get_v1(names, slots) == [True] * 4
+        assert Watched.made[-1].batch_get_v1(["00" * 32, *names[1:]], slots) == [False, True, True, True]
+        pool.free(slots)
+
+    def test_after_clear_nothing_of_before_is_served(self):
+        directory, tokens = self._make_storage_dir(), self.prompt(4)
+        self.produce(directory, tokens)
+        self._l3_consumer(directory)
+        storage, names = Watched.made[-1], self.names(tokens)
+        assert storage.batch_exists(names) == 4
+        storage.clear()
+        assert storage.batch_exists(names) == 0
+
+    def test_three_threads_ask_read_and_write(self):
+        directory, tokens = self._make_storage_dir(), self.prompt(4)
+        self.produce(directory, tokens)
+        cache, _, _ = self._l3_consumer(directory)
+        storage, names = Watched.made[-1], self.names(tokens)
+        pool = cache.cache_controller.mem_pool_host
+        read, written = pool.alloc(len(tokens)), pool.alloc(len(tokens))
+        wrong = []
+
+        def often(call, expected):
+            wrong.extend(got for number in range(50) if (got := call(number)) != expected)
+
+        calls = [
+            (lambda _: storage.batch_exists(names), 4),
+            (lambda _: storage.batch_get_v1(names, read), [True] * 4),
+            (lambda n: storage.batch_set_v1([f"{n:08x}{p:056x}" for p in range(4)], written), [True] * 4),
+        ]
+        threads = [threading.Thread(target=often, args=each) for each in calls]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+
+
+class TestWithoutDaemon(Caches):
+    __test__ = True
+    cfg = CacheConfig(page_size=16, num_layers=2, kv_size=256)
+
+    @pytest.fixture(autouse=True)
+    def _over(self, daemon):
+        self.url = daemon.url
+        self.daemon = daemon
+
+    def test_a_daemon_that_goes_is_a_miss(self):
+        directory, tokens = self._make_storage_dir(), self.prompt(4)
+        self.produce(directory, tokens)
+        cache, _, _ = self._l3_consumer(directory)
+        storage, names = Watched.made[-1], self.names(tokens)
+        pool = cache.cache_controller.mem_pool_host
+        slots = pool.alloc(len(tokens))
+        self.daemon.kill()
+        assert storage.batch_exists(names) == 0
+        assert storage.batch_get_v1(names, slots) == [False] * 4
+        assert storage.batch_set_v1(names, slots) == [False] * 4
+        assert dict(storage.errors.counts) == {}
+        pool.free(slots)
+
+
+def _raises():
+    raise OSError("the disk has gone")
+
+
+class TestFaults(OverDaemon):
+    """A call that fails costs one operation; SGLang's threads live on."""
+
+    __test__ = True
+    cfg = CacheConfig(page_size=16, num_layers=2, kv_size=256)
+
+    def fails(self, method, fault):
+        directory, tokens = self._make_storage_dir(), self.prompt(4)
+        if method == "batch_set_v1":
+            Watched.faults[method] = fault
+            self.produce(directory, tokens)
+        self.produce(directory, tokens)
+        cache, _, _ = self._l3_consumer(directory)
+        if method != "batch_set_v1":
+            Watched.faults[method] = fault
+            assert self.fetch(cache, tokens, "first") == 0
+        assert self.fetch(cache, tokens, "second") == len(tokens)
+        controller = cache.cache_controller
+        for thread in (
+            controller.prefetch_thread,
+            controller.prefetch_io_aux_thread,
+            controller.backup_thread,
+        ):
+            assert thread.is_alive()
+
+    def test_a_query_raises(self):
+        self.fails("batch_exists", _raises)
+
+    def test_a_get_raises(self):
+        self.fails("batch_get_v1", _raises)
+
+    def test_a_set_raises(self):
+        self.fails("batch_set_v1", _raises)
