@@ -10,7 +10,7 @@ place, and vLLM computes with a loaded block only in a later step.
 
 Where a block's bytes lie in large pieces (vLLM's layouts with all layers of a block side by side) the copy
 engines move them straight between blocks and arena, a page's in one call. Small pieces, with which the
-engines are slow, are collected in a page in GPU memory by torch's kernels, and go over as one.
+engines are slow, are collected in a page in GPU memory by a kernel (``pieces.py``), and go over as one.
 """
 
 from __future__ import annotations
@@ -29,6 +29,14 @@ from tierstore.tiers.pinned import Pin, Reach
 from tierstore_connectors.vllm.copies import Pages
 from tierstore_connectors.vllm.layout import PageLayout
 from tierstore_connectors.vllm.orders import NULL_BLOCK
+from tierstore_connectors.vllm.pieces import (
+    KernelPieces,
+    Launch,
+    Pieces,
+    TorchPieces,
+    cupy_launch,
+    fits_kernel,
+)
 
 LEAST_PIECE = 64 << 10
 """Bytes; smaller ones are collected. On an H100 a batch of copies to the device reached 39-52 GB/s with
@@ -138,27 +146,33 @@ class DirectCopy:
 
 
 class StagedCopy:
-    """The pieces are collected in a page in the device's memory, one for each stream. ``planes`` are
-    ``[blocks, run_bytes]`` views of the KV tensors, in the layout's order."""
+    """The pieces are collected in a page in the device's memory, one for each stream. The KV tensors are on
+    ``torch_device``."""
 
     def __init__(
-        self, layout: PageLayout, device: Device, planes: Sequence[torch.Tensor], on_stream: OnStream
+        self,
+        layout: PageLayout,
+        device: Device,
+        pieces: Pieces,
+        on_stream: OnStream,
+        torch_device: torch.device,
     ) -> None:
         self._nbytes = layout.page_bytes
         self._device = device
-        self._planes = planes
+        self._pieces = pieces
+        self._torch_device = torch_device
         self._on_stream = on_stream
         self._pages: dict[Stream, tuple[int, torch.Tensor]] = {}
 
     def down(self, stream: Stream, chunk: Sequence[int], address: int) -> None:
         start, page = self._page(stream)
-        self._on_stream(stream, lambda: gather_page(self._planes, chunk, page))
+        self._on_stream(stream, lambda: self._pieces.gather(chunk, page))
         self._device.copy(stream, address, start, self._nbytes)
 
     def up(self, stream: Stream, chunk: Sequence[int], address: int) -> None:
         start, page = self._page(stream)
         self._device.copy(stream, start, address, self._nbytes)
-        self._on_stream(stream, lambda: scatter_page(self._planes, chunk, page))
+        self._on_stream(stream, lambda: self._pieces.scatter(chunk, page))
 
     def _page(self, stream: Stream) -> tuple[int, torch.Tensor]:
         if stream not in self._pages:
@@ -167,7 +181,7 @@ class StagedCopy:
             view = self._device.view(start, (self._nbytes,))
             # At the interpreter's end the driver may be gone first: no need to ask it.
             weakref.finalize(self, self._device.free, start).atexit = False
-            self._pages[stream] = start, torch.as_tensor(view, device=self._planes[0].device)
+            self._pages[stream] = start, torch.as_tensor(view, device=self._torch_device)
         return self._pages[stream]
 
 
@@ -178,15 +192,24 @@ def make_blocks(
     *,
     computing: Callable[[], Stream],
     on_stream: OnStream,
+    launch: Launch | None = None,
 ) -> DeviceBlocks:
-    """The blocks of ``tensors``, which the layout was made from, and the copy method that suits them."""
+    """The blocks of ``tensors``, which the layout was made from, and the copy method that suits them;
+    ``launch`` is that of ``copy_blocks.cu``, where it can be launched."""
     method: CopyMethod = DirectCopy(layout, reach)
     if min(plane.run_bytes for plane in layout.planes) < LEAST_PIECE:
-        planes = [
-            plane_view(tensors, plane.address, plane.block_stride, plane.run_bytes, layout.num_blocks)
-            for plane in layout.planes
-        ]
-        method = StagedCopy(layout, reach.device, planes, on_stream)
+        on = tensors[0].device
+        pieces: Pieces
+        if launch is not None and fits_kernel(layout):
+            pieces = KernelPieces(layout, launch, on)
+        else:
+            pieces = TorchPieces(
+                [
+                    plane_view(tensors, plane.address, plane.block_stride, plane.run_bytes, layout.num_blocks)
+                    for plane in layout.planes
+                ]
+            )
+        method = StagedCopy(layout, reach.device, pieces, on_stream, on)
     return DeviceBlocks(reach, method, computing)
 
 
@@ -197,10 +220,18 @@ class CudaBlocks:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._reach = Reach(CudaDevice(device.index or 0))
+        self._launch = cupy_launch(device)
 
     def blocks(self, layout: PageLayout, tensors: Sequence[torch.Tensor]) -> DeviceBlocks:
         """Those of a group."""
-        return make_blocks(layout, tensors, self._reach, computing=self._computing, on_stream=self._on_stream)
+        return make_blocks(
+            layout,
+            tensors,
+            self._reach,
+            computing=self._computing,
+            on_stream=self._on_stream,
+            launch=self._launch,
+        )
 
     def _computing(self) -> Stream:
         return Stream(torch.cuda.current_stream(self._device).cuda_stream)
@@ -222,26 +253,3 @@ def plane_view(
             flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
             return flat.set_(storage, start, (num_blocks, run_bytes), (block_stride, 1))
     raise ValueError("a plane lies outside of its tensors")
-
-
-def gather_page(planes: Sequence[torch.Tensor], chunk: Sequence[int], page: torch.Tensor) -> None:
-    """Collect a chunk's blocks, plane by plane, in ``page``."""
-    blocks = torch.tensor(chunk, dtype=torch.int64, device=page.device)
-    at = 0
-    for plane in planes:
-        nbytes = len(chunk) * plane.shape[1]
-        torch.index_select(plane, 0, blocks, out=page[at : at + nbytes].view(len(chunk), -1))
-        at += nbytes
-
-
-def scatter_page(planes: Sequence[torch.Tensor], chunk: Sequence[int], page: torch.Tensor) -> None:
-    """The other way round; blocks that are 0 are left alone."""
-    wanted = [at for at, block in enumerate(chunk) if block != NULL_BLOCK]
-    places = torch.tensor(wanted, dtype=torch.int64, device=page.device)
-    blocks = torch.tensor([chunk[at] for at in wanted], dtype=torch.int64, device=page.device)
-    at = 0
-    for plane in planes:
-        nbytes = len(chunk) * plane.shape[1]
-        page_of_plane = page[at : at + nbytes].view(len(chunk), -1)
-        plane.index_copy_(0, blocks, page_of_plane.index_select(0, places))
-        at += nbytes

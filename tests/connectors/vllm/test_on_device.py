@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 
 import numpy as np
 import pytest
@@ -10,13 +11,21 @@ import pytest
 from tests.connectors.vllm.conftest import BLOCK, Request, step
 from tests.connectors.vllm.test_halves import OTHER, TABLE, TOKENS, equal_blocks, load
 from tests.engine.device import SCHEDULES, FakeDevice, missing
+from tests.engine.kernels.executor import SCHEDULES as KERNEL_SCHEDULES
+from tests.engine.kernels.executor import ExecutionError, guarded
+from tests.engine.kernels.executor.launcher import ExecutorLauncher
 from tests.tierstore.daemon.client.conftest import wait_until
 from tierstore.tiers.device import DeviceError
 from tierstore.tiers.pinned import Reach
 from tierstore_connectors.vllm.layout import TensorShape, page_layout
+from tierstore_engine.kernels.catalog import ARCHITECTURES, Instance
+from tierstore_engine.kernels.errors import KernelError
+from tierstore_engine.kernels.nvrtc import Nvrtc
+from tierstore_engine.kernels.toolkit import find_toolkit
 
 torch = pytest.importorskip("torch")
 cuda = pytest.importorskip("tierstore_connectors.vllm.cuda")
+pieces = pytest.importorskip("tierstore_connectors.vllm.pieces")
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no device to test with: {missing()}")
 
@@ -29,6 +38,7 @@ class DeviceMemory:
         self.stream = device.stream()
         self.reach = Reach(device)
         self.addresses = []
+        self.launch = None
 
     def array(self, shape):
         nbytes = int(np.prod(shape)) * 4
@@ -44,6 +54,7 @@ class DeviceMemory:
             self.reach,
             computing=lambda: self.stream,
             on_stream=self.device.launch,
+            launch=self.launch,
         )
 
     def compute(self, work):
@@ -53,11 +64,18 @@ class DeviceMemory:
         self.device.finish(self.stream)
 
 
-@pytest.fixture(params=["straight", "collected"])
+@pytest.fixture(params=["straight", "collected", "by kernel"])
 def way(request, monkeypatch):
-    """Both ways to copy, whatever the size of the pieces."""
+    """The ways to copy, whatever the size of the pieces."""
     monkeypatch.setattr(cuda, "LEAST_PIECE", 0 if request.param == "straight" else 1 << 30)
     return request.param
+
+
+def launcher(seed, folder=pieces.SOURCE.parent):
+    """The kernel on a processor."""
+    return ExecutorLauncher(seed, folder=folder).load(
+        Instance(pieces.SOURCE.name, pieces.KERNEL, pieces.THREADS)
+    )
 
 
 @pytest.fixture
@@ -68,7 +86,9 @@ def on_device(engine, way):
 
     def make(seed=1, device=None, *, ready=True, **options):
         devices.append(device or FakeDevice(seed))
-        engines.append(engine(on=DeviceMemory(devices[-1]), **options))
+        memory = DeviceMemory(devices[-1])
+        memory.launch = launcher(seed % 4) if way == "by kernel" else None
+        engines.append(engine(on=memory, **options))
         if ready:
             for store in engines[-1].worker._stores._stores.values():
                 store.wait_ready()
@@ -211,3 +231,126 @@ def test_pieces_are_collected_where_they_are_small():
     sizes = (cuda.LEAST_PIECE - 1, cuda.LEAST_PIECE)
     found = [way(run, layers=layers) for run, layers in itertools.product(sizes, (1, 3))]
     assert found == [cuda.StagedCopy] * 2 + [cuda.DirectCopy] * 2
+
+
+# -- the kernel that collects pieces ---------------------------------------------------------------------
+
+BLOCKS = 12
+CHUNK = [7, 0, 3, 11]
+
+
+def planes_of(run):
+    """The KV tensors of three layers in vLLM's default layout, and their pages' layout."""
+    tensors = [
+        guarded(np.random.default_rng(layer).integers(0, 255, (2, BLOCKS, run), np.uint8))
+        for layer in range(3)
+    ]
+    shapes = [
+        TensorShape(str(at), each.__array_interface__["data"][0], each.shape, each.strides, 1, "uint8")
+        for at, each in enumerate(tensors)
+    ]
+    return tensors, page_layout(shapes, num_blocks=BLOCKS, blocks=len(CHUNK))
+
+
+def copy_both_ways(run, seed, folder=pieces.SOURCE.parent):
+    """Whether a page gets the bytes that torch's way gives it, and blocks likewise."""
+    tensors, layout = planes_of(run)
+    views = [
+        cuda.plane_view(
+            [torch.from_numpy(each) for each in tensors],
+            plane.address,
+            plane.block_stride,
+            plane.run_bytes,
+            BLOCKS,
+        )
+        for plane in layout.planes
+    ]
+    kernel = pieces.KernelPieces(layout, launcher(seed, folder), torch.device("cpu"))
+    by_torch = pieces.TorchPieces(views)
+    page, expected = (torch.from_numpy(guarded(np.zeros(layout.page_bytes, np.uint8))) for _ in range(2))
+    kernel.gather(CHUNK, page)
+    by_torch.gather(CHUNK, expected)
+    assert torch.equal(page, expected)
+    page.copy_(page.flip(0))
+    before = [each.copy() for each in tensors]
+    by_torch.scatter(CHUNK, page)
+    wanted = [each.copy() for each in tensors]
+    for each, old in zip(tensors, before, strict=True):
+        each[:] = old
+    kernel.scatter(CHUNK, page)
+    assert all(np.array_equal(ours, theirs) for ours, theirs in zip(tensors, wanted, strict=True))
+    assert all(np.array_equal(each[:, 0], old[:, 0]) for each, old in zip(tensors, before, strict=True))
+
+
+@pytest.mark.parametrize("seed", KERNEL_SCHEDULES)
+@pytest.mark.parametrize("run", [16, 2064, 4096])
+def test_one_launch_collects_what_torch_collects_plane_by_plane(run, seed):
+    copy_both_ways(run, seed)
+
+
+MISTAKES = {
+    "the null block is written to": ("if (!into_page && block == 0) continue;", ""),
+    "the last pieces are left out": (
+        "piece < num_planes * count; piece",
+        "piece < num_planes * count - 1; piece",
+    ),
+    "tail is left out": ("for (; i < vectors; i += 32) target[i] = source[i];", ""),
+    "one beyond the end": ("i < vectors; i += 32", "i <= vectors; i += 32"),
+    "the plane's place in the page": ("page + plane[3] + at", "page + at"),
+    "both ways are one": ("into_page ? theirs : ours", "theirs"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=list(MISTAKES))
+def test_mistakes_in_the_kernel_are_caught(mistake, tmp_path):
+    text = pieces.SOURCE.read_text()
+    assert text.count(mistake[0]) == 1
+    (tmp_path / pieces.SOURCE.name).write_text(text.replace(*mistake))
+    for run, seed in itertools.product((16, 2064), KERNEL_SCHEDULES):
+        try:
+            copy_both_ways(run, seed, tmp_path)
+        except (AssertionError, ExecutionError):
+            return
+    pytest.fail("not caught")
+
+
+def test_the_kernel_compiles_for_every_architecture():
+    try:
+        nvrtc = Nvrtc(find_toolkit())
+    except KernelError as error:
+        pytest.skip(f"kernels cannot be compiled: {error}")
+    for arch in ARCHITECTURES:
+        compiled = nvrtc.compile(pieces.SOURCE.read_text(), pieces.KERNEL, arch=arch, includes=[])
+        assert (compiled.spill_bytes, compiled.stack_bytes) == (0, 0)
+        assert compiled.registers <= 64  # two blocks of it on an SM
+
+
+def test_pieces_of_odd_sizes_are_left_to_torch():
+    def taken(run, launch):
+        tensors, layout = planes_of(run)
+        blocks = cuda.make_blocks(
+            layout,
+            [torch.from_numpy(each) for each in tensors],
+            Reach(FakeDevice()),
+            computing=int,
+            on_stream=print,
+            launch=launch,
+        )
+        return type(blocks._method._pieces)
+
+    assert taken(32, launcher(0)) is pieces.KernelPieces
+    assert taken(24, launcher(0)) is pieces.TorchPieces
+    assert taken(32, None) is pieces.TorchPieces
+
+
+def test_without_cupy_pieces_are_left_to_torch(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert pieces.cupy_launch(torch.device("cuda:0")) is None
+
+
+def test_a_cupy_that_cannot_load_a_kernel_costs_speed_only(caplog):
+    pytest.importorskip("cupy")
+    if torch.cuda.is_available():
+        pytest.skip("it can, here")
+    assert pieces.cupy_launch(torch.device("cuda:0")) is None
+    assert "CuPy cannot load a kernel" in caplog.text

@@ -1,0 +1,135 @@
+"""The small pieces of a page, collected in one piece of GPU memory and dealt out from there.
+
+By one kernel (``copy_blocks.cu``) where CuPy is there to launch it, and where all pieces are multiples of 16
+bytes. Otherwise by torch, plane by plane, which is two launches or more for each layer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+
+from tierstore_connectors.vllm.layout import PageLayout
+from tierstore_connectors.vllm.orders import NULL_BLOCK
+
+SOURCE = Path(__file__).with_name("copy_blocks.cu")
+KERNEL = "copy_blocks"
+THREADS = 512  # of a block
+
+_GRID = (16,)  # enough to fill PCIe; more would take SMs from the model
+_VECTOR = 16  # bytes that a lane copies at once
+
+Launch: TypeAlias = "Callable[[Sequence[int], Sequence[Any]], None]"
+"""``launch(grid, arguments)``: the kernel on torch's current stream. Tensors stand for their addresses."""
+
+log = logging.getLogger(__name__)
+
+
+class Pieces(Protocol):
+    """What copies the blocks of a chunk, on torch's current stream."""
+
+    def gather(self, chunk: Sequence[int], page: torch.Tensor) -> None:
+        """Collect the blocks, plane by plane, in ``page``."""
+
+    def scatter(self, chunk: Sequence[int], page: torch.Tensor) -> None:
+        """The other way round; blocks that are 0 are left alone."""
+
+
+class KernelPieces:
+    """In one launch a page. Takes what :func:`fits_kernel` says it does."""
+
+    def __init__(self, layout: PageLayout, launch: Launch, device: torch.device) -> None:
+        self._launch = launch
+        rows = [
+            (plane.address, plane.block_stride, plane.run_bytes, offset)
+            for plane, offset in zip(layout.planes, layout.offsets, strict=True)
+        ]
+        self._planes = torch.from_numpy(np.array(rows, np.uint64).view(np.int64)).to(device)
+
+    def gather(self, chunk: Sequence[int], page: torch.Tensor) -> None:
+        self._copy(chunk, page, into_page=1)
+
+    def scatter(self, chunk: Sequence[int], page: torch.Tensor) -> None:
+        self._copy(chunk, page, into_page=0)
+
+    def _copy(self, chunk: Sequence[int], page: torch.Tensor, *, into_page: int) -> None:
+        blocks = torch.tensor(chunk, dtype=torch.int32, device=page.device)
+        numbers = (np.int32(len(self._planes)), np.int32(len(chunk)), np.int32(into_page))
+        self._launch(_GRID, (self._planes, blocks, page, *numbers))
+
+
+class TorchPieces:
+    """A launch for each plane. ``planes`` are ``[blocks, run_bytes]`` views of the KV tensors, in the
+    layout's order."""
+
+    def __init__(self, planes: Sequence[torch.Tensor]) -> None:
+        self._planes = planes
+
+    def gather(self, chunk: Sequence[int], page: torch.Tensor) -> None:
+        blocks = torch.tensor(chunk, dtype=torch.int64, device=page.device)
+        at = 0
+        for plane in self._planes:
+            nbytes = len(chunk) * plane.shape[1]
+            torch.index_select(plane, 0, blocks, out=page[at : at + nbytes].view(len(chunk), -1))
+            at += nbytes
+
+    def scatter(self, chunk: Sequence[int], page: torch.Tensor) -> None:
+        wanted = [at for at, block in enumerate(chunk) if block != NULL_BLOCK]
+        places = torch.tensor(wanted, dtype=torch.int64, device=page.device)
+        blocks = torch.tensor([chunk[at] for at in wanted], dtype=torch.int64, device=page.device)
+        at = 0
+        for plane in self._planes:
+            nbytes = len(chunk) * plane.shape[1]
+            page_of_plane = page[at : at + nbytes].view(len(chunk), -1)
+            plane.index_copy_(0, blocks, page_of_plane.index_select(0, places))
+            at += nbytes
+
+
+def fits_kernel(layout: PageLayout) -> bool:
+    """Whether every piece begins and ends at a multiple of what the kernel copies at once."""
+    return all(
+        number % _VECTOR == 0
+        for plane in layout.planes
+        for number in (plane.address, plane.block_stride, plane.run_bytes)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """A stream as CuPy's launch takes it: it asks for nothing but the handle."""
+
+    ptr: int
+
+
+def cupy_launch(device: torch.device) -> Launch | None:
+    """The kernel on a GPU, compiled by CuPy. None where that cannot be done, which costs speed only."""
+    try:
+        import cupy
+    except ImportError:
+        return None
+    index = device.index or 0
+    try:
+        with cupy.cuda.Device(index):
+            module = cupy.RawModule(
+                code=SOURCE.read_text(), options=("--std=c++17",), name_expressions=(KERNEL,)
+            )
+            function = module.get_function(KERNEL)
+    except Exception as error:  # noqa: BLE001  # whatever CuPy, NVRTC or the driver raise
+        log.warning("pages are collected by torch, which is slower: CuPy cannot load a kernel (%s)", error)
+        return None
+
+    def launch(grid: Sequence[int], arguments: Sequence[Any]) -> None:
+        values = tuple(
+            np.uintp(each.data_ptr()) if isinstance(each, torch.Tensor) else each for each in arguments
+        )
+        stream = _Stream(torch.cuda.current_stream(device).cuda_stream)
+        with cupy.cuda.Device(index):
+            function(tuple(grid), (THREADS,), values, stream=stream)
+
+    return launch
