@@ -35,6 +35,7 @@ from tierstore.spec import KVSpec
 from tierstore_connectors.common.guard import Breaker, ErrorLog, guarded
 from tierstore_connectors.sglang.config import Settings
 from tierstore_connectors.sglang.identity import (
+    ARGUMENTS,
     model_digest,
     pages_named,
     pool_identity,
@@ -73,7 +74,8 @@ class TierStoreHiCache(HiCacheStorage):
         self._stats = _Transfers()
         self._leases = _Leases()
         self.errors = ErrorLog(_log)
-        arguments = vars(runtime_context.get_server_args())
+        known = runtime_context.get_server_args()
+        arguments = {name: value for name in ARGUMENTS if (value := getattr(known, name, None)) is not None}
         namespace = self._settings.namespace
         self._revision = weights_revision(arguments, namespace)
         self._model = model_digest(sglang.__version__, arguments, namespace)
@@ -123,7 +125,7 @@ class TierStoreHiCache(HiCacheStorage):
 
     def _identity_of(self, pool: HostPool) -> Identity:
         """The identity that the pool's pages have now: another one after new weights. Under the lock."""
-        weights = str(vars(runtime_context.get_serving()).get("weight_version", ""))
+        weights = str(getattr(runtime_context.get_serving(), "weight_version", ""))
         epoch = f"{weights}/{self._epoch}"
         identity = self._identities.get((pool.name, epoch))
         if identity is None:

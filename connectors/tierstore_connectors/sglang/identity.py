@@ -27,13 +27,18 @@ _HASH_BYTES = 32
 LEAST_TOKENS = _HASH_BYTES // TOKEN_BYTES
 """A page's hash takes the place of so many tokens."""
 
+_OF_WEIGHTS = ("model_path", "revision", "random_seed")
 # What changes a page's bytes besides the weights; of these SGLang has what its version has.
-_ARGUMENTS = (
+_OF_COMPUTING = (
     *("dtype", "kv_cache_dtype", "quantization", "load_format", "attention_backend"),
     *("prefill_attention_backend", "decode_attention_backend", "json_model_override_args"),
     *("quantization_param_path", "rope_scaling", "torchao_config", "speculative_algorithm"),
     *("speculative_draft_model_path", "speculative_draft_model_revision"),
 )
+
+
+ARGUMENTS = (*_OF_WEIGHTS, *_OF_COMPUTING)
+"""The names of SGLang's ``ServerArgs`` that identities are made of."""
 
 
 def page_hash(key: str) -> bytes:
@@ -57,7 +62,7 @@ def pages_named(identity: Identity, keys: Sequence[str], chunk_tokens: int, befo
 
 def model_digest(version: str, arguments: Mapping[str, Any], namespace: str) -> str:
     """A digest of the model's shape and how it is computed. ``arguments`` are SGLang's ``ServerArgs``."""
-    values = {name: plain(arguments[name]) for name in _ARGUMENTS if name in arguments}
+    values = {name: plain(arguments[name]) for name in _OF_COMPUTING if name in arguments}
     config = Path(str(arguments.get("model_path", ""))) / "config.json"
     shape = plain(json.loads(config.read_text())) if config.is_file() else str(arguments.get("model_path"))
     seed = arguments.get("random_seed") if arguments.get("load_format") == "dummy" else None
