@@ -17,7 +17,7 @@ from tierstore.tiers.device import SourceOrder, Stream
 from tierstore.tiers.device_pool import DevicePool
 from tierstore_engine.attention.base import BatchLayout, Span
 from tierstore_engine.attention.cuda import CudaAttention
-from tierstore_engine.attention.gathered import EVERYWHERE, NOWHERE, LibraryRanges, choose
+from tierstore_engine.attention.gathered import EVERYWHERE, NOWHERE, LibraryRanges, choose, least_tokens
 from tierstore_engine.choices import kept_choice
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.gather import LARGEST_BYTES, KernelGather, OnStream, crossover
@@ -191,7 +191,8 @@ def _prefill_ranges(
 
     shape = {name: getattr(config, name) for name in ("heads", "kv_heads", "head_dim", "dtype")}
     facts = {**device_facts(pool.device), **shape, "chunk": chunk, "limit": limit}
-    return LibraryRanges(tuple((first, stop) for first, stop in kept_choice("prefill", facts, measure)))
+    found = tuple((first, stop) for first, stop in kept_choice("prefill", facts, measure))
+    return LibraryRanges(found, least_tokens(chunk))
 
 
 def _gather(pool: DevicePool) -> KernelGather | None:

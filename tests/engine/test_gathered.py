@@ -96,17 +96,40 @@ def test_gathered_keys_are_those_of_the_pages() -> None:
         assert torch.equal(found.squeeze(0), expected)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4), (8, 1)])
+@pytest.mark.parametrize(("past", "tokens"), [(1, 2), (16, 33), (200, 7), (47, 64)])
+def test_a_chunk_behind_a_past_is_two_parts_merged(heads: int, kv_heads: int, past: int, tokens: int) -> None:
+    """Beside attention under a mask, in float64."""
+    config = replace(preset("tiny", dtype="float16"), heads=heads, kv_heads=kv_heads, head_dim=32)
+    pool = filled_pool(config, 16)
+    shape = (16, config.layers, 2, kv_heads, CHUNK, 32)
+    library = GatheredPrefill(torch.from_numpy(pool.array).view(torch.float16).view(shape))
+    table = torch.randperm(16, generator=torch.Generator().manual_seed(4))[: -(-(past + tokens) // CHUNK)]
+    queries = 3 * torch.randn((tokens, heads, 32), generator=torch.Generator().manual_seed(5)).half()
+    told = library.attend(1, queries, table, past + tokens)
+    keys, values = (
+        each[0].double().repeat_interleave(heads // kv_heads, dim=0)
+        for each in library.gather(1, table, past + tokens)
+    )
+    scores = torch.einsum("thd,hsd->hts", queries.double(), keys) * 32**-0.5
+    hidden = torch.arange(past + tokens)[None] > torch.arange(past, past + tokens)[:, None]
+    expected = torch.einsum("hts,hsd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), values)
+    torch.testing.assert_close(told.double(), expected, atol=4e-3, rtol=4e-3)
+
+
 def test_the_library_is_chosen_where_it_is_faster() -> None:
     kernels = {0: 1.0, 2048: 2.0, 8192: 4.0, 32768: 9.0}
     library = {0: 0.98, 2048: 1.5, 8192: 3.0, 32768: 9.5, 96 * 1024: 30.0}
     chosen = choose(kernels.__getitem__, library.__getitem__, chunk=1024, limit=100_000)
-    assert chosen == LibraryRanges(((2048, 32768),))  # 2 % are not worth it
-    assert 2048 in chosen
-    assert 32767 in chosen
-    assert 32768 not in chosen
+    assert chosen == LibraryRanges(((2048, 32768),), least_tokens=512)  # 2 % are not worth it
+    assert chosen.takes(1024, 2048)
+    assert chosen.takes(512, 32767)
+    assert not chosen.takes(1024, 32768)
+    assert not chosen.takes(511, 2048)  # nobody has measured that
     assert choose(lambda _: 1.0, lambda _: 0.5, chunk=64, limit=3000).ranges == ((0, 3000),)
-    assert 10**6 in EVERYWHERE
-    assert 0 not in NOWHERE
+    assert EVERYWHERE.takes(2, 10**6)
+    assert not EVERYWHERE.takes(1, 0)  # a decode is the kernels'
+    assert not NOWHERE.takes(1024, 0)
 
 
 def test_the_library_is_not_chosen_for_lengths_that_it_has_no_memory_for() -> None:
@@ -114,8 +137,8 @@ def test_the_library_is_not_chosen_for_lengths_that_it_has_no_memory_for() -> No
         return 0.5 if past < 90_000 else float("inf")
 
     measured = choose(lambda _: 1.0, library, chunk=1024, limit=100_000)
-    assert measured == LibraryRanges(((0, 32768),))
-    assert choose(lambda _: 1.0, library, chunk=1024, limit=90_000) == LibraryRanges(((0, 90_000),))
+    assert measured.ranges == ((0, 32768),)
+    assert choose(lambda _: 1.0, library, chunk=1024, limit=90_000).ranges == ((0, 90_000),)
 
 
 def test_a_choice_is_measured_once(tmp_path: Path) -> None:

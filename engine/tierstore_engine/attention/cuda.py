@@ -160,7 +160,7 @@ class CudaAttention(Attention):
     def _at_library(self, span: Span) -> bool:
         """A matter of the span alone, so that the same tokens are always computed in the same way."""
         windowed = any(window is not None for window in self._windows)
-        return span.tokens > 1 and not windowed and span.start in self.library_at
+        return not windowed and self.library_at.takes(span.tokens, span.start)
 
     def _splits(self, span: Span) -> int:
         """In how many parts a span is attended to, in all layers. Likewise."""

@@ -4,6 +4,9 @@ Gathering reads and writes the past once more, which is little beside what a chu
 computes with it. Whether torch's kernels make up for it depends on the device, torch and the length of the
 past, so it is measured (:func:`choose`), and the outcome is kept: a hit and the cold run before it must take
 the same way, or they would differ in their last bits.
+
+Behind a past a chunk is attended to in two parts, which need no mask: all of it over the past, and itself
+causally. They merge exactly by the logarithms of their softmax denominators (LSE).
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from tierstore_engine.attention.base import numbers_on
@@ -21,17 +23,23 @@ from tierstore_engine.attention.base import numbers_on
 PASTS = (0, 2048, 8192, 32768, 131072)
 """Tokens before a chunk, at which the two are compared."""
 
+_flash = torch.ops.aten._scaled_dot_product_flash_attention
+_flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
 _WORTH = 0.97  # of the kernels' time: below that the library is taken
 
 
 @dataclass(frozen=True, slots=True)
 class LibraryRanges:
-    """The lengths of the past at which the library is used: ``first ≤ past < stop`` for each pair."""
+    """The lengths of the past at which the library is used: ``first ≤ past < stop`` for each pair, and only
+    for chunks of at least ``least_tokens``: shorter ones were not measured."""
 
     ranges: tuple[tuple[int, int], ...] = ()
+    least_tokens: int = 2
 
-    def __contains__(self, past: int) -> bool:
-        return any(first <= past < stop for first, stop in self.ranges)
+    def takes(self, tokens: int, past: int) -> bool:
+        """Whether a chunk of so many tokens behind so many is the library's."""
+        return tokens >= self.least_tokens and any(first <= past < stop for first, stop in self.ranges)
 
 
 EVERYWHERE = LibraryRanges(((0, 1 << 31),))
@@ -51,11 +59,35 @@ class GatheredPrefill:
         sequence's pages. Returns the same shape."""
         keys, values = self.gather(layer, table, stop)
         ours = queries.transpose(0, 1).unsqueeze(0)
-        mask = causal_lower_right(len(queries), stop) if len(queries) < stop else None
+        past = stop - len(queries)
+        if past:
+            return self._behind(ours, keys, values, past).squeeze(0).transpose(0, 1)
         out: torch.Tensor = scaled_dot_product_attention(
-            ours, keys, values, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=True
+            ours, keys, values, is_causal=True, scale=self._scale, enable_gqa=True
         )
         return out.squeeze(0).transpose(0, 1)
+
+    def _behind(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, past: int
+    ) -> torch.Tensor:
+        """``queries [1, heads, tokens, head_dim]`` of the tokens from ``past`` on."""
+        _, heads, tokens, head_dim = queries.shape
+        kv_heads = keys.shape[1]
+        # Every query sees the whole past, so the queries that share a KV head are rows of one product.
+        folded = queries.reshape(1, kv_heads, heads // kv_heads * tokens, head_dim)
+        before, before_lse = self._with_lse(folded, keys[:, :, :past], values[:, :, :past], causal=False)
+        own = (each[:, :, past:].repeat_interleave(heads // kv_heads, dim=1) for each in (keys, values))
+        within, lse = self._with_lse(queries, *own, causal=True)
+        share = torch.sigmoid(before_lse.reshape(lse.shape) - lse).unsqueeze(-1)
+        return torch.lerp(within.float(), before.reshape(within.shape).float(), share).to(queries.dtype)
+
+    def _with_lse(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """FlashAttention as torch has it: the output, and the LSE of each row."""
+        attend = _flash_on_cpu if queries.device.type == "cpu" else _flash
+        out, lse, *_ = attend(queries, keys, values, 0.0, causal, scale=self._scale)
+        return out, lse
 
     def gather(self, layer: int, table: torch.Tensor, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the first ``stop`` tokens, ``[1, kv_heads, stop, head_dim]``. One copy."""
@@ -81,7 +113,12 @@ def choose(
         if usable and library[past] < _WORTH * kernels_s(past):
             first = ranges.pop()[0] if ranges and ranges[-1][1] == past else past
             ranges.append((first, stop))
-    return LibraryRanges(tuple(ranges))
+    return LibraryRanges(tuple(ranges), least_tokens=least_tokens(chunk))
+
+
+def least_tokens(chunk: int) -> int:
+    """The shortest chunk that what was measured with ``chunk`` tokens is believed for."""
+    return max(chunk // 2, 2)
 
 
 def pages_of(table: Sequence[int], stop: int, chunk_tokens: int, device: torch.device) -> torch.Tensor:
