@@ -213,7 +213,7 @@ def test_an_engine_that_goes_leaves_no_stream(tiny: LoadedModel) -> None:
     run = open_run(tiny, pool)
     device = pool.runtime
     assert isinstance(device, FakeDevice)
-    assert device.streams == before + 4
+    assert device.streams == before + 5
     run.conversation()
     run.close()
     del run, pool

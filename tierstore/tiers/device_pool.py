@@ -1,8 +1,8 @@
 """The hbm tier on a device with memory of its own, and the order of everything that happens to its pages.
 
-Work is put on a *compute* stream (the engine's) and on three of the pool's own, which copy beside it: up from
-host memory, down to it, and across within the pool. Streams know nothing of each other. What keeps a page's
-bytes right are these six rules, each an event that a stream or a thread waits for:
+Work is put on a *compute* stream (the engine's) and on four of the pool's own, which copy beside it: two up
+from host memory, one down to it, and one across within the pool. Streams know nothing of each other. What
+keeps a page's bytes right are these six rules, each an event that a stream or a thread waits for:
 
 ==  =====================================================================  =================================
 1   a copy down begins after what computed the page                        ``after`` in :meth:`read_pages`
@@ -18,7 +18,8 @@ The owner of the *source* of a copy up keeps it until ``PendingCopy.wait`` retur
 
 Large loads go up layer by layer, layer 0 of all pages first, with an event after each layer: the model begins
 with layer 0 while the others are on their way. Small ones, single layers, and what comes from memory that the
-driver does not know of (see ``pinned.py``) go whole.
+driver does not know of (see ``pinned.py``) go whole. Loads too small for layers have a stream of their own:
+on one they would wait for every large load that was asked for before.
 """
 
 from __future__ import annotations
@@ -106,6 +107,15 @@ class _DeviceArrivals:
         return all(self._device.reached(filling.event(layer)) for filling in self._fillings)
 
 
+class _Upload:
+    """A stream that copies up. ``queueing`` is held while a filling is put on it, so that nothing of another
+    comes between its copies and its events."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.queueing = threading.Lock()
+
+
 class DevicePool(PagePool):
     """A pool in the memory of ``device``. ``compute`` is the stream to compute on with its pages.
 
@@ -131,9 +141,9 @@ class DevicePool(PagePool):
         weakref.finalize(self.array, _give_back, device, streams, self._start).atexit = False
         self._layered_bytes = layered_bytes
         self._layers = [spec.layer(layer) for layer in range(spec.num_layers)]
-        streams += (device.stream() for _ in range(4))
-        self.compute, self._up, self._down, self._across = streams
-        self._uploading = threading.Lock()
+        streams += (device.stream() for _ in range(5))
+        self.compute, large, small, self._down, self._across = streams
+        self._large, self._small = _Upload(large), _Upload(small)
         # Held for moments only: whoever computes takes it at every step. Guarded by it: everything below.
         self._lock = threading.Lock()
         self._filling: dict[int, _DeviceFilling] = {}  # page -> the last copy into it, until it is done
@@ -184,9 +194,11 @@ class DevicePool(PagePool):
             return COMPLETED
         pages = [page for page, _ in copies]
         sources = [address for _, address in copies]
-        with self._uploading:  # the events of one filling, with nothing of another between them
-            self._await_freed(self._up, pages)
-            events = list(self._write(pages, sources))
+        small = len(pages) * self.spec.page_bytes < self._layered_bytes
+        upload = self._small if small else self._large
+        with upload.queueing:
+            self._await_freed(upload.stream, pages)
+            events = list(self._write(upload.stream, pages, sources, whole=small))
             return self._fill(pages, events)
 
     def start_copying(self, copies: Sequence[tuple[int, int]]) -> PendingCopy:
@@ -260,18 +272,19 @@ class DevicePool(PagePool):
         for filling in fillings:
             self.runtime.wait(stream, filling.last)
 
-    def _write(self, pages: Sequence[int], sources: Sequence[int]) -> Iterator[Event]:
+    def _write(
+        self, up: Stream, pages: Sequence[int], sources: Sequence[int], *, whole: bool
+    ) -> Iterator[Event]:
         """Put the copies up on their stream; the event after each layer, or after all."""
         to, of = self._addresses(pages), np.array(sources, np.uint64)
-        small = len(pages) * self.spec.page_bytes < self._layered_bytes
-        if len(self._layers) < 2 or small or not self._in_reach(of):
-            self._copy(self._up, to, of, SourceOrder.ANY)
-            yield self.runtime.record(self._up)
+        if len(self._layers) < 2 or whole or not self._in_reach(of):
+            self._copy(up, to, of, SourceOrder.ANY)
+            yield self.runtime.record(up)
             return
         for layer in self._layers:
             start = np.uint64(layer.start)
-            self._copy(self._up, to + start, of + start, SourceOrder.ANY, layer.stop - layer.start)
-            yield self.runtime.record(self._up)
+            self._copy(up, to + start, of + start, SourceOrder.ANY, layer.stop - layer.start)
+            yield self.runtime.record(up)
 
     def _copy(
         self,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tierstore_engine.kernels.errors import KernelError
 
-ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90")
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 HEAD_DIMS = (16, 32, 64, 96, 128, 256)
 MAX_GROUP = 16
 SIMT_GROUPS = (1, 2)

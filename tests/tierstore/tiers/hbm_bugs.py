@@ -37,11 +37,11 @@ _READ_DONE = "        device.synchronize(device.record(stream))  # rule 2"
 _COPY_DOWN = """        self._copy(stream, [address for _, address in pairs], self._addresses(pages),
 SourceOrder.STREAM)
 """
-_LAYER_EVENT = """            self._copy(self._up, to + start, of + start, SourceOrder.ANY, layer.stop -
+_LAYER_EVENT = """            self._copy(up, to + start, of + start, SourceOrder.ANY, layer.stop -
 layer.start)
-            yield self.runtime.record(self._up)"""
-_LAYER_EARLY = """            event = self.runtime.record(self._up)
-            self._copy(self._up, to + start, of + start, SourceOrder.ANY, layer.stop - layer.start)
+            yield self.runtime.record(up)"""
+_LAYER_EARLY = """            event = self.runtime.record(up)
+            self._copy(up, to + start, of + start, SourceOrder.ANY, layer.stop - layer.start)
             yield event"""
 
 BUGS = (
@@ -82,7 +82,7 @@ BUGS = (
     Bug("loads are forgotten when they begin",
         "            self._filling.update((page, filling) for page in pages)\n", "            pass\n"),
     Bug("a load waits for nobody",
-        "self._await_freed(self._up, pages)", "pass"),
+        "self._await_freed(upload.stream, pages)", "pass"),
     Bug("streams go with the pool while its pages are computed with",
         "weakref.finalize(self.array, _give_back,", "weakref.finalize(self, _give_back,"),
     Bug("streams are never given back", "        device.release(stream)\n", "        pass\n"),

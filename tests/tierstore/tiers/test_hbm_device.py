@@ -38,11 +38,13 @@ _KEPT: list[Bench] = []
 class Bench:
     """A pool on a device with the schedule ``seed``, and host pages that each have bytes of their own."""
 
-    def __init__(self, seed: int, *, bug: Bug | None = None, batches: bool = True) -> None:
+    def __init__(
+        self, seed: int, *, bug: Bug | None = None, batches: bool = True, layered_bytes: int = 0
+    ) -> None:
         self.device = FakeDevice(seed, batches=batches)
         _KEPT[:] = [self]  # a copy that a mistake left under way must not hit memory that is gone
         pool_class = DevicePool if bug is None else bug.plant()
-        self.pool = pool_class(SPEC, PAGES, self.device, layered_bytes=0)
+        self.pool = pool_class(SPEC, PAGES, self.device, layered_bytes=layered_bytes)
         self.host = Memory(PAGES * SPEC.page_bytes, shared=False)
         self.pool.register(self.host.address, self.host.nbytes)
         self.content = [bytes([page + 1]) * SPEC.page_bytes for page in range(PAGES)]
@@ -190,7 +192,7 @@ def streams_live_as_long_as_pages(bench: Bench) -> None:
     assert bench.device.streams == streams
     bench.device.launch(compute, lambda: read.append(b"last"))
     views.clear()
-    assert bench.device.streams == streams - 4
+    assert bench.device.streams == streams - 5
     assert read[1:] == [b"last"]
 
 
@@ -435,3 +437,35 @@ def test_the_array_as_other_libraries_take_it() -> None:
     described = DeviceArray(4096, (2, 8)).__cuda_array_interface__
     assert described["data"] == (4096, False)
     assert described["shape"] == (2, 8)
+
+
+def test_a_small_load_does_not_wait_behind_a_large_one() -> None:
+    """On the lazy device, where only what is waited for happens, and all before it on its stream."""
+    bench = Bench(0, layered_bytes=2 * SPEC.page_bytes)
+    pool = bench.pool
+    large = pool.start_writing([(page, bench.address(page)) for page in range(3)])
+    small = pool.start_writing([(4, bench.address(4))])
+    small.wait()
+    assert bytes(pool.array[4]) == bench.content[4]
+    assert not large.done
+    large.wait()
+    assert [bytes(pool.array[page]) for page in range(3)] == bench.content[:3]
+
+
+@pytest.mark.parametrize("seed", SCHEDULES)
+def test_small_and_large_loads_into_the_same_pages(seed: int) -> None:
+    """One after the other, by streams that know nothing of each other: the last one's bytes are there."""
+    bench = Bench(seed, layered_bytes=2 * SPEC.page_bytes)
+    pool = bench.pool
+    for shift in range(2):
+        pages = pool.allocate(4)
+        assert pages is not None
+        pool.start_writing([(page, bench.address(place)) for place, page in enumerate(pages)])
+        pool.free(pages)
+        again = pool.allocate(4)
+        assert again is not None
+        for place, page in enumerate(again):
+            pool.start_writing([(page, bench.address(place + shift))])
+        pool.read_pages([(page, bench.address(5)) for page in again[-1:]])
+        assert bytes(bench.slot(5)) == bench.content[3 + shift]
+        pool.free(again)
