@@ -51,7 +51,8 @@ class GatheredPrefill:
     ``[num_pages, layers, 2, kv_heads, chunk_tokens, head_dim]``."""
 
     def __init__(self, kv: torch.Tensor) -> None:
-        self._kv = kv
+        self._dtype = kv.dtype
+        self._words = kv.view(torch.int64)  # a gather costs by its elements: four numbers of 16 bits in each
         self._scale = kv.shape[-1] ** -0.5
 
     def attend(self, layer: int, queries: torch.Tensor, table: torch.Tensor, stop: int) -> torch.Tensor:
@@ -91,7 +92,7 @@ class GatheredPrefill:
 
     def gather(self, layer: int, table: torch.Tensor, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the first ``stop`` tokens, ``[1, kv_heads, stop, head_dim]``. One copy."""
-        planes = self._kv[:, layer].permute(1, 2, 0, 3, 4).index_select(2, table)
+        planes = self._words[:, layer].permute(1, 2, 0, 3, 4).index_select(2, table).view(self._dtype)
         keys, values = planes.flatten(2, 3)[:, :, :stop].unsqueeze(1)
         return keys, values
 
