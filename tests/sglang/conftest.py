@@ -68,7 +68,7 @@ shared_daemon = pytest.fixture(_running, scope="session")
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
-    """A Llama of two layers with random weights."""
+    """A Llama with random weights, whose pages are large enough to be kept in extents."""
     folder = tmp_path_factory.mktemp("model")
     program = "import sys; from tests.sglang.engine import write_model; write_model(sys.argv[1])"
     subprocess.run([sys.executable, "-c", program, str(folder)], check=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 _RESULT = "RESULT "
 _START_S = 400
-_SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
+_SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 10, "vocab_size": 512}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 
 
