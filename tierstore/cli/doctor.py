@@ -24,38 +24,73 @@ def command(
     vllm: Annotated[
         bool, typer.Option("--vllm", help="Check vLLM, its connector and the daemon as well")
     ] = False,
+    sglang: Annotated[
+        bool, typer.Option("--sglang", help="Check SGLang, its storage backend and the daemon as well")
+    ] = False,
     connect: Connect = None,
     kv_transfer_config: Annotated[
         str | None,
         typer.Option(metavar="JSON", help="What you start vLLM with, to be checked", show_default=False),
     ] = None,
+    extra_config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="JSON",
+            help="SGLang's --hicache-storage-backend-extra-config, to be checked",
+            show_default=False,
+        ),
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Write one JSON document")] = False,
 ) -> None:
     """Check this machine, and say what to change.
 
-    Python and packages, memory, limits, the GPU if there is one; with DIR its file system too; with --vllm
-    also vLLM in this environment, and the daemon it will ask. Each line is ok, warn (it works, and could be
-    better) or fail (it will not work). Exit code 1 if one of them is fail.
-    """
-    from tierstore.cli.checks import Status, all_checks, vllm_checks, vllm_flags
+    Python and packages, memory, limits, the GPU if there is one; with DIR its file system too; with --vllm or
+    --sglang also that engine in this environment, and the daemon it will ask. Each line is ok, warn (it
+    works, and could be better) or fail (it will not work). Exit code 1 if one of them is fail."""
+    from tierstore.cli.checks import (
+        Status,
+        all_checks,
+        sglang_checks,
+        sglang_config,
+        vllm_checks,
+        vllm_flags,
+    )
+
+    if connect is not None and not (vllm or sglang):
+        raise UsageError("--connect goes with --vllm or --sglang")
+    if kv_transfer_config is not None and not vllm:
+        raise UsageError("--kv-transfer-config goes with --vllm")
+    if extra_config is not None and not sglang:
+        raise UsageError("--extra-config goes with --sglang")
 
     found = all_checks(directory)
     if vllm:
         with show.waiting("looking at vLLM"):
             found += vllm_checks(connect, kv_transfer_config)
-    elif connect is not None or kv_transfer_config is not None:
-        raise UsageError("--connect and --kv-transfer-config go with --vllm")
+    if sglang:
+        with show.waiting("looking at SGLang"):
+            found += sglang_checks(connect, extra_config)
     failed = any(check.status is Status.FAIL for check in found)
     if json:
         document: dict[str, object] = {"failed": failed, "checks": [_to_json(check) for check in found]}
         if vllm:
             document["kv_transfer_config"] = vllm_flags(connect)
+        if sglang:
+            document["extra_config"] = sglang_config(connect)
         show.write_json(document)
     else:
         _print(found)
         if vllm:  # on a line of its own, to be copied
             show.line("")
             show.line(f"vllm serve MODEL --kv-transfer-config '{dumps(vllm_flags(connect))}'")
+        if sglang:
+            show.line("")
+            show.line(
+                "python -m sglang.launch_server --model-path MODEL --page-size 64 "
+                "--enable-hierarchical-cache --hicache-storage-backend dynamic "
+                "--hicache-storage-backend-extra-config "
+                f"'{dumps(sglang_config(connect))}'"
+            )
     raise typer.Exit(1 if failed else 0)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tierstore.cli.checks import disk, gpu, machine, packages, vllm
+from tierstore.cli.checks import disk, gpu, machine, packages, sglang, vllm
 from tierstore.cli.checks.check import Check, Status
 
-__all__ = ["Check", "Status", "all_checks", "vllm_checks", "vllm_flags"]
+__all__ = ["Check", "Status", "all_checks", "sglang_checks", "sglang_config", "vllm_checks", "vllm_flags"]
 
 
 def all_checks(directory: Path | None) -> list[Check]:
@@ -27,3 +27,13 @@ def vllm_checks(url: str | None, flags: str | None) -> list[Check]:
 def vllm_flags(url: str | None) -> dict[str, object]:
     """What to give vLLM as ``--kv-transfer-config``."""
     return vllm.proposed(url)
+
+
+def sglang_checks(url: str | None, extra: str | None) -> list[Check]:
+    """What :func:`tierstore.cli.checks.sglang.checks` finds, and raises."""
+    return list(sglang.checks(url, extra))
+
+
+def sglang_config(url: str | None) -> dict[str, object]:
+    """What to give SGLang as ``--hicache-storage-backend-extra-config``."""
+    return sglang.proposed(url)

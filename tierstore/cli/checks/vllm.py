@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tierstore.cli.checks.check import Check, fail, ok, warn
+from tierstore.cli.checks.daemon import checks as daemon_checks
+from tierstore.cli.checks.daemon import numbers
 from tierstore.daemon.settings import default_listen
-from tierstore.errors import StoreUnavailableError, UsageError
-from tierstore.units import GIB, KIB, format_size
-
-if TYPE_CHECKING:
-    from tierstore.daemon.stats import DaemonStats
+from tierstore.errors import UsageError
 
 OLDEST, NEWEST = (0, 23), (0, 33)
 _FIXED_HASHES = (0, 29)  # from here on, equal prompts have equal block hashes in every process
@@ -34,8 +31,6 @@ _ROLES = {
     "kv_consumer": "this engine loads, and saves nothing",
 }
 _IMPORT_S = 120.0
-_LEAST_ARENA = 2 * GIB
-_TOKEN_BYTES = 128 * KIB  # of an 8B Llama in bfloat16: 32 layers, 8 KV heads of 128
 
 # What vLLM does with the flags, in a process that may fail. Its last line on stderr is the reason.
 _PROBE = """
@@ -62,13 +57,13 @@ def checks(url: str | None, flags: str | None) -> Iterator[Check]:
     yield _version(version)
     yield _factory(config, installed=version is not None)
     yield from _config(config)
-    if version is not None and _numbers(version) < _FIXED_HASHES:
+    if version is not None and numbers(version) < _FIXED_HASHES:
         yield _hash_seed(version)
     if "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
         advice = "take expandable_segments:True out: vLLM refuses it together with a connector"
         yield warn("PYTORCH_CUDA_ALLOC_CONF", os.environ["PYTORCH_CUDA_ALLOC_CONF"], advice)
     store = _ours(config).get("kv_connector_extra_config", {}).get("store")
-    yield from _daemon(url or store or default_listen())
+    yield from daemon_checks(url or store or default_listen())
 
 
 def installed_version() -> str | None:
@@ -108,9 +103,9 @@ def _version(version: str | None) -> Check:
         advice = "install tierstore into the environment (or image) that vLLM runs in, and ask again there"
         return fail("vllm", "not installed here", advice)
     oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
-    if _numbers(version) < OLDEST:
+    if numbers(version) < OLDEST:
         return fail("vllm", version, f"its connector interface is another: use {oldest} to {newest}")
-    if _numbers(version) > NEWEST:
+    if numbers(version) > NEWEST:
         return warn(
             "vllm", version, f"newer than what this was made for ({oldest} to {newest}): try it first"
         )
@@ -192,39 +187,3 @@ def _hash_seed(version: str) -> Check:
             "PYTHONHASHSEED", found, "start every vLLM with PYTHONHASHSEED=0, or nothing is ever found"
         )
     return ok("PYTHONHASHSEED", seed)
-
-
-def _daemon(url: str) -> Iterator[Check]:
-    from tierstore.cli.operator import Operator
-
-    if url.startswith("tcp://"):
-        yield warn("daemon", url, "over tcp it is not asked here: tierstore stats --connect, with your keys")
-        return
-    try:
-        with Operator(url) as operator:
-            stats = operator.stats()
-    except StoreUnavailableError as error:
-        yield fail("daemon", str(error), f"tierstore serve --listen {url} --disk DIR")
-        return
-    yield ok("daemon", f"pid {stats.pid} at {url}")
-    yield _arena(stats)
-    disk = stats.store.tiers.get("disk")
-    if disk is None:
-        advice = "tierstore serve --disk DIR: then prefixes outlive the daemon"
-        yield warn("daemon's disk", "none", advice)
-    else:
-        yield ok("daemon's disk", format_size(disk.capacity_bytes), capacity_bytes=disk.capacity_bytes)
-
-
-def _arena(stats: DaemonStats) -> Check:
-    capacity = stats.store.tiers["host"].capacity_bytes
-    tokens = capacity // _TOKEN_BYTES
-    found = f"{format_size(capacity)}: about {tokens:,} tokens of an 8B Llama in bfloat16"
-    if capacity < _LEAST_ARENA:
-        advice = "what is loaded and saved goes through it: tierstore serve --host-bytes 8GiB or more"
-        return warn("daemon's arena", found, advice, capacity_bytes=capacity)
-    return ok("daemon's arena", found, capacity_bytes=capacity)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:2])

@@ -1,0 +1,55 @@
+"""``tierstore doctor --sglang``."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+from tests.tierstore.cli.test_operations import run
+from tests.tierstore.daemon.client.conftest import short_directory  # noqa: F401  # a fixture
+from tierstore.cli.checks import Status, sglang
+from tierstore.cli.checks.sglang import proposed
+from tierstore.errors import UsageError
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang is installed here")
+def test_without_sglang_it_fails_and_says_what_to_start(short_directory):  # noqa: F811
+    url = f"ipc://{short_directory}/s"
+    code, out, err = run("doctor", "--sglang", "--connect", url, "--json")
+    document = json.loads(out)
+    checks = {check["name"]: check for check in document["checks"]}
+    assert (code, err) == (1, "")
+    assert checks["sglang"]["status"] == "fail"
+    assert checks["sglang backend"]["status"] == "warn"
+    assert f"tierstore serve --listen {url}" in checks["daemon"]["advice"]
+    assert document["extra_config"] == proposed(url)
+    _, out, _ = run("doctor", "--sglang", "--connect", url)
+    assert json.loads(out.splitlines()[-1].partition("extra-config ")[2].strip("'")) == proposed(url)
+
+
+@pytest.mark.parametrize(
+    ("version", "status"),
+    [("0.5.19", Status.FAIL), ("0.5.20", Status.OK), ("0.5.23.post1", Status.OK), ("0.6.0", Status.WARN)],
+)
+def test_the_version_decides(version, status, monkeypatch):
+    monkeypatch.setattr(sglang, "installed_version", lambda: version)
+    monkeypatch.setattr(sglang, "_IMPORT_S", 0.001)
+    found = {check.name: check for check in sglang.checks("ipc:///nowhere/s", None)}
+    assert found["sglang"].status is status
+
+
+def test_what_nothing_is_kept_with_is_said(short_directory):  # noqa: F811
+    config = {"module_path": "elsewhere", "class_name": "Other", "store": f"ipc://{short_directory}/s"}
+    found = {check.name: check for check in sglang.checks(None, json.dumps(config))}
+    assert found["extra config"].status is Status.FAIL
+    assert found["interface_v1"].status is Status.FAIL
+    assert found["hicache_storage_pass_prefix_keys"].status is Status.WARN
+    assert str(short_directory) in found["daemon"].advice
+
+
+@pytest.mark.parametrize("extra", ["{", "[]"])
+def test_what_is_no_config_is_a_clear_error(extra):
+    with pytest.raises(UsageError, match="--extra-config"):
+        list(sglang.checks(None, extra))
