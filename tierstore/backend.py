@@ -260,9 +260,9 @@ class Backend(Protocol):
         """Bring pages ``first … first + count`` of a lease into host memory and say where they are: the
         leading ones that are there in ``wait_s`` seconds. Each result that is not None has to be released."""
 
-    def prefetch(self, lease: Lease, *, wait_s: float | None) -> Transfer[int]:
-        """Bring all pages of a lease into host memory and hold them there under it. The leading pages that
-        are there in ``wait_s`` seconds."""
+    def prefetch(self, lease: Lease, *, first: int = 0, wait_s: float | None) -> Transfer[int]:
+        """Bring the pages of a lease from ``first`` on into host memory and hold them there under it. How
+        many of them, from ``first`` on, are there in ``wait_s`` seconds."""
 
     def suspect(self, lease: Lease, position: int) -> None:
         """The bytes of this page were not those that its checksum is of. The backend looks for itself, and

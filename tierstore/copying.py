@@ -47,6 +47,48 @@ def copy_and_hash(copies: Iterable[tuple[int, int]], nbytes: int) -> list[int]:
     return checksums.tolist()
 
 
+Runs = Iterable[tuple[int, Sequence[int]]]
+"""Pages, each as the address where it is whole and those of its runs, in order."""
+
+
+def gather_and_hash(pages: Runs, sizes: Sequence[int]) -> list[int]:
+    """Copy pages together from their runs, which have these ``sizes``, and return the XXH3-64 of each page as
+    it was copied."""
+    if len(sizes) == 1:
+        return copy_and_hash(((page, runs[0]) for page, runs in pages), sizes[0])
+    pages = list(pages)
+    nbytes = sum(sizes)
+    if native.LIBRARY is None or nbytes < native.LEAST_HASHED:
+        _each_run(pages, sizes, to_page=True)
+        return hash_all([page for page, _ in pages], nbytes)
+    flat = array.array("Q", itertools.chain.from_iterable((page, *runs) for page, runs in pages))
+    lengths = array.array("Q", sizes)
+    checksums = array.array("Q", bytes(8 * len(pages)))
+    native.LIBRARY.tierstore_gather_and_hash(
+        flat.buffer_info()[0],
+        len(pages),
+        lengths.buffer_info()[0],
+        len(sizes),
+        _goes_past(len(pages), nbytes),
+        checksums.buffer_info()[0],
+    )
+    return checksums.tolist()
+
+
+def scatter(pages: Runs, sizes: Sequence[int]) -> None:
+    """Copy pages to their runs."""
+    _each_run(list(pages), sizes, to_page=False)
+
+
+def _each_run(pages: Sequence[tuple[int, Sequence[int]]], sizes: Sequence[int], *, to_page: bool) -> None:
+    """Copy between pages and their runs, those of one size at a time."""
+    offsets = [0, *itertools.accumulate(sizes)]
+    for size in dict.fromkeys(sizes):
+        own = [(offsets[at], at) for at, nbytes in enumerate(sizes) if nbytes == size]
+        pairs = ((page + offset, runs[at]) for page, runs in pages for offset, at in own)
+        copy_all(pairs if to_page else ((run, place) for place, run in pairs), size, read_next=to_page)
+
+
 def hash_all(addresses: Sequence[int], nbytes: int) -> list[int]:
     """The XXH3-64 of ``nbytes`` at each address."""
     return copy_and_hash(((_NOWHERE, address) for address in addresses), nbytes)

@@ -97,6 +97,8 @@ class KVSpec:
     groups: tuple[LayerGroup, ...]
     dtype: str
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
+    hashed: bool = False
+    """The "tokens" of a page are the words of a hash that the engine names it by, and no token ids."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -127,12 +129,12 @@ class KVSpec:
         return cls((group,), dtype, chunk_tokens)
 
     @classmethod
-    def opaque(cls, page_bytes: int, *, chunk_tokens: int) -> KVSpec:
+    def opaque(cls, page_bytes: int, *, chunk_tokens: int, hashed: bool = False) -> KVSpec:
         """Pages of another engine, of which nothing is known but their size. Such a page is found by the key
         that the engine gave its chunk, and whole: what part of it belongs to which token is not known. What
         the bytes mean has to be told apart by the identity (``Identity.codec``)."""
         group = LayerGroup(LayerKind.OPAQUE, (0,), state_bytes=page_bytes)
-        return cls((group,), "uint8", chunk_tokens)
+        return cls((group,), "uint8", chunk_tokens, hashed)
 
     @classmethod
     def from_hf_config(
@@ -204,7 +206,7 @@ class KVSpec:
 
     def describe(self) -> str:
         """The layout as one line of text. Equal lines mean equal bytes: it goes into the identity."""
-        parts = [f"chunk={self.chunk_tokens}", f"dtype={self.dtype}"]
+        parts = ["hashed"] * self.hashed + [f"chunk={self.chunk_tokens}", f"dtype={self.dtype}"]
         for group in self.groups:
             layers = ",".join(map(str, group.layers))
             parts.append(
@@ -217,12 +219,12 @@ class KVSpec:
     def parse(cls, layout: str) -> KVSpec:
         """The spec that :meth:`describe` gives this line for. Raises :class:`SpecError` for any other."""
         match = _LAYOUT.fullmatch(layout)
-        groups = [_GROUP.fullmatch(part) for part in layout.split(";")[2:]]
+        groups = [_GROUP.fullmatch(part) for part in layout.removeprefix("hashed;").split(";")[2:]]
         if match is None or not all(groups):
             raise SpecError(f"not a page layout: {layout!r}")
         try:
             parsed = tuple(_parsed_group(group) for group in groups if group is not None)
-            spec = cls(parsed, match["dtype"], int(match["chunk"]))
+            spec = cls(parsed, match["dtype"], int(match["chunk"]), bool(match["hashed"]))
         except ValueError as error:  # a number of thousands of digits
             raise SpecError("not a page layout: a number in it is too long") from error
         if spec.describe() != layout:
@@ -245,7 +247,7 @@ class KVSpec:
         return group.planes * group.kv_heads * self.chunk_tokens * group.head_dim * self.dtype_bytes
 
 
-_LAYOUT = re.compile(r"chunk=(?P<chunk>\d+);dtype=(?P<dtype>\w+)(;[^;]+)+")
+_LAYOUT = re.compile(r"(?P<hashed>hashed;)?chunk=(?P<chunk>\d+);dtype=(?P<dtype>\w+)(;[^;]+)+")
 _GROUP = re.compile(
     r"(?P<kind>\w+)\[(?P<layers>[\d,]*)\]x(?P<heads>\d+)x(?P<dim>\d+)/w(?P<window>\d+)/s(?P<state>\d+)"
 )
@@ -280,6 +282,11 @@ def check_page(page_bytes: int, chunk_tokens: int) -> None:
 def is_opaque(layout: str) -> bool:
     """Whether ``KVSpec.describe()`` gave this line for opaque pages."""
     return f";{LayerKind.OPAQUE.value}[" in layout
+
+
+def is_hashed(layout: str) -> bool:
+    """Whether ``KVSpec.describe()`` gave this line for pages whose "tokens" are the words of a hash."""
+    return layout.startswith("hashed;")
 
 
 def has_whole_pages(layout: str) -> bool:

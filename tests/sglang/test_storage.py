@@ -12,6 +12,8 @@ if MISSING:
 import threading
 from array import array
 
+from sglang.srt import runtime_context
+
 from tests.sglang.caches import CONFIGS, CacheConfig, CacheRequestHandle, Caches, Watched, match_prefix
 
 
@@ -84,6 +86,30 @@ class TestWhatElse(OverDaemon):
         assert storage.batch_exists(names) == 4
         storage.clear()
         assert storage.batch_exists(names) == 0
+
+    def test_after_an_update_that_names_a_version_nothing_of_before_is_served(self):
+        directory, tokens = self._make_storage_dir(), self.prompt(4)
+        self.produce(directory, tokens)
+        cache, _, _ = self._l3_consumer(directory)
+        storage, names = Watched.made[-1], self.names(tokens)
+        slots = cache.cache_controller.mem_pool_host.alloc(len(tokens))
+        assert storage.batch_exists(names) == 4
+        version = runtime_context.get_serving().weight_version
+        context = runtime_context.get_context()
+        context.override("test", weight_version="another")
+        try:
+            assert storage.batch_exists(names) == 0
+            assert storage.batch_get_v1(names, slots) == [False] * 4
+            # This thread was there before: its pages may be of the old weights. SGLang's flush begins others.
+            assert storage.batch_set_v1(names, slots) == [False] * 4
+            saved = []
+            thread = threading.Thread(target=lambda: saved.extend(storage.batch_set_v1(names, slots)))
+            thread.start()
+            thread.join()
+            assert saved == [True] * 4
+            assert storage.batch_exists(names) == 4
+        finally:
+            context.override("test", weight_version=version)
 
     def test_three_threads_ask_read_and_write(self):
         directory, tokens = self._make_storage_dir(), self.prompt(4)

@@ -91,6 +91,46 @@ def test_what_is_copied_is_what_was_there(
     assert copying.hash_all([of for _, of in copies], nbytes) == hashes
 
 
+@settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.lists(
+        st.one_of(st.integers(1, 3000), st.sampled_from([64, 1024, 4096])), min_size=1, max_size=9
+    ),
+    count=st.integers(0, 6),
+    shift=st.integers(0, 70),
+    seed=st.integers(0, 1 << 30),
+)
+@example(sizes=[1 << 19, 1 << 19], count=3, shift=32, seed=1)  # past the caches, aligned
+@example(sizes=[(1 << 19) - 7, (1 << 19) + 100, 1], count=2, shift=64, seed=2)
+@example(sizes=[1024, 1024], count=700, shift=0, seed=3)
+def test_runs_become_pages_and_pages_runs(
+    way: str, sizes: list[int], count: int, shift: int, seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    nbytes = sum(sizes)
+    source = random.integers(0, 256, count * nbytes + 1, dtype=np.uint8)
+    starts = [source.ctypes.data + at for at in np.cumsum([0, *sizes * count])[:-1].tolist()]
+    order = random.permutation(len(starts)).tolist()  # a page's runs lie anywhere
+    order = sorted(order, key=lambda at: at % len(sizes))  # but are of its sizes
+    runs = [[starts[order[run * count + page]] for run in range(len(sizes))] for page in range(count)]
+    expected = [
+        b"".join(
+            source[run - source.ctypes.data : run - source.ctypes.data + size].tobytes()
+            for run, size in zip(page, sizes, strict=True)
+        )
+        for page in runs
+    ]
+    room = np.zeros(count * nbytes + 200, np.uint8)
+    pages = [room.ctypes.data + shift + at * nbytes for at in range(count)]
+    hashes = copying.gather_and_hash(zip(pages, runs, strict=True), sizes)
+    assert hashes == [xxhash.xxh3_64_intdigest(page) for page in expected]
+    assert room[shift : shift + count * nbytes].tobytes() == b"".join(expected)
+    before = source.copy()
+    source[: count * nbytes] = 0
+    copying.scatter(list(zip(pages, runs, strict=True)), sizes)
+    assert np.array_equal(source, before)
+
+
 def test_every_length_near_a_boundary_has_the_checksum_of_its_specification(way: str) -> None:
     data = np.random.default_rng(5).integers(0, 256, 1 << 18, dtype=np.uint8)
     lengths = {

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from tierstore.errors import SpecError
-from tierstore.spec import KVSpec, LayerGroup, LayerKind
+from tierstore.keys import Identity
+from tierstore.spec import KVSpec, LayerGroup, LayerKind, is_opaque
 
 LLAMA_8B = {
     "num_hidden_layers": 32,
@@ -128,3 +129,11 @@ def test_a_description_leads_back_to_the_spec(spec):
 def test_a_line_that_describes_nothing_is_refused(line):
     with pytest.raises(SpecError):
         KVSpec.parse(line)
+
+
+def test_pages_named_by_a_hash_have_a_layout_of_their_own():
+    plain, hashed = (KVSpec.opaque(4096, chunk_tokens=8, hashed=named) for named in (False, True))
+    assert plain.describe() != hashed.describe()
+    assert KVSpec.parse(hashed.describe()) == hashed
+    assert is_opaque(hashed.describe())
+    assert Identity.of(hashed, model="m").whole_pages

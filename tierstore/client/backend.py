@@ -343,12 +343,12 @@ class RemoteBackend:
         if session is not None and session.arena is not None:  # else they were torn on the way
             self.connection.suspect(session, lease.number, position)
 
-    def prefetch(self, lease: Lease, *, wait_s: float | None) -> Transfer[int]:
+    def prefetch(self, lease: Lease, *, first: int = 0, wait_s: float | None) -> Transfer[int]:
         session = _session_of(lease)
         if session is None:
             return Transfer.completed(0)
         wait_s = _WAIT_S if wait_s is None else min(wait_s, messages.MOST_WAIT_S)
-        message = messages.Prefetch(0, lease.number, wait_s)
+        message = messages.Prefetch(0, lease.number, wait_s, first)
         return self.connection.call(session, message, messages.Prefetched, _pages, wait_s=wait_s)
 
     # -- writing -------------------------------------------------------------------------------------

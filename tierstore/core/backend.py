@@ -431,15 +431,17 @@ class LocalBackend:
 
         return self._bring(lease, first, count, wait_s, Priority.LOAD, located)
 
-    def prefetch(self, lease: Lease, *, wait_s: float | None) -> Transfer[int]:
+    def prefetch(self, lease: Lease, *, first: int = 0, wait_s: float | None) -> Transfer[int]:
         assert isinstance(lease, LocalLease), "the lease is of another backend"
+        first = min(first, lease.pages)
+        count = lease.pages - first
 
         def held() -> int:
-            pages = 0 if self._ended(lease) else count_in_arena(lease.held, 0, lease.pages)
-            self._hold_under(lease, 0, pages)
+            pages = 0 if self._ended(lease) else count_in_arena(lease.held, first, count)
+            self._hold_under(lease, first, pages)
             return pages
 
-        return self._bring(lease, 0, lease.pages, wait_s, Priority.PREFETCH, held)
+        return self._bring(lease, first, count, wait_s, Priority.PREFETCH, held)
 
     def _bring(
         self,

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 
 from tierstore.index import Page, Tier
 from tierstore.keys import TOKEN_BYTES, Identity
+from tierstore.spec import is_hashed
 
 _MOST = 1 << 16  # changes that wait to be taken
 
@@ -52,7 +53,8 @@ class ChangeLog:
     something to take again.
 
     Only whole chunks of identities that were :meth:`register`-ed are told of: of others nobody could make
-    sense.
+    sense. Nor of pages that are named by a hash: followers know a block by its tokens and by the block before
+    it, and such a page says neither.
     """
 
     def __init__(self, wake: Callable[[], None], *, most: int = _MOST) -> None:
@@ -63,7 +65,8 @@ class ChangeLog:
         self.lost = 0
 
     def register(self, identity: Identity, chunk_tokens: int) -> None:
-        self._followed[identity.digest] = Followed(identity, chunk_tokens)
+        if not is_hashed(identity.layout):
+            self._followed[identity.digest] = Followed(identity, chunk_tokens)
 
     def followed(self, identity: bytes) -> Followed:
         """The one with this digest, which must have been registered."""

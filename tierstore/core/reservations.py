@@ -108,6 +108,8 @@ class ReservationBuilder:
         self._branch = _Branch(state, hints, client.tenant, loose=prompt.loose)
         above = self._before[-1] if self._before else prompt.root(state)
         self._branch.begin(above if self._before is not None else None)
+        if self._before:
+            state.access_log.touch(self._before, hit=False)  # whoever saves behind them uses them, too
         self._next = 0  # position
         self._offsets: list[int] = []
         self._stored_tokens = 0

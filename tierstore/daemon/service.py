@@ -288,9 +288,12 @@ class Service:
     def _prefetch(self, session: Session, m: p.Prefetch) -> Reply | Awaitable[Reply]:
         wait_s = _checked_wait(m.wait_s)
         lease = session.lease(m.lease)
+        if m.first < 0:
+            raise Refusal("usage", f"there is no page {m.first}")
         if lease is None:
             return p.Prefetched(m.id, 0)
-        return _then(session.backend.prefetch(lease, wait_s=wait_s), lambda pages: p.Prefetched(m.id, pages))
+        brought = session.backend.prefetch(lease, first=m.first, wait_s=wait_s)
+        return _then(brought, lambda pages: p.Prefetched(m.id, pages))
 
     def _load(self, session: Session, m: p.Load) -> Reply | Awaitable[Reply]:
         wait_s = _checked_wait(m.wait_s)

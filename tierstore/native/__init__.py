@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 FILE = Path(__file__).with_name("_pages.so")
-_INTERFACE = 3  # INTERFACE in pages.c: what lies there may have been built from another version of it
+_INTERFACE = 4  # INTERFACE in pages.c: what lies there may have been built from another version of it
 
 
 def load(file: Path) -> ctypes.CDLL | None:
@@ -29,6 +29,15 @@ def load(file: Path) -> ctypes.CDLL | None:
     library.tierstore_copy.restype = None
     library.tierstore_copy_and_hash.argtypes = (*library.tierstore_copy.argtypes, ctypes.c_void_p)
     library.tierstore_copy_and_hash.restype = None
+    library.tierstore_gather_and_hash.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        ctypes.c_int,
+        ctypes.c_void_p,
+    )
+    library.tierstore_gather_and_hash.restype = None
     library.tierstore_chunk_keys.argtypes = (
         ctypes.c_char_p,
         ctypes.c_char_p,

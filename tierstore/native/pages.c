@@ -22,7 +22,7 @@
 #endif
 
 /* What native/__init__.py was written for: it refuses a library that was built from another version of this. */
-#define INTERFACE 3
+#define INTERFACE 4
 
 /* ---- copying ------------------------------------------------------------------------------------------- */
 
@@ -172,11 +172,12 @@ static uint64_t merged(const uint64_t acc[8], const uint8_t *secret, uint64_t va
     return value ^ value >> 32;
 }
 
+static const uint64_t START[8] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3,
+                                  PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
+
 /* Bytes copied where `to` is not NULL, and mixed into the sums that make their hash. What is mixed in is the source,
  * as it is copied: bytes that somebody changes meanwhile leave a copy that does not match its checksum. */
 static void copy_and_mix(uint64_t acc[8], char *to, const char *of, size_t nbytes, int past_caches) {
-    static const uint64_t START[8] = {PRIME32_3, PRIME64_1, PRIME64_2, PRIME64_3,
-                                      PRIME64_4, PRIME32_2, PRIME64_5, PRIME32_1};
     void (*mix_here)(uint64_t *, const char *, size_t, const uint8_t *) = wide() ? mix_wide : mix;
     int streaming = to && past_caches && wide() && !((uintptr_t)to & 31);
     size_t at = 0;
@@ -200,6 +201,51 @@ static void copy_and_mix(uint64_t acc[8], char *to, const char *of, size_t nbyte
 static uint64_t copy_and_hash(char *to, const char *of, size_t nbytes, int past_caches) {
     uint64_t acc[8];
     copy_and_mix(acc, to, of, nbytes, past_caches);
+    return merged(acc, SECRET + 11, nbytes * PRIME64_1);
+}
+
+/* Runs of memory, read one behind the other. */
+struct runs {
+    const uint64_t *at, *sizes; /* of the run that is being read, and those behind it */
+    uint64_t done;              /* bytes of it */
+};
+
+static void next_bytes(struct runs *runs, size_t nbytes) {
+    runs->done += nbytes;
+    if (runs->done == *runs->sizes)
+        runs->at++, runs->sizes++, runs->done = 0;
+}
+
+static void gather(char *to, struct runs *runs, size_t nbytes) {
+    while (nbytes) {
+        size_t left = *runs->sizes - runs->done, piece = left < nbytes ? left : nbytes;
+        memcpy(to, (const char *)*runs->at + runs->done, piece);
+        next_bytes(runs, piece);
+        to += piece, nbytes -= piece;
+    }
+}
+
+/* Like copy_and_hash(), of a page in several runs, none of which is empty. Blocks that lie in two runs are hashed
+ * from where they were copied to. */
+static uint64_t gather_and_hash(char *to, struct runs runs, size_t nbytes, int past_caches) {
+    void (*mix_here)(uint64_t *, const char *, size_t, const uint8_t *) = wide() ? mix_wide : mix;
+    int streaming = past_caches && wide() && !((uintptr_t)to & 31);
+    uint64_t acc[8];
+    size_t at = 0;
+    memcpy(acc, START, sizeof START);
+    for (; nbytes - at > BLOCK; at += BLOCK) {
+        if (streaming && *runs.sizes - runs.done >= BLOCK) {
+            stream_block(acc, to + at, (const char *)*runs.at + runs.done);
+            next_bytes(&runs, BLOCK);
+        } else {
+            gather(to + at, &runs, BLOCK);
+            mix_here(acc, to + at, BLOCK / STRIPE, SECRET);
+        }
+        scramble(acc);
+    }
+    gather(to + at, &runs, nbytes - at);
+    mix_here(acc, to + at, (nbytes - at - 1) / STRIPE, SECRET);
+    mix_here(acc, to + nbytes - STRIPE, 1, SECRET + SECRET_BYTES - STRIPE - 7);
     return merged(acc, SECRET + 11, nbytes * PRIME64_1);
 }
 
@@ -235,6 +281,20 @@ void tierstore_copy_and_hash(const uint64_t (*pairs)[2], size_t count, size_t nb
                              uint64_t *checksums) {
     for (size_t i = 0; i < count; i++)
         checksums[i] = copy_and_hash((char *)pairs[i][0], (const char *)pairs[i][1], nbytes, past_caches);
+    fence();
+}
+
+/* Copy `count` pages together, each from `runs` runs of these sizes, with the XXH3-64 of each. `places` has for each
+ * page where it goes and where its runs are. The sizes are above 0, and their sum is above 240. */
+void tierstore_gather_and_hash(const uint64_t *places, size_t count, const uint64_t *sizes, size_t runs,
+                               int past_caches, uint64_t *checksums) {
+    size_t nbytes = 0;
+    for (size_t run = 0; run < runs; run++)
+        nbytes += sizes[run];
+    for (size_t i = 0; i < count; i++, places += 1 + runs) {
+        struct runs of = {places + 1, sizes, 0};
+        checksums[i] = gather_and_hash((char *)places[0], of, nbytes, past_caches);
+    }
     fence();
 }
 

@@ -86,15 +86,19 @@ class Hit:
 
     def _adopt(self, lease: Lease | None) -> Lease | None:
         lease = lease if lease is not None and lease.tokens else None
+        if lease is not None and self._request.loose and lease.tokens < self.tokens:
+            self.backend.release(lease)  # some have left, and the others are not where the hit's were
+            lease = None
         with self._hbm.lock:
             old, self._lease = self._lease, lease
         if old is not None:
             self.backend.release(old)
         return lease
 
-    def prefetch(self, *, deadline_s: float | None = None) -> Transfer[int]:
+    def prefetch(self, *, first: int = 0, deadline_s: float | None = None) -> Transfer[int]:
         """Bring what is on disk into host memory, in prefix order, and hold it there. The result is the
-        number of leading tokens that are then above the disk; at the deadline it is what has arrived."""
+        number of leading tokens that are then above the disk; at the deadline it is what has arrived. Pages
+        before ``first`` are not wanted, and count as if they were there."""
         self._hbm.require_process()
         deadline_s = optional_seconds("deadline_s", deadline_s)
         above = self.tokens - self.by_tier.get(Tier.DISK.label, 0)
@@ -111,7 +115,7 @@ class Hit:
             if lease is None:
                 transfer.finish()
                 return
-            brought = self.backend.prefetch(lease, wait_s=transfer.remaining_s)
+            brought = self.backend.prefetch(lease, first=first, wait_s=transfer.remaining_s)
             transfer.watch(brought)
 
             def not_wanted() -> None:
@@ -121,7 +125,7 @@ class Hit:
 
             def note() -> None:
                 nonlocal above
-                tokens = min(brought.wait() * self.chunk_tokens, lease.tokens, self.tokens)
+                tokens = min((first + brought.wait()) * self.chunk_tokens, lease.tokens, self.tokens)
                 above = max(tokens, min(len(self.local) * self.chunk_tokens, self.tokens))
                 transfer.finish()
 

@@ -61,13 +61,24 @@ class Load(ABC):
     """What all destinations have in common. The store's lock guards what changes."""
 
     def __init__(
-        self, hbm: HbmTier, backend: Backend, mover: Mover, hit: Hit, deadline_s: float | None
+        self,
+        hbm: HbmTier,
+        backend: Backend,
+        mover: Mover,
+        hit: Hit,
+        deadline_s: float | None,
+        *,
+        pages: int | None = None,
+        keep: bool = False,
     ) -> None:
+        """``pages``: so many leading ones of the hit (None: all). ``keep``: the hit is not released at the
+        end."""
         self.hbm = hbm
         self.backend = backend
         self.mover = mover
         self.hit = hit
-        self.pages = hit.num_pages
+        self.pages = hit.num_pages if pages is None else pages
+        self._keep = keep
         self.page_bytes = backend.page_bytes
         self.closed = False  # settled: nothing that arrives now will be handed out
         self._arrived = [False] * self.pages
@@ -321,13 +332,14 @@ class Load(ABC):
             pages = 0
             if state is not TransferState.CANCELLED:
                 pages = next((i for i, here in enumerate(self._arrived) if not here), self.pages)
-            tokens = self.hit.tokens if pages == self.pages else pages * self.hit.chunk_tokens
-            self.hbm.counters.loads_cut_short += tokens < self.hit.tokens
+            tokens = min(pages * self.hit.chunk_tokens, self.hit.tokens)
+            self.hbm.counters.loads_cut_short += pages < self.pages
             self.hbm.counters.loaded_pages += pages
             loaded = self._result(pages, tokens)
         for answer in list(self._answers):
             answer.cancel()
-        self.hit.release()
+        if not self._keep:
+            self.hit.release()
         return loaded
 
 
@@ -377,7 +389,7 @@ class BufferLoad(Load):
 
 
 class TargetLoad(Load):
-    """Pages ``first …`` of a hit, into whatever takes them."""
+    """Some ``pages`` of a hit, into whatever takes them."""
 
     def __init__(
         self,
@@ -387,12 +399,14 @@ class TargetLoad(Load):
         hit: Hit,
         deadline_s: float | None,
         target: PageTarget,
-        first: int,
+        pages: range,
+        *,
+        keep: bool,
     ) -> None:
-        super().__init__(hbm, backend, mover, hit, deadline_s)
+        super().__init__(hbm, backend, mover, hit, deadline_s, pages=pages.stop, keep=keep)
         self._target = target
-        self._first = first
-        self._arrived[:first] = [True] * first  # not wanted
+        self._first = pages.start
+        self._arrived[: pages.start] = [True] * pages.start  # not wanted
 
     def _take_local(self) -> list[_HbmCopy]:
         assert self.hbm.pool is None, "pages of a pool are loaded into the pool"

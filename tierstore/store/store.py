@@ -187,16 +187,30 @@ class Store:
         return BufferLoad(self._hbm, self.backend, self._mover, hit, deadline_s, buffers).start()
 
     def load_to(
-        self, hit: Hit, target: PageTarget, *, first: int = 0, deadline_s: float | None = None
+        self,
+        hit: Hit,
+        target: PageTarget,
+        *,
+        first: int = 0,
+        count: int | None = None,
+        keep: bool = False,
+        deadline_s: float | None = None,
     ) -> Transfer[Loaded]:
-        """Load pages ``first …`` of a hit into a target of the caller's (for a store without a pool). When
-        the transfer has ended nothing is written to the target any more; the tokens of the result count from
-        the prompt's start."""
+        """Load ``count`` pages of a hit (None: all) from page ``first`` on into a target of the caller's (for
+        a store without a pool). When the transfer has ended nothing is written to the target any more; the
+        tokens of the result count from the hit's start. ``keep``: the hit is not released, so that more of
+        it can be loaded."""
         self._check_hit(hit)
         deadline_s = optional_seconds("deadline_s", deadline_s)
-        if self.pool is not None or not 0 <= first <= hit.num_pages:
-            raise UsageError(f"a hit of {hit.num_pages} pages cannot be loaded into a target from {first} on")
-        return TargetLoad(self._hbm, self.backend, self._mover, hit, deadline_s, target, first).start()
+        stop = hit.num_pages if count is None else first + count
+        if self.pool is not None or not 0 <= first <= stop <= hit.num_pages:
+            raise UsageError(
+                f"pages {first} … {stop} of a hit of {hit.num_pages} cannot be loaded into a target"
+            )
+        pages = range(first, stop)
+        return TargetLoad(
+            self._hbm, self.backend, self._mover, hit, deadline_s, target, pages, keep=keep
+        ).start()
 
     def _check_hit(self, hit: Hit) -> None:
         self._require_open()

@@ -151,16 +151,17 @@ class Found(Message):
 
 
 class Prefetch(Message):
-    """Bring the pages of a lease into the arena, in prefix order."""
+    """Bring the pages of a lease from ``first`` on into the arena, in prefix order."""
 
     id: int
     lease: int
     wait_s: float
+    first: int = 0
 
 
 class Prefetched(Message):
     id: int
-    pages: int  # the leading ones that are in the arena now
+    pages: int  # those from ``first`` on that are in the arena now, one behind the other
 
 
 class Load(Message):

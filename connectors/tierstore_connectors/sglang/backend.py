@@ -17,7 +17,6 @@ import contextlib
 import logging
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +27,8 @@ from sglang.srt import runtime_context
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolHitPolicy, PoolTransferResult
 
 import tierstore
-from tierstore import Hit, Store
+from tierstore import Store
+from tierstore.core.clients import MOST_IDENTITIES
 from tierstore.errors import UsageError
 from tierstore.keys import Identity, Prompt
 from tierstore.spec import KVSpec
@@ -42,13 +42,14 @@ from tierstore_connectors.sglang.identity import (
     weights_revision,
 )
 from tierstore_connectors.sglang.pools import HostPool, PageRuns
+from tierstore_connectors.sglang.queries import Queries, Query
+from tierstore_connectors.sglang.weights import WeightsWatch, epoch_of
 
 _log = logging.getLogger("sglang.tierstore")
 
 _KV = "kv"
 _LEAST_VERSION = (0, 5, 20)  # before that, pages of requests with other salts had the same names
 _FEW_TOKENS = 16
-_MOST_LEASES = 256
 _CONNECT_S = 1.0  # at the engine's start; a daemon that comes later is found all the same
 
 
@@ -69,13 +70,17 @@ class TierStoreHiCache(HiCacheStorage):
         self._pools: dict[str, HostPool] = {}
         self._stores: dict[tuple[int, int], Store] = {}
         self._identities: dict[tuple[str, str], Identity] = {}
-        self._epoch = 0
         self._breaker = Breaker()
         self._stats = _Transfers()
-        self._leases = _Leases()
+        self._queries = Queries()
         self.errors = ErrorLog(_log)
         known = runtime_context.get_server_args()
         arguments = {name: value for name in ARGUMENTS if (value := getattr(known, name, None)) is not None}
+        if storage_config.should_split_heads:
+            raise UsageError("tierstore keeps no pages that are split by heads: leave tp_lcm_size out")
+        seed = arguments.get("random_seed")
+        shared = storage_config.is_mla_model and storage_config.tp_size > 1
+        self._weights = WeightsWatch(_weight_version, lambda n: epoch_of(n, shared=shared, seed=seed))
         namespace = self._settings.namespace
         self._revision = weights_revision(arguments, namespace)
         self._model = model_digest(sglang.__version__, arguments, namespace)
@@ -105,17 +110,21 @@ class TierStoreHiCache(HiCacheStorage):
             self._pools[name] = known
             shape = (known.page_bytes, known.chunk_tokens)
             if shape not in self._stores:
-                settings = self._settings
-                self._stores[shape] = tierstore.connect(
-                    settings.store,
-                    KVSpec.opaque(known.page_bytes, chunk_tokens=known.chunk_tokens),
-                    identity=self._identity_of(known),
-                    lookup_s=settings.lookup_s,
-                    mover_threads=settings.threads,
-                    keys=settings.keys,
-                    server_key=settings.server_key,
-                )
+                self._stores[shape] = self._connect(shape, self._identity_of(known))
                 self._stores[shape].wait_connected(_CONNECT_S)
+
+    def _connect(self, shape: tuple[int, int], identity: Identity) -> Store:
+        settings = self._settings
+        page_bytes, chunk_tokens = shape
+        return tierstore.connect(
+            settings.store,
+            KVSpec.opaque(page_bytes, chunk_tokens=chunk_tokens, hashed=True),
+            identity=identity,
+            lookup_s=settings.lookup_s,
+            mover_threads=settings.threads,
+            keys=settings.keys,
+            server_key=settings.server_key,
+        )
 
     def _place(self, name: str) -> _Place:
         """Raises :class:`KeyError` for a pool that was not registered."""
@@ -125,10 +134,15 @@ class TierStoreHiCache(HiCacheStorage):
 
     def _identity_of(self, pool: HostPool) -> Identity:
         """The identity that the pool's pages have now: another one after new weights. Under the lock."""
-        weights = str(getattr(runtime_context.get_serving(), "weight_version", ""))
-        epoch = f"{weights}/{self._epoch}"
+        epoch = self._weights.look()
         identity = self._identities.get((pool.name, epoch))
         if identity is None:
+            if len(self._identities) >= MOST_IDENTITIES:  # as many as the daemon keeps for a connection
+                self._identities.clear()
+                self._queries.clear()
+                for shape, store in list(self._stores.items()):
+                    store.close()
+                    self._stores[shape] = self._connect(shape, store.identity)
             identity = self._identities[pool.name, epoch] = pool_identity(
                 pool.page_bytes,
                 pool.chunk_tokens,
@@ -169,6 +183,8 @@ class TierStoreHiCache(HiCacheStorage):
             if not restorable:
                 break
             name = str(transfer.name)
+            if str(getattr(transfer.hit_policy, "value", "")) == "block_groups":
+                continue  # a second form of KV pages, which never shortens a hit
             held = self._held(name, keys[:pages], extra_info)
             if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
                 possible = set(range(1, _leading(held) + 1))
@@ -186,23 +202,26 @@ class TierStoreHiCache(HiCacheStorage):
     def _held(self, name: str, keys: Sequence[str], extra_info: Any = None) -> list[bool]:
         """Which of these pages the daemon has. They are leased until they are read, or the lease ends, and
         what is on disk is on its way up."""
-        hit = self._find(self._place(name), keys, extra_info)
+        query = self._find(self._place(name), keys, extra_info)
         held = [False] * len(keys)
-        if hit is not None:
-            for at in hit.positions:
+        if query is not None:
+            for at in query.hit.positions:
                 held[at] = True
-            self._leases.keep((name, keys[hit.positions[-1]]), hit)
-            hit.prefetch(deadline_s=self._settings.load_s)
+            query.hit.prefetch(deadline_s=self._settings.load_s)
         return held
 
-    def _find(self, place: _Place, keys: Sequence[str], extra_info: Any) -> Hit | None:
+    def _find(self, place: _Place, keys: Sequence[str], extra_info: Any) -> Query | None:
         """None where there is nothing, and while the daemon does not answer."""
         with self._lock:
             if not keys or not self._breaker.allows(time.monotonic()):
                 return None
         hit = place.store.lookup(place.prompt(keys, extra_info))
         self._answered(place.store)
-        return hit if hit.tokens else None
+        if not hit.tokens:
+            return None
+        query = Query(place.store, place.identity, keys, hit)
+        self._queries.add(query)
+        return query
 
     def _answered(self, store: Store) -> None:
         with self._lock:
@@ -242,26 +261,50 @@ class TierStoreHiCache(HiCacheStorage):
     def _load(self, name: str, keys: Sequence[str], indices: Any, extra_info: Any) -> list[bool]:
         place = self._place(name)
         began = time.monotonic()
-        hit = self._find(place, keys, extra_info)
-        loaded = [False] * len(keys)
-        if hit is None:
-            return loaded
-        runs = place.pool.runs(indices, len(keys))
-        target = PageRuns([runs[at] for at in hit.positions])
-        tokens = place.store.load_to(hit, target, deadline_s=self._settings.load_s).wait().tokens
-        pages = tokens // place.pool.chunk_tokens
-        for at in hit.positions[:pages]:
-            loaded[at] = True
-        self._leases.drop((name, keys[-1]))
-        self._stats.loaded(pages, place.pool.page_bytes, time.monotonic() - began)
-        return loaded
+        loaded: set[int] = set()
+        known = self._queries.find(place.identity, keys) if keys else None
+        if known is not None:
+            loaded = self._load_held(place, *known, keys, indices)
+        if not loaded and (query := self._find(place, keys, extra_info)) is not None:
+            loaded = self._load_held(place, query, 0, keys, indices)
+        self._stats.loaded(len(loaded), place.pool.page_bytes, time.monotonic() - began)
+        return [at in loaded for at in range(len(keys))]
+
+    def _load_held(
+        self, place: _Place, query: Query, first: int, keys: Sequence[str], indices: Any
+    ) -> set[int]:
+        """Load what the query holds of ``keys``, which are its pages ``first …``. Which of them came."""
+        wanted = query.held(first, len(keys))
+        if not wanted:
+            return set()
+        places = {at: query.hit.positions[at] - first for at in wanted}
+        target = PageRuns(place.pool, indices, len(keys), self.errors.caught, places)
+        load = query.store.load_to(
+            query.hit,
+            target,
+            first=wanted.start,
+            count=len(wanted),
+            keep=True,
+            deadline_s=self._settings.load_s,
+        )
+        pages = load.wait().tokens // place.pool.chunk_tokens
+        if wanted.stop == len(query.hit.positions):
+            self._queries.drop(query)  # SGLang reads in order, and once
+        return set() if target.failed else {places[at] for at in wanted if at < pages}
 
     def _save(self, name: str, keys: Sequence[str], indices: Any, extra_info: Any) -> list[bool]:
         place = self._place(name)
         if not keys or not place.store.connected:
             return [False] * len(keys)
+        if not self._weights.may_save():
+            self.errors.warn(
+                "weights",
+                "pages from before an update of the weights are not stored; if this goes on, the engine has "
+                "not flushed its cache since (POST /flush_cache)",
+            )
+            return [False] * len(keys)
         began = time.monotonic()
-        source = PageRuns(place.pool.runs(indices, len(keys)))
+        source = PageRuns(place.pool, indices, len(keys), self.errors.caught)
         transfer = place.store.save_from(place.prompt(keys, extra_info), source, len(keys))
         with contextlib.suppress(TimeoutError):
             transfer.wait(self._settings.save_s)
@@ -311,8 +354,8 @@ class TierStoreHiCache(HiCacheStorage):
     def clear(self) -> None:
         """Find nothing of before any more: the weights may be others now. (The daemon's policy frees the
         pages.)"""
-        with self._lock:
-            self._epoch += 1
+        self._weights.begin_epoch()
+        self._queries.clear()
 
     @guarded(lambda self: None)
     def get_stats(self) -> Any:
@@ -324,6 +367,7 @@ class TierStoreHiCache(HiCacheStorage):
     @guarded(lambda self: None)
     def close(self) -> None:
         """SGLang detaches the storage."""
+        self._queries.clear()
         with self._lock:
             stores, self._stores = list(self._stores.values()), {}
             self._pools.clear()
@@ -344,31 +388,6 @@ class _Place:
         (``hicache_storage_pass_prefix_keys``)."""
         before = len(extra_info.prefix_keys or ()) if extra_info is not None else 0
         return pages_named(self.identity, keys, self.pool.chunk_tokens, before)
-
-
-class _Leases:
-    """Hits of queries, by pool and last page, until that is read: SGLang reads in batches what it has asked
-    for at once, and a page that left in between would cost the rest of the prompt. A lease ends by itself,
-    too."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._hits: OrderedDict[tuple[str, str], Hit] = OrderedDict()
-
-    def keep(self, name: tuple[str, str], hit: Hit) -> None:
-        with self._lock:
-            old = self._hits.pop(name, None)
-            self._hits[name] = hit
-            oldest = self._hits.popitem(last=False)[1] if len(self._hits) > _MOST_LEASES else None
-        for each in (old, oldest):
-            if each is not None:
-                each.release()
-
-    def drop(self, name: tuple[str, str]) -> None:
-        with self._lock:
-            hit = self._hits.pop(name, None)
-        if hit is not None:
-            hit.release()
 
 
 class _Transfers:
@@ -399,6 +418,10 @@ class _Transfers:
         metrics.backup_pgs.extend(pages for pages, _ in saves)
         metrics.backup_bandwidth.extend(rate for _, rate in saves)
         return metrics
+
+
+def _weight_version() -> str:
+    return str(getattr(runtime_context.get_serving(), "weight_version", ""))
 
 
 def _leading(held: Sequence[bool]) -> int:

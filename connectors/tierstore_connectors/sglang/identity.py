@@ -88,5 +88,5 @@ def pool_identity(
     page_bytes: int, chunk_tokens: int, *, pool: str, layout: str, model: str, revision: str, shard: str
 ) -> Identity:
     """The identity of the pages of one host pool."""
-    spec = KVSpec.opaque(page_bytes, chunk_tokens=chunk_tokens)
+    spec = KVSpec.opaque(page_bytes, chunk_tokens=chunk_tokens, hashed=True)
     return Identity.of(spec, model=model, revision=revision, codec=f"sglang-{pool}-{layout}", shard=shard)

@@ -6,7 +6,8 @@ of a prompt only where it has the beginning, and some of its pools have no begin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 from tierstore import copying
@@ -14,8 +15,7 @@ from tierstore.store.buffers import copied_frames
 from tierstore_connectors.common.facts import digest
 from tierstore_connectors.sglang.identity import LEAST_TOKENS
 
-Runs = Sequence["tuple[int, int]"]
-"""Address and length of each piece of a page."""
+Problem = Callable[[str, Exception], None]
 
 
 class SGLangPool(Protocol):
@@ -35,6 +35,7 @@ class HostPool:
         self.name = name
         self.pool = pool
         sizes = [int(size) for size in pool.get_page_buffer_meta(first_page)[1]]
+        self.sizes = tuple(sizes)
         self.page_bytes = sum(sizes)
         self.chunk_tokens = max(int(pool.page_size), LEAST_TOKENS)
         kind = type(pool)
@@ -42,45 +43,59 @@ class HostPool:
             [f"{kind.__module__}.{kind.__qualname__}", str(pool.layout), pool.page_size, sizes]
         )
 
-    def runs(self, indices: Any, pages: int) -> list[Runs]:
-        """The runs of each of ``pages`` pages. Made when bytes are really to be copied: it takes a
-        millisecond for a hundred pages of many runs."""
+    def runs(self, indices: Any, pages: int) -> list[list[int]]:
+        """Where the runs of each of ``pages`` pages begin. Raises :class:`ValueError` for indices of another
+        number of pages: a wrong number must not become a wrong address."""
         addresses, sizes = self.pool.get_page_buffer_meta(indices)
-        each = len(addresses) // pages if pages else 0
-        return [
-            list(zip(addresses[at * each : (at + 1) * each], sizes[at * each : (at + 1) * each], strict=True))
-            for at in range(pages)
-        ]
+        each = len(self.sizes)
+        if len(addresses) != pages * each or tuple(sizes) != self.sizes * pages:
+            raise ValueError(f"{len(addresses)} runs are not {pages} pages of the {self.name} pool")
+        return [addresses[at : at + each] for at in range(0, pages * each, each)]
 
 
 class PageRuns:
-    """Pages of a host pool, by the runs of each: source and target."""
+    """``pages`` pages of a host pool, which are at ``indices`` there: source and target of a save or load,
+    whose page ``at`` is the one at ``places[at]`` (the same where that is None). SGLang is asked where they
+    are when the first one is copied, which takes a millisecond for a hundred pages of many runs: a save of
+    pages that are there needs none."""
 
-    def __init__(self, runs: Sequence[Runs]) -> None:
-        self._runs = runs
+    def __init__(
+        self,
+        pool: HostPool,
+        indices: Any,
+        pages: int,
+        problem: Problem,
+        places: Mapping[int, int] | None = None,
+    ) -> None:
+        self._pool = pool
+        self._indices = indices
+        self._pages = pages
+        self._problem = problem
+        self._places_of = places if places is not None else range(pages)
+        self.failed = False
 
-    def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int) -> list[int]:
-        if len(self._runs[0]) == 1:
-            return copying.copy_and_hash(
-                [(address, self._runs[at][0][0]) for at, address in pages], page_bytes
-            )
-        self._copy(pages, to_pool=False)
-        return copying.hash_all([address for _, address in pages], page_bytes)
+    @cached_property
+    def _runs(self) -> list[list[int]]:
+        return self._pool.runs(self._indices, self._pages)
+
+    def _places(self, pages: Sequence[tuple[int, int]]) -> list[tuple[int, list[int]]]:
+        return [(address, self._runs[self._places_of[at]]) for at, address in pages]
+
+    def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int) -> Sequence[int | None]:
+        try:
+            return copying.gather_and_hash(self._places(pages), self._pool.sizes)
+        except Exception as error:  # noqa: BLE001  # SGLang's, and must not end the mover's task
+            self._problem("reading a host pool", error)
+            return [None] * len(pages)
 
     def write(self, pages: Sequence[tuple[int, int]]) -> None:
-        self._copy(pages, to_pool=True)
+        try:
+            copying.scatter(self._places(pages), self._pool.sizes)
+        except Exception as error:  # noqa: BLE001  # SGLang's, and must not end the mover's task
+            self.failed = True
+            self._problem("writing to a host pool", error)
 
     def frames(
         self, positions: Sequence[int], page_bytes: int
     ) -> tuple[list[memoryview], Sequence[int | None]]:
         return copied_frames(self, positions, page_bytes)
-
-    def _copy(self, pages: Sequence[tuple[int, int]], *, to_pool: bool) -> None:
-        """Runs of one length go in one call."""
-        copies: dict[int, list[tuple[int, int]]] = {}
-        for at, address in pages:
-            for start, length in self._runs[at]:
-                copies.setdefault(length, []).append((start, address) if to_pool else (address, start))
-                address += length
-        for length, pairs in copies.items():
-            copying.copy_all(pairs, length, read_next=not to_pool)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import itertools
 import random
@@ -205,3 +206,52 @@ def test_any_order_of_things_agrees_with_a_dictionary(tmp_path_factory, steps):
             elif store.flush(30):
                 store.evict("host", len(numbers))
             store.check()
+
+
+class Taken:
+    """A load's target that keeps what comes: position -> bytes."""
+
+    def __init__(self):
+        self.pages = {}
+
+    def write(self, pages):
+        for at, address in pages:
+            self.pages[at] = ctypes.string_at(address, PAGE_BYTES)
+
+
+def test_a_hit_is_loaded_in_parts(store):
+    save(store, range(8))
+    hit = store.lookup(loose(store, [0, 1, 99, 2, 3, 4]))
+    for first, count in ((3, 2), (0, 2)):
+        taken = Taken()
+        load = store.load_to(hit, taken, first=first, count=count, keep=True)
+        assert load.wait(30).tokens == (first + count) * CHUNK
+        assert taken.pages == {first + at: content(first + at) for at in range(count)}
+    rest = Taken()
+    assert store.load_to(hit, rest, first=4).wait(30).tokens == 5 * CHUNK  # which releases it
+    assert rest.pages == {4: content(4)}
+
+
+def test_a_hit_of_which_some_have_left_loads_nothing_wrong(tmp_path):
+    identity = Identity.of(SPEC, model="left")
+    with tierstore.open(None, SPEC, identity=identity, host_bytes=HOST_PAGES * PAGE_BYTES) as store:
+        save(store, [1, 2, 3])
+        hit = store.lookup(loose(store, [1, 2, 3]))
+        hit.release()  # it loads all the same, what is still there
+        assert store.evict("host") == 3
+        save(store, [2, 3])
+        taken = Taken()
+        assert store.load_to(hit, taken).wait(30).tokens == 0
+        assert taken.pages == {}
+        hit.release()
+
+
+def test_the_end_of_a_hit_is_brought_from_disk(store):
+    save(store, range(6))
+    store.flush(30)
+    store.evict("host")
+    hit = store.lookup(loose(store, range(6)))
+    assert hit.by_tier == {"disk": 6 * CHUNK}
+    assert hit.prefetch(first=4).wait(30) == 6 * CHUNK
+    hit.release()
+    assert store.lookup(loose(store, range(6))).by_tier == {"disk": 4 * CHUNK, "host": 2 * CHUNK}

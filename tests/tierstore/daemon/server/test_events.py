@@ -22,6 +22,7 @@ from tierstore.testing.pages import pages_of
 
 SPEC = KVSpec.uniform(layers=2, kv_heads=1, head_dim=32, dtype="float32", chunk_tokens=16)  # 8 KiB pages
 IDENTITY = Identity.of(SPEC, model="m")
+HASHED = Identity.of(KVSpec.opaque(8192, chunk_tokens=16, hashed=True), model="m")
 END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -304,3 +305,12 @@ def test_followers_of_older_vllm_get_arrays(tmp_path, follow):
         assert event == stored
     finally:
         running.stop()
+
+
+def test_pages_named_by_a_hash_are_not_told():
+    woken = []
+    log = ChangeLog(lambda: woken.append(True))
+    for identity in (IDENTITY, HASHED):
+        log.register(identity, 16)
+        log.removed(Tier.HOST, identity.digest, bytes(16), bytes(64))
+    assert [change.identity for change in log.take()] == [IDENTITY.digest]

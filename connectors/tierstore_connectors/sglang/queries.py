@@ -1,0 +1,81 @@
+"""What was asked about a while ago, under the lease of then: SGLang reads in batches of 128 pages what it has
+asked about at once, and may begin behind the first of it. A page that left in between would cost the rest of
+the prompt, and asking again for each batch takes a message with all of its names."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tierstore import Hit, Store
+from tierstore.keys import Identity
+
+_MOST = 256
+
+
+@dataclass(slots=True, eq=False)
+class Query:
+    """Pages by name, of which ``hit`` holds those at its ``positions``."""
+
+    store: Store
+    identity: Identity
+    keys: Sequence[str]
+    hit: Hit
+
+    def held(self, at: int, count: int) -> range:
+        """Those pages of the hit that are among the pages ``at … at + count`` of the query."""
+        held = self.hit.positions
+        return range(bisect.bisect_left(held, at), bisect.bisect_left(held, at + count))
+
+    def find(self, keys: Sequence[str]) -> int | None:
+        """Where in the query these pages are; None if they are not part of it."""
+        try:
+            at = self.keys.index(keys[0])
+        except ValueError:
+            return None
+        return at if list(self.keys[at : at + len(keys)]) == list(keys) else None
+
+
+class Queries:
+    """The latest ones. Thread-safe."""
+
+    def __init__(self, most: int = _MOST) -> None:
+        self._lock = threading.Lock()
+        self._most = most
+        self._queries: list[Query] = []  # the newest last
+
+    def __len__(self) -> int:
+        return len(self._queries)
+
+    def add(self, query: Query) -> None:
+        """Keep a query. The oldest goes, and gives its lease back."""
+        with self._lock:
+            self._queries.append(query)
+            gone = self._queries[: -self._most]
+            del self._queries[: -self._most]
+        for each in gone:
+            each.hit.release()
+
+    def find(self, identity: Identity, keys: Sequence[str]) -> tuple[Query, int] | None:
+        """The newest query about these pages, and where in it they are."""
+        with self._lock:
+            queries = self._queries[::-1]
+        for query in queries:
+            if query.identity == identity and (at := query.find(keys)) is not None:
+                return query, at
+        return None
+
+    def drop(self, query: Query) -> None:
+        """All of it has been read."""
+        with self._lock:
+            self._queries = [each for each in self._queries if each is not query]
+        query.hit.release()
+
+    def clear(self) -> None:
+        """Give all leases back."""
+        with self._lock:
+            queries, self._queries = self._queries, []
+        for query in queries:
+            query.hit.release()
