@@ -21,13 +21,14 @@ There are two: :class:`tierstore.core.backend.LocalBackend` decides,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from tierstore.errors import UsageError
 from tierstore.keys import TOKEN_BYTES, Identity, PageKey
 from tierstore.memory import Memory
+from tierstore.planner import Way
 from tierstore.stats import StoreStats
 from tierstore.transfer import Transfer
 from tierstore.types import Hint, checked_session
@@ -273,6 +274,14 @@ class Backend(Protocol):
 
     def release(self, lease: Lease) -> None:
         """The lease is not needed any more. Once, for each."""
+
+    # -- planning ------------------------------------------------------------------------------------
+
+    def ways(self) -> Mapping[str, Way]:
+        """What bytes of its tiers cost, as far as that was measured; see :mod:`tierstore.planner`."""
+
+    def declined(self, tokens: Mapping[str, int]) -> None:
+        """So many tokens were found and not loaded, by tier and reason. To be counted."""
 
     # -- writing -------------------------------------------------------------------------------------
 

@@ -337,6 +337,14 @@ class Planner:
             parts, prompt_tokens, self.ways(now_s), self.prefill(), both_ends=both_ends, margin=_MARGIN
         )
 
+    def meet(self, parts: Sequence[Part], front: int, *, now_s: float) -> int:
+        """Where computing from token ``front`` on meets the loading of ``parts`` from their end; ``front``
+        itself where computing would not help, or nothing is known."""
+        prefill = self.prefill()
+        if prefill is None:
+            return front
+        return _meet(parts, front, sum(part.tokens for part in parts), self.ways(now_s), prefill)
+
     def take_probe(self, tier: str, now_s: float) -> bool:
         """Whether a tier that was declined should be measured now, while nobody waits. Counts as done."""
         with self._lock:

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from tierstore.core.health import TierHealth
 from tierstore.curve import CurveStats
 
+DECLINED = frozenset(f"{tier} {why}" for tier in ("host", "disk") for why in ("slower", "late"))
+"""What tokens can be declined for: by tier, and why."""
+
 
 @dataclass(slots=True)
 class Counters:
@@ -16,6 +19,9 @@ class Counters:
     lookups: int = 0
     lookup_tokens: int = 0
     hit_tokens: dict[str, int] = field(default_factory=lambda: {"hbm": 0, "host": 0, "disk": 0})
+    declined_tokens: dict[str, int] = field(default_factory=dict)
+    """Found and not loaded, by tier and reason: ``disk slower`` (than computing, by the plan), ``disk late``
+    (the load was begun, and cut off at its deadline)."""
     expired_leases: int = 0
     loaded_pages: int = 0
     loads_cut_short: int = 0  # fewer pages came than the hit promised
@@ -35,6 +41,11 @@ class Counters:
     unpinned_arenas: int = 0  # refused by the device's driver: loads from them go up by plain copies
     damaged_pages: int = 0  # checksum mismatch or truncated: the disk has other bytes than were saved
     evicted_pages: dict[str, int] = field(default_factory=lambda: {"hbm": 0, "host": 0, "disk": 0})
+
+    def decline(self, tokens: Mapping[str, int]) -> None:
+        """Add to what was declined."""
+        for why, count in tokens.items():
+            self.declined_tokens[why] = self.declined_tokens.get(why, 0) + count
 
 
 @dataclass(frozen=True, slots=True)

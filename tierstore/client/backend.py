@@ -14,9 +14,11 @@ by the next one.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -40,6 +42,7 @@ from tierstore.client.handshake import Address, Session
 from tierstore.curve import CurveStats
 from tierstore.index import Tier
 from tierstore.keys import Identity
+from tierstore.planner import Way
 from tierstore.stats import StoreStats
 from tierstore.tiers.pinned import Pin
 from tierstore.transfer import Transfer, TransferState
@@ -90,6 +93,9 @@ class RemoteBackend:
         self._patience_s = patience_s
         self._clock = clock
         self._lock = threading.Lock()
+        # Guarded by the lock: both below.
+        self._ways: dict[str, Way] = {}  # as the daemon told them last
+        self._declined: Counter[str] = Counter()  # to be told with the next lookup
 
     def __repr__(self) -> str:
         session = self.connection.session
@@ -174,13 +180,17 @@ class RemoteBackend:
         )  # the daemon's waiting is within our patience, not on top of it
         at = self._clock()
 
+        with self._lock:
+            declined, self._declined = dict(self._declined), Counter()
+
         def message() -> messages.Lookup:
             handle = request.handle_of(session)
-            return messages.Lookup(0, _part(session, request, handle), request.num_tokens, wait_s)
+            prompt = _part(session, request, handle)
+            return messages.Lookup(0, prompt, request.num_tokens, wait_s, declined=declined)
 
         def whole() -> messages.Lookup:
             request.forget_handle()
-            return message()
+            return message()  # what refused the first did not count what was declined, either
 
         def leased(found: messages.Found | None, _: object) -> Lease | None:
             return self._leased(session, request, found, at)
@@ -200,6 +210,13 @@ class RemoteBackend:
     ) -> Lease | None:
         if found is None:
             return None
+        ways = {
+            tier: Way(*figures)
+            for tier, figures in found.ways.items()
+            if figures[0] > 0 and all(0 <= figure < math.inf for figure in figures)
+        }
+        with self._lock:
+            self._ways = ways
         pages = -(-found.tokens // request.chunk_tokens)
         sound = 0 <= found.tokens <= request.num_tokens and sum(count for _, count in found.tiers) == pages
         positions = numbers(found.positions, "<u4").tolist()
@@ -350,6 +367,16 @@ class RemoteBackend:
         wait_s = _WAIT_S if wait_s is None else min(wait_s, messages.MOST_WAIT_S)
         message = messages.Prefetch(0, lease.number, wait_s, first)
         return self.connection.call(session, message, messages.Prefetched, _pages, wait_s=wait_s)
+
+    # -- planning ------------------------------------------------------------------------------------
+
+    def ways(self) -> Mapping[str, Way]:
+        with self._lock:
+            return self._ways
+
+    def declined(self, tokens: Mapping[str, int]) -> None:
+        with self._lock:
+            self._declined.update(tokens)
 
     # -- writing -------------------------------------------------------------------------------------
 

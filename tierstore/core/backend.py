@@ -19,7 +19,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -50,6 +50,7 @@ from tierstore.index import LABELS, Match, Page, Tier, tier_runs
 from tierstore.index.leases import PageLease
 from tierstore.keys import Identity, Prompt
 from tierstore.mover import Priority
+from tierstore.planner import Way
 from tierstore.policy import DEFAULT_POLICY, POLICIES
 from tierstore.stats import StoreStats
 from tierstore.tiers.device import DeviceError
@@ -558,6 +559,16 @@ class LocalBackend:
             return Sending(frames, checksums, partial(self._release_hold, hold))
 
         return self._bring(lease, first, count, wait_s, Priority.LOAD, sending)
+
+    # -- planning ------------------------------------------------------------------------------------
+
+    def ways(self) -> Mapping[str, Way]:
+        with self._state.lock:
+            return self._state.ways()
+
+    def declined(self, tokens: Mapping[str, int]) -> None:
+        with self._state.lock:
+            self._state.counters.decline(tokens)
 
     # -- writing -------------------------------------------------------------------------------------
 

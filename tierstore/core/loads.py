@@ -90,6 +90,7 @@ class HostLoad(Generic[R]):
             pages = min(max(_PIECE_BYTES // self.page_bytes, 1), _PIECE_PAGES)
             starts = range(first, self._cut, pages)
             self._pieces = len(starts)
+            state.queued_reads += (self._cut - first) * self.page_bytes
             if starts and state.health.readable:
                 state.stall_detector.waiting.add(self.transfer)
         self.transfer.advance(first, 0)
@@ -107,6 +108,7 @@ class HostLoad(Generic[R]):
             moved = self._move(start, stop)
             self.transfer.advance(moved, moved * self.page_bytes)
         with self._state.lock:
+            self._state.queued_reads -= (stop - start) * self.page_bytes
             self._pieces -= 1
             last = self._pieces == 0
         if last:
@@ -184,7 +186,9 @@ class HostLoad(Generic[R]):
                 for move in reads
                 if (record := move.page.record) is not None
             ]
+        began = state.clock()
         read = state.disk.read(wanted)
+        took_s = state.clock() - began
         outcomes = list(zip(reads, read.outcomes, strict=True))
         good = [move for move, outcome in outcomes if outcome is PageRead.GOOD]
         bad = [move for move, outcome in outcomes if outcome is not PageRead.GOOD]
@@ -199,6 +203,7 @@ class HostLoad(Generic[R]):
                 if outcome is PageRead.DAMAGED:
                     state.residency.damaged_on_disk(move.page)
             state.was_read(read)
+            state.disk_rate.moved(len(good) * self.page_bytes, took_s, state.clock())
         state.stall_detector.poll()
         return [_Move(move.position, move.page, Tier.HOST) for move in good]
 

@@ -9,6 +9,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from tierstore.core.health import STALL_S, Health, StallDetector
 from tierstore.core.residency import AccessLog, Eviction, PendingFills, Residency
@@ -17,6 +18,7 @@ from tierstore.index import Index, Match, Page, Tier
 from tierstore.index.leases import Leases
 from tierstore.index.sessions import Sessions
 from tierstore.keys import Identity
+from tierstore.planner import RateEstimate, Way
 from tierstore.policy import Policy
 from tierstore.stats import Counters, TierStats
 from tierstore.tiers.disk import DiskTier, PageRecord, PageTable, ReadBatch
@@ -78,12 +80,24 @@ class StoreState:
             clock=clock,
         )
         self.fills = PendingFills(self.index, self.residency, self.eviction, self.changed)
+        self.disk_rate = RateEstimate()
+        self.queued_reads = 0  # bytes that loads have asked for and that were not read yet
 
     @staticmethod
     def yield_lock() -> None:
         """To be called between two holds of the lock by who does a long job in pieces: a lock goes to whoever
         is quickest, which would be the same thread again."""
         time.sleep(0)
+
+    # -- what loads cost -----------------------------------------------------------------------------
+
+    def ways(self) -> dict[str, Way]:
+        """What bytes on disk cost now, the queue in front of the disk included; nothing before one was read.
+        What is in memory each client measures for itself."""
+        way = self.disk_rate.way(self.clock())
+        if way is None:
+            return {}
+        return {Tier.DISK.label: replace(way, backlog_s=self.queued_reads / way.bytes_per_s)}
 
     # -- lookups -------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -79,7 +80,9 @@ def _tiers(stats: DaemonStats) -> Iterator[Metric]:
 def _counters(stats: DaemonStats) -> Iterator[Metric]:
     for name, value in stats.store.counters.items():
         text = name.replace("_", " ")
-        if isinstance(value, Mapping):
+        if name == "declined_tokens":
+            yield _declined(value)
+        elif isinstance(value, Mapping):
             yield _by(name, f"{text}, by tier", "tier", dict(value), counts=True)
         else:
             yield _counter(name, text, value)
@@ -93,6 +96,17 @@ def _counters(stats: DaemonStats) -> Iterator[Metric]:
         yield _counter("kv_event_lost_changes", "Changes not told in time", stats.events.lost_changes)
         yield _counter("kv_event_replays", "Times that a follower asked again", stats.events.replays)
     yield _counter("failed_tasks", "Tasks of the mover that ended in a bug", store.failed_tasks)
+
+
+def _declined(tokens: Any) -> Metric:
+    family = CounterMetricFamily(
+        "tierstore_declined_tokens",
+        "Tokens found and not loaded, by tier and reason",
+        labels=["tier", "reason"],
+    )
+    for why, count in tokens.items():
+        family.add_metric(why.split(), float(count))
+    return family
 
 
 def _curve(curve: CurveStats) -> Iterator[Metric]:

@@ -15,7 +15,7 @@ import struct
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -36,7 +36,9 @@ from tierstore.daemon.stats import ClientStats, Histogram, ServiceStats, Slowest
 from tierstore.errors import SpecError, StoreClosedError, UsageError
 from tierstore.index import LABELS, Tier
 from tierstore.keys import KEY_BYTES, TOKEN_BYTES, Identity, PageKey
+from tierstore.planner import Way
 from tierstore.spec import check_page
+from tierstore.stats import DECLINED
 from tierstore.transfer import Transfer
 from tierstore.types import Hint, Reuse
 from tierstore.wire import messages as p
@@ -271,12 +273,15 @@ class Service:
 
     def _lookup(self, session: Session, m: p.Lookup) -> Reply | Awaitable[Reply]:
         self._release(session, m.released)
+        declined = {why: count for why, count in m.declined.items() if why in DECLINED and count > 0}
+        if declined:
+            session.backend.declined(declined)
         wait_s = _checked_wait(m.wait_s)
         view = _view(session, m.prompt)
         if m.max_tokens < 0:
             raise Refusal("usage", f"max_tokens is {m.max_tokens}")
         found = session.backend.find(view, patience_s=wait_s, max_tokens=m.max_tokens)
-        return _then(found, partial(_found, m.id))
+        return _then(found, partial(_found, m.id, session.backend.ways()))
 
     def _release(self, session: Session, leases: Sequence[int]) -> None:
         """Those that are not the session's are passed over."""
@@ -581,15 +586,16 @@ def _view(session: Session, part: p.PromptPart) -> PromptView:
     return PromptView(registration, keys, part.tokens, path=path, path_number=part.path, known=part.known)
 
 
-def _found(number: int, lease: Lease | None) -> p.Found:
+def _found(number: int, ways: Mapping[str, Way], lease: Lease | None) -> p.Found:
     if lease is None:
         raise StoreClosedError("the store is closed")
     if not isinstance(lease, LocalLease) or not lease.number:
         return p.Found(number, 0, 0, 0, [], 0, 0)
+    told = {tier: (way.bytes_per_s, way.latency_s, way.backlog_s) for tier, way in ways.items()}
     path, known = (lease.handle.number, lease.handle.chunks) if lease.handle is not None else (0, 0)
     positions = array.array("I", lease.positions).tobytes()
     runs = list(lease.runs)
-    return p.Found(number, lease.tokens, lease.tail_tokens, lease.number, runs, path, known, positions)
+    return p.Found(number, lease.tokens, lease.tail_tokens, lease.number, runs, path, known, positions, told)
 
 
 def _reserved(number: int, start: int, reservation: Reservation | None) -> p.Reserved:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from tierstore.backend import LookupRequest, SaveHints
@@ -226,6 +226,11 @@ class HbmTier:
                     seen.add(above)
                     above = above.parent
         return sum(not self.index.copy(page, Tier.HBM).leases for page in seen)
+
+    def declined(self, tokens: Mapping[str, int]) -> None:
+        """Count what was found and not loaded, by tier and reason. Takes the lock."""
+        with self.lock:
+            self.counters.decline(tokens)
 
     # -- seeing --------------------------------------------------------------------------------------
 

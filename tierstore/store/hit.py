@@ -65,14 +65,22 @@ class Hit:
         if lease is not None and len(lease.runs) == 1 and not self.local:  # as nearly always
             return {lease.runs[0][0]: self.tokens}
         counts = dict.fromkeys(LABELS, 0)
-        position = len(self.local)
-        counts[Tier.HBM.label] = min(position * self.chunk_tokens, self.tokens)
-        while lease is not None and position < lease.pages:
+        for tier, tokens in self.by_runs():
+            counts[tier] = counts.get(tier, 0) + tokens
+        return {tier: count for tier, count in counts.items() if count}
+
+    def by_runs(self) -> list[tuple[str, int]]:
+        """The hit's tokens by tier, run by run along the prompt."""
+        lease = self._lease
+        local = len(self.local)
+        runs = [(Tier.HBM.label, min(local * self.chunk_tokens, self.tokens))] if local else []
+        position = local
+        while lease is not None and position < min(lease.pages, self.num_pages):
             tier, run = lease.run_at(position)
             start = position * self.chunk_tokens
-            counts[tier] = counts.get(tier, 0) + min(run * self.chunk_tokens, self.tokens - start)
+            runs.append((tier, min(run * self.chunk_tokens, self.tokens - start)))
             position += run
-        return {tier: count for tier, count in counts.items() if count}
+        return runs
 
     def with_lease(self, then: Callable[[Lease | None], None]) -> None:
         """Call ``then`` with the backend's lease, or with a new one where that has ended; None if there is

@@ -8,6 +8,9 @@ and the load ends when that has begun. The engine has the pages by then, and its
 copies, so what holds their source has to last until they have ended: where that is a lease with an end, it is
 renewed when half of what is left of it has passed.
 
+A load may be of some pages of a hit, ``first … stop``: an engine computes the others. What it measures, the
+bytes of a tier and the seconds they took, it tells the planner.
+
 When a page cannot be had the load is *cut* there: later pages would be useless without it. Bytes count only
 if what held them had not ended when they were copied: after that, the place may have been somebody else's.
 """
@@ -25,6 +28,7 @@ from tierstore import copying
 from tierstore.backend import Backend, Lease, Located
 from tierstore.index import Page, Tier
 from tierstore.mover import Mover, Priority
+from tierstore.planner import Planner
 from tierstore.store.buffers import Buffers, PageTarget
 from tierstore.store.hbm import HbmTier
 from tierstore.store.hit import Hit
@@ -54,7 +58,22 @@ class _Window:
 
     located: Located | None  # None once all is copied: tasks outlive their work, and would keep its memory
     in_one_go: bool
+    began: float
+    measured_bytes: int  # 0 where the time to copy says nothing
     tasks: int = field(default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Pages ``first … stop`` of a hit (None: to its end). ``keeps_hit``: the hit is not released with the
+    load, because others are to come."""
+
+    first: int = 0
+    stop: int | None = None
+    keeps_hit: bool = False
+
+
+WHOLE = Range()
 
 
 class Load(ABC):
@@ -65,23 +84,22 @@ class Load(ABC):
         hbm: HbmTier,
         backend: Backend,
         mover: Mover,
+        planner: Planner,
         hit: Hit,
         deadline_s: float | None,
-        *,
-        pages: int | None = None,
-        keep: bool = False,
+        part: Range,
     ) -> None:
-        """``pages``: so many leading ones of the hit (None: all). ``keep``: the hit is not released at the
-        end."""
         self.hbm = hbm
         self.backend = backend
         self.mover = mover
+        self.planner = planner
         self.hit = hit
-        self.pages = hit.num_pages if pages is None else pages
-        self._keep = keep
+        self.first = part.first
+        self.pages = hit.num_pages if part.stop is None else part.stop
+        self._keeps_hit = part.keeps_hit
         self.page_bytes = backend.page_bytes
         self.closed = False  # settled: nothing that arrives now will be handed out
-        self._arrived = [False] * self.pages
+        self._arrived = [position < self.first for position in range(self.pages)]  # the others: not wanted
         self._cut = self.pages
         self._copying = 0
         self._under_way = 1  # requests and tasks, and start() itself
@@ -91,10 +109,12 @@ class Load(ABC):
         self._missing: list[tuple[int, int]] = []  # (first, count): asked for, and there was no room
         self._lease: Lease | None = None
         self._answers: set[Transfer[Located | None]] = set()  # that are waited for
+        self._came_at = -math.inf  # when a window came last …
+        self._copied_at = -math.inf  # … and when one was copied
         self.transfer: Transfer[Loaded] = Transfer(
             self._settle,
-            pages=self.pages,
-            nbytes=self.pages * self.page_bytes,
+            pages=self.pages - self.first,
+            nbytes=(self.pages - self.first) * self.page_bytes,
             deadline_s=deadline_s,
             clock=hbm.clock,
         )
@@ -148,7 +168,7 @@ class Load(ABC):
     def start(self) -> Transfer[Loaded]:
         with self.hbm.lock:
             local = self._take_local()
-            here = sum(self._arrived)
+            here = sum(self._arrived[self.first :])
             held = {each.position for each in local}
             wanted = (i for i, there in enumerate(self._arrived) if not there and i not in held)
             self._next = next(wanted, self.pages)
@@ -195,17 +215,44 @@ class Load(ABC):
     def _ask(self, lease: Lease, start: int, count: int) -> None:
         remaining = self.transfer.remaining_s
         wait_s = _WAIT_S if remaining is None else min(remaining, _WAIT_S)
+        asked = self.hbm.clock()
         answer = self.backend.locate(lease, start, count, wait_s=wait_s)
         self.transfer.watch(answer)
         self._answers.add(answer)
+        tier = lease.run_at(start)[0]
 
         def located() -> None:
             self._answers.discard(answer)
-            self._located(answer.wait(), start, count)
+            found = answer.wait()
+            self._measure_window(tier, asked, found, count)
+            self._located(found, start, count, asked)
 
         answer.on_end(located)
 
-    def _located(self, located: Located | None, start: int, count: int) -> None:
+    def _measure_window(self, tier: str, asked: float, located: Located | None, count: int) -> None:
+        """What the backend took to bring a window: since the one before it came, where they overlap. Of one
+        that the deadline cut off it is known that it takes no less."""
+        came = len(located.addresses) if located is not None else 0
+        late = self.transfer.state is TransferState.EXPIRED
+        if not came and not late:
+            return
+        now_s = self.hbm.clock()
+        with self.hbm.lock:
+            began, self._came_at = max(asked, self._came_at), now_s
+        if tier == Tier.DISK.label:
+            pages = count if late else came
+            self.planner.moved(tier, pages * self.page_bytes, now_s - began, now_s=now_s)
+
+    def _measure_copies(self, window: _Window) -> None:
+        """What it took to have a window from host memory, which may be another host's. Likewise."""
+        now_s = self.hbm.clock()
+        with self.hbm.lock:
+            began, self._copied_at = max(window.began, self._copied_at), now_s
+        if window.measured_bytes:
+            host = Tier.HOST.label
+            self.planner.moved(host, window.measured_bytes, now_s - began, now_s=now_s)
+
+    def _located(self, located: Located | None, start: int, count: int, asked: float) -> None:
         there = min(len(located.addresses), count) if located is not None else 0
         with self.hbm.lock:
             self._asked -= 1
@@ -217,7 +264,7 @@ class Load(ABC):
                 self._cut = min(self._cut, self._missing[0][0])
                 self._missing.clear()
         if located is not None and there:
-            self._copy_in_tasks(located, start, there)
+            self._copy_in_tasks(located, start, there, asked)
         elif located is not None:
             located.release()
         self._ask_for_more()
@@ -225,12 +272,13 @@ class Load(ABC):
 
     # -- copying -------------------------------------------------------------------------------------
 
-    def _copy_in_tasks(self, located: Located, start: int, count: int) -> None:
+    def _copy_in_tasks(self, located: Located, start: int, count: int, asked: float) -> None:
         in_memory = self._lease is not None and self._lease.run_at(start)[0] == Tier.HOST.label
         in_one_go = in_memory and not located.checksums and self._in_one_go(located.addresses[0])
         step = count if in_one_go else max(_COPY_BYTES // self.page_bytes, 1)
         starts = range(0, count, step)
-        window = _Window(located, in_one_go, len(starts))
+        measured = count * self.page_bytes if in_memory else 0
+        window = _Window(located, in_one_go, asked, measured, len(starts))
         with self.hbm.lock:
             self._windows += 1
             self._under_way += len(starts)
@@ -270,8 +318,10 @@ class Load(ABC):
                 window.located = None
             self.hbm.changed.notify_all()
         if under_way is not None:
-            self.mover.submit(Priority.LOAD, partial(self._let_go, under_way, good))
+            self.mover.submit(Priority.LOAD, partial(self._let_go, under_way, good, window))
         elif over:
+            if good == stop - start:
+                self._measure_copies(window)
             located.release()
         self.transfer.advance(good, good * self.page_bytes)
         if over:
@@ -286,9 +336,11 @@ class Load(ABC):
             return None
         return _Copying(located, filling, self.hbm.clock)
 
-    def _let_go(self, under_way: _Copying, pages: int) -> None:
+    def _let_go(self, under_way: _Copying, pages: int, window: _Window) -> None:
         """Give back what holds the source of copies, when they have ended."""
-        if not under_way.wait():
+        in_time = under_way.wait()
+        self._measure_copies(window)
+        if not in_time:
             with self.hbm.lock:
                 self.hbm.counters.expired_leases += 1
             self._came_late(pages)
@@ -333,12 +385,18 @@ class Load(ABC):
             if state is not TransferState.CANCELLED:
                 pages = next((i for i, here in enumerate(self._arrived) if not here), self.pages)
             tokens = min(pages * self.hit.chunk_tokens, self.hit.tokens)
-            self.hbm.counters.loads_cut_short += pages < self.pages
-            self.hbm.counters.loaded_pages += pages
+            wanted = min(self.pages * self.hit.chunk_tokens, self.hit.tokens)
+            self.hbm.counters.loads_cut_short += tokens < wanted
+            self.hbm.counters.loaded_pages += max(pages - self.first, 0)
             loaded = self._result(pages, tokens)
         for answer in list(self._answers):
             answer.cancel()
-        if not self._keep:
+        if state is TransferState.EXPIRED and tokens < wanted:
+            lease = self._lease
+            tier = lease.run_at(pages)[0] if lease is not None else Tier.HOST.label
+            self.hbm.declined({f"{tier} late": wanted - tokens})
+            self.backend.declined({f"{tier} late": wanted - tokens})
+        if not self._keeps_hit:
             self.hit.release()
         return loaded
 
@@ -351,11 +409,13 @@ class BufferLoad(Load):
         hbm: HbmTier,
         backend: Backend,
         mover: Mover,
+        planner: Planner,
         hit: Hit,
         deadline_s: float | None,
+        part: Range,
         buffers: Buffers,
     ) -> None:
-        super().__init__(hbm, backend, mover, hit, deadline_s)
+        super().__init__(hbm, backend, mover, planner, hit, deadline_s, part)
         self._buffers = buffers  # keeps them alive: a caller may let go of what he has given
 
     def _take_local(self) -> list[_HbmCopy]:
@@ -389,24 +449,21 @@ class BufferLoad(Load):
 
 
 class TargetLoad(Load):
-    """Some ``pages`` of a hit, into whatever takes them."""
+    """Pages ``first …`` of a hit, into whatever takes them."""
 
     def __init__(
         self,
         hbm: HbmTier,
         backend: Backend,
         mover: Mover,
+        planner: Planner,
         hit: Hit,
         deadline_s: float | None,
+        part: Range,
         target: PageTarget,
-        pages: range,
-        *,
-        keep: bool,
     ) -> None:
-        super().__init__(hbm, backend, mover, hit, deadline_s, pages=pages.stop, keep=keep)
+        super().__init__(hbm, backend, mover, planner, hit, deadline_s, part)
         self._target = target
-        self._first = pages.start
-        self._arrived[: pages.start] = [True] * pages.start  # not wanted
 
     def _take_local(self) -> list[_HbmCopy]:
         assert self.hbm.pool is None, "pages of a pool are loaded into the pool"
@@ -423,7 +480,7 @@ class TargetLoad(Load):
         raise AssertionError("there is no pool")
 
     def _result(self, pages: int, tokens: int) -> Loaded:
-        return Loaded(tokens, (), max(pages - self._first, 0) * self.page_bytes)
+        return Loaded(tokens, (), max(pages - self.first, 0) * self.page_bytes)
 
 
 class HbmLoad(Load):
@@ -431,9 +488,16 @@ class HbmLoad(Load):
     ends inside of is copied to a private page, because the caller is going to write behind the match."""
 
     def __init__(
-        self, hbm: HbmTier, backend: Backend, mover: Mover, hit: Hit, deadline_s: float | None
+        self,
+        hbm: HbmTier,
+        backend: Backend,
+        mover: Mover,
+        planner: Planner,
+        hit: Hit,
+        deadline_s: float | None,
+        part: Range,
     ) -> None:
-        super().__init__(hbm, backend, mover, hit, deadline_s)
+        super().__init__(hbm, backend, mover, planner, hit, deadline_s, part)
         assert hbm.pool is not None, "loads into HBM need a pool"
         self._pool = hbm.pool
         self._hbm_pages = [-1] * self.pages
@@ -444,10 +508,11 @@ class HbmLoad(Load):
     def _take_local(self) -> list[_HbmCopy]:
         hbm, request = self.hbm, self.hit.request
         page = hbm.root(request.identity)
-        for position, key in enumerate(request.keys):
+        for position, key in enumerate(request.keys[: self.pages]):
             page = hbm.index.add(page, key, request.chunk(position))
             self._chain.append(page)
-            self._arrived[position] = self._share(position)
+            if position >= self.first:
+                self._arrived[position] = self._share(position)
         if self._chain:
             hbm.index.hold(self._chain[-1])
         local = []
@@ -516,7 +581,7 @@ class HbmLoad(Load):
         self._reserved.clear()
         if self._chain:
             self.hbm.index.unhold(self._chain[-1])
-        return Loaded(tokens, tuple(self._hbm_pages[:pages]), self._moved * self.page_bytes)
+        return Loaded(tokens, tuple(self._hbm_pages[self.first : pages]), self._moved * self.page_bytes)
 
 
 class _Copying:

@@ -20,13 +20,14 @@ from tierstore.errors import UsageError
 from tierstore.index import LABELS, Page, Tier
 from tierstore.keys import Identity, Prompt, TokenIds, encode_tokens
 from tierstore.mover import Mover
+from tierstore.planner import Part, Plan, Planner
 from tierstore.policy import DEFAULT_POLICY
 from tierstore.spec import KVSpec
 from tierstore.stats import StoreStats
 from tierstore.store.buffers import Buffers, HbmPages, PageSource, PageTarget
 from tierstore.store.hbm import HbmTier
 from tierstore.store.hit import Hit
-from tierstore.store.load import BufferLoad, HbmLoad, TargetLoad
+from tierstore.store.load import BufferLoad, HbmLoad, Range, TargetLoad
 from tierstore.store.prompts import PromptCache
 from tierstore.store.save import Save, SaveBudget
 from tierstore.tiers.hbm import PagePool
@@ -43,7 +44,10 @@ _COUNTED_HERE = (
     "saved_pages",
     "already_stored_pages",
     "not_stored_pages",
+    "declined_tokens",
 )
+_PROBE_BYTES = 8 << 20  # of a declined tier, read to see how fast it is by now
+_PROBE_WAIT_S = 20.0
 _LOOKUPS_AT_ONCE = 32  # on their way to a backend. More gain nothing, and each may have to wait for a disk
 
 
@@ -98,6 +102,7 @@ class Store:
         self._mover = Mover(whole_number("mover_threads", mover_threads, least=1))
         self._prompts = PromptCache(spec.chunk_tokens)
         self._budget = SaveBudget(backend)
+        self.planner = Planner()
 
     def __repr__(self) -> str:
         return "Store(of another process)" if self._hbm.forked else f"Store({self.backend!r})"
@@ -171,20 +176,128 @@ class Store:
         ``page_bytes``, one for each page of the hit.
 
         The transfer ends with the leading pages that arrived by the deadline; ``cancel()`` gives everything
-        back and ends with none. The hit is released when it ends.
+        back and ends with none. The hit is released when it ends. Without ``deadline_s`` it is loaded as
+        :meth:`plan` says: as far as that is faster than computing, and until computing would be done. Where
+        no engine has said how fast it computes, all is loaded, however long it takes.
         """
         self._check_hit(hit)
         deadline_s = optional_seconds("deadline_s", deadline_s)
         if into is None:
             if self.pool is None:
                 raise UsageError("this store has no page pool: say which buffers to load into")
-            return HbmLoad(self._hbm, self.backend, self._mover, hit, deadline_s).start()
+            deadline_s, part = self._planned(hit, deadline_s)
+            return HbmLoad(self._hbm, self.backend, self._mover, self.planner, hit, deadline_s, part).start()
         buffers = Buffers(into, self.spec.page_bytes, writable=True)
         if len(buffers) != hit.num_pages:
             raise UsageError(
                 f"the hit has {hit.num_pages} pages, there are {len(buffers)} buffers to load into"
             )
-        return BufferLoad(self._hbm, self.backend, self._mover, hit, deadline_s, buffers).start()
+        deadline_s, part = self._planned(hit, deadline_s)
+        return BufferLoad(
+            self._hbm, self.backend, self._mover, self.planner, hit, deadline_s, part, buffers
+        ).start()
+
+    def load_part(
+        self, hit: Hit, first: int, stop: int, *, deadline_s: float | None, last: bool = False
+    ) -> Transfer[Loaded]:
+        """Bring pages ``first … stop`` of a hit into HBM pages, of which the result has those that came; its
+        tokens count from the prompt's start. The hit is released by its ``last`` load, or by the caller. In
+        whatever order parts are loaded, each is found again once all before it are published, too."""
+        self._check_hit(hit)
+        self._checked_pool()
+        if not 0 <= first <= stop <= hit.num_pages:
+            raise UsageError(f"a hit of {hit.num_pages} pages has no pages {first} … {stop}")
+        deadline_s = optional_seconds("deadline_s", deadline_s)
+        part = Range(first, stop, keeps_hit=not last)
+        return HbmLoad(self._hbm, self.backend, self._mover, self.planner, hit, deadline_s, part).start()
+
+    def _planned(self, hit: Hit, deadline_s: float | None) -> tuple[float | None, Range]:
+        if deadline_s is not None or hit.request.loose or self.planner.prefill() is None:
+            return deadline_s, Range()
+        planned = self.plan(hit)
+        self.decline(hit, planned)
+        return planned.deadline_s, Range(0, self.whole_pages(hit, planned.tokens))
+
+    # -- planning ------------------------------------------------------------------------------------
+
+    def computed(self, tokens: int, behind: int, seconds: float) -> None:
+        """An engine tells how long a prefill step took: of ``tokens`` tokens of one prompt, after ``behind``
+        others. Plans compare loading with it."""
+        self.planner.computed(tokens, behind, seconds)
+
+    def plan(self, hit: Hit, prompt_tokens: int | None = None, *, both_ends: bool = False) -> Plan:
+        """How much of a hit to load, by what loads and prefill steps have taken lately; see
+        :mod:`tierstore.planner`. ``prompt_tokens`` is the whole prompt's length (None: the hit is all of it
+        but one token). Changes nothing, and nothing is counted: see :meth:`decline`."""
+        now_s = self._hbm.clock()
+        for tier, way in self.backend.ways().items():
+            self.planner.told(tier, way, now_s=now_s)
+        length = hit.tokens + 1 if prompt_tokens is None else prompt_tokens
+        return self.planner.plan(self._parts(hit), length, now_s=now_s, both_ends=both_ends)
+
+    def meet(self, hit: Hit, front: int, back: int) -> int:
+        """Where an engine that has computed the first ``front`` tokens of a hit would meet a load of those
+        before ``back``; see :meth:`~tierstore.planner.Planner.meet`."""
+        parts, start = [], 0
+        for part in self._parts(hit):
+            tokens = min(part.tokens, max(back - start, 0))
+            if tokens:
+                parts.append(Part(part.tier, tokens, part.nbytes * tokens / part.tokens))
+            start += part.tokens
+        return self.planner.meet(parts, front, now_s=self._hbm.clock())
+
+    def _parts(self, hit: Hit) -> list[Part]:
+        token_bytes = self.spec.page_bytes / hit.chunk_tokens
+        return [
+            Part(tier, tokens, 0 if tier == Tier.HBM.label else tokens * token_bytes)
+            for tier, tokens in hit.by_runs()
+        ]
+
+    def decline(self, hit: Hit, planned: Plan) -> None:
+        """Count what a plan does not use. A tier that is declined is measured now and then all the same, by a
+        read that nobody waits for."""
+        declined = {f"{tier} slower": tokens for tier, tokens in planned.declined.items()}
+        if declined:
+            self._hbm.declined(declined)
+            self.backend.declined(declined)
+        for tier in planned.declined:
+            if tier != Tier.HBM.label and self.planner.take_probe(tier, self._hbm.clock()):
+                self._probe(hit, tier)
+
+    def whole_pages(self, hit: Hit, tokens: int) -> int:
+        """Pages of a hit that hold its first ``tokens`` tokens."""
+        return min(-(-tokens // hit.chunk_tokens), hit.num_pages)
+
+    def _probe(self, hit: Hit, tier: str) -> None:
+        """Have the backend bring some pages of a declined tier, and note how long that took."""
+        backend, clock = self.backend, self._hbm.clock
+        found = backend.find(hit.request, patience_s=self.lookup_s)
+
+        def leased() -> None:
+            lease = found.wait()
+            if lease is None or not lease.tokens:
+                return
+            first = 0
+            while first < lease.pages and lease.run_at(first)[0] != tier:
+                first += lease.run_at(first)[1]
+            count = min(lease.pages - first, max(_PROBE_BYTES // backend.page_bytes, 1))
+            if count <= 0:
+                backend.release(lease)
+                return
+            began = clock()
+            brought = backend.locate(lease, first, count, wait_s=_PROBE_WAIT_S)
+
+            def came() -> None:
+                located = brought.wait()
+                if located is not None:
+                    now_s, nbytes = clock(), len(located.addresses) * backend.page_bytes
+                    self.planner.moved(tier, nbytes, now_s - began, now_s=now_s)
+                    located.release()
+                backend.release(lease)
+
+            brought.on_end(came)
+
+        found.on_end(leased)
 
     def load_to(
         self,
@@ -207,9 +320,9 @@ class Store:
             raise UsageError(
                 f"pages {first} … {stop} of a hit of {hit.num_pages} cannot be loaded into a target"
             )
-        pages = range(first, stop)
+        part = Range(first, stop, keeps_hit=keep)
         return TargetLoad(
-            self._hbm, self.backend, self._mover, hit, deadline_s, target, pages, keep=keep
+            self._hbm, self.backend, self._mover, self.planner, hit, deadline_s, part, target
         ).start()
 
     def _check_hit(self, hit: Hit) -> None:

@@ -125,20 +125,24 @@ class PromptPart(Message):
 
 class Lookup(Message):
     """The longest held prefix, leased until :class:`Release`, the lease's end, or the client's. ``released``
-    are leases given back on this occasion."""
+    are leases given back on this occasion; ``declined`` is what earlier lookups found and the client did not
+    load: tokens by tier and reason."""
 
     id: int
     prompt: PromptPart
     max_tokens: int
     wait_s: float
     released: list[int] = []
+    declined: dict[str, int] = {}
 
 
 class Found(Message):
     """``tokens`` lie in ``tiers``: (``host`` or ``disk``, pages) run by run, in prefix order. Of the last
     page ``tail_tokens`` tokens match. ``lease`` is 0 when nothing was found. ``path`` may be referred to by
     later messages of this session, with up to ``known`` chunks. Of loose chunks, ``positions`` (uint32) are
-    those that are held, and the lease's pages in their order."""
+    those that are held, and the lease's pages in their order. ``ways`` says what bytes of a tier cost now:
+    bytes a second, the latency and the queue in front of it, both in seconds; see
+    :mod:`tierstore.planner`."""
 
     id: int
     tokens: int
@@ -148,6 +152,7 @@ class Found(Message):
     path: int
     known: int
     positions: bytes = b""
+    ways: dict[str, tuple[float, float, float]] = {}
 
 
 class Prefetch(Message):
