@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from tierstore.keys import Prompt, TokenIds
+from tierstore.planner import Plan
 from tierstore.stats import StoreStats
 from tierstore.tiers.hbm import PagePool
 from tierstore.transfer import Transfer
@@ -64,6 +65,34 @@ class Connector(ABC):
     def load(self, hit: Hit, *, deadline_s: float | None = None) -> Transfer[Loaded]:
         """Bring a hit into HBM pages. At the deadline it ends with the leading pages that have arrived; after
         ``cancel()`` with none. The caller owns the pages of the result and releases each once."""
+
+    @abstractmethod
+    def load_part(
+        self, hit: Hit, first: int, stop: int, *, deadline_s: float | None = None, last: bool = False
+    ) -> Transfer[Loaded]:
+        """:meth:`load` of pages ``first … stop`` of a hit: the result has the leading ones of these. Parts
+        may be loaded in any order. The hit is released with its ``last`` load, or by the caller."""
+
+    @abstractmethod
+    def plan(self, hit: Hit, prompt_tokens: int, *, both_ends: bool) -> Plan:
+        """How much of a hit is worth loading, by what was measured; see :mod:`tierstore.planner`."""
+
+    @abstractmethod
+    def meet(self, hit: Hit, front: int, back: int) -> int:
+        """Where computing from token ``front`` on would meet loading from ``back`` towards the front."""
+
+    @abstractmethod
+    def decline(self, hit: Hit, plan: Plan) -> None:
+        """A plan is followed: what it does not use is counted."""
+
+    @abstractmethod
+    def computed(self, tokens: int, behind: int, seconds: float) -> None:
+        """A prefill step of ``tokens`` tokens after ``behind`` others took so long: plans compare with it."""
+
+    @property
+    @abstractmethod
+    def keeps(self) -> bool:
+        """Whether what is saved can be found at all."""
 
     @abstractmethod
     def save(

@@ -10,6 +10,7 @@ from tierstore import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES, Store, open_pool
 from tierstore import Hit as StoreHit
 from tierstore.errors import UsageError
 from tierstore.keys import Identity, Prompt, TokenIds
+from tierstore.planner import Plan
 from tierstore.spec import KVSpec
 from tierstore.stats import StoreStats
 from tierstore.tiers.hbm import PagePool
@@ -49,6 +50,25 @@ class NoStore(Connector):
 
     def load(self, hit: Hit, *, deadline_s: float | None = None) -> Transfer[Loaded]:
         return Transfer.completed(Loaded(0))
+
+    def load_part(
+        self, hit: Hit, first: int, stop: int, *, deadline_s: float | None = None, last: bool = False
+    ) -> Transfer[Loaded]:
+        return Transfer.completed(Loaded(0))
+
+    def plan(self, hit: Hit, prompt_tokens: int, *, both_ends: bool) -> Plan:
+        return Plan(0, 0, 0.0, 0.0, None)
+
+    def meet(self, hit: Hit, front: int, back: int) -> int:
+        return back
+
+    def decline(self, hit: Hit, plan: Plan) -> None:
+        """There was nothing."""
+
+    def computed(self, tokens: int, behind: int, seconds: float) -> None:
+        """Nothing is planned."""
+
+    keeps = False
 
     def save(
         self,
@@ -101,6 +121,29 @@ class StoreConnector(Connector):
     def load(self, hit: Hit, *, deadline_s: float | None = None) -> Transfer[Loaded]:
         assert isinstance(hit, StoreHit), "the hit is of another connector"
         return self.store.load(hit, deadline_s=deadline_s)
+
+    def load_part(
+        self, hit: Hit, first: int, stop: int, *, deadline_s: float | None = None, last: bool = False
+    ) -> Transfer[Loaded]:
+        assert isinstance(hit, StoreHit), "the hit is of another connector"
+        return self.store.load_part(hit, first, stop, deadline_s=deadline_s, last=last)
+
+    def plan(self, hit: Hit, prompt_tokens: int, *, both_ends: bool) -> Plan:
+        assert isinstance(hit, StoreHit), "the hit is of another connector"
+        return self.store.plan(hit, prompt_tokens, both_ends=both_ends)
+
+    def meet(self, hit: Hit, front: int, back: int) -> int:
+        assert isinstance(hit, StoreHit), "the hit is of another connector"
+        return self.store.meet(hit, front, back)
+
+    def decline(self, hit: Hit, plan: Plan) -> None:
+        assert isinstance(hit, StoreHit), "the hit is of another connector"
+        self.store.decline(hit, plan)
+
+    def computed(self, tokens: int, behind: int, seconds: float) -> None:
+        self.store.computed(tokens, behind, seconds)
+
+    keeps = True
 
     def save(
         self,

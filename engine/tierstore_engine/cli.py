@@ -51,6 +51,9 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence")] = False,
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens computed per step")] = 1024,
+    plan: Annotated[
+        str, typer.Option(help="Of a hit: both-ends|one-way (whichever is faster)|load|compute")
+    ] = "both-ends",
     device: Annotated[str, typer.Option(help="auto|cpu|cuda|cuda:N")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="float32|bfloat16|float16; default: the model's")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON document instead of text")] = False,
@@ -78,6 +81,7 @@ def generate(
         disk_bytes=parse_size(disk_bytes),
         hbm_bytes=None if hbm_bytes is None else parse_size(hbm_bytes),
         prefill_chunk=prefill_chunk,
+        plan=plan,
         device=device,
         dtype=dtype,
         json=json,
@@ -108,6 +112,9 @@ def serve(
     draft: Annotated[str | None, typer.Option(help="Speculative decoding: prompt-lookup, or a model")] = None,
     draft_tokens: Annotated[int, typer.Option(help="Drafted per step at most")] = 5,
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens computed per step")] = 1024,
+    plan: Annotated[
+        str, typer.Option(help="Of a hit: both-ends|one-way (whichever is faster)|load|compute")
+    ] = "both-ends",
     max_sequences: Annotated[int, typer.Option(help="Computed at a time")] = 32,
     max_new_tokens: Annotated[int, typer.Option(help="Of one continuation at most")] = 4096,
     max_requests: Annotated[int, typer.Option(help="Worked on or waiting at a time; others get 429")] = 512,
@@ -139,7 +146,7 @@ def serve(
     options = ServeOptions(
         model=model,
         server=server,
-        engine=EngineSettings(prefill_chunk=prefill_chunk, max_sequences=max_sequences),
+        engine=EngineSettings(prefill_chunk=prefill_chunk, max_sequences=max_sequences, plan=plan),
         store=store,
         host_bytes=parse_size(host_bytes),
         disk_bytes=parse_size(disk_bytes),

@@ -62,7 +62,7 @@ class DraftModel(Drafter):
         self._model = model
         self._tokens = tokens
         self._chunk = settings.prefill_chunk
-        self._keeper = PageKeeper(connector, load_deadline_s=settings.load_deadline_s)
+        self._keeper = PageKeeper(connector, plan="load")
         self._shadows: dict[RequestId, _Shadow] = {}
 
     def propose(self, sequences: Ints[Sequence]) -> Mapping[RequestId, Ints[int]]:

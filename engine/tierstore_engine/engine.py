@@ -25,6 +25,7 @@ from tierstore_engine.drafting import Drafter
 from tierstore_engine.errors import RequestError
 from tierstore_engine.keeper import PageKeeper
 from tierstore_engine.outputs import Completion, FinishReason, RequestId, StepLogprobs, StepOutput
+from tierstore_engine.prefill_timer import PrefillTimer
 from tierstore_engine.sampling import Choice, SamplingParams
 from tierstore_engine.scheduler import Scheduler, Work
 from tierstore_engine.sequence import Sequence, SequenceState
@@ -95,7 +96,10 @@ class Engine:
         self.tokenizer = tokenizer
         self.connector = connector
         self.settings = settings or EngineSettings()
-        self._keeper = PageKeeper(connector, load_deadline_s=self.settings.load_deadline_s)
+        self._keeper = PageKeeper(
+            connector, plan=self.settings.plan, prefill_chunk=self.settings.prefill_chunk
+        )
+        self._prefills = PrefillTimer(connector)
         self.settings.check_chunk(self._keeper.chunk_tokens)
         self._scheduler = Scheduler(self._keeper, self.settings)
         self._drafter = drafter
@@ -348,11 +352,13 @@ class Engine:
 
     def _run(self, planned: list[Work]) -> list[StepOutput]:
         work = self._with_drafts(planned)
+        self._prefills.began(work)
         return self._computed(work, self.model.compute(build_step(work, self.connector.pool)))
 
     def _advance(self, item: Work, *, wait: bool) -> list[StepOutput]:
         """Take a sequence whose pages are arriving through the layers that are there, or with ``wait``
         through all, each when it is."""
+        self._prefills.forget()
         sequence, layers = item.sequence, self.model.config.layers
         partial = sequence.partial
         if partial is None:
@@ -378,10 +384,12 @@ class Engine:
             self._keeper.save(item.sequence)
         picks = self._picks(finishing(work))
         if not picks:
+            self._prefills.queued()
             return []  # and no need to wait
         draws = [pick.sequence.draws(pick.draft) for pick in picks]
         rows = [pick.row + place for pick in picks for place in range(len(pick.draft) + 1)]
         choices = iter(self.model.sample(logits, [draw for some in draws for draw in some], rows))
+        self._prefills.ended()
         outputs: list[StepOutput] = []
         for pick, some in zip(picks, draws, strict=True):
             chosen = list(islice(choices, len(some)))

@@ -41,6 +41,7 @@ class GenerateRequest:
     disk_bytes: int
     hbm_bytes: int | None
     prefill_chunk: int
+    plan: str
     device: str
     dtype: str | None
     json: bool
@@ -50,7 +51,7 @@ def run(request: GenerateRequest, *, out: TextIO | None = None, err: TextIO | No
     """Generate and print. Everything about the request is checked before weights are read and before the
     store is opened. Raises :class:`~tierstore.errors.TierStoreError` with one line to show."""
     out, err = out or sys.stdout, err or sys.stderr
-    settings = EngineSettings(prefill_chunk=request.prefill_chunk)
+    settings = EngineSettings(prefill_chunk=request.prefill_chunk, plan=request.plan)
     opened = open_model(request.model, device=request.device, dtype=request.dtype)
     spec = opened.config.kv_spec()
     settings.check_chunk(spec.chunk_tokens)

@@ -8,12 +8,16 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from typing import TypeVar
 
+from tierstore.planner import Plan
 from tierstore.transfer import Transfer
 from tierstore.types import Hint, Loaded, inferred
 from tierstore_connectors.base import Connector, Hit
+from tierstore_engine.meeting import Meeting
 from tierstore_engine.sequence import Loading, Sequence, SequenceState
 
 T = TypeVar("T")
+
+_UNKNOWN_S = 10.0  # for a load, before any prefill step was timed
 
 
 class PageKeeper:
@@ -27,12 +31,19 @@ class PageKeeper:
     not is copied by the first who writes to it, and belongs to the last who has it.
     """
 
-    def __init__(self, connector: Connector, *, load_deadline_s: float) -> None:
-        self._connector = connector
+    def __init__(self, connector: Connector, *, plan: str = "load", prefill_chunk: int = 0) -> None:
+        """``plan`` is one of :data:`~tierstore_engine.settings.PLANS`."""
+        self.connector = connector
         self._chunk = connector.pool.spec.chunk_tokens
-        self._load_deadline_s = load_deadline_s
+        self._plan = plan
+        self._prefill_chunk = prefill_chunk
         self._parking: deque[Transfer[int]] = deque()  # saves whose end may make pages available
         self._shares: Counter[int] = Counter()  # by page, how many sequences have it beside the first
+
+    @property
+    def keeps(self) -> bool:
+        """Whether pages that one sequence has computed can be had by others."""
+        return self.connector.keeps
 
     @property
     def chunk_tokens(self) -> int:
@@ -40,7 +51,7 @@ class PageKeeper:
 
     def available(self) -> int:
         """Pages that could be had now."""
-        return self._connector.available()
+        return self.connector.available()
 
     @property
     def parking(self) -> bool:
@@ -64,28 +75,101 @@ class PageKeeper:
         Once they are there that is so for good, and the pool is not asked again: while a load goes on it
         would look for every page of everybody who decodes, at every step."""
         if sequence.arriving:
-            sequence.arriving = self._connector.pool.arrivals(sequence.pages).pending
+            sequence.arriving = self.connector.pool.arrivals(sequence.pages).pending
         return sequence.arriving
 
     def admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its pages and start loading what the store holds of it: it is *loading* or
         *running* then. False, and nothing changed, when there is no room."""
-        hit = self._connector.lookup(sequence.prompt, max_tokens=len(sequence.tokens) - 1)
-        fresh = self._reserve(sequence, hit)
+        hit = self.connector.lookup(sequence.prompt, max_tokens=len(sequence.tokens) - 1)
+        plan = self._planned(sequence, hit)
+        in_hbm = hit.by_tier.get("hbm", 0)
+        # From both ends only where the front has a chunk to compute meanwhile.
+        both = plan.meet - in_hbm >= max(self._prefill_chunk // 2, 1)
+        loaded = in_hbm if both else plan.tokens
+        fresh = self._reserve(sequence, hit, loaded)
         if fresh is None:
             hit.release()
             return False
-        if hit.tokens == 0:
+        self.connector.decline(hit, plan)
+        if both:
+            return self._meet(sequence, hit, plan, fresh)
+        if not loaded:
             hit.release()
             sequence.pages = fresh
             sequence.state = SequenceState.RUNNING
-            return True
-        by_tier = dict(hit.by_tier)
-        started = time.monotonic()
-        transfer = self._connector.load(hit, deadline_s=self._load_deadline_s)
-        sequence.loading = Loading(transfer, by_tier, fresh, started)
-        sequence.state = SequenceState.LOADING
+        else:
+            started = time.monotonic()
+            deadline_s = _UNKNOWN_S if plan.deadline_s is None else plan.deadline_s
+            transfer = self.connector.load_part(
+                hit, 0, self.pages_for(loaded), deadline_s=None if loaded == in_hbm else deadline_s, last=True
+            )
+            sequence.loading = Loading(transfer, clip_tiers(hit.by_tier, loaded), fresh, started)
+            sequence.state = SequenceState.LOADING
         return True
+
+    def _planned(self, sequence: Sequence, hit: Hit) -> Plan:
+        in_hbm = hit.by_tier.get("hbm", 0)
+        if self._plan == "load" or hit.tokens == in_hbm:
+            return Plan(hit.tokens, 0, 0.0, 0.0, None)
+        if self._plan == "compute":
+            return Plan(in_hbm, 0, 0.0, 0.0, None)
+        both_ends = self._plan == "both-ends"
+        return self.connector.plan(hit, len(sequence.tokens), both_ends=both_ends)
+
+    def _meet(self, sequence: Sequence, hit: Hit, plan: Plan, fresh: list[int]) -> bool:
+        """Begin to compute a sequence from the front and to load it from the back: *running*. False where
+        what was in HBM has gone."""
+        in_hbm = hit.by_tier.get("hbm", 0)
+        here = self.connector.load_part(hit, 0, in_hbm // self._chunk).wait()  # shared, nothing moves
+        pages = [*here.pages, *fresh]
+        if here.tokens < in_hbm:
+            self._release(pages)
+            hit.release()
+            return False
+        sequence.restore(here.tokens)
+        sequence.saved_pages = len(here.pages)
+        sequence.state = SequenceState.RUNNING
+        sequence.meeting = Meeting(self.connector, hit, plan, pages, chunk=self._prefill_chunk)
+        sequence.pages = pages
+        if not sequence.started:
+            sequence.tally.reused_by_tier = clip_tiers(hit.by_tier, here.tokens)
+            sequence.meeting.by_tier = dict(hit.by_tier)
+        return True
+
+    def may_compute(self, sequence: Sequence, stop: int) -> bool:
+        """Whether the next chunk, up to ``stop``, is to be computed now, rather than waited for."""
+        meeting = sequence.meeting
+        return meeting is None or meeting.may_compute(sequence.computed, stop)
+
+    def poll(self, sequence: Sequence) -> None:
+        """Take over what has come of a sequence that is loaded from its back. *Waiting* afterwards if there
+        are no pages to compute in what did not come."""
+        meeting = sequence.meeting
+        if meeting is None:
+            return
+        had = meeting.poll(sequence.computed)
+        if had and not meeting.met(sequence.computed):
+            sequence.pages = meeting.pages
+            return
+        if not (meeting.stop() and had):
+            self.leave(sequence)
+            return
+        sequence.pages = meeting.pages
+        sequence.meeting = None
+        loaded = max(meeting.tokens - sequence.computed, 0) if meeting.back < meeting.end else 0
+        if not loaded:
+            return
+        sequence.tally.loaded_bytes += meeting.loaded_bytes
+        sequence.tally.load_s += time.monotonic() - meeting.began
+        reused = sequence.tally.reused_by_tier
+        before = clip_tiers(meeting.by_tier, sequence.computed)
+        for tier, tokens in clip_tiers(meeting.by_tier, meeting.tokens).items():
+            if tokens > before[tier]:
+                reused[tier] = reused.get(tier, 0) + tokens - before[tier]
+        sequence.arriving = True
+        sequence.restore(meeting.tokens)
+        sequence.saved_pages = max(sequence.saved_pages, meeting.tokens // self._chunk)
 
     def settle(self, sequence: Sequence) -> None:
         """Take over a load that has ended: *running*, or *waiting* again if it came short and there are no
@@ -95,7 +179,7 @@ class PageKeeper:
             return
         loaded = loading.transfer.wait()
         missing = self.pages_for(len(sequence.tokens)) - len(loaded.pages) - len(loading.fresh)
-        more = self._connector.allocate(missing) if missing > 0 else []
+        more = self.connector.allocate(missing) if missing > 0 else []
         sequence.loading = None
         if more is None:
             self._release([*loaded.pages, *loading.fresh])
@@ -128,11 +212,11 @@ class PageKeeper:
         missing = max(self.pages_for(len(sequence.tokens) + draft_tokens) - len(pages), 0)
         if not shared and not missing:
             return True
-        fresh = self._connector.allocate(len(shared) + missing)
+        fresh = self.connector.allocate(len(shared) + missing)
         if fresh is None:
             return False
         copies = [(fresh.pop(), place) for place in shared]
-        self._connector.pool.copy_pages((page, pages[place]) for page, place in copies)
+        self.connector.pool.copy_pages((page, pages[place]) for page, place in copies)
         self._release([pages[place] for place in shared])
         # A new list: a captured step knows a table that only grows by its identity.
         table = list(pages) if copies else pages
@@ -159,6 +243,10 @@ class PageKeeper:
         if sequence.loading is not None:
             self._abandon(sequence.loading)
             sequence.loading = None
+        if sequence.meeting is not None:
+            sequence.meeting.stop()
+            sequence.pages = sequence.meeting.pages
+            sequence.meeting = None
         # A partial page can only be saved as the end of its prompt; a prefill that is cut short ends at a
         # page's end, or within a page that was loaded and is in the store already.
         stop = self.pages_for(sequence.computed)
@@ -182,23 +270,22 @@ class PageKeeper:
         else:
             time.sleep(timeout_s)
 
-    def _reserve(self, sequence: Sequence, hit: Hit) -> list[int] | None:
-        """Pages for the tokens behind the hit, if those and the ones the load will need can be had."""
+    def _reserve(self, sequence: Sequence, hit: Hit, loaded: int) -> list[int] | None:
+        """Pages for the tokens behind the first ``loaded`` of the hit, if those and the ones that a load of
+        these will need can be had."""
         total = self.pages_for(len(sequence.tokens))
         # A page that is whole and in HBM is shared, not copied.
-        shared = hit.by_tier.get("hbm", 0) // self._chunk
-        if self._connector.available() < total - shared:
+        shared = min(hit.by_tier.get("hbm", 0), loaded) // self._chunk
+        if self.connector.available() < total - shared:
             return None
-        return self._connector.allocate(total - self.pages_for(hit.tokens))
+        return self.connector.allocate(total - self.pages_for(loaded))
 
     def _publish(self, sequence: Sequence, stop: int, *, hint: Hint | None = None) -> Transfer[int] | None:
         first = sequence.saved_pages
         if sequence.no_save or (stop <= first and (hint is None or not first)):
             return None
         pages = sequence.pages[first:stop]
-        saving = self._connector.save(
-            sequence.prompt, pages, first=first, hint=hint, session=sequence.session
-        )
+        saving = self.connector.save(sequence.prompt, pages, first=first, hint=hint, session=sequence.session)
         sequence.saved_pages = first + len(pages)
         return saving
 
@@ -216,7 +303,7 @@ class PageKeeper:
             else:
                 del self._shares[page]
                 owned.append(page)
-        self._connector.release(owned)
+        self.connector.release(owned)
 
     def _account(self, sequence: Sequence, loading: Loading, loaded: Loaded) -> None:
         tally = sequence.tally

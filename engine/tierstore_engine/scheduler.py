@@ -1,7 +1,8 @@
 """Who computes what in the next step: continuous batching with chunked prefill, under a token budget.
 
 Decoding comes first, one token per sequence, then prefill chunks as far as the budget goes, oldest request
-first in both. When decoding runs out of pages the youngest admitted sequence gives way.
+first in both. Of requests with a common beginning that nobody has computed yet, one computes it and the
+others wait for its pages. When decoding runs out of pages the youngest admitted sequence gives way.
 
 On a GPU a load is taken over while its bytes are on their way, layer by layer. A sequence whose pages are
 still *arriving* is computed beside the batch of the others, never in it, so nobody waits for its pages: each
@@ -17,6 +18,7 @@ from bisect import insort
 from dataclasses import dataclass
 
 from tierstore_engine.keeper import PageKeeper, wait_briefly
+from tierstore_engine.look_ahead import LookAhead
 from tierstore_engine.sequence import Sequence, SequenceState
 from tierstore_engine.settings import EngineSettings
 
@@ -60,6 +62,7 @@ class Scheduler:
         self.admitted: list[Sequence] = []
         self._keeper = keeper
         self._settings = settings
+        self._ahead = LookAhead(keeper.connector)
         self._refused_at: int | None = None  # pages available when the oldest waiting one was refused
 
     @property
@@ -86,6 +89,7 @@ class Scheduler:
             self._refused_at = None
         else:
             self.waiting.remove(sequence)
+            self._ahead.forget(sequence)
         sequence.state = SequenceState.FINISHED
 
     def plan(self) -> Plan:
@@ -110,23 +114,46 @@ class Scheduler:
             if sequence.loading is not None:
                 wait_briefly(sequence.loading.transfer, _LOAD_POLL_S)
                 return
+            if sequence.meeting is not None and sequence.meeting.transfer is not None:
+                wait_briefly(sequence.meeting.transfer, _LOAD_POLL_S)
+                return
         self._keeper.wait_for_room(_ROOM_POLL_S)
 
     def _settle(self) -> None:
-        for sequence in [s for s in self.admitted if s.state is SequenceState.LOADING]:
+        for sequence in [s for s in self.admitted if s.state is SequenceState.LOADING or s.meeting]:
             self._keeper.settle(sequence)
+            self._keeper.poll(sequence)
             if sequence.state is SequenceState.WAITING:
                 self._requeue(sequence)
 
     def _admit(self) -> None:
-        while self.waiting and len(self.admitted) < self._settings.max_sequences:
+        place = 0
+        while place < len(self.waiting) and len(self.admitted) < self._settings.max_sequences:
+            sequence = self.waiting[place]
+            if self._computed_by_another(sequence):
+                place += 1
+                continue
             room = self._keeper.available()
             if self.admitted and room == self._refused_at:
-                return  # nothing has changed: do not ask the store again at every step
-            if not self._keeper.admit(self.waiting[0]):
+                break  # nothing has changed: do not ask the store again at every step
+            if not self._keeper.admit(sequence):
                 self._refused_at = room
-                return
-            insort(self.admitted, self.waiting.pop(0), key=_age)
+                break
+            self._ahead.forget(sequence)
+            insort(self.admitted, self.waiting.pop(place), key=_age)
+        self._ahead.look(self.waiting[place:])
+
+    def _computed_by_another(self, sequence: Sequence) -> bool:
+        """Whether somebody is just computing, or loading, how this one's prompt begins: it is admitted when
+        it can have those pages, and takes no part in the same work until then."""
+        if not self._keeper.keeps:
+            return False
+        return any(
+            not other.no_save
+            and other.remaining > 1
+            and other.computed < _common_chunks(sequence, other) * self._keeper.chunk_tokens
+            for other in self.admitted
+        )
 
     def _work(self, sequences: list[Sequence]) -> list[Work]:
         """One step of ``sequences``, by age."""
@@ -190,6 +217,8 @@ class Scheduler:
             if sequence.state is not SequenceState.RUNNING or sequence.remaining <= 1:
                 continue
             item = self._next(sequence)
+            if not self._keeper.may_compute(sequence, item.stop):
+                continue
             # All of the chunk or nothing: a chunk cut to fit would change the shapes, and so the bits.
             if item.tokens > budget:
                 break
@@ -201,6 +230,18 @@ class Scheduler:
         self.admitted.remove(sequence)
         self._refused_at = None
         insort(self.waiting, sequence, key=_age)
+
+
+def _common_chunks(one: Sequence, other: Sequence) -> int:
+    """How many leading chunks have equal keys: a key stands for all tokens up to its end."""
+    low, high = 0, min(len(one.prompt.keys), len(other.prompt.keys))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one.prompt.keys[middle - 1] == other.prompt.keys[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _age(sequence: Sequence) -> tuple[int, int]:

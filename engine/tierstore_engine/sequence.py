@@ -23,6 +23,7 @@ import torch
 from tierstore.keys import Prompt
 from tierstore.transfer import Transfer
 from tierstore.types import Hint, Loaded
+from tierstore_engine.meeting import Meeting
 from tierstore_engine.outputs import (
     Completion,
     FinishReason,
@@ -98,6 +99,7 @@ class Sequence:
         self.computed = 0
         self.saved_pages = 0
         self.loading: Loading | None = None
+        self.meeting: Meeting | None = None  # while it is computed from the front and loaded from the back
         self.arriving = False  # whether pages that were loaded may still be on their way
         self.partial: PartialStep | None = None  # its next tokens, computed while pages arrive
         self.tally = Tally(added)
@@ -157,6 +159,7 @@ class Sequence:
         twin.pages = []
         twin.computed = twin.saved_pages = 0
         twin.loading = None
+        twin.meeting = None
         twin.arriving = False
         twin.partial = None
         twin.tally = Tally(time.monotonic(), reused_by_tier=dict(self.tally.reused_by_tier))

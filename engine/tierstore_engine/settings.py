@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tierstore.errors import UsageError
 
+PLANS = ("both-ends", "one-way", "load", "compute")
 PREFILL_BACKENDS = ("auto", "kernels", "library")
 
 
@@ -13,20 +14,23 @@ PREFILL_BACKENDS = ("auto", "kernels", "library")
 class EngineSettings:
     """``prefill_chunk`` prompt tokens of one sequence are computed per step; chunks end at its multiples, so
     equal prompts are cut equally wherever a cached prefix ends. ``max_sequences`` share the pages at a time;
-    ``max_batch_tokens`` (0: one prefill chunk beside decoding) bounds a step. A load from the store that
-    takes longer than ``load_deadline_s`` is cut off and the rest computed. On a GPU ``prefill_backend`` is
-    ``kernels`` (this package's), ``library`` (torch's) or ``auto``: what measures faster, by length of the
-    past. Raises :class:`UsageError`."""
+    ``max_batch_tokens`` (0: one prefill chunk beside decoding) bounds a step. ``plan`` says what becomes of a
+    hit: it is loaded as far as that is faster than computing, from its back while the front is computed
+    (``both-ends``) or before the rest is (``one-way``); ``load`` and ``compute`` do the one or the other
+    whatever it takes. On a GPU ``prefill_backend`` is ``kernels`` (this package's), ``library`` (torch's) or
+    ``auto``: what measures faster, by length of the past. Raises :class:`UsageError`."""
 
     prefill_chunk: int = 1024
     max_sequences: int = 32
     max_batch_tokens: int = 0
-    load_deadline_s: float = 30.0
+    plan: str = "both-ends"
     prefill_backend: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.prefill_chunk < 1 or self.max_sequences < 1 or self.load_deadline_s <= 0:
-            raise UsageError("prefill_chunk, max_sequences and load_deadline_s must be positive")
+        if self.prefill_chunk < 1 or self.max_sequences < 1:
+            raise UsageError("prefill_chunk and max_sequences must be positive")
+        if self.plan not in PLANS:
+            raise UsageError(f"plan must be one of {', '.join(PLANS)}, not {self.plan!r}")
         if self.prefill_backend not in PREFILL_BACKENDS:
             raise UsageError(
                 f"prefill_backend must be one of {', '.join(PREFILL_BACKENDS)}, not {self.prefill_backend!r}"

@@ -221,6 +221,7 @@ def stored_engine(tmp_path: Path) -> Iterator[Callable[..., Stored]]:
         attention = make_attention(pool, model.config)
         runnable = Model(model.config, model.weights, attention, device="cpu")
         settings.setdefault("prefill_chunk", 64)
+        settings.setdefault("plan", "load")  # these models compute faster than some disks load
         engine = Engine(
             runnable, model.tokenizer, StoreConnector(store), EngineSettings(**settings), drafter=drafter
         )

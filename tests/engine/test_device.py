@@ -102,7 +102,7 @@ def run_over(store: Store, model: LoadedModel, pool: PagePool) -> Run:
     attention = CpuAttention(pool, model.config)
     runnable = Model(model.config, model.weights, attention, device="cpu")
     runner = DeferredRunner(runnable, pool) if isinstance(pool, DevicePool) else runnable
-    settings = EngineSettings(prefill_chunk=32, max_sequences=4)
+    settings = EngineSettings(prefill_chunk=32, max_sequences=4, plan="load")
     return Run(Engine(runner, model.tokenizer, StoreConnector(store), settings), store)
 
 
@@ -509,7 +509,7 @@ def marker_before_the_step(patch: pytest.MonkeyPatch, pool: DevicePool) -> Itera
 def leases_end_when_copies_begin(patch: pytest.MonkeyPatch, pool: DevicePool) -> Iterator[None]:
     """Host slots are given to others while pages are still copied from them."""
 
-    def let_go(self: HbmLoad, under_way: Any, pages: int) -> None:
+    def let_go(self: HbmLoad, under_way: Any, *_: Any) -> None:
         under_way._located.release()
 
     patch.setattr(HbmLoad, "_let_go", let_go)

@@ -36,7 +36,7 @@ pytestmark = [
 PARAMS = SamplingParams(max_new_tokens=24, ignore_eos=True, keep_logits=True)
 # A hit on all but the last token is then as long as what was computed in whole chunks.
 PROMPTS = [[(7 * i + n) % 250 for i in range(n)] for n in (1537, 769, 33)]
-SETTINGS = EngineSettings(prefill_chunk=256, max_sequences=4, prefill_backend="kernels")
+SETTINGS = EngineSettings(prefill_chunk=256, max_sequences=4, plan="load", prefill_backend="kernels")
 POOL_PAGES = 64
 
 
@@ -169,7 +169,9 @@ def assert_same_tokens(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None
 
 @pytest.mark.parametrize("backend", ["auto", "library"])
 def test_prefill_backends(backend: str, engine: Engine, models: Callable[[str], LoadedModel]) -> None:
-    other = open_engine(models("cuda"), None, EngineSettings(prefill_chunk=256, prefill_backend=backend))
+    other = open_engine(
+        models("cuda"), None, EngineSettings(prefill_chunk=256, plan="load", prefill_backend=backend)
+    )
     assert_same_tokens(logits_of(other, PROMPTS[1:]), logits_of(engine, PROMPTS[1:]))
     other.close()
 

@@ -45,7 +45,7 @@ class Bench:
     def __init__(self, settings: EngineSettings) -> None:
         self.connector = NoStore(PagePool(SPEC, POOL_PAGES), Identity.of(SPEC, model="none"))
         self.settings = settings
-        self.keeper = PageKeeper(self.connector, load_deadline_s=1)
+        self.keeper = PageKeeper(self.connector)
         self.scheduler = Scheduler(self.keeper, settings)
         self.sequences: list[Sequence] = []
 

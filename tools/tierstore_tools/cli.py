@@ -100,6 +100,31 @@ def longctx(
 
 
 @app.command()
+def planner(
+    model: Annotated[str, typer.Option(help="A Hugging Face folder, or a preset")] = "demo",
+    tokens: Annotated[str, typer.Option(help="Lengths of the prompt, comma-separated")] = "1000,4000,16000",
+    speeds: Annotated[str, typer.Option(help="Of the tier, as multiples of prefill speed")] = "0.1,1,10",
+    shares: Annotated[str, typer.Option(help="Of the prompt that is held, in percent")] = "100",
+    rounds: Annotated[int, typer.Option(min=1, help="Repetitions; medians are reported")] = 5,
+    prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens computed per step")] = 256,
+    json: JsonOption = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a PNG")] = None,
+) -> None:
+    """TTFT by prompt length of each plan: compute only, load only, planned one way, from both ends."""
+    from tierstore_tools import planner as bench
+
+    sweep = bench.Sweep(
+        model=model,
+        tokens=_lengths("--tokens", tokens),
+        speeds=_numbers("--speeds", speeds),
+        shares=tuple(share / 100 for share in _numbers("--shares", shares)),
+        rounds=rounds,
+        prefill_chunk=prefill_chunk,
+    )
+    bench.run(sweep, json=json, plot=plot)
+
+
+@app.command()
 def faults(
     runs: Annotated[int, typer.Option(min=1, help="Runs of each fault")] = 40,
     seed: Annotated[int, typer.Option(help="Does the same again")] = 0,
@@ -304,6 +329,16 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
+
+
+def _numbers(option: str, text: str) -> tuple[float, ...]:
+    try:
+        numbers = tuple(float(number) for number in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or not all(0 < number < 1e9 for number in numbers):
+        raise UsageError(f"{option} is numbers above 0 with commas between them, not {text!r}")
+    return numbers
 
 
 def _lengths(option: str, text: str) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from tierstore_tools.longctx.settings import ANSWER_TOKENS, Sizes
 Share = Callable[[float], None]
 
 _WARM_UP_TOKENS = 200
+_LOAD_S = 600.0
 
 # Machine epsilon by dtype: of the numbers that are kept, and of the float32 sums that they are made from.
 _EPSILON = {"float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
@@ -50,7 +51,7 @@ def open_engine(model: LoadedModel, sizes: Sizes, store: str | None, prefill_chu
         store=store,
         host_bytes=sizes.host_bytes,
         disk_bytes=sizes.disk_bytes,
-        settings=EngineSettings(prefill_chunk=prefill_chunk),
+        settings=EngineSettings(prefill_chunk=prefill_chunk, plan="load"),  # a tier is measured, not chosen
     )
     engine.generate([[1] * _WARM_UP_TOKENS], SamplingParams(max_new_tokens=2, ignore_eos=True))
     freeze_heap()
@@ -181,7 +182,9 @@ def page_digests(engine: Engine, prompt: Sequence[int]) -> list[bytes]:
     connector = engine.connector
     spec = connector.pool.spec
     whole = (len(prompt) - 1) // spec.chunk_tokens * spec.chunk_tokens
-    loaded = connector.load(connector.lookup(connector.prompt(prompt), max_tokens=whole)).wait()
+    loaded = connector.load(
+        connector.lookup(connector.prompt(prompt), max_tokens=whole), deadline_s=_LOAD_S
+    ).wait()
     scratch = Memory(spec.page_bytes, shared=False)
     digests = []
     for page in loaded.pages:
