@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tierstore.cli import show
+from tierstore.spec import is_hashed
 from tierstore.units import format_size
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ def command(
     """List what a store holds, by model and tenant.
 
     No process may be using DIR: ask a daemon with `tierstore stats`. Changes nothing. Ages are those of the
-    oldest and newest page and of the last use that is on disk. A prompt is counted by its last page.
+    oldest and newest page and of the last use that is on disk. A prompt is counted by its last page,
+    where pages are known by their tokens.
     """
     from tierstore.tiers.disk.listing import list_store
 
@@ -108,7 +110,7 @@ def _row(holding: Holding) -> tuple[str, ...]:
         identity.tenant or "–",
         identity.digest.hex()[:8],
         f"{holding.pages:,}",
-        f"{holding.prompts:,}",
+        "–" if is_hashed(identity.layout) else f"{holding.prompts:,}",  # each page is found by itself
         f"{holding.tokens:,}",
         format_size(holding.bytes),
         f"{holding.hits:,}",

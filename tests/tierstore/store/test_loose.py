@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tierstore
+from tests.tierstore.cli.test_operations import run
 from tests.tierstore.daemon.client.conftest import DaemonProcess
 from tierstore import Identity, KVSpec, Prompt, UsageError
 from tierstore.keys import PageKey
@@ -255,3 +256,15 @@ def test_the_end_of_a_hit_is_brought_from_disk(store):
     assert hit.prefetch(first=4).wait(30) == 6 * CHUNK
     hit.release()
     assert store.lookup(loose(store, range(6))).by_tier == {"disk": 4 * CHUNK, "host": 2 * CHUNK}
+
+
+def test_ls_counts_no_prompts_of_pages_that_are_named_by_a_hash(tmp_path):
+    spec = KVSpec.opaque(PAGE_BYTES, chunk_tokens=CHUNK, hashed=True)
+    identity = Identity.of(spec, model="hashed")
+    with tierstore.open(tmp_path, spec, identity=identity, host_bytes=1 << 20, disk_bytes=64 << 20) as store:
+        assert save(store, [1, 2, 3]) == 3
+        assert store.flush(30)
+    code, out, _ = run("ls", str(tmp_path))
+    [line] = [line for line in out.splitlines() if line.startswith("hashed")]
+    assert code == 0
+    assert line.split()[1:5] == ["–", identity.digest.hex()[:8], "3", "–"]
