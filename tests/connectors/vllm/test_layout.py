@@ -128,7 +128,7 @@ def test_block_numbers_are_checked():
 def test_pieces_that_are_collected_on_a_gpu_make_the_same_page():
     """Over host memory: the indexing is torch's on every device."""
     torch = pytest.importorskip("torch")
-    from tierstore_connectors.vllm import cuda
+    from tierstore_connectors.vllm import cuda, pieces
 
     buffer = torch.arange(2 * 9 * 2 * 4 * 4, dtype=torch.float32).reshape(2, 9, 2, 4, 4)
     layers = [buffer[0], buffer[1]]
@@ -140,12 +140,13 @@ def test_pieces_that_are_collected_on_a_gpu_make_the_same_page():
         for plane in layout.planes
     ]
     page = torch.empty(layout.page_bytes, dtype=torch.uint8)
-    cuda.gather_page(planes, (3, 7), page)
+    by_torch = pieces.TorchPieces(planes)
+    by_torch.gather((3, 7), page)
     expected = np.zeros(layout.page_bytes, np.uint8)
     HostBlocks(layout).gather([((3, 7), expected.__array_interface__["data"][0])])
     assert (page.numpy() == expected).all()
     before = buffer.clone()
-    cuda.scatter_page(planes, (0, 5), page)
+    by_torch.scatter((0, 5), page)
     assert (buffer[:, 5] == before[:, 7]).all()
     buffer[:, 5] = before[:, 5]
     assert (buffer == before).all()
