@@ -75,12 +75,14 @@ def longctx(
     dtype: Annotated[str | None, typer.Option(help="float32|bfloat16|float16; default: the model's")] = None,
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens computed per step")] = 2048,
     sweep: Annotated[str | None, typer.Option(help="Prompt lengths to compare as well: 1000,4000,…")] = None,
+    throttle: Annotated[str | None, typer.Option(help="Slow tiers down: disk=200MB/s,host=…")] = None,
     json: JsonOption = None,
     plot: Annotated[Path | None, typer.Option(help="Write a PNG")] = None,
 ) -> None:
     """A 100K-token prompt, cold and from every tier: TTFT, bytes, limits, and whether the answers agree."""
     from tierstore_tools.longctx import command
     from tierstore_tools.longctx.settings import LongContext
+    from tierstore_tools.throttle import parse_throttle
 
     _make_writable(store)
     command.run(
@@ -92,6 +94,7 @@ def longctx(
             dtype=dtype,
             prompt_text=None if prompt_file is None else _read_text(prompt_file),
             prefill_chunk=prefill_chunk,
+            throttle=parse_throttle(throttle) if throttle else {},
             sweep=_lengths("--sweep", sweep) if sweep else (),
         ),
         json=json,

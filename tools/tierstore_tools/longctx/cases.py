@@ -163,7 +163,9 @@ class _Experiment:
         return rows, cold.ttft_s / off.ttft_s - 1
 
     def _open(self, store: str | None) -> Engine:
-        return open_engine(self._model, self._sizes, store, self._settings.prefill_chunk)
+        return open_engine(
+            self._model, self._sizes, store, self._settings.prefill_chunk, self._settings.throttle
+        )
 
     def _cold(self, without: Engine, engine: Engine, prompt: Sequence[int]) -> list[Answer]:
         with self._phases.phase("cold, without and with a store in turn") as phase:
@@ -215,6 +217,7 @@ class _Experiment:
             sizes.pool_pages,
             sizes.host_bytes,
             sizes.disk_bytes,
+            dict(settings.throttle),
         )
         with tempfile.TemporaryDirectory(prefix="tierstore-bench-") as scratch:
             return run_in_new_process(job, Path(scratch))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy.typing as npt
 import xxhash
 
 from tierstore.memory import Memory
+from tierstore_connectors.bundled import StoreConnector
 from tierstore_engine.build import LoadedModel, build_engine
 from tierstore_engine.engine import Engine
 from tierstore_engine.heap import freeze_heap
@@ -19,6 +20,7 @@ from tierstore_engine.outputs import Completion, RequestMetrics
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
 from tierstore_tools.longctx.settings import ANSWER_TOKENS, Sizes
+from tierstore_tools.throttle import ThrottledBackend
 
 Share = Callable[[float], None]
 
@@ -43,8 +45,11 @@ class Answer:
     metrics: RequestMetrics
 
 
-def open_engine(model: LoadedModel, sizes: Sizes, store: str | None, prefill_chunk: int) -> Engine:
-    """An engine that has run once, so that nothing measured pays for the first call of a kernel."""
+def open_engine(
+    model: LoadedModel, sizes: Sizes, store: str | None, prefill_chunk: int, throttle: Mapping[str, float]
+) -> Engine:
+    """An engine that has run once, so that nothing measured pays for the first call of a kernel. ``throttle``
+    bounds tiers to so many bytes a second."""
     engine = build_engine(
         model,
         pool_pages=sizes.pool_pages,
@@ -53,6 +58,8 @@ def open_engine(model: LoadedModel, sizes: Sizes, store: str | None, prefill_chu
         disk_bytes=sizes.disk_bytes,
         settings=EngineSettings(prefill_chunk=prefill_chunk, plan="load"),  # a tier is measured, not chosen
     )
+    if throttle and isinstance(engine.connector, StoreConnector):
+        engine.connector.store.backend = ThrottledBackend(engine.connector.store.backend, throttle)
     engine.generate([[1] * _WARM_UP_TOKENS], SamplingParams(max_new_tokens=2, ignore_eos=True))
     freeze_heap()
     return engine

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierstore.errors import UsageError
@@ -26,6 +27,7 @@ class LongContext:
     prompt_text: str | None = None
     prefill_chunk: int = 2048
     sweep: tuple[int, ...] = ()
+    throttle: Mapping[str, float] = field(default_factory=dict)  # bytes a second, by tier
 
 
 @dataclass(frozen=True)

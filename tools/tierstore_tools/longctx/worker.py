@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,7 @@ class Job:
     pool_pages: int
     host_bytes: int
     disk_bytes: int
+    throttle: dict[str, float] = field(default_factory=dict)
 
 
 def run_in_new_process(job: Job, scratch: Path) -> tuple[Answer, list[bytes]]:
@@ -76,7 +77,7 @@ def main(job_file: str, result_file: str) -> None:
     job = msgspec.json.decode(Path(job_file).read_bytes(), type=Job)
     model = load_model(job.model, device=job.device, dtype=job.dtype)
     sizes = Sizes(job.pool_pages, job.host_bytes, job.disk_bytes)
-    engine = open_engine(model, sizes, job.store, job.prefill_chunk)
+    engine = open_engine(model, sizes, job.store, job.prefill_chunk, job.throttle)
     drop_page_cache(Path(job.store))
     answer = ask(engine, job.prompt)
     digests = page_digests(engine, job.prompt)
