@@ -17,7 +17,7 @@ from tierstore_engine.sequence import Loading, Sequence, SequenceState
 
 T = TypeVar("T")
 
-_UNKNOWN_S = 10.0  # for a load, before any prefill step was timed
+_UNKNOWN_S = 30.0  # for a load of which no plan says how long it may take
 
 
 class PageKeeper:
