@@ -169,6 +169,7 @@ class BackendTests:
     ) -> None:
         request, content = request_of(identity, TOKENS), pages_of(TOKENS)
         self.save(backend, request, content)
+        assert backend.flush(_WAIT_S)  # what a disk holds is what was saved, and not what is written below
         lease = self.find(backend, request)
         located = backend.locate(lease, 0, 5, wait_s=_WAIT_S).wait(_WAIT_S)
         assert located is not None
