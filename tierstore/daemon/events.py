@@ -1,7 +1,7 @@
 """KV events: what the daemon's tiers hold, told to routers and indexers as vLLM tells what its cache holds.
 
-Messages go out on a PUB socket, in three frames: topic, sequence number (8 bytes, big-endian, from 0) and a
-batch (msgpack): ``[seconds since 1970, [event, …], rank]``. An event is a map with its ``type``, or with
+Messages go out on a PUB socket, in three frames: topic, sequence number (8 bytes, big-endian) and a batch
+(msgpack): ``[seconds since 1970, [event, …], rank]``. An event is a map with its ``type``, or with
 ``array`` encoding (vLLM up to 0.23) an array that begins with it. A page is told of as one block of
 ``chunk_tokens`` tokens, by the last 64 bits of its key; ``medium`` is ``CPU`` for the host tier and
 ``STORAGE`` for the disk. (Format: vllm/distributed/kv_events.py of vLLM 0.32.)
@@ -9,8 +9,13 @@ batch (msgpack): ``[seconds since 1970, [event, …], rank]``. An event is a map
 Whoever missed something asks the ROUTER socket: an empty frame and the first sequence number wanted; what is
 still known of it comes back one message each, and then one with the sequence number -1.
 
-The first event of every life is ``AllBlocksCleared``: sequence numbers begin anew, and so should who listens.
-Pages of an earlier life are on disk all the same; they are told of when somebody first asks for them.
+Sequence numbers go on from life to life: a life begins with the time since 1970 in units of 2⁻²⁰ s, which no
+earlier life has reached with its batches. A follower that has listened to an earlier life sees a gap, and
+asks. The first event of every life is ``AllBlocksCleared``. Pages of an earlier life are on disk all the
+same; they are told of when somebody first asks for them.
+
+A batch without events is sent after two seconds in which nothing happened. It has a number like any other, so
+a follower that came late, or missed the last batch, learns that it did.
 
 Events carry prompts in clear, tenants' too: they leave this machine only if somebody forwards them.
 """
@@ -46,6 +51,8 @@ _MOST_EVENTS = 1024  # in a batch
 _GATHER_S = 0.01  # pages come in bursts
 _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _STOPPED_S = 5.0
+_NUMBERS_S = 1 << 20  # sequence numbers for each second since 1970: no life uses them up
+_IDLE_S = 2.0  # then followers hear that there is nothing to hear
 
 
 class Event(msgspec.Struct, tag=True, omit_defaults=True):
@@ -153,9 +160,11 @@ class EventPublisher:
         self._topic = topic.encode()
         self._as_arrays = encoding == "array"
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=_KEPT_BATCHES)
-        self._sequence = 0
+        self._sequence = int(time.time() * _NUMBERS_S)
+        self._batches = 0
         self._events = 0
         self._replays = 0
+        self._told_s = 0.0
         self._closing = threading.Event()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[Any] = zmq.Context()
@@ -173,7 +182,7 @@ class EventPublisher:
         self._thread.start()
 
     def stats(self) -> EventStats:
-        return EventStats(self._sequence, self._events, self._feed.lost, self._replays)
+        return EventStats(self._batches, self._events, self._feed.lost, self._replays)
 
     def close(self) -> None:
         """Tell what has happened, and end. Idempotent."""
@@ -217,7 +226,11 @@ class EventPublisher:
         try:
             self._send([AllBlocksCleared()])
             while not self._closing.is_set():
-                ready = dict(poller.poll())
+                idle_s = time.monotonic() - self._told_s
+                if idle_s >= _IDLE_S:
+                    self._send([])
+                    continue
+                ready = dict(poller.poll((_IDLE_S - idle_s) * 1000 + 1))
                 if self._wakeup in ready:
                     self._closing.wait(_GATHER_S)
                     self._tell()
@@ -244,6 +257,8 @@ class EventPublisher:
         self._kept.append((self._sequence, batch))
         self._out.send_multipart((self._topic, self._sequence.to_bytes(8, "big"), batch))
         self._sequence += 1
+        self._batches += 1
+        self._told_s = time.monotonic()
         self._events += len(events)
 
     def _answer(self, replay: zmq.Socket[Any]) -> None:
