@@ -40,6 +40,8 @@ _SLACK = 4.0  # a load may take so many times what was expected of it …
 _LEAST_SLACK_S = 0.02  # … and this much more
 _UNKNOWN_SHARE = 0.25  # of what computing takes: how long a load of an unknown tier may take
 _MARGIN = 0.9  # what loading and computing may take at most, over computing alone: measurements err
+_BOTH_MARGIN = 0.75  # … and both at once over one after the other: steps and blocks have ends to wait for
+_BURST = 0.125  # bytes that came so soon after those before them (of what they took) came together with them
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +132,10 @@ def plan(
         load_s = load_seconds(used, ways)
         meet = free
         if both_ends:
-            meet = _meet(used, free, end, ways, prefill)
-            load_s = load_seconds(_behind(used, meet), ways)
+            both = _meet(used, free, end, ways, prefill)
+            behind_s = load_seconds(_behind(used, both), ways)
+            if max(compute_s(free, both), behind_s) <= _BOTH_MARGIN * load_s:
+                meet, load_s = both, behind_s
         ttft_s = max(compute_s(free, meet), load_s) + rest_s
         if ttft_s <= min(limit, best.ttft_s):
             known = all(each.tier in ways for each in used if each.nbytes)
@@ -234,8 +238,18 @@ class RateEstimate:
         self._told: tuple[Way, float] | None = None
 
     def moved(self, nbytes: float, seconds: float, now_s: float) -> None:
-        if nbytes > 0:
-            self._moves.append(_Move(nbytes, max(seconds, 1e-9), now_s))
+        """Of bytes that waited while those before them came, only the time after that counts; what came in
+        one burst counts together."""
+        if nbytes <= 0:
+            return
+        before = self._moves[-1] if self._moves else None
+        if before is not None and now_s - before.at_s < seconds:
+            if now_s - before.at_s < _BURST * seconds:
+                self._moves.pop()
+                nbytes, seconds = nbytes + before.nbytes, now_s - before.at_s + before.seconds
+            else:
+                seconds = now_s - before.at_s
+        self._moves.append(_Move(nbytes, max(seconds, 1e-9), now_s))
 
     def told(self, way: Way, now_s: float) -> None:
         """Somebody else has measured it: that counts where we have not, and its backlog in any case."""

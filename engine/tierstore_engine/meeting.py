@@ -25,7 +25,8 @@ from tierstore.transfer import Transfer
 from tierstore.types import Loaded
 from tierstore_connectors.base import Connector, Hit
 
-_BLOCKS = 2  # on their way at a time: one is read while the other is copied
+_BLOCKS = 2  # on their way at a time, to begin with: one is read while the other is copied
+_MOST_BLOCKS = 64
 
 
 @dataclass(slots=True)
@@ -60,6 +61,7 @@ class Meeting:
         self.began = time.monotonic()
         self._ends = self.began + (plan.deadline_s or 0.0)
         self._on_their_way: deque[_Block] = deque()
+        self._at_once = _BLOCKS
         self._asked = self.end  # all from here on have been asked for
         self._over = False  # no more is loaded
 
@@ -71,6 +73,9 @@ class Meeting:
     def poll(self, front: int) -> bool:
         """Take over what has come, and ask for more, in view of ``front`` tokens that are computed. False
         when pages that did not come cannot be had for computing."""
+        dry = self._on_their_way and self._on_their_way[-1].transfer.done
+        if dry:  # a step takes longer than these did: more of them fit beside the next
+            self._at_once = min(2 * self._at_once, _MOST_BLOCKS)
         while self._on_their_way and self._on_their_way[0].transfer.done:
             if not self._take(self._on_their_way.popleft()):
                 return False
@@ -78,7 +83,7 @@ class Meeting:
                 return self.stop()
         if time.monotonic() >= self._ends and front < self.back * self._page_tokens:
             return self.stop()
-        while not self._over and len(self._on_their_way) < _BLOCKS:
+        while not self._over and len(self._on_their_way) < self._at_once:
             first = max((self._asked - 1) // self._block * self._block, -(-front // self._page_tokens))
             if first >= self._asked or self._meet(front) >= self._asked * self._page_tokens:
                 break

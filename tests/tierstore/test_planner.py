@@ -125,12 +125,12 @@ def test_a_prefill_speed_is_found_from_steps_at_several_positions(token_s, pair_
     assert found.seconds(512, 20_000) == pytest.approx(true.seconds(512, 20_000), rel=1e-3)
 
 
-@given(st.floats(1e3, 1e11), st.floats(0, 0.1))
+@given(st.floats(1e7, 1e11), st.floats(0, 0.1))
 def test_a_rate_is_found_from_loads_of_several_sizes(bytes_per_s, latency_s):
     estimate = RateEstimate()
-    for size in (1e5, 1e6, 1e7, 3e6):
-        estimate.moved(size, latency_s + size / bytes_per_s, 0.0)
-    way = estimate.way(0.0)
+    for at, size in enumerate((1e5, 1e6, 1e7, 3e6), 1):
+        estimate.moved(size, latency_s + size / bytes_per_s, at * 5.0)
+    way = estimate.way(20.0)
     assert way is not None
     assert way.seconds(5e6) == pytest.approx(latency_s + 5e6 / bytes_per_s, rel=1e-3)
 
@@ -138,10 +138,23 @@ def test_a_rate_is_found_from_loads_of_several_sizes(bytes_per_s, latency_s):
 def test_a_rate_is_pessimistic_about_what_is_slow_now_and_then():
     estimate = RateEstimate()
     for number in range(8):
-        estimate.moved(1e6, 1.0 if number % 3 == 0 else 0.01, 0.0)
-    way = estimate.way(0.0)
+        estimate.moved(1e6, 1.0 if number % 3 == 0 else 0.01, 2.0 * number)
+    way = estimate.way(16.0)
     assert way is not None
     assert way.seconds(1e6) == pytest.approx(1.0)
+
+
+@given(st.integers(1, 8), st.integers(4, 40), st.floats(0.0, 1.0))
+def test_bytes_that_wait_for_one_another_are_counted_once(at_once, loads, late):
+    """A device that takes a second for each load, asked for several at once. Of every other load it is told
+    ``late``, when the next one has come, too."""
+    estimate = RateEstimate()
+    for number in range(loads):
+        ended = number + 1.0 if number % 2 else number + 1.0 + late
+        estimate.moved(1e6, ended - max(number - at_once + 1, 0), ended)
+    way = estimate.way(loads + 1.0)
+    assert way is not None
+    assert 0.7 < way.seconds(1e6) < 2.5
 
 
 def disk_planner() -> tuple[Planner, list[Part]]:
@@ -155,16 +168,16 @@ def test_a_disk_that_becomes_slow_is_declined_within_ten_requests():
     for at in range(30):
         planner.moved("disk", 1e6, 0.01, now_s=at)
     loads = 0
-    while planner.plan(parts, 1001, now_s=30 + loads).tokens:
-        planner.moved("disk", 1e6, 5.0, now_s=30 + loads)
+    while planner.plan(parts, 1001, now_s=30 + 5 * loads).tokens:
+        planner.moved("disk", 1e6, 5.0, now_s=30 + 5 * loads)
         loads += 1
     assert 0 < loads <= 10
 
 
 def test_a_disk_that_has_recovered_is_taken_again_within_a_minute():
     planner, parts = disk_planner()
-    for _ in range(8):
-        planner.moved("disk", 1e6, 5.0, now_s=0.0)
+    for at in range(-40, 1, 5):
+        planner.moved("disk", 1e6, 5.0, now_s=at)
     taken = None
     for second in range(60):
         if planner.plan(parts, 1001, now_s=second).tokens:

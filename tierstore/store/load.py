@@ -109,8 +109,6 @@ class Load(ABC):
         self._missing: list[tuple[int, int]] = []  # (first, count): asked for, and there was no room
         self._lease: Lease | None = None
         self._answers: set[Transfer[Located | None]] = set()  # that are waited for
-        self._came_at = -math.inf  # when a window came last …
-        self._copied_at = -math.inf  # … and when one was copied
         self.transfer: Transfer[Loaded] = Transfer(
             self._settle,
             pages=self.pages - self.first,
@@ -230,27 +228,21 @@ class Load(ABC):
         answer.on_end(located)
 
     def _measure_window(self, tier: str, asked: float, located: Located | None, count: int) -> None:
-        """What the backend took to bring a window: since the one before it came, where they overlap. Of one
-        that the deadline cut off it is known that it takes no less."""
+        """What the backend took to bring a window from disk. Of one that the deadline cut off it is known
+        that it takes no less."""
         came = len(located.addresses) if located is not None else 0
         late = self.transfer.state is TransferState.EXPIRED
-        if not came and not late:
-            return
-        now_s = self.hbm.clock()
-        with self.hbm.lock:
-            began, self._came_at = max(asked, self._came_at), now_s
-        if tier == Tier.DISK.label:
+        if tier == Tier.DISK.label and (came or late):
+            now_s = self.hbm.clock()
             pages = count if late else came
-            self.planner.moved(tier, pages * self.page_bytes, now_s - began, now_s=now_s)
+            self.planner.moved(tier, pages * self.page_bytes, now_s - asked, now_s=now_s)
 
     def _measure_copies(self, window: _Window) -> None:
-        """What it took to have a window from host memory, which may be another host's. Likewise."""
-        now_s = self.hbm.clock()
-        with self.hbm.lock:
-            began, self._copied_at = max(window.began, self._copied_at), now_s
+        """What it took to have a window from host memory, which may be another host's."""
         if window.measured_bytes:
+            now_s = self.hbm.clock()
             host = Tier.HOST.label
-            self.planner.moved(host, window.measured_bytes, now_s - began, now_s=now_s)
+            self.planner.moved(host, window.measured_bytes, now_s - window.began, now_s=now_s)
 
     def _located(self, located: Located | None, start: int, count: int, asked: float) -> None:
         there = min(len(located.addresses), count) if located is not None else 0
