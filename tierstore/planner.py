@@ -40,7 +40,7 @@ _SLACK = 4.0  # a load may take so many times what was expected of it …
 _LEAST_SLACK_S = 0.02  # … and this much more
 _UNKNOWN_SHARE = 0.25  # of what computing takes: how long a load of an unknown tier may take
 _MARGIN = 0.9  # what loading and computing may take at most, over computing alone: measurements err
-_BOTH_MARGIN = 0.75  # … and both at once over one after the other: steps and blocks have ends to wait for
+_BOTH_EFFICIENCY = 0.75  # of loading and computing at once: steps and blocks wait for one another's ends
 _BURST = 0.125  # bytes that came so soon after those before them (of what they took) came together with them
 
 
@@ -102,12 +102,13 @@ def plan(
     ways: Mapping[str, Way],
     prefill: Prefill | None,
     *,
-    both_ends: bool = False,
+    block: int = 0,
     margin: float = 1.0,
 ) -> Plan:
     """The fastest way to a prompt's first token. ``parts`` are the hit's, in the prompt's order; a tier that
-    is missing in ``ways`` costs nothing that is known. A plan that loads below HBM is taken only where it
-    takes no more than ``margin`` of one that does not."""
+    is missing in ``ways`` costs nothing that is known. With ``block``, both ends may meet at its multiples:
+    an engine computes so many tokens at a time. A plan that loads below HBM is taken only where it takes no
+    more than ``margin`` of one that does not."""
     held = sum(part.tokens for part in parts)
     free = 0  # tokens that are there at once
     for part in parts:
@@ -131,12 +132,14 @@ def plan(
         rest_s = compute_s(end, prompt_tokens)
         load_s = load_seconds(used, ways)
         meet = free
-        if both_ends:
-            both = _meet(used, free, end, ways, prefill)
-            behind_s = load_seconds(_behind(used, both), ways)
-            if max(compute_s(free, both), behind_s) <= _BOTH_MARGIN * load_s:
-                meet, load_s = both, behind_s
-        ttft_s = max(compute_s(free, meet), load_s) + rest_s
+        if block:
+            near = _meet(used, free, end, ways, prefill) // block * block
+            for both in (near, near + block):
+                behind_s = load_seconds(_behind(used, both), ways)
+                both_s = max(compute_s(free, both), behind_s) / _BOTH_EFFICIENCY
+                if free < both < end and both_s <= load_s:
+                    meet, load_s = both, both_s
+        ttft_s = load_s + rest_s
         if ttft_s <= min(limit, best.ttft_s):
             known = all(each.tier in ways for each in used if each.nbytes)
             deadline_s = _deadline_s(load_s, compute_s(free, end), known=known)
@@ -235,6 +238,7 @@ class RateEstimate:
 
     def __init__(self) -> None:
         self._moves: deque[_Move] = deque(maxlen=_KEPT)
+        self._late: _Move | None = None  # since the last of them: what did not come in so many seconds
         self._told: tuple[Way, float] | None = None
 
     def moved(self, nbytes: float, seconds: float, now_s: float) -> None:
@@ -242,6 +246,7 @@ class RateEstimate:
         one burst counts together."""
         if nbytes <= 0:
             return
+        self._late = None
         before = self._moves[-1] if self._moves else None
         if before is not None and now_s - before.at_s < seconds:
             if now_s - before.at_s < _BURST * seconds:
@@ -251,24 +256,32 @@ class RateEstimate:
                 seconds = now_s - before.at_s
         self._moves.append(_Move(nbytes, max(seconds, 1e-9), now_s))
 
+    def late(self, nbytes: float, seconds: float, now_s: float) -> None:
+        """Bytes have not come in so many seconds: they take no less."""
+        self._late = _Move(nbytes, seconds, now_s)
+
     def told(self, way: Way, now_s: float) -> None:
         """Somebody else has measured it: that counts where we have not, and its backlog in any case."""
         self._told = way, now_s
 
     def measured_at(self) -> float:
         """When it was measured last."""
-        return self._moves[-1].at_s if self._moves else -math.inf
+        latest = self._late or (self._moves[-1] if self._moves else None)
+        return latest.at_s if latest is not None else -math.inf
 
     def way(self, now_s: float) -> Way | None:
         """None when nothing is known."""
         told = self._told[0] if self._told is not None and now_s - self._told[1] <= _RECENT_S else None
         recent = [move for move in self._moves if now_s - move.at_s <= _RECENT_S]
+        late = self._late if self._late is not None and now_s - self._late.at_s <= _RECENT_S else None
         if not recent:
-            return told
+            return told if late is None else Way(late.nbytes / late.seconds)
         byte_s, latency_s = fit_line([(move.nbytes, 1.0, move.seconds) for move in recent])
         excess = _pessimistic([m.seconds / (m.nbytes * byte_s + latency_s) for m in recent])
         if not byte_s:  # all of one size: the latency cannot be told apart from the bytes
             byte_s, latency_s = latency_s / max(move.nbytes for move in recent), 0.0
+        if late is not None:
+            excess = max(excess, late.seconds / (late.nbytes * byte_s + latency_s))
         backlog_s = told.backlog_s if told is not None else 0.0
         return Way(1 / (byte_s * excess), latency_s * excess, backlog_s)
 
@@ -318,9 +331,14 @@ class Planner:
         self._probed: dict[str, float] = {}
 
     def moved(self, tier: str, nbytes: float, seconds: float, *, now_s: float) -> None:
-        """So many bytes of a tier came, or did not come, in so many seconds."""
+        """So many bytes of a tier came in so many seconds."""
         with self._lock:
             self._rates.setdefault(tier, RateEstimate()).moved(nbytes, seconds, now_s)
+
+    def late(self, tier: str, nbytes: float, seconds: float, *, now_s: float) -> None:
+        """So many bytes of a tier did not come in so many seconds."""
+        with self._lock:
+            self._rates.setdefault(tier, RateEstimate()).late(nbytes, seconds, now_s)
 
     def told(self, tier: str, way: Way, *, now_s: float) -> None:
         """What a daemon knows of its tier."""
@@ -343,13 +361,10 @@ class Planner:
             found = {tier: rate.way(now_s) for tier, rate in self._rates.items()}
         return {tier: way for tier, way in found.items() if way is not None}
 
-    def plan(
-        self, parts: Sequence[Part], prompt_tokens: int, *, now_s: float, both_ends: bool = False
-    ) -> Plan:
+    def plan(self, parts: Sequence[Part], prompt_tokens: int, *, now_s: float, block: int = 0) -> Plan:
         """See :func:`plan`."""
-        return plan(
-            parts, prompt_tokens, self.ways(now_s), self.prefill(), both_ends=both_ends, margin=_MARGIN
-        )
+        ways = self.ways(now_s)
+        return plan(parts, prompt_tokens, ways, self.prefill(), block=block, margin=_MARGIN)
 
     def meet(self, parts: Sequence[Part], front: int, *, now_s: float) -> int:
         """Where computing from token ``front`` on meets the loading of ``parts`` from their end; ``front``

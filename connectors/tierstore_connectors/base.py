@@ -74,8 +74,9 @@ class Connector(ABC):
         may be loaded in any order. The hit is released with its ``last`` load, or by the caller."""
 
     @abstractmethod
-    def plan(self, hit: Hit, prompt_tokens: int, *, both_ends: bool) -> Plan:
-        """How much of a hit is worth loading, by what was measured; see :mod:`tierstore.planner`."""
+    def plan(self, hit: Hit, prompt_tokens: int, *, block: int) -> Plan:
+        """How much of a hit is worth loading, by what was measured; see :mod:`tierstore.planner`. ``block``
+        is what the engine computes at a time where it can begin at the hit's front meanwhile, else 0."""
 
     @abstractmethod
     def meet(self, hit: Hit, front: int, back: int) -> int:

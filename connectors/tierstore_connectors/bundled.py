@@ -56,7 +56,7 @@ class NoStore(Connector):
     ) -> Transfer[Loaded]:
         return Transfer.completed(Loaded(0))
 
-    def plan(self, hit: Hit, prompt_tokens: int, *, both_ends: bool) -> Plan:
+    def plan(self, hit: Hit, prompt_tokens: int, *, block: int) -> Plan:
         return Plan(0, 0, 0.0, 0.0, None)
 
     def meet(self, hit: Hit, front: int, back: int) -> int:
@@ -128,9 +128,9 @@ class StoreConnector(Connector):
         assert isinstance(hit, StoreHit), "the hit is of another connector"
         return self.store.load_part(hit, first, stop, deadline_s=deadline_s, last=last)
 
-    def plan(self, hit: Hit, prompt_tokens: int, *, both_ends: bool) -> Plan:
+    def plan(self, hit: Hit, prompt_tokens: int, *, block: int) -> Plan:
         assert isinstance(hit, StoreHit), "the hit is of another connector"
-        return self.store.plan(hit, prompt_tokens, both_ends=both_ends)
+        return self.store.plan(hit, prompt_tokens, block=block)
 
     def meet(self, hit: Hit, front: int, back: int) -> int:
         assert isinstance(hit, StoreHit), "the hit is of another connector"

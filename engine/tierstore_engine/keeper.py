@@ -84,8 +84,7 @@ class PageKeeper:
         hit = self.connector.lookup(sequence.prompt, max_tokens=len(sequence.tokens) - 1)
         plan = self._planned(sequence, hit)
         in_hbm = hit.by_tier.get("hbm", 0)
-        # From both ends only where the front has a chunk to compute meanwhile.
-        both = plan.meet - in_hbm >= max(self._prefill_chunk // 2, 1)
+        both = plan.meet > in_hbm
         loaded = in_hbm if both else plan.tokens
         fresh = self._reserve(sequence, hit, loaded)
         if fresh is None:
@@ -114,8 +113,8 @@ class PageKeeper:
             return Plan(hit.tokens, 0, 0.0, 0.0, None)
         if self._plan == "compute":
             return Plan(in_hbm, 0, 0.0, 0.0, None)
-        both_ends = self._plan == "both-ends"
-        return self.connector.plan(hit, len(sequence.tokens), both_ends=both_ends)
+        block = self._prefill_chunk if self._plan == "both-ends" else 0
+        return self.connector.plan(hit, len(sequence.tokens), block=block)
 
     def _meet(self, sequence: Sequence, hit: Hit, plan: Plan, fresh: list[int]) -> bool:
         """Begin to compute a sequence from the front and to load it from the back: *running*. False where

@@ -49,7 +49,7 @@ class LookAhead:
 
     def _begin(self, sequence: Sequence) -> None:
         hit = self._connector.lookup(sequence.prompt, max_tokens=len(sequence.tokens) - 1)
-        plan = self._connector.plan(hit, len(sequence.tokens), both_ends=False)
+        plan = self._connector.plan(hit, len(sequence.tokens), block=0)
         wanted = max(hit.by_tier.get("disk", 0) - plan.declined.get("disk", 0), 0)
         transfer = hit.prefetch() if wanted else None
         if transfer is None:

@@ -25,7 +25,7 @@ class FixedPlanner(Planner):
         self._meet_at = meet
         self._deadline_s = deadline_s
 
-    def plan(self, parts, prompt_tokens, *, now_s, both_ends=False) -> Plan:
+    def plan(self, parts, prompt_tokens, *, now_s, block=0) -> Plan:
         tokens = sum(part.tokens for part in parts)
         return Plan(tokens, self._meet_at, 0.0, 0.0, self._deadline_s)
 

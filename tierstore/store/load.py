@@ -39,6 +39,7 @@ from tierstore.types import Loaded
 _COPY_BYTES = 4 << 20  # one task of the mover
 _WINDOWS = 4  # asked for at once
 _WAIT_S = 5.0  # for a window, where there is no deadline
+_LATE = 0.9  # of the time that it had: a window that has not come by then is taken for a slow one
 LEAST_S = 5.0
 """What must be left of a lease for copies that go on by themselves: of what fits a device they take a few
 seconds."""
@@ -222,20 +223,23 @@ class Load(ABC):
         def located() -> None:
             self._answers.discard(answer)
             found = answer.wait()
-            self._measure_window(tier, asked, found, count)
+            self._measure_window(tier, asked, wait_s, found, count)
             self._located(found, start, count, asked)
 
         answer.on_end(located)
 
-    def _measure_window(self, tier: str, asked: float, located: Located | None, count: int) -> None:
-        """What the backend took to bring a window from disk. Of one that the deadline cut off it is known
-        that it takes no less."""
+    def _measure_window(
+        self, tier: str, asked: float, wait_s: float, located: Located | None, count: int
+    ) -> None:
+        """What the backend took to bring a window from disk. (What is in host memory is measured with its
+        copies.) Of one that did not come in its time it is known that it takes no less."""
         came = len(located.addresses) if located is not None else 0
-        late = self.transfer.state is TransferState.EXPIRED
-        if tier == Tier.DISK.label and (came or late):
-            now_s = self.hbm.clock()
-            pages = count if late else came
-            self.planner.moved(tier, pages * self.page_bytes, now_s - asked, now_s=now_s)
+        now_s = self.hbm.clock()
+        late = not came and now_s - asked >= _LATE * wait_s
+        if late:
+            self.planner.late(tier, count * self.page_bytes, now_s - asked, now_s=now_s)
+        elif came and tier == Tier.DISK.label:
+            self.planner.moved(tier, came * self.page_bytes, now_s - asked, now_s=now_s)
 
     def _measure_copies(self, window: _Window) -> None:
         """What it took to have a window from host memory, which may be another host's."""

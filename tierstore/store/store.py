@@ -225,15 +225,16 @@ class Store:
         others. Plans compare loading with it."""
         self.planner.computed(tokens, behind, seconds)
 
-    def plan(self, hit: Hit, prompt_tokens: int | None = None, *, both_ends: bool = False) -> Plan:
+    def plan(self, hit: Hit, prompt_tokens: int | None = None, *, block: int = 0) -> Plan:
         """How much of a hit to load, by what loads and prefill steps have taken lately; see
         :mod:`tierstore.planner`. ``prompt_tokens`` is the whole prompt's length (None: the hit is all of it
-        but one token). Changes nothing, and nothing is counted: see :meth:`decline`."""
+        but one token); ``block`` is what an engine that can compute the front meanwhile computes at a time.
+        Changes nothing, and nothing is counted: see :meth:`decline`."""
         now_s = self._hbm.clock()
         for tier, way in self.backend.ways().items():
             self.planner.told(tier, way, now_s=now_s)
         length = hit.tokens + 1 if prompt_tokens is None else prompt_tokens
-        return self.planner.plan(self._parts(hit), length, now_s=now_s, both_ends=both_ends)
+        return self.planner.plan(self._parts(hit), length, now_s=now_s, block=block)
 
     def meet(self, hit: Hit, front: int, back: int) -> int:
         """Where an engine that has computed the first ``front`` tokens of a hit would meet a load of those

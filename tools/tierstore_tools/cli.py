@@ -201,6 +201,10 @@ def vllm(
     overhead_tokens: Annotated[int, typer.Option(min=64, help="Length of those prompts")] = 512,
     host_bytes: Annotated[str, typer.Option(help="Arena of its own daemon")] = "2GiB",
     disk_bytes: Annotated[str, typer.Option(help="Disk cap of its own daemon")] = "8GiB",
+    throttle: Annotated[
+        str | None,
+        typer.Option(help="disk=20MB/s: hits on a disk that slow, too, beside no connector"),
+    ] = None,
     options: Annotated[
         str, typer.Option(metavar="JSON", help='More arguments of vllm.LLM: {"tensor_parallel_size": 2}')
     ] = "{}",
@@ -210,9 +214,13 @@ def vllm(
     """A real vLLM: TTFT cold, from host memory and from disk after a restart; what a cold one costs."""
     import tempfile
 
+    from tierstore_tools.throttle import parse_throttle
     from tierstore_tools.vllm import command
     from tierstore_tools.vllm.settings import VllmBench
 
+    rates = {} if throttle is None else parse_throttle(throttle)
+    if set(rates) - {"disk"}:
+        raise UsageError("--throttle of vllm is of the disk alone, as disk=20MB/s")
     if directory is not None:
         _make_writable(directory)
     with tempfile.TemporaryDirectory(prefix="tierstore-bench-", dir=directory) as scratch:
@@ -229,6 +237,7 @@ def vllm(
                 overhead_tokens=overhead_tokens,
                 host_bytes=parse_size(host_bytes),
                 disk_bytes=parse_size(disk_bytes),
+                disk_bytes_per_s=rates.get("disk"),
                 options=_json_object("--options", options),
             ),
             json=json,

@@ -15,6 +15,7 @@ from pathlib import Path
 import tierstore
 from tierstore import open_pool
 from tierstore.errors import TierStoreError
+from tierstore.planner import Planner
 from tierstore.store import Store
 from tierstore.units import MIB
 from tierstore_connectors.bundled import StoreConnector
@@ -116,6 +117,7 @@ class _Bench:
         """One point. What is held is the prompt's beginning; the rest differs each time."""
         held = self._prompt[: max(int(len(self._prompt) * share) - (share >= 1), 1)]
         self._throttled.rates = {}
+        self._store.planner = Planner()  # what the point before has taught is of another tier
         self._store.evict("hbm")
         self._store.evict("host")
         cold = self._ask("compute", self._prompt, save=False)

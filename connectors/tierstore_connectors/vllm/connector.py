@@ -53,6 +53,7 @@ _COUNTERS: Mapping[str, str] = {
     "lookup_tokens": "Tokens asked for",
     "found_tokens": "Tokens that were held",
     "promised_tokens": "Tokens that vLLM was told can be loaded",
+    "declined_tokens": "Tokens held on disk that are computed instead, because that is faster",
     "late_lookups": "Lookups that were not answered in time",
     "loads": "Loads of requests that came in full",
     "loaded_tokens": "Tokens loaded into KV blocks",

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 from tierstore.errors import StoreClosedError
 from tierstore.keys import Identity, PageKey, Prompt
-from tierstore.transfer import Transfer
+from tierstore.planner import Planner
+from tierstore.transfer import Transfer, TransferState
 from tierstore_connectors.common.guard import Breaker, ErrorLog
 from tierstore_connectors.vllm.config import Settings
 from tierstore_connectors.vllm.orders import Shard, under_epoch
@@ -48,6 +49,7 @@ class PromptLookup:
         self.batch = 0  # asked for in one go
         self.asked_at = 0.0
         self.late = False  # the daemon did not answer in time
+        self.declined = 0  # tokens that are held, and that computing has sooner
         self._tokens = tokens
         self._data: bytes | None = None
         self._answered = threading.Event()
@@ -123,12 +125,22 @@ class PromptLookup:
         if instead_of is not None:
             instead_of.release()
 
-    def bring(self, hit: Hit, within_s: float) -> None:
+    def decline(self, tokens: int) -> None:
+        """Make no use of what is behind the first ``tokens``."""
+        with self._lock:
+            tokens = tokens // self.chunk_tokens * self.chunk_tokens
+            self.declined = max(self._found - tokens, 0)
+            self._found = min(self._found, tokens)
+
+    def bring(self, hit: Hit, within_s: float) -> Transfer[int] | None:
         """Begin to bring pages from disk, unless the lookup was released: that would lease them once more."""
         with self._lock:
-            if not self._released:
-                self.on_disk = max(self.on_disk, hit.by_tier["disk"])
-                self._brought.append(hit.prefetch(deadline_s=within_s))
+            if self._released:
+                return None
+            self.on_disk = max(self.on_disk, hit.by_tier["disk"])
+            brought = hit.prefetch(deadline_s=within_s)
+            self._brought.append(brought)
+            return brought
 
     def end(self) -> None:
         """There is nothing more to ask."""
@@ -164,6 +176,7 @@ class Lookups:
         self._errors = errors
         self._clock = clock
         self._stores = Stores(settings, threads=1)
+        self.planner = Planner()  # of all stores: what bringing pages and computing prompts has taken
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tierstore-find")
         self._shards: tuple[Shard, ...] = ()
         self._batches = 0
@@ -270,12 +283,44 @@ class Lookups:
                 first.lookup.late = late  # else the daemon has said that there is none
                 first.lookup.end()  # it need not wait for the others
         _look_up(question for each in questions for question in each[1:])
+        for of_prompt in questions:
+            self._plan(of_prompt)
         # What one group lacks cannot be loaded of any, and need not be brought.
         everything = [question for each in questions for question in each]
         _look_up(each for each in everything if each.on_disk and _tokens(each) > each.lookup.found)
         for each in everything:
             if each.hit is not None and each.on_disk and each.lookup.found:
-                each.lookup.bring(each.hit, self._settings.prefetch_s)
+                self._bring(each, each.hit)
+
+    def _plan(self, questions: Sequence[_Question]) -> None:
+        """Decline what the disk has of one prompt where it would come later than computing it. All groups are
+        read at the same time, and their rates are measured so: one of them stands for all."""
+        question = next((each for each in questions if each.on_disk and each.lookup.found), None)
+        if question is None or question.hit is None:
+            return
+        lookup, store = question.lookup, question.store
+        store.planner = self.planner
+        planned = store.plan(question.hit, len(lookup.keys) * lookup.chunk_tokens + 1)
+        if planned.declined:
+            store.decline(question.hit, planned)
+            lookup.decline(planned.tokens)
+
+    def _bring(self, question: _Question, hit: Hit) -> None:
+        """Begin to bring pages from disk, and measure that."""
+        began, on_disk = self._clock(), hit.by_tier["disk"]
+        brought = question.lookup.bring(hit, self._settings.prefetch_s)
+        if brought is None:
+            return
+        token_bytes = question.store.spec.page_bytes / question.lookup.chunk_tokens
+
+        def came() -> None:
+            now = self._clock()
+            late = brought.state is TransferState.EXPIRED
+            tokens = on_disk if late else brought.wait() - (hit.tokens - on_disk)
+            if brought.state is not TransferState.CANCELLED and tokens > 0:
+                self.planner.moved("disk", tokens * token_bytes, now - began, now_s=now)
+
+        brought.on_end(came)
 
 
 def _look_up(questions: Iterable[_Question]) -> None:

@@ -117,6 +117,25 @@ class TrackedRequest:
         self.answer = None
 
 
+@dataclass(slots=True)
+class _TimedPrefill:
+    """A prompt that is computed alone since ``began``: ``tokens`` after ``behind`` others so far."""
+
+    request: str
+    behind: int
+    tokens: int
+    began: float
+    decodes: int = 0
+
+
+def _computed_before(output: Any) -> dict[str, int]:
+    """By request, the tokens that were computed before this step."""
+    computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return computed
+
+
 class SchedulerHalf:
     """See the module. ``connect`` has to be called before anything is found. ``loads``, ``saves``: whether
     this engine takes pages from the store, and gives it any."""
@@ -156,6 +175,7 @@ class SchedulerHalf:
         self._pin: list[str] = []
         self._tables = BlockTables()
         self._steps = 0
+        self._timed: _TimedPrefill | None = None  # that is being computed alone
         self._patient = True  # once a step
 
     def connect(self, shards: Sequence[Shard]) -> None:
@@ -233,6 +253,8 @@ class SchedulerHalf:
         self.counters.add("lookups")
         self.counters.add("lookup_tokens", len(tracked.keys) * chunk_tokens)
         self.counters.add("found_tokens", answer)
+        if tracked.lookup is not None and tracked.lookup.declined:
+            self.counters.add("declined_tokens", tracked.lookup.declined)
 
     def _limited(self, tracked: TrackedRequest, now: float) -> int:
         """The tokens that may be promised."""
@@ -356,6 +378,7 @@ class SchedulerHalf:
         self._tables.take(output)
         work.fresh = writable_blocks(self.groups, output)
         work.saves = self._saves(output)
+        self._time_prefill(output)
         work.grown, self._grown = self._grown, []
         work.loads, self._loads = self._loads, []
         work.refused, self._lost = self._lost, []
@@ -391,10 +414,32 @@ class SchedulerHalf:
                 tracked.release()
                 tracked.stale = False
 
+    def _time_prefill(self, output: Any) -> None:
+        """Have the planner know how long a prompt took that was computed alone, from its first step to its
+        second decode (which with asynchronous scheduling is scheduled when the prompt is done)."""
+        scheduled = output.num_scheduled_tokens
+        timed, self._timed = self._timed, None
+        if len(scheduled) != 1:
+            return
+        [(request, tokens)] = scheduled.items()
+        if timed is None or timed.request != request:
+            if tokens > 1:
+                behind = _computed_before(output)[request]
+                self._timed = _TimedPrefill(request, behind, tokens, self._clock())
+        elif tokens > 1:
+            timed.tokens += tokens
+            self._timed = timed
+        elif not timed.decodes:
+            timed.decodes += 1
+            self._timed = timed
+        else:
+            self._tell_prefill(timed)
+
+    def _tell_prefill(self, timed: _TimedPrefill) -> None:
+        self.lookups.planner.computed(timed.tokens, timed.behind, self._clock() - timed.began)
+
     def _saves(self, output: Any) -> list[SaveOrder]:
-        computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        cached = output.scheduled_cached_reqs
-        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed = _computed_before(output)
         orders: list[SaveOrder] = []
         if not self._may_save or not self.lookups.connected:
             return orders
@@ -447,6 +492,9 @@ class SchedulerHalf:
     def finished(self, request_id: str) -> None:
         """A request has ended, one way or another."""
         self._tables.forget(request_id)
+        if self._timed is not None and self._timed.request == request_id:
+            timed, self._timed = self._timed, None
+            self._tell_prefill(timed)
         self._unasked.pop(request_id, None)
         self._ahead.discard(request_id)
         tracked = self._tracked.pop(request_id, None)

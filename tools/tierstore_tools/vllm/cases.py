@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tierstore_tools.report import Phases
-from tierstore_tools.vllm import models
+from tierstore_tools.vllm import models, slow_disk
 from tierstore_tools.vllm.asks import Answer, Ask, greatest_difference, prompt
 from tierstore_tools.vllm.daemon import DaemonProcess
 from tierstore_tools.vllm.engine import Engine, connector_options, workers
@@ -57,12 +57,14 @@ class Result:
 
     rows: tuple[Row, ...]
     overhead: Overhead | None
+    slow_disk: slow_disk.SlowDisk | None
     skipped: tuple[str, ...]
 
     def to_json(self) -> dict[str, object]:
         return {
             "rows": [asdict(row) for row in self.rows],
             "overhead": None if self.overhead is None else asdict(self.overhead),
+            "slow_disk": None if self.slow_disk is None else asdict(self.slow_disk),
             "skipped": list(self.skipped),
         }
 
@@ -134,7 +136,10 @@ class _Experiment:
             overhead = OverheadExperiment(
                 self._settings, self._engine, self._daemon, connector, self._phases
             ).run()
-        return Result(tuple(rows), overhead, tuple(skipped))
+        slow = None
+        if self._settings.disk_bytes_per_s is not None:
+            slow = slow_disk.measure(self._settings, self._engine, self._phases)
+        return Result(tuple(rows), overhead, slow, tuple(skipped))
 
     # -- cold ----------------------------------------------------------------------------------------
 

@@ -33,6 +33,8 @@ def run(settings: VllmBench, *, json: str | None) -> None:
         json,
     )
     wrong = [row.case for row in result.rows if not row.identical]
+    if result.slow_disk is not None and not result.slow_disk.identical:
+        wrong.append("slow disk")
     if wrong:
         raise TierStoreError(f"the answers of these cases differ from vLLM's own: {', '.join(wrong)}")
 
@@ -43,6 +45,14 @@ def _show(result: cases.Result, *, to_stderr: bool) -> None:
     if result.overhead is not None:
         _show_overhead(result.overhead, to_stderr=to_stderr)
     console = report.stderr if to_stderr else report.stdout
+    slow = result.slow_disk
+    if slow is not None:
+        console.print(
+            f"a disk of {slow.bytes_per_s / 1e6:,.1f} MB/s holds {slow.prompt_tokens:,} tokens: TTFT "
+            f"{_ratio(slow.ttft_ratio)} of no connector's {report.seconds(slow.without_s)} "
+            f"({slow.ttft_ratio.pairs} pairs); {slow.hit_tokens:,} tokens loaded in the median, "
+            f"{slow.declined_tokens:,} declined in all"
+        )
     for line in result.skipped:
         console.print(f"skipped {line}")
 

@@ -18,7 +18,8 @@ class VllmBench:
     daemon's disk are. ``store`` is the address of a daemon that runs (None: one of the benchmark's own, which
     can be restarted). ``rounds`` prompts are asked cold and from each tier. For the overhead, engines with
     and without the connector are started ``starts`` times, and asked ``pairs`` prompts of ``overhead_tokens``
-    and as many batches of such prompts each time. 0 ``rounds`` or ``starts``: that part is left out.
+    and as many batches of such prompts each time. 0 ``rounds`` or ``starts``: that part is left out. With
+    ``disk_bytes_per_s``, ``pairs`` prompts are asked that a disk of that speed holds.
     ``options`` are further arguments of ``vllm.LLM``."""
 
     model: str
@@ -32,4 +33,5 @@ class VllmBench:
     overhead_tokens: int = 512
     host_bytes: int = 2 << 30
     disk_bytes: int = 8 << 30
+    disk_bytes_per_s: float | None = None
     options: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,95 @@
+"""What a slow disk does to a hit: prompts that its daemon holds there alone, pair by pair with an engine that
+has no connector. The connector may decline what would come later than computing; it may not make a request
+wait for it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tierstore.cli.operator import Operator
+from tierstore.wire import messages
+from tierstore_tools.report import Phases
+from tierstore_tools.vllm.asks import Ask, greatest_difference, prompt
+from tierstore_tools.vllm.daemon import DaemonProcess
+from tierstore_tools.vllm.engine import Engine, connector_options
+from tierstore_tools.vllm.paired import Ratio, ratio
+from tierstore_tools.vllm.settings import ANSWER_TOKENS, MAX_LOGPROB_DIFF, VllmBench
+
+_SEED = 1 << 21  # prompts of their own
+
+
+class OpenEngine(Protocol):
+    def __call__(self, what: str, connector: Mapping[str, Any] | None) -> AbstractContextManager[Engine]: ...
+
+
+@dataclass(frozen=True)
+class SlowDisk:
+    """TTFT with the connector over that without, of prompts that a disk of ``bytes_per_s`` holds.
+    ``hit_tokens`` is the median that came from the store, ``declined_tokens`` the metric at the end."""
+
+    bytes_per_s: float
+    prompt_tokens: int
+    ttft_ratio: Ratio
+    without_s: float
+    hit_tokens: int
+    declined_tokens: int
+    identical: bool
+
+
+def measure(settings: VllmBench, open_engine: OpenEngine, phases: Phases) -> SlowDisk:
+    """As many pairs as ``settings`` says. Raises :class:`~tierstore.errors.TierStoreError`."""
+    assert settings.disk_bytes_per_s is not None
+    daemon = DaemonProcess(
+        settings.directory,
+        host_bytes=settings.host_bytes,
+        disk_bytes=settings.disk_bytes,
+        program=("-m", "tierstore_tools.throttled_daemon", str(settings.disk_bytes_per_s)),
+    )
+    asks = [Ask(prompt(settings.tokens, seed=_SEED + each), ANSWER_TOKENS) for each in range(settings.pairs)]
+    with ExitStack() as stack:
+        stack.enter_context(daemon)
+        without = stack.enter_context(open_engine("slow disk: an engine without the connector", None))
+        connector = connector_options(daemon.url)
+        with_it = stack.enter_context(open_engine("slow disk: an engine with it", connector))
+        with phases.phase("slow disk: saving the prompts") as phase:
+            for number, each in enumerate(asks, 1):
+                with_it.ask(each)
+                phase.update(number / len(asks))
+            daemon.wait_written(600.0)
+        with phases.phase("slow disk: pairs") as phase:
+            pairs, hits, same = [], [], []
+            for mine, plain, hit_tokens, equal in _pairs(asks, with_it, without, daemon):
+                pairs.append((mine, plain))
+                hits.append(hit_tokens)
+                same.append(equal)
+                phase.update(len(pairs) / len(asks))
+        declined = with_it.metrics().get("vllm:tierstore_declined_tokens_total", 0.0)
+    return SlowDisk(
+        bytes_per_s=settings.disk_bytes_per_s,
+        prompt_tokens=settings.tokens,
+        ttft_ratio=ratio([pairs]),
+        without_s=statistics.median(plain for _, plain in pairs),
+        hit_tokens=int(statistics.median(hits)),
+        declined_tokens=int(declined),
+        identical=all(same),
+    )
+
+
+def _pairs(
+    asks: list[Ask], with_it: Engine, without: Engine, daemon: DaemonProcess
+) -> Iterator[tuple[float, float, int, bool]]:
+    """TTFT with and without, tokens that came from the store, and whether the answers are the same."""
+    with Operator(daemon.url) as operator:
+        for number, each in enumerate(asks):
+            operator.ask(messages.Evict(0, "host", -1), messages.Evicted, wait_s=60.0)
+            for engine in (with_it, without):
+                engine.reset_prefix_cache()
+            order = (with_it, without) if number % 2 else (without, with_it)
+            answered = {engine: engine.ask(each) for engine in order}
+            mine, plain = answered[with_it].answers[0], answered[without].answers[0]
+            equal = greatest_difference(plain, mine) <= MAX_LOGPROB_DIFF
+            yield mine.ttft_s, plain.ttft_s, answered[with_it].external_hit_tokens, equal
