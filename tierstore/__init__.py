@@ -72,6 +72,7 @@ def open(
     pool: PagePool | None = None,
     host_bytes: int = DEFAULT_HOST_BYTES,
     disk_bytes: int = DEFAULT_DISK_BYTES,
+    disk_write_budget: int = 0,
     inline_bytes: int = 16 * KIB,
     policy: str = DEFAULT_POLICY,
     lease_s: float = 60.0,
@@ -85,6 +86,7 @@ def open(
     stands for tokens given without a prompt; without one only the layout tells pages apart, so give one
     wherever weights, adapters or tenants can differ. ``lease_s`` is how long a hit holds its pages.
     ``policy`` is one of ``tierstore.policy.POLICIES`` and says who leaves a full tier first.
+    ``disk_write_budget`` is how many bytes of pages a day may be written to disk (0: any number).
     A disk that has not answered a call for ``stall_s`` seconds is not waited for any more, until it does.
 
     Raises :class:`UsageError` for capacities that cannot hold a page and
@@ -97,6 +99,7 @@ def open(
         spec.page_bytes,
         host_bytes=host_bytes,
         disk_bytes=disk_bytes,
+        disk_write_budget=disk_write_budget,
         inline_bytes=inline_bytes,
         policy=policy,
         lease_s=lease_s,

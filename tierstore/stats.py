@@ -32,6 +32,7 @@ class Counters:
     disk_written_pages: int = 0
     disk_read_pages: int = 0
     disk_dropped_pages: int = 0  # write-behind given up: queue full, no room, or parent not on disk
+    disk_declined_pages: int = 0  # not written: computing is faster than reading them, or the budget is used
     disk_write_errors: int = 0  # batches that the disk did not take, and probes that it did not
     disk_read_errors: int = 0  # batches and lookups that could not be read in full: kept, a miss for now
     disk_slow_lookups: int = 0  # that ended where memory ends, because the index was not read in time

@@ -466,6 +466,8 @@ class LocalBackend:
                 return Transfer.completed(result())
             self.client.require_patience()
             self.client.waiting += 1
+            on_disk = sum(page.num_tokens for page, tier in held if tier is Tier.DISK)
+            self.core.write_worth(self.client.tenant).read(on_disk)
             hold = state.leases.take(held, (_WAIT_S if wait_s is None else wait_s) + _GRACE_S)
 
         def settled() -> R:
@@ -569,6 +571,7 @@ class LocalBackend:
     def declined(self, tokens: Mapping[str, int]) -> None:
         with self._state.lock:
             self._state.counters.decline(tokens)
+            self.core.write_worth(self.client.tenant).declined(tokens.get(f"{Tier.DISK.label} slower", 0))
 
     # -- writing -------------------------------------------------------------------------------------
 
@@ -718,7 +721,10 @@ class LocalBackend:
         state.fills.complete(committed)
         state.counters.saved_pages += len(committed)
         if self.core.write_behind is not None:
-            self.core.write_behind.enqueue(committed)
+            if self.core.write_worth(self.client.tenant).is_given():
+                self.core.write_behind.enqueue(committed)
+            else:
+                state.counters.disk_declined_pages += len(committed)
         self._free(given_up)
         return len(committed)
 
@@ -889,6 +895,7 @@ def open_backend(
     *,
     host_bytes: int,
     disk_bytes: int,
+    disk_write_budget: int = 0,
     inline_bytes: int = 16 * KIB,
     policy: str = DEFAULT_POLICY,
     lease_s: float = 60.0,
@@ -931,6 +938,7 @@ def open_backend(
         mover_threads=whole_number("mover_threads", mover_threads, least=1),
         lease_s=lease_s,
         stall_s=seconds("stall_s", stall_s),
+        disk_write_budget=whole_number("disk_write_budget", disk_write_budget, least=0),
         clock=clock,
     )
     if pool is None or host is None:

@@ -19,6 +19,7 @@ from tierstore.core.clients import Client, Refusal
 from tierstore.core.health import STALL_S, Condition
 from tierstore.core.quotas import Pins, Quotas
 from tierstore.core.state import GONE_BYTES, StoreState
+from tierstore.core.write_admission import WriteWorth
 from tierstore.core.write_behind import WriteBehind
 from tierstore.curve import HORIZON, CurveStats, ReuseCurve
 from tierstore.errors import UsageError
@@ -58,6 +59,7 @@ class Core:
         shared: bool = False,
         defer: Callable[[Callable[[], None]], object] | None = None,
         stall_s: float = STALL_S,
+        disk_write_budget: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.host = host
@@ -66,7 +68,12 @@ class Core:
         self.shared = shared
         self.defer = defer
         self.state = StoreState(
-            [POLICIES[policy]() for _ in Tier], host=host, disk=disk, clock=clock, stall_s=stall_s
+            [POLICIES[policy]() for _ in Tier],
+            host=host,
+            disk=disk,
+            clock=clock,
+            stall_s=stall_s,
+            write_bytes_per_day=disk_write_budget,
         )
         self.quotas = Quotas(self.state, quotas or {})
         if reserve_bytes is None:
@@ -80,6 +87,7 @@ class Core:
         self._forgotten_bytes = 0  # of the index, when clients were last told to let go of such pages
         self.hit_tokens: Counter[tuple[str, str]] = Counter()  # by (tenant, tier)
         self.lookup_tokens: Counter[str] = Counter()  # by tenant
+        self._write_worth: dict[str, WriteWorth] = {}  # by tenant
         self.threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tierstore-lookup") if shared else None
         self.curve = ReuseCurve(
             horizon_bytes=HORIZON * max(self._capacities().values(), default=0), clock=clock
@@ -92,6 +100,13 @@ class Core:
         self._given_back = False
         self.before_giving_back: Callable[[], None] | None = None  # the host tier's memory
         self.curve.start()
+
+    def write_worth(self, tenant: str) -> WriteWorth:
+        """Whether what a tenant saves is worth writing to disk. Under the lock."""
+        worth = self._write_worth.get(tenant)
+        if worth is None:
+            worth = self._write_worth[tenant] = WriteWorth(self.state.clock)
+        return worth
 
     @property
     def arena_address(self) -> int:

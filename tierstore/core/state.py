@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from tierstore.core.health import STALL_S, Health, StallDetector
 from tierstore.core.residency import AccessLog, Eviction, PendingFills, Residency
+from tierstore.core.write_admission import WriteBudget
 from tierstore.errors import StoreClosedError
 from tierstore.index import Index, Match, Page, Tier
 from tierstore.index.leases import Leases
@@ -44,6 +45,7 @@ class StoreState:
         clock: Callable[[], float] = time.monotonic,
         loaded_pages_most: int = _LOADED_PAGES,
         stall_s: float = STALL_S,
+        write_bytes_per_day: int = 0,
     ) -> None:
         self.host = host
         self.disk = disk
@@ -80,6 +82,7 @@ class StoreState:
             clock=clock,
         )
         self.fills = PendingFills(self.index, self.residency, self.eviction, self.changed)
+        self.write_budget = WriteBudget(clock, bytes_per_day=write_bytes_per_day)
         self.disk_rate = RateEstimate()
         self.queued_reads = 0  # bytes that loads have asked for and that were not read yet
 

@@ -99,6 +99,9 @@ class WriteQueue:
                     waiting.append(child)
 
     def _append(self, page: Page) -> bool:
+        if self._state.health.writable and not self._state.write_budget.take(page.nbytes):
+            self._state.counters.disk_declined_pages += 1
+            return False
         full = self._pending and self._pending_bytes + page.nbytes > self._most_bytes
         if full or not self._state.health.writable:
             self._drop(page)

@@ -78,6 +78,7 @@ def open_core(
         lease_s=settings.lease_s,
         reserve_bytes=settings.reserve_bytes,
         quotas=settings.quotas,
+        disk_write_budget=settings.disk_write_budget,
         shared=True,
         defer=defer,
         clock=clock,

@@ -49,6 +49,7 @@ HELP: Mapping[str, str] = {
     "host_bytes": "The host arena",
     "disk": "The disk tier's directory (without one, pages live as long as the daemon)",
     "disk_bytes": "Cap on everything under that directory",
+    "disk_write_budget": "Bytes of pages that may be written there a day (0: any number)",
     "page_bytes": "The size most pages will have: shares the disk out",
     "policy": f"Which page leaves a full tier next: {', '.join(POLICIES)}",
     "lease_s": "How long a lookup holds its pages",
@@ -77,6 +78,7 @@ class Settings:
     host_bytes: int = 8 * GIB
     disk: Path | None = None
     disk_bytes: int = 100 * GIB
+    disk_write_budget: int = 0
     page_bytes: int = 1 * MIB
     policy: str = DEFAULT_POLICY
     lease_s: float = 60.0
@@ -270,6 +272,7 @@ _PARSERS: Mapping[str, Callable[[object], object]] = {
     "host_bytes": _size,
     "disk": _path,
     "disk_bytes": _size,
+    "disk_write_budget": _size,
     "page_bytes": _size,
     "policy": _text,
     "lease_s": _number,
