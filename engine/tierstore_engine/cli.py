@@ -52,8 +52,8 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence")] = False,
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens computed per step")] = 1024,
     plan: Annotated[
-        str, typer.Option(help="Of a hit: load|both-ends|one-way (whichever is faster)|compute")
-    ] = "load",
+        str, typer.Option(help="Of a hit: both-ends|one-way (whichever is faster)|load|compute")
+    ] = "both-ends",
     device: Annotated[str, typer.Option(help="auto|cpu|cuda|cuda:N")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="float32|bfloat16|float16; default: the model's")] = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON document instead of text")] = False,
@@ -113,8 +113,8 @@ def serve(
     draft_tokens: Annotated[int, typer.Option(help="Drafted per step at most")] = 5,
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens computed per step")] = 1024,
     plan: Annotated[
-        str, typer.Option(help="Of a hit: load|both-ends|one-way (whichever is faster)|compute")
-    ] = "load",
+        str, typer.Option(help="Of a hit: both-ends|one-way (whichever is faster)|load|compute")
+    ] = "both-ends",
     max_sequences: Annotated[int, typer.Option(help="Computed at a time")] = 32,
     max_new_tokens: Annotated[int, typer.Option(help="Of one continuation at most")] = 4096,
     max_requests: Annotated[int, typer.Option(help="Worked on or waiting at a time; others get 429")] = 512,

@@ -23,7 +23,7 @@ class EngineSettings:
     prefill_chunk: int = 1024
     max_sequences: int = 32
     max_batch_tokens: int = 0
-    plan: str = "load"
+    plan: str = "both-ends"
     prefill_backend: str = "auto"
 
     def __post_init__(self) -> None:

@@ -67,7 +67,7 @@ def measure(settings: VllmBench, open_engine: OpenEngine, phases: Phases) -> Slo
                 hits.append(hit_tokens)
                 same.append(equal)
                 phase.update(len(pairs) / len(asks))
-        declined = with_it.metrics().get("vllm:tierstore_declined_tokens_total", 0.0)
+        declined = with_it.metrics().get("vllm:tierstore_declined_tokens", 0.0)
     return SlowDisk(
         bytes_per_s=settings.disk_bytes_per_s,
         prompt_tokens=settings.tokens,
