@@ -14,9 +14,6 @@ earlier life has reached with its batches. A follower that has listened to an ea
 asks. The first event of every life is ``AllBlocksCleared``. Pages of an earlier life are on disk all the
 same; they are told of when somebody first asks for them.
 
-A batch without events is sent after two seconds in which nothing happened. It has a number like any other, so
-a follower that came late, or missed the last batch, learns that it did.
-
 Events carry prompts in clear, tenants' too: they leave this machine only if somebody forwards them.
 """
 
@@ -52,7 +49,6 @@ _GATHER_S = 0.01  # pages come in bursts
 _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _STOPPED_S = 5.0
 _NUMBERS_S = 1 << 20  # sequence numbers for each second since 1970: no life uses them up
-_IDLE_S = 2.0  # then followers hear that there is nothing to hear
 
 
 class Event(msgspec.Struct, tag=True, omit_defaults=True):
@@ -164,7 +160,6 @@ class EventPublisher:
         self._batches = 0
         self._events = 0
         self._replays = 0
-        self._told_s = 0.0
         self._closing = threading.Event()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[Any] = zmq.Context()
@@ -226,11 +221,7 @@ class EventPublisher:
         try:
             self._send([AllBlocksCleared()])
             while not self._closing.is_set():
-                idle_s = time.monotonic() - self._told_s
-                if idle_s >= _IDLE_S:
-                    self._send([])
-                    continue
-                ready = dict(poller.poll((_IDLE_S - idle_s) * 1000 + 1))
+                ready = dict(poller.poll())
                 if self._wakeup in ready:
                     self._closing.wait(_GATHER_S)
                     self._tell()
@@ -258,7 +249,6 @@ class EventPublisher:
         self._out.send_multipart((self._topic, self._sequence.to_bytes(8, "big"), batch))
         self._sequence += 1
         self._batches += 1
-        self._told_s = time.monotonic()
         self._events += len(events)
 
     def _answer(self, replay: zmq.Socket[Any]) -> None:

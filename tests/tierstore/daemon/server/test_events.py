@@ -204,7 +204,7 @@ def test_what_was_missed_is_told_again_from_the_number_asked_for(running, follow
 
 def test_numbers_go_on_from_life_to_life(running, follow):
     first = follow(running)
-    first.listen(lambda: first.began is not None)
+    first.catch_up()
     running.stop()
     again = RunningDaemon(running.settings)
     try:
@@ -213,16 +213,6 @@ def test_numbers_go_on_from_life_to_life(running, follow):
         assert second.began > first.next
     finally:
         again.stop()
-
-
-def test_a_follower_that_comes_late_hears_of_it_though_nothing_happens(running, follow):
-    tokens = np.arange(64)
-    with connected(running) as store:
-        store.save(tokens, pages_of(tokens, SPEC)).wait(10)
-        store.flush(10)
-        running.wait_for(lambda stats: stats.events.events >= 3)
-    follower = follow(running)
-    follower.listen(lambda: len(follower.held["STORAGE"]) == 4)
 
 
 def test_pages_of_an_earlier_life_are_told_of_when_they_are_asked_for(running, follow):
