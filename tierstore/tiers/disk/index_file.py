@@ -150,8 +150,11 @@ class IndexFile:
         Raises :class:`DamagedIndexError` and :class:`OSError`.
         """
         with self._open():
-            tree = self._trees(self._meta()[1]).get(META)
+            trees = self._trees(self._meta()[1])
+            tree = trees.get(META)
             if tree is None or tree.root == _NO_ROOT:
+                if any(other.entries for other in trees.values()):
+                    raise _Damage("it has pages, and no tree that says of which store")
                 return None
             nodes = next(self._nodes(_as_numbers(tree.root), _LEAF))  # there are four keys
         for node in range(len(nodes.start)):

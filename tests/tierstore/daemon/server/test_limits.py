@@ -85,7 +85,7 @@ def test_pages_that_are_only_on_disk_are_known_up_to_a_limit(start, connect, mon
         found = client.lookup(prompt)
         assert found.tokens == len(prompt)
         client.tell(p.Release([found.lease]))
-    daemon.wait_for(lambda stats: stats.store.pages <= 300)
+    daemon.wait_for(lambda stats: stats.store.pages <= 300 and not stats.store.open_hits)
     daemon.check()
 
 
