@@ -71,7 +71,7 @@ def stored_format(path: Path) -> int | None:
     """
     if not path.exists() or path.stat().st_size == 0:
         return None
-    value = IndexFile(path).get_meta(FORMAT_KEY)
+    value = IndexFile(path).get_format()
     if value is not None and not value.isdigit():
         raise StoreUnavailableError(f"{path} was not written by tierstore: give another directory")
     return int(value) if value is not None else None
@@ -144,23 +144,22 @@ class IndexFile:
         self._used: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._payloads: list[tuple[_Numbers, _Numbers]] = []  # overflow pages of the trees: first, count
 
-    def get_meta(self, key: bytes) -> bytes | None:
-        """The value of a key in the tree ``meta``; None when there is none, or no such tree.
+    def get_format(self) -> bytes | None:
+        """What the tree ``meta`` says of the format; None in an index that nothing was written to yet.
 
         Raises :class:`DamagedIndexError` and :class:`OSError`.
         """
         with self._open():
             trees = self._trees(self._meta()[1])
-            tree = trees.get(META)
-            if tree is None or tree.root == _NO_ROOT:
-                if any(other.entries for other in trees.values()):
-                    raise _Damage("it has pages, and no tree that says of which store")
+            if not any(tree.entries for tree in trees.values()):
                 return None
-            nodes = next(self._nodes(_as_numbers(tree.root), _LEAF))  # there are four keys
-        for node in range(len(nodes.start)):
-            if nodes.key(node) == key:
-                return nodes.value(node)
-        return None
+            tree = trees.get(META)
+            if tree is not None and tree.root != _NO_ROOT:
+                nodes = next(self._nodes(_as_numbers(tree.root), _LEAF))  # there are four keys
+                for node in range(len(nodes.start)):
+                    if nodes.key(node) == FORMAT_KEY:
+                        return nodes.value(node)
+            raise _Damage("it has entries, and none that says of which format they are")
 
     def check(self) -> None:
         """Check everything that LMDB follows, but the payloads. Raises :class:`DamagedIndexError`, and

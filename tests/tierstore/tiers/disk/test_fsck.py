@@ -17,7 +17,7 @@ from tests.tierstore.tiers.disk.test_directory import fingerprint
 from tierstore.errors import StoreUnavailableError, UsageError
 from tierstore.tiers.disk import DiskTier
 from tierstore.tiers.disk.fsck import Category, fsck
-from tierstore.tiers.disk.records import TREES, link_of
+from tierstore.tiers.disk.records import FORMAT_KEY, META, TREES, link_of
 from tierstore.units import KIB, MIB
 
 OPTIONS = {"capacity_bytes": 64 * MIB, "page_bytes": 64 * KIB}
@@ -408,6 +408,19 @@ def test_a_broken_tree_is_set_aside_with_all_its_pages(shelf):
     shelf.save(SIZES, chained=True)
     shelf.verify()
     shelf.close()
+
+
+def test_pages_of_no_format_are_damage_and_not_an_unfinished_store(shelf):
+    """LMDB opens such an index, so nothing but the missing key tells."""
+    edit(shelf, META, FORMAT_KEY, None)
+    with pytest.raises(StoreUnavailableError, match=r"is damaged .* of which format .*fsck --repair"):
+        Shelf(shelf.path, **OPTIONS)
+    report = fsck(shelf.path)
+    assert kinds(report) == {"damaged": {"index": 1}}
+    assert report.good_pages == 0
+    assert fsck(shelf.path, repair=True).clean
+    assert fsck(shelf.path).clean
+    Shelf(shelf.path, **OPTIONS).close()
 
 
 def test_a_file_that_is_no_index_is_not_set_aside_where_no_store_was(path):
