@@ -6,9 +6,12 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,12 +101,11 @@ def ask(
     return [Answer(**each) for each in json.loads(lines[0].removeprefix(_RESULT))]
 
 
-def _main(options: dict[str, Any]) -> None:
-    import sglang
-
-    arguments: dict[str, Any] = {
-        "model_path": options["model"],
-        "tp_size": options["ranks"],
+def arguments(model: pathlib.Path | str, ranks: int = 1) -> dict[str, Any]:
+    """SGLang's, for a small model on a CPU."""
+    return {
+        "model_path": str(model),
+        "tp_size": ranks,
         "device": "cpu",
         "dtype": "bfloat16",
         "attention_backend": "torch_native",
@@ -118,41 +120,123 @@ def _main(options: dict[str, Any]) -> None:
         "random_seed": 1,
         "log_level": "warning",
     }
+
+
+HIERARCHICAL: dict[str, Any] = {
+    "enable_hierarchical_cache": True,
+    "hicache_ratio": 2.0,
+    "hicache_io_backend": "direct",
+    "hicache_mem_layout": "page_first_direct",
+    "hicache_write_policy": "write_through",
+    "hicache_storage_prefetch_policy": "wait_complete",
+}
+
+
+def storage(store: str) -> dict[str, str]:
+    """What names our storage to SGLang."""
+    settings = {
+        "backend_name": "tierstore",
+        "module_path": "tierstore_connectors.sglang.backend",
+        "class_name": "TierStoreHiCache",
+        "interface_v1": 1,
+        "prefetch_threshold": 16,
+        "store": store,
+    }
+    return {
+        "hicache_storage_backend": "dynamic",
+        "hicache_storage_backend_extra_config": json.dumps(settings),
+    }
+
+
+class Server:
+    """``python -m sglang.launch_server``, with a hierarchical cache and no storage."""
+
+    def __init__(self, model: pathlib.Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self._url = f"http://127.0.0.1:{port}"
+        self._key = "secret"
+        told = {**arguments(model), **HIERARCHICAL, "port": port, "admin_api_key": self._key}
+        command = [sys.executable, "-m", "sglang.launch_server"]
+        for name, value in told.items():
+            command.append("--" + name.replace("_", "-"))
+            command += [] if value is True else [str(value)]
+        environment = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0"}
+        self._process = subprocess.Popen(command, env=environment, start_new_session=True)
+
+    def __enter__(self) -> Server:
+        until = time.monotonic() + _START_S
+        while True:
+            try:
+                self._ask("GET", "/health", None)
+            except OSError:
+                assert self._process.poll() is None, "SGLang's server has ended"
+                assert time.monotonic() < until, "SGLang's server does not answer"
+                time.sleep(0.5)
+            else:
+                return self
+
+    def __exit__(self, *_: object) -> None:
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def attach(self, store: str) -> None:
+        named = storage(store)
+        named["hicache_storage_backend_extra_config_json"] = named.pop("hicache_storage_backend_extra_config")
+        self._ask("PUT", "/hicache/storage-backend", named)
+
+    def detach(self) -> None:
+        self._ask("DELETE", "/hicache/storage-backend", None)
+
+    def flush(self) -> None:
+        """Have SGLang forget what is in its own memory."""
+        self._ask("POST", "/flush_cache", None)
+
+    def generate(self, tokens: int) -> tuple[list[int], int]:
+        """The answer, and how many of the prompt's tokens came from the storage."""
+        answer = json.loads(self._ask("POST", "/generate", _question(tokens)))
+        return answer["output_ids"], (answer["meta_info"].get("cached_tokens_details") or {}).get(
+            "storage", 0
+        )
+
+    def _ask(self, method: str, path: str, body: object) -> bytes:
+        headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
+        data = json.dumps(body).encode() if body is not None else None
+        request = urllib.request.Request(self._url + path, data, headers, method=method)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            said: bytes = answer.read()
+        return said
+
+
+def _question(tokens: int) -> dict[str, Any]:
+    return {
+        "input_ids": [5 + 7 * at % 500 for at in range(tokens)],
+        "sampling_params": {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True},
+    }
+
+
+def _from_storage(answer: dict[str, Any]) -> int:
+    return int((answer["meta_info"].get("cached_tokens_details") or {}).get("storage", 0))
+
+
+def _main(options: dict[str, Any]) -> None:
+    import sglang
+
+    told = arguments(options["model"], options["ranks"])
     if options["store"] is not None:
-        settings = {
-            "backend_name": "tierstore",
-            "module_path": "tierstore_connectors.sglang.backend",
-            "class_name": "TierStoreHiCache",
-            "interface_v1": 1,
-            "prefetch_threshold": 16,
-            "store": options["store"],
-        }
-        arguments |= {
-            "enable_hierarchical_cache": True,
-            "hicache_ratio": 2.0,
-            "hicache_io_backend": "direct",
-            "hicache_mem_layout": "page_first_direct",
-            "hicache_write_policy": "write_through",
-            "hicache_storage_backend": "dynamic",
-            "hicache_storage_prefetch_policy": "wait_complete",
-            "hicache_storage_backend_extra_config": json.dumps(settings),
-        }
-    engine = sglang.Engine(**(arguments | options["extra"]))
-    prompt = [5 + 7 * at % 500 for at in range(options["tokens"])]
+        told |= HIERARCHICAL | storage(options["store"])
+    engine = sglang.Engine(**(told | options["extra"]))
     answers = []
     for _ in range(2):
         began = time.monotonic()
-        answer = engine.generate(
-            input_ids=prompt,
-            return_logprob=True,
-            sampling_params={"temperature": 0, "max_new_tokens": 8, "ignore_eos": True},
-        )
+        answer = engine.generate(**_question(options["tokens"]), return_logprob=True)
         about = answer["meta_info"]
         answers.append(
             {
                 "tokens": answer["output_ids"],
                 "logprobs": [round(each[0], 6) for each in about["output_token_logprobs"]],
-                "stored": (about.get("cached_tokens_details") or {}).get("storage", 0),
+                "stored": _from_storage(answer),
                 "seconds": time.monotonic() - began,
             }
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sglang.engine import ask
+from tests.sglang.engine import Server, ask
 
 pytestmark = pytest.mark.timeout(1500)  # an engine starts in 10 s on an idle machine
 
@@ -63,3 +63,18 @@ def test_two_ranks_and_staging_only(model, daemon):
 
 def test_an_engine_without_its_daemon_computes(model, tmp_path, without):
     assert same(ask(model, f"ipc://{tmp_path}/nobody"), without)
+
+
+def test_a_server_attaches_and_detaches_the_storage_while_it_runs(model, daemon, without):
+    expected = without[0].tokens
+    with Server(model) as server:
+        assert server.generate(200) == (expected, 0)
+        server.flush()
+        server.attach(daemon.url)
+        assert server.generate(200) == (expected, 0)  # computed, and saved
+        server.detach()
+        server.flush()
+        assert server.generate(200) == (expected, 0)  # no storage, nothing comes
+        server.flush()
+        server.attach(daemon.url)
+        assert server.generate(200) == (expected, 192)
