@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 
 from tierstore_engine.attention.base import Attention, BatchLayout
 from tierstore_engine.config import ModelConfig
@@ -25,6 +25,7 @@ class Model:
         self.device = device
         self._weights = weights
         self._attention = attention
+        self._pointwise = attention.pointwise(config)
         self._rope = Rope(config.rope, config.head_dim, device=device)
 
     def compute(self, step: Step) -> torch.Tensor:
@@ -51,19 +52,27 @@ class Model:
         return self._logits(step, partial.hidden) if layers.stop == self.config.layers else None
 
     def _through(self, step: StepInput, hidden: torch.Tensor, layers: range) -> torch.Tensor:
+        if not layers:
+            return hidden
+        pointwise, weights = self._pointwise, self._weights.layers
         rotations = self._rope.rotations(step.positions, hidden.dtype)
+        normed = pointwise.norm(hidden, weights[layers.start].input_norm)
         for index in layers:
-            layer = self._weights.layers[index]
+            layer = weights[index]
             step.arrivals.wait(index)
-            attended = self._attend(
-                index, layer, self._norm(hidden, layer.input_norm), rotations, step.layout
+            attended = self._attend(index, layer, normed, rotations, step.layout)
+            hidden, normed = pointwise.add_norm(
+                hidden, linear(attended, layer.o, layer.o_bias), layer.mlp_norm
             )
-            hidden = hidden + linear(attended, layer.o, layer.o_bias)
-            hidden = hidden + self._mlp(layer, self._norm(hidden, layer.mlp_norm))
+            gated = pointwise.silu_mul(linear(normed, layer.gate_up, layer.gate_up_bias))
+            produced = linear(gated, layer.down, layer.down_bias)
+            if index + 1 == layers.stop:  # whose norm comes next is not known here, nor of which rows
+                return hidden + produced
+            hidden, normed = pointwise.add_norm(hidden, produced, weights[index + 1].input_norm)
         return hidden
 
     def _logits(self, step: StepInput, hidden: torch.Tensor) -> torch.Tensor:
-        last = self._norm(hidden[step.logit_rows], self._weights.norm)
+        last = self._pointwise.norm(hidden[step.logit_rows], self._weights.norm)
         return linear(last, self._weights.head).float()
 
     def _attend(
@@ -80,16 +89,7 @@ class Model:
         projected = projected.view(len(hidden), sum(heads), config.head_dim)
         queries, keys, values = torch.split(projected, list(heads), dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            queries, keys = self._norm(queries, layer.q_norm), self._norm(keys, layer.k_norm)
+            norm = self._pointwise.norm
+            queries, keys = norm(queries, layer.q_norm), norm(keys, layer.k_norm)
         queries = self._attention.rotate_and_write(index, (queries, keys, values), rotations, layout)
         return self._attention.attend(index, queries, layout).view(len(hidden), -1)
-
-    def _mlp(self, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:
-        gate, up = linear(hidden, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        return linear(silu(gate) * up, layer.down, layer.down_bias)
-
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """RMSNorm over the last dimension, its mean square in float32."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.config.norm_eps)
-        return weight * wide.to(x.dtype)

@@ -87,7 +87,7 @@ def test_tiny_engine_beside_the_cpu_backend(dtype: str) -> None:
         theirs = np.concatenate(logits_of(engine_over(model, CpuAttention), begun, ONE_TOKEN))
         assert np.abs(answer.logits - theirs).max() / theirs.std() < bound
     kinds = {name.split("<")[0] for name in launcher.launches}
-    assert kinds == {"rope_write", "prefill", "decode_simt", "combine_splits"}
+    assert kinds == {"rope_write", "prefill", "decode_simt", "combine_splits", "add_norm", "silu_mul"}
 
 
 @pytest.mark.parametrize("name", ["llama3", "mistral-windowed", "llama-linear-mqa-biased"])

@@ -20,6 +20,7 @@ from tierstore.tiers.hbm import PagePool
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.errors import ModelError
 from tierstore_engine.moving import to_device
+from tierstore_engine.pointwise import Pointwise
 from tierstore_engine.rope import rotate
 
 
@@ -61,6 +62,10 @@ class BatchLayout:
 
 class Attention(ABC):
     """Paged attention on one device. A layer is first written and then attended to, once per step."""
+
+    def pointwise(self, config: ModelConfig) -> Pointwise:
+        """What goes with it on this device."""
+        return Pointwise(config.norm_eps)
 
     @abstractmethod
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: BatchLayout) -> None:

@@ -29,10 +29,12 @@ from tierstore_engine.kernels.operations import (
     AttentionKernels,
     ChunkSplits,
     LayerPages,
+    PointwiseKernels,
     Sequences,
     Slots,
 )
 from tierstore_engine.moving import to_device
+from tierstore_engine.pointwise import Pointwise
 
 _MOST_PARTS = 1 << 17
 """Of one launch, each of one query head: 64 MiB where head_dim is 128. One chunk has a quarter at most."""
@@ -61,6 +63,7 @@ class CudaAttention(Attention):
         self, pages: torch.Tensor, config: ModelConfig, launcher: Launcher, *, chunk_tokens: int
     ) -> None:
         self.chunk_tokens = chunk_tokens
+        self._launcher = launcher
         self._kernels = AttentionKernels(
             launcher,
             dtype=config.dtype,
@@ -85,6 +88,9 @@ class CudaAttention(Attention):
         ]
         self._step: _Step | None = None
         self._fixed: dict[int, _Step] = {}
+
+    def pointwise(self, config: ModelConfig) -> Pointwise:
+        return PointwiseKernels(self._launcher, dtype=config.dtype, epsilon=config.norm_eps)
 
     def fix(self, slots: Slots, decoding: Sequences) -> BatchLayout:
         """A batch of decoding sequences that is these tensors: what they hold when it is computed counts. Its

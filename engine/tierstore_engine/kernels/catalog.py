@@ -56,6 +56,25 @@ class KernelSet:
 
 PAGE_COPY = Instance("page_copy.cu", "page_copy", 512)
 
+_POINTWISE_THREADS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class PointwiseSet:
+    """The kernels of a decoder outside of its products and its attention."""
+
+    add_norm: Instance
+    silu_mul: Instance
+
+
+def pointwise_set(dtype: str) -> PointwiseSet:
+    """``dtype`` is one of ``KERNEL_DTYPES``."""
+    arguments = f"<{_C_TYPES[dtype]}, {_POINTWISE_THREADS}>"
+    return PointwiseSet(
+        Instance("pointwise.cu", f"add_norm{arguments}", _POINTWISE_THREADS, _POINTWISE_THREADS // 32 * 4),
+        Instance("pointwise.cu", f"silu_mul{arguments}", _POINTWISE_THREADS),
+    )
+
 
 def kernel_set(*, dtype: str, head_dim: int, group: int, page_tokens: int) -> KernelSet:
     """The kernels for pages of ``page_tokens`` tokens and ``group`` query heads per KV head.

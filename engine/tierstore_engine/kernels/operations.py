@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tierstore_engine.kernels.catalog import PAGE_COPY, kernel_set
+from tierstore_engine.kernels.catalog import PAGE_COPY, kernel_set, pointwise_set
 from tierstore_engine.kernels.launcher import Launcher
+from tierstore_engine.pointwise import Pointwise
 
+_VECTOR = 8  # numbers in what a thread reads at once
 _COPY_BLOCKS = 16  # enough to fill PCIe; more would take SMs from whoever computes
 
 
@@ -253,6 +255,58 @@ class AttentionKernels:
         """Merge attention over two disjoint parts of the keys, each an output ``[tokens, heads, head_dim]``
         and its LSE ``[tokens, heads]``. ``out`` may be one of the inputs, ``lse`` may not."""
         self._merge((first[1].numel(),), (*first, *second, out, lse))
+
+
+class PointwiseKernels(Pointwise):
+    """Sums with their norms, and gates, in one launch each. Torch's way go rows whose width is no multiple
+    of 8, that are not contiguous, or of which there are none. ``dtype`` is ``float16`` or ``bfloat16``."""
+
+    def __init__(self, launcher: Launcher, *, dtype: str, epsilon: float) -> None:
+        super().__init__(epsilon)
+        kernels = pointwise_set(dtype)
+        self._add_norm = launcher.load(kernels.add_norm)
+        self._silu_mul = launcher.load(kernels.silu_mul)
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if not _fits(x, x.shape[-1]):
+            return super().norm(x, weight)
+        normed = torch.empty_like(x)
+        self._launch(x, None, weight, None, normed)
+        return normed
+
+    def add_norm(
+        self, hidden: torch.Tensor, added: torch.Tensor, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not (_fits(hidden, hidden.shape[-1]) and added.is_contiguous()):
+            return super().add_norm(hidden, added, weight)
+        total, normed = torch.empty_like(hidden), torch.empty_like(hidden)
+        self._launch(hidden, added, weight, total, normed)
+        return total, normed
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        width = gate_up.shape[-1] // 2
+        if not _fits(gate_up, width):
+            return super().silu_mul(gate_up)
+        out = gate_up.new_empty(*gate_up.shape[:-1], width)
+        self._silu_mul((out.numel() // width,), (gate_up, out, np.int32(width)))
+        return out
+
+    def _launch(
+        self,
+        hidden: torch.Tensor,
+        added: torch.Tensor | None,
+        weight: torch.Tensor,
+        total: torch.Tensor | None,
+        normed: torch.Tensor,
+    ) -> None:
+        width = hidden.shape[-1]
+        numbers = (np.int32(width), np.float32(self.epsilon))
+        self._add_norm((hidden.numel() // width,), (hidden, added, weight, total, normed, *numbers))
+
+
+def _fits(rows: torch.Tensor, width: int) -> bool:
+    """Whether a kernel takes ``rows``, of each of which a block works on ``width`` numbers at a time."""
+    return width % _VECTOR == 0 and rows.is_contiguous() and rows.numel() > 0
 
 
 class PageCopy:

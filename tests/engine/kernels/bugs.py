@@ -236,6 +236,46 @@ DECODE_SIMT = [
     ),
 ]
 
+POINTWISE = [
+    Bug("sums read before they are there", "pointwise.cu", "  __syncthreads();\n", ""),
+    Bug(
+        "squares of half a warp",
+        "pointwise.cu",
+        "other < 32; other *= 2) squares",
+        "other < 16; other *= 2) squares",
+    ),
+    Bug(
+        "squares of the first warp",
+        "pointwise.cu",
+        "sum += of_warps[warp]",
+        "sum += warp ? 0.f : of_warps[warp]",
+    ),
+    Bug("mean over vectors", "pointwise.cu", "sum / width + epsilon", "sum / (width / 8) + epsilon"),
+    Bug("epsilon forgotten", "pointwise.cu", "sum / width + epsilon", "sum / width"),
+    Bug("sum not rounded before its square", "pointwise.cu", "      widen8<T>(mine, rounded);\n", ""),
+    Bug(
+        "norm of what was there before",
+        "pointwise.cu",
+        "added != nullptr ? total : hidden;  //",
+        "hidden;  //",
+    ),
+    Bug("weights of the row", "pointwise.cu", "vector(weight, i)", "vector(weight, row + i)"),
+    Bug(
+        "gates and ups swapped",
+        "pointwise.cu",
+        "widen8<T>(ups, *reinterpret_cast<const uint4*>(gate + width + i))",
+        "widen8<T>(ups, *reinterpret_cast<const uint4*>(gate + i))",
+    ),
+    Bug("gate the wrong way round", "pointwise.cu", "exp2_approx(-gates[k]", "exp2_approx(gates[k]"),
+    Bug(
+        "once around is enough",
+        "pointwise.cu",
+        "i < width; i += THREADS * 8",
+        "i < width && i < THREADS * 8; i += THREADS * 8",
+        times=3,
+    ),
+]
+
 SPLITS = [
     Bug("token not within its page", "paged.cuh", "(token % PAGE) * HEAD_DIM", "0"),
     Bug("splits overlap", "split.cuh", "min(end * PAGE, length)", "min(end * PAGE + 1, length)"),
@@ -263,5 +303,6 @@ RACES = (
     "warp barrier missing",
     "states overwrite the rings",
     "states read before they are there",
+    "sums read before they are there",
 )
 """Those of which ThreadSanitizer must say that they are races."""

@@ -18,7 +18,10 @@ from tests.engine.kernels.attention import Executed, one_token_each
 from tests.engine.kernels.executor import HostModule
 from tests.engine.kernels.executor.launcher import ExecutorLauncher
 from tests.engine.kernels.problem import Problem, Shape, guarded_tensor, int32
-from tierstore_engine.kernels.operations import PageCopy, Slots
+from tierstore_connectors.vllm import pieces
+from tierstore_engine.kernels import KERNEL_DIR
+from tierstore_engine.kernels.catalog import Instance
+from tierstore_engine.kernels.operations import PageCopy, PointwiseKernels, Slots
 
 SHAPES = {
     "plain": Shape(heads=2, kv_heads=1),
@@ -67,6 +70,29 @@ def copy(shape: Shape, folder: Path) -> None:
     )
 
 
+def pointwise(shape: Shape, folder: Path) -> None:
+    launcher = ExecutorLauncher(folder=folder, races=True)
+    kernels = PointwiseKernels(launcher, dtype=shape.dtype, epsilon=1e-5)
+    rows, weight = torch.ones(2, 2 * 264, dtype=shape.torch_dtype), torch.ones(528, dtype=shape.torch_dtype)
+    kernels.add_norm(rows, rows, weight)
+    kernels.silu_mul(rows)
+
+
+def blocks(shape: Shape, folder: Path) -> None:
+    """The vLLM connector's, which lies elsewhere."""
+    source = pieces.SOURCE if folder == KERNEL_DIR else folder / pieces.SOURCE.name
+    kernel = ExecutorLauncher(1, folder=source.parent, races=True).load(
+        Instance(source.name, pieces.KERNEL, pieces.THREADS)
+    )
+    memory = torch.zeros(2, 8, 16 * shape.head_dim, dtype=torch.uint8)
+    run = memory.shape[2]
+    planes = torch.tensor([[part.data_ptr(), run, run, at * 3 * run] for at, part in enumerate(memory)])
+    page = torch.zeros(2 * 3 * run, dtype=torch.uint8)
+    for into_page in (1, 0):
+        numbers = (np.int32(len(memory)), np.int32(3), np.int32(into_page))
+        kernel((2,), (planes, int32([5, 0, 2]), page, *numbers))
+
+
 def fault(name: str) -> None:
     """One of faults.cu, by 128 threads."""
     reversed_numbers = np.zeros(128, np.float32)
@@ -80,6 +106,8 @@ KERNELS: Mapping[str, Callable[[Shape, Path], None]] = {
     "write": write,
     "merge": merge,
     "copy": copy,
+    "pointwise": pointwise,
+    "blocks": blocks,
 }
 
 if __name__ == "__main__":

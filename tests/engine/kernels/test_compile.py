@@ -18,7 +18,14 @@ import xxhash
 
 from tests.engine.kernels.executor.toolchain import cache_dir
 from tierstore_engine.kernels import KERNEL_DIR
-from tierstore_engine.kernels.catalog import ARCHITECTURES, HEAD_DIMS, PAGE_COPY, Instance, kernel_set
+from tierstore_engine.kernels.catalog import (
+    ARCHITECTURES,
+    HEAD_DIMS,
+    PAGE_COPY,
+    Instance,
+    kernel_set,
+    pointwise_set,
+)
 from tierstore_engine.kernels.cubins import source_digest
 from tierstore_engine.kernels.errors import KernelError
 from tierstore_engine.kernels.nvrtc import Nvrtc
@@ -38,6 +45,7 @@ CEILINGS = {
     "prefill": (152, 168, 240, 232, WIDEST, WIDEST),
 }
 PAGE_COPY_CEILING = 48
+POINTWISE_CEILING = 48
 BLACKWELL = ("sm_100", "sm_120")
 BLOCK_BYTES = 99 * 1024  # of shared memory on sm_86 and sm_89, the smallest
 
@@ -74,6 +82,9 @@ def compiler_of(newest: int | None) -> Nvrtc:
 def instances(dtype: str, head_dims: Sequence[int] = HEAD_DIMS) -> Iterator[tuple[Instance, int]]:
     """Every kernel for ``dtype``, with its register ceiling."""
     yield PAGE_COPY, PAGE_COPY_CEILING
+    pointwise = pointwise_set(dtype)
+    yield pointwise.add_norm, POINTWISE_CEILING
+    yield pointwise.silu_mul, POINTWISE_CEILING
     for head_dim in head_dims:
         kernels = {}
         for group in (1, 2, 16):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
+import torch
 
 from tests.engine.kernels import bugs
 from tests.engine.kernels.attention import Executed, one_token_each
@@ -18,9 +19,12 @@ from tests.engine.kernels.device import ABOUT_THE_EXECUTOR
 from tests.engine.kernels.executor import SCHEDULES, ExecutionError
 from tests.engine.kernels.executor.build import build_library
 from tests.engine.kernels.executor.launcher import ExecutorLauncher
-from tests.engine.kernels.problem import Problem, Shape
+from tests.engine.kernels.problem import Problem, Shape, guarded_tensor
+from tests.engine.kernels.test_pointwise import EPSILON, check
 from tierstore_engine.kernels import KERNEL_DIR
-from tierstore_engine.kernels.catalog import Instance, kernel_set
+from tierstore_engine.kernels.catalog import Instance, kernel_set, pointwise_set
+from tierstore_engine.kernels.operations import PointwiseKernels
+from tierstore_engine.pointwise import Pointwise
 
 pytestmark = ABOUT_THE_EXECUTOR
 
@@ -70,6 +74,9 @@ def build_planted(bug: Bug, folder: Path) -> None:
 
 
 def launched_by(bug: Bug) -> list[Instance]:
+    if bug in bugs.POINTWISE:
+        found_pointwise = pointwise_set("float16")
+        return [found_pointwise.add_norm, found_pointwise.silu_mul]
     prefilling = bug in bugs.PREFILL + bugs.SPLIT_PREFILL + bugs.TILES + bugs.PAGES
     group = PREFILL_GROUP if prefilling else SIMT_GROUP if bug in bugs.DECODE_SIMT else MMA_GROUP
     shape = Shape()
@@ -103,6 +110,26 @@ def assert_decode_caught(kernels: Path, group: int) -> None:
     pytest.fail("not caught")
 
 
+def assert_pointwise_caught(kernels: Path) -> None:
+    launcher = ExecutorLauncher(folder=kernels)
+    own, right = PointwiseKernels(launcher, dtype="float16", epsilon=EPSILON), Pointwise(EPSILON)
+    for width in (264, 4104):
+        hidden, added, both = (
+            guarded_tensor(torch.rand(2, each).half() / 64) for each in (width, width, 2 * width)
+        )
+        weight = guarded_tensor(torch.rand(width).half())
+        for launcher.seed in SCHEDULES:
+            try:
+                totals, normed = own.add_norm(hidden, added, weight)
+                right_totals, right_normed = right.add_norm(hidden, added, weight)
+                assert torch.equal(totals, right_totals)
+                check(normed, right_normed)
+                check(own.silu_mul(both), right.silu_mul(both), apart=2)
+            except (AssertionError, ExecutionError):
+                return
+    pytest.fail("not caught")
+
+
 def named(found: list[Bug]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("bug", found, ids=lambda bug: f"{bug.file}: {bug.name}")
 
@@ -131,7 +158,15 @@ def test_decode_on_cuda_cores(bug: Bug, tmp_path: Path, builds: Builds) -> None:
     assert_decode_caught(planted(bug, tmp_path), group=SIMT_GROUP)
 
 
+@named(bugs.POINTWISE)
+def test_pointwise(bug: Bug, tmp_path: Path, builds: Builds) -> None:
+    builds[bug].result()
+    assert_pointwise_caught(planted(bug, tmp_path))
+
+
 def test_without_a_bug_nothing_is_caught() -> None:
+    with pytest.raises(pytest.fail.Exception):
+        assert_pointwise_caught(KERNEL_DIR)
     with pytest.raises(pytest.fail.Exception):
         assert_prefill_caught(KERNEL_DIR)
     with pytest.raises(pytest.fail.Exception):

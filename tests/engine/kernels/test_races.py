@@ -18,10 +18,12 @@ from tests.engine.kernels.device import ABOUT_THE_EXECUTOR
 from tests.engine.kernels.executor.toolchain import compiler
 from tests.engine.kernels.races import SHAPES
 from tests.engine.kernels.test_planted_bugs import planted
+from tierstore_connectors.vllm import pieces
 from tierstore_engine.kernels import KERNEL_DIR
-from tierstore_engine.kernels.catalog import PAGE_COPY, Instance, kernel_set
+from tierstore_engine.kernels.catalog import PAGE_COPY, Instance, kernel_set, pointwise_set
 
 FOUND = 66
+COPY_BLOCKS = Instance(pieces.SOURCE.name, pieces.KERNEL, pieces.THREADS)
 
 pytestmark = [*ABOUT_THE_EXECUTOR, pytest.mark.usefixtures("tsan")]
 
@@ -59,8 +61,14 @@ def under_tsan(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 # Two shapes of each kernel. Which of the decode kernels it is goes by the heads per KV head.
 JOBS = {
-    "first": ("prefill:plain", "decode:plain", "decode:other", "write:plain", "merge:plain", "copy:plain"),
-    "second": ("prefill:other", "decode:single", "decode:wide", "write:other", "merge:other", "copy:other"),
+    "first": (
+        *("prefill:plain", "decode:plain", "decode:other", "write:plain", "merge:plain", "copy:plain"),
+        *("pointwise:plain", "blocks:plain"),
+    ),
+    "second": (
+        *("prefill:other", "decode:single", "decode:wide", "write:other", "merge:other", "copy:other"),
+        *("pointwise:other", "blocks:other"),
+    ),
 }
 
 
@@ -76,18 +84,21 @@ def test_both_shapes_of_every_kernel_are_raced() -> None:
         {instance for job in jobs for instance in launched_by(*job.split(":"))} for jobs in JOBS.values()
     ]
     names = [{instance.name.split("<")[0] for instance in instances} for instances in launched]
-    kernels = re.findall(
-        r"__launch_bounds__\([^)]*\)\s+(\w+)\(", "".join(f.read_text() for f in KERNEL_DIR.glob("*.cu"))
-    )
+    sources = [*KERNEL_DIR.glob("*.cu"), pieces.SOURCE]
+    kernels = re.findall(r"__launch_bounds__\([^)]*\)\s+(\w+)\(", "".join(f.read_text() for f in sources))
     assert names == [set(kernels)] * 2
-    assert launched[0] & launched[1] == {PAGE_COPY}  # which has no template arguments: other fragments
+    # These have no template arguments: other fragments.
+    assert launched[0] & launched[1] == {PAGE_COPY, COPY_BLOCKS}
 
 
 def launched_by(job: str, shape: str) -> list[Instance]:
     """The kernels of one job of races.py."""
-    if job == "copy":
-        return [PAGE_COPY]
+    if job in ("copy", "blocks"):
+        return [PAGE_COPY if job == "copy" else COPY_BLOCKS]
     of = SHAPES[shape]
+    if job == "pointwise":
+        decoding = pointwise_set(of.dtype)
+        return [decoding.add_norm, decoding.silu_mul]
     found = kernel_set(
         dtype=of.dtype, head_dim=of.head_dim, group=of.heads // of.kv_heads, page_tokens=of.page_tokens
     )
@@ -109,9 +120,14 @@ def test_races_are_found() -> None:
     assert "data race" in second, second[-8000:]
 
 
-RACES = [(bug, "prefill:plain") for bug in bugs.PREFILL if bug.name in bugs.RACES] + [
+RACES = [
     (bug, job)
-    for found, job in ((bugs.DECODE_MMA, "decode:other"), (bugs.DECODE_SIMT, "decode:plain"))
+    for found, job in (
+        (bugs.PREFILL, "prefill:plain"),
+        (bugs.DECODE_MMA, "decode:other"),
+        (bugs.DECODE_SIMT, "decode:plain"),
+        (bugs.POINTWISE, "pointwise:plain"),
+    )
     for bug in found
     if bug.name in bugs.RACES
 ]
