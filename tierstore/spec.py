@@ -47,11 +47,14 @@ class LayerKind(str, enum.Enum):
 
     FULL_ATTENTION = "full_attention"  # K and V of every token (MHA, GQA, MQA)
     SLIDING_WINDOW = "sliding_window"  # K and V, of which only the last `window` tokens are read
+    CHUNKED_ATTENTION = "chunked_attention"  # K and V, read within chunks of `window` tokens
     MLA_LATENT = "mla_latent"  # one latent vector per token instead of K and V
     RECURRENT_STATE = "recurrent_state"  # a state of fixed size, valid at a chunk's end
     OPAQUE = "opaque"  # whatever another engine keeps: bytes in that engine's own order
 
 
+_KEYS_AND_VALUES = (LayerKind.FULL_ATTENTION, LayerKind.SLIDING_WINDOW, LayerKind.CHUNKED_ATTENTION)
+_WINDOWED = (LayerKind.SLIDING_WINDOW, LayerKind.CHUNKED_ATTENTION)
 _STATES = (LayerKind.RECURRENT_STATE, LayerKind.OPAQUE)  # so many bytes, and no tiles
 
 
@@ -73,8 +76,8 @@ class LayerGroup:
 
     ``layers`` are indices into the model's layers, ascending. ``head_dim`` is the width of one vector:
     of a head's K or V, or of the latent (with its RoPE part) for MLA. ``window`` is in tokens and only for
-    sliding windows; ``state_bytes`` is per layer and only for recurrent state, which has no tokens, and for
-    opaque pages.
+    sliding windows and attention chunks; ``state_bytes`` is per layer and only for recurrent state, which has
+    no tokens, and for opaque pages.
     """
 
     kind: LayerKind
@@ -87,7 +90,7 @@ class LayerGroup:
     @property
     def planes(self) -> int:
         """2 where K and V are kept apart, 1 for a latent or a state."""
-        return 2 if self.kind in (LayerKind.FULL_ATTENTION, LayerKind.SLIDING_WINDOW) else 1
+        return 2 if self.kind in _KEYS_AND_VALUES else 1
 
 
 @dataclass(frozen=True)
@@ -303,8 +306,8 @@ def _check_group(group: LayerGroup) -> None:
         raise SpecError(
             f"kv_heads and head_dim must be at least 1, not {group.kv_heads} and {group.head_dim}"
         )
-    if (group.window is not None) != (group.kind is LayerKind.SLIDING_WINDOW):
-        raise SpecError("a window belongs to a sliding-window layer group, and to no other")
+    if (group.window is not None) != (group.kind in _WINDOWED):
+        raise SpecError("a window belongs to a sliding-window or chunked layer group, and to no other")
 
 
 def _positive(config: Mapping[str, Any], field: str) -> int:

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierstore.errors import UsageError
+from tierstore.groups import GroupRule, Past, longest_hit, page_ranges
+from tierstore.spec import LayerGroup, LayerKind
+
+CHUNK = 4
+PAGES = 12
+
+
+def attended(rule: GroupRule, token: int) -> set[int]:
+    """The tokens before ``token`` that it looks at, said in the words of attention masks."""
+    if rule.past is Past.ALL:
+        return set(range(token))
+    if rule.past is Past.WINDOW:
+        return {each for each in range(token) if token - each <= rule.tokens}
+    return {each for each in range(token) if each // rule.tokens == token // rule.tokens}
+
+
+class KeepsEverything:
+    """The tokens, and the snapshots, that are held of one group of a prompt."""
+
+    def __init__(self, rule: GroupRule, pages: set[int], tail: int) -> None:
+        self.rule = rule
+        tokens = {page * CHUNK + at for page in pages for at in range(CHUNK)}
+        if rule.past is not Past.STATE:
+            tokens |= set(range(PAGES * CHUNK, PAGES * CHUNK + tail))
+        self.tokens = tokens
+        self.snapshots = {(page + 1) * CHUNK for page in pages} | {0}
+
+    def ranges(self, pages: set[int], tail: int) -> list[range]:
+        held = page_ranges(list(pages), CHUNK)
+        if tail and self.rule.past is not Past.STATE:
+            held.append(range(PAGES * CHUNK, PAGES * CHUNK + tail))
+        return held
+
+    def serves(self, length: int) -> bool:
+        if self.rule.past is Past.STATE:
+            return length in self.snapshots
+        return attended(self.rule, length) <= self.tokens
+
+
+RULES = st.one_of(
+    st.just(GroupRule.all()),
+    st.builds(GroupRule.window, st.integers(0, 20)),
+    st.builds(GroupRule.chunked, st.integers(1, 20)),
+    st.just(GroupRule.state()),
+)
+
+
+@st.composite
+def evictions(draw: st.DrawFn) -> set[int]:
+    """The pages of a group that are left, after some were saved and some of those evicted."""
+    saved = set(range(draw(st.integers(0, PAGES))))
+    return saved - draw(st.sets(st.integers(0, PAGES - 1), max_size=4)) | draw(
+        st.sets(st.integers(0, PAGES - 1), max_size=3)
+    )
+
+
+@given(
+    st.lists(st.tuples(RULES, evictions()), min_size=1, max_size=4),
+    st.integers(0, CHUNK - 1),
+    st.integers(0, PAGES * CHUNK + CHUNK),
+    st.sampled_from([1, CHUNK]),
+)
+def test_a_hit_is_what_a_model_that_keeps_everything_says(groups, tail, limit, align):
+    models = [KeepsEverything(rule, pages, tail) for rule, pages in groups]
+    held = [model.ranges(pages, tail) for model, (_, pages) in zip(models, groups, strict=True)]
+    hit = longest_hit(
+        [(rule, each) for (rule, _), each in zip(groups, held, strict=True)], limit, align=align
+    )
+    possible = [
+        length for length in range(0, limit + 1, align) if all(model.serves(length) for model in models)
+    ]
+    assert hit == max(possible)
+    for model in models:
+        needed = model.rule.needed(hit)
+        if model.rule.past is Past.STATE:
+            assert needed == range(max(hit - 1, 0), hit)
+        else:
+            assert set(needed) == attended(model.rule, hit)
+        assert set(needed) <= model.tokens  # needed, and held
+
+
+@given(RULES, evictions(), st.integers(0, PAGES * CHUNK))
+def test_a_group_by_itself_serves_what_it_says(rule, pages, length):
+    model = KeepsEverything(rule, pages, 0)
+    assert rule.serves(page_ranges(list(pages), CHUNK), length) == model.serves(length)
+
+
+@given(RULES, st.integers(0, 60), st.integers(1, 9))
+def test_the_pages_of_a_hit_cover_what_it_needs_and_no_more(rule, length, chunk_tokens):
+    touched = {token // chunk_tokens for token in rule.needed(length)}
+    assert set(rule.pages(length, chunk_tokens)) == touched
+
+
+def test_an_attention_chunk_that_begins_needs_nothing_before_it():
+    assert longest_hit([(GroupRule.all(), [range(100)]), (GroupRule.chunked(16), [])], 100) == 96
+
+
+def test_states_limit_a_hit_to_their_snapshots():
+    state = (GroupRule.state(), [range(60, 64), range(124, 128)])
+    assert longest_hit([(GroupRule.all(), [range(100)]), state], 200) == 64
+    assert longest_hit([(GroupRule.all(), [range(63)]), state], 200) == 0
+
+
+@pytest.mark.parametrize(
+    ("group", "rule"),
+    [
+        (LayerGroup(LayerKind.FULL_ATTENTION, (0,), 1, 8), GroupRule.all()),
+        (LayerGroup(LayerKind.MLA_LATENT, (0,), 1, 8), GroupRule.all()),
+        (LayerGroup(LayerKind.SLIDING_WINDOW, (0,), 1, 8, window=1024), GroupRule.window(1023)),
+        (LayerGroup(LayerKind.CHUNKED_ATTENTION, (0,), 1, 8, window=8192), GroupRule.chunked(8192)),
+        (LayerGroup(LayerKind.RECURRENT_STATE, (0,), state_bytes=8), GroupRule.state()),
+        (LayerGroup(LayerKind.OPAQUE, (0,), state_bytes=8), GroupRule.all()),
+    ],
+)
+def test_a_layer_group_of_a_spec_has_a_rule(group, rule):
+    assert GroupRule.of(group) == rule
+
+
+@pytest.mark.parametrize(
+    ("past", "tokens"), [(Past.ALL, 4), (Past.STATE, 1), (Past.WINDOW, -1), (Past.CHUNK, 0)]
+)
+def test_tokens_that_a_past_cannot_have_are_refused(past, tokens):
+    with pytest.raises(UsageError):
+        GroupRule(past, tokens)

@@ -1,0 +1,179 @@
+"""How long a hit can be in a model whose layers remember the past in different ways. Pure.
+
+A *layer group* is the layers that remember alike. A hit of length L says that the engine may go on with token
+L (the first one is token 0) as if it had computed all before it. What that takes differs from group to group:
+
+====================  =================================================================================
+the group's past      what a hit of length L needs of it
+====================  =================================================================================
+``Past.ALL``          every token before L: full attention, and latents (MLA)
+``Past.WINDOW``       the ``tokens`` tokens before L. In a window of ``w`` each token attends ``w`` tokens,
+                      itself included: a hit needs ``w - 1``
+``Past.CHUNK``        the tokens before L of L's own attention chunk of ``tokens``: none where L begins one
+``Past.STATE``        the snapshot that was taken at exactly L, behind token L - 1
+====================  =================================================================================
+
+A hit is the longest L that all groups can serve (:func:`longest_hit`), and of each group it brings what L
+needs and nothing else (:meth:`GroupRule.needed`). L = 0 is always served.
+
+What is held of a group is told as ranges of tokens, ascending and disjoint: of the pages one by one, or of
+several that follow one another (the leading tokens of a prompt are one range). Of a group with states, the
+*stop* of each range is where a snapshot is. Where a part of a page can be told apart by token a range may end
+inside of a page, and so may a hit; where it cannot, ``align`` is the chunk.
+
+>>> gemma = [GroupRule.all(), GroupRule.window(1023)]
+>>> longest_hit([(gemma[0], [range(0, 4096)]), (gemma[1], [range(0, 64), range(2048, 3200)])], limit=4096)
+3200
+>>> [rule.needed(3200) for rule in gemma]
+[range(0, 3200), range(2177, 3200)]
+>>> gemma[1].pages(3200, chunk_tokens=64)
+range(34, 50)
+"""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from tierstore.errors import UsageError
+from tierstore.spec import LayerGroup, LayerKind
+
+Held: TypeAlias = Sequence[range]
+"""Ranges of tokens that are held of a group: ascending, disjoint, none empty."""
+
+
+class Past(enum.Enum):
+    """What the next token needs of those before it."""
+
+    ALL = "all"
+    WINDOW = "window"
+    CHUNK = "chunk"
+    STATE = "state"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRule:
+    """What hits need of one layer group; see the module."""
+
+    past: Past
+    tokens: int = 0  # of the window, or of an attention chunk
+
+    def __post_init__(self) -> None:
+        least = {Past.WINDOW: 0, Past.CHUNK: 1}.get(self.past)
+        if (least is None and self.tokens) or (least is not None and self.tokens < least):
+            raise UsageError(f"a layer group of the past {self.past.value!r} has no {self.tokens} tokens")
+
+    @classmethod
+    def all(cls) -> GroupRule:
+        """Full attention and latents."""
+        return cls(Past.ALL)
+
+    @classmethod
+    def window(cls, tokens: int) -> GroupRule:
+        """A window of which a hit needs the last ``tokens``: one less than each token attends with itself."""
+        return cls(Past.WINDOW, tokens)
+
+    @classmethod
+    def chunked(cls, tokens: int) -> GroupRule:
+        """Attention within chunks of ``tokens``."""
+        return cls(Past.CHUNK, tokens)
+
+    @classmethod
+    def state(cls) -> GroupRule:
+        """A recurrent state."""
+        return cls(Past.STATE)
+
+    @classmethod
+    def of(cls, group: LayerGroup) -> GroupRule:
+        """The rule of a spec's layer group. Of opaque pages every one is needed."""
+        if group.kind is LayerKind.SLIDING_WINDOW:
+            return cls.window(max((group.window or 1) - 1, 0))
+        if group.kind is LayerKind.CHUNKED_ATTENTION:
+            return cls.chunked(group.window or 1)
+        if group.kind is LayerKind.RECURRENT_STATE:
+            return cls.state()
+        return cls.all()
+
+    def needed(self, length: int) -> range:
+        """The tokens before ``length`` whose pages a hit of that length needs: of a state the last one, whose
+        page has the snapshot behind it."""
+        if self.past is Past.ALL:
+            return range(length)
+        if self.past is Past.WINDOW:
+            return range(max(length - self.tokens, 0), length)
+        if self.past is Past.CHUNK:
+            return range(length - length % self.tokens, length)
+        return range(max(length - 1, 0), length)
+
+    def pages(self, length: int, chunk_tokens: int) -> range:
+        """The pages of ``chunk_tokens`` tokens each that cover what a hit of ``length`` needs."""
+        needed = self.needed(length)
+        return range(needed.start // chunk_tokens, -(-needed.stop // chunk_tokens)) if needed else range(0)
+
+    def serves(self, held: Held, length: int) -> bool:
+        """Whether what is held is enough for a hit of exactly ``length``."""
+        return self.longest(held, length) == length
+
+    def longest(self, held: Held, limit: int) -> int:
+        """The longest hit of at most ``limit`` that what is held is enough for."""
+        return self._longest(held if self.past is Past.STATE else _merged(held), limit)
+
+    def _longest(self, runs: Held, limit: int) -> int:
+        """``runs`` are merged, unless they are of states."""
+        if limit <= 0:
+            return 0
+        if self.past is Past.STATE:
+            at = bisect_right(runs, limit, key=lambda run: run.stop)
+            return runs[at - 1].stop if at else 0
+        if not self.needed(limit):  # the next token looks at none before it
+            return limit
+        if self.past is Past.ALL:
+            return min(limit, runs[0].stop) if runs and runs[0].start == 0 else 0
+        # The run that reaches furthest, of those that are long enough where they end (or where the limit is).
+        best = limit - limit % self.tokens if self.past is Past.CHUNK else 0
+        for run in reversed(runs[: bisect_right(runs, limit - 1, key=lambda run: run.start)]):
+            end = min(limit, run.stop)
+            if end <= best:
+                break
+            if self.needed(end).start >= run.start:
+                return end
+            if self.past is Past.CHUNK:
+                best = max(best, end - end % self.tokens)
+        return best
+
+
+def longest_hit(groups: Sequence[tuple[GroupRule, Held]], limit: int, *, align: int = 1) -> int:
+    """The longest hit of at most ``limit`` tokens that every group can serve with what is held of it, a
+    multiple of ``align``.
+
+    Each group in turn says how much of the length so far it can serve, until all agree: no longer hit is
+    passed by, because a hit that all can serve is never longer than what one of them can.
+    """
+    runs = [(rule, held if rule.past is Past.STATE else _merged(held)) for rule, held in groups]
+    length, agreed = max(limit, 0), False
+    while not agreed:
+        before = length
+        length -= length % align
+        for rule, held in runs:
+            length = rule._longest(held, length)
+        agreed = length == before
+    return length
+
+
+def page_ranges(pages: Sequence[int], chunk_tokens: int) -> list[range]:
+    """The tokens of whole pages, each by itself, from their places in the prompt (in any order)."""
+    return [range(page * chunk_tokens, (page + 1) * chunk_tokens) for page in sorted(set(pages))]
+
+
+def _merged(held: Held) -> list[range]:
+    """Ranges that follow one another as one."""
+    runs: list[range] = []
+    for each in held:
+        if runs and runs[-1].stop >= each.start:
+            runs[-1] = range(runs[-1].start, max(runs[-1].stop, each.stop))
+        elif each:
+            runs.append(each)
+    return runs
