@@ -14,7 +14,7 @@ See ``docs/architecture.md`` for how it is built.
 from collections.abc import Callable
 from pathlib import Path
 
-from tierstore.arguments import seconds, whole_number
+from tierstore.arguments import seconds, text, whole_number
 from tierstore.backend import Backend, Registration
 from tierstore.client.backend import RemoteBackend
 from tierstore.client.handshake import Address, CurveKeys
@@ -130,6 +130,7 @@ def connect(
     server_key: str | Path | None = None,
     verify: bool = False,
     reach: Callable[[Pin], None] | None = None,
+    model_name: str = "",
 ) -> Store:
     """Use the daemon at ``url``: ``ipc://PATH`` on this host, ``tcp://HOST:PORT`` on another.
 
@@ -140,8 +141,9 @@ def connect(
     checksum of what was saved, for who does not trust every process of his own user (pages from other hosts
     and from disk always are). It costs a part of a load's speed. ``reach`` is for those who have no pool but
     copy between pages and the memory of a device all the same: :meth:`~tierstore.tiers.pinned.Reach.share` of
-    that device's. The other arguments are those of :func:`open`. The store is for one process: a forked child
-    that uses it gets a :class:`StoreClosedError`, and connects for itself.
+    that device's. ``model_name`` is what people call the model: KV events may be told by model, and it
+    changes no page. The other arguments are those of :func:`open`. The store is for one process: a forked
+    child that uses it gets a :class:`StoreClosedError`, and connects for itself.
 
     Raises :class:`UsageError` for an address or keys that cannot be used.
     """
@@ -154,7 +156,7 @@ def connect(
     identity = identity or Identity.of(spec, model="default")
     backend = RemoteBackend(
         Address.parse(url, CurveKeys.read(keys, server_key)),
-        Registration(identity, spec.page_bytes, spec.chunk_tokens),
+        Registration(identity, spec.page_bytes, spec.chunk_tokens, text("model_name", model_name)),
         patience_s=lookup_s,
         verify=verify,
         reach=pool.reach if pool is not None else reach,

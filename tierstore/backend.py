@@ -183,11 +183,12 @@ class Lease:
 @dataclass(frozen=True, slots=True)
 class Registration:
     """An identity that pages are kept under, and what they look like. In a daemon the identity has the tenant
-    that the client's key stands for."""
+    that the client's key stands for. ``model_name`` is what people call the model, where they do."""
 
     identity: Identity
     page_bytes: int
     chunk_tokens: int
+    model_name: str = ""
 
 
 def _nothing() -> None:

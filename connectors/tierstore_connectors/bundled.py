@@ -187,15 +187,17 @@ def open_connector(
     host_bytes: int = DEFAULT_HOST_BYTES,
     disk_bytes: int = DEFAULT_DISK_BYTES,
     device: str = "cpu",
+    model_name: str = "",
 ) -> Connector:
     """A page pool of ``pool_pages`` pages on ``device`` and the connector to ``store``: the address of a
     daemon (``ipc://PATH``, ``tcp://HOST:PORT``), a directory for an embedded store, or None to compute
-    without one. Raises what :func:`tierstore.open` and :func:`tierstore.connect` raise."""
+    without one. ``model_name`` is what people call the model. Raises what :func:`tierstore.open` and
+    :func:`tierstore.connect` raise."""
     pool = open_pool(spec, pool_pages, device=device)
     if store is None:
         return NoStore(pool, identity)
     if "://" in store:
-        connected = tierstore.connect(store, spec, identity=identity, pool=pool)
+        connected = tierstore.connect(store, spec, identity=identity, pool=pool, model_name=model_name)
         connected.wait_connected(_CONNECT_S)  # or not: then the engine starts with misses
         return StoreConnector(connected)
     opened = tierstore.open(

@@ -116,9 +116,10 @@ def build_engine(
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     settings: EngineSettings | None = None,
     drafter: Drafter | None = None,
+    model_name: str = "",
 ) -> Engine:
     """An engine over a pool of ``pool_pages`` pages (None, on a GPU only: what its free memory holds), and
-    over the store at ``store`` (None: without one).
+    over the store at ``store`` (None: without one). ``model_name`` is what people call the model.
 
     Raises :class:`UsageError` for sizes that cannot work and
     :class:`~tierstore.errors.StoreUnavailableError` for a store that cannot be opened.
@@ -138,6 +139,7 @@ def build_engine(
         host_bytes=host_bytes,
         disk_bytes=disk_bytes,
         device=model.device,
+        model_name=model_name,
     )
     runner = make_runner(model, connector.pool, settings)
     return Engine(runner, model.tokenizer, connector, settings, drafter=drafter)

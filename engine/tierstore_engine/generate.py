@@ -64,6 +64,7 @@ def run(request: GenerateRequest, *, out: TextIO | None = None, err: TextIO | No
         host_bytes=request.host_bytes,
         disk_bytes=request.disk_bytes,
         settings=settings,
+        model_name=request.model,
     )
     try:
         completion = _generate(engine, tokens, request, _Screen(out, err, text=not request.json))

@@ -30,6 +30,8 @@ def _default(name: str) -> str:
             return f"{number:g}"
         case tuple(urls):
             return ",".join(urls)
+        case bool(flag):
+            return str(flag).lower()
         case int(size) if name in ("host_bytes", "disk_bytes", "page_bytes"):
             return format_size(size).replace(" ", "")
     return ""
@@ -54,6 +56,10 @@ def serve(
     events_replay: Annotated[str | None, _option("events_replay", "URL")] = None,
     events_topic: Annotated[str | None, _option("events_topic", "TEXT")] = None,
     events_encoding: Annotated[str | None, _option("events_encoding", "NAME")] = None,
+    events_block_tokens: Annotated[str | None, _option("events_block_tokens", "N")] = None,
+    events_tenants: Annotated[str | None, _option("events_tenants", "BOOL")] = None,
+    events_connect: Annotated[str | None, _option("events_connect", "BOOL")] = None,
+    events_anywhere: Annotated[str | None, _option("events_anywhere", "BOOL")] = None,
     drain_s: Annotated[float | None, _option("drain_s", "SECONDS")] = None,
     log_level: Annotated[str | None, _option("log_level", "LEVEL")] = None,
     log_format: Annotated[str | None, _option("log_format", "FORMAT")] = None,

@@ -88,6 +88,7 @@ class RemoteBackend:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.page_bytes = registration.page_bytes
+        self._model_name = registration.model_name
         self._verify = verify
         self.connection = Connection(address, [registration], patience_s=patience_s, reach=reach)
         self._patience_s = patience_s
@@ -124,7 +125,8 @@ class RemoteBackend:
         session = self.connection.session
         if session is None or identity.digest in session.identities:
             return None
-        return self.connection.register(session, Registration(identity, self.page_bytes, chunk_tokens))
+        registration = Registration(identity, self.page_bytes, chunk_tokens, self._model_name)
+        return self.connection.register(session, registration)
 
     def _session_for(self, request: LookupRequest) -> Session | None:
         """The session, if there is one that knows the prompt's identity."""

@@ -74,7 +74,8 @@ class Address:
 def registering(registration: Registration) -> messages.Register:
     """The message that makes an identity known."""
     fields = asdict(registration.identity)
-    return messages.Register(0, fields, registration.page_bytes, registration.chunk_tokens)
+    sizes = (registration.page_bytes, registration.chunk_tokens)
+    return messages.Register(0, fields, *sizes, registration.model_name)
 
 
 @dataclass(slots=True, eq=False)

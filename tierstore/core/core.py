@@ -129,7 +129,7 @@ class Core:
                 f"pages of this identity have {root.nbytes} bytes, not {registration.page_bytes}"
             )
         self.quotas.register(tenant, identity.digest)
-        self.state.residency.register(identity, registration.chunk_tokens)
+        self.state.residency.register(registration)
 
     def register(self, client: Client, registration: Registration) -> int:
         """:meth:`know`, for as long as ``client`` lasts or there are pages. Its number among the client's.

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from tierstore.backend import Registration
 from tierstore.core.change_log import ChangeLog
 from tierstore.index import Index, Page, Tier
 from tierstore.index.leases import Leases
-from tierstore.keys import Identity
 from tierstore.policy import NO_HINT, PageHint, Policy
 from tierstore.stats import Counters
 from tierstore.tiers.disk import DiskTier, PageTable, PageUse, Removal
@@ -173,10 +173,10 @@ class Residency:
 
     # -- who follows ---------------------------------------------------------------------------------
 
-    def register(self, identity: Identity, chunk_tokens: int) -> None:
+    def register(self, registration: Registration) -> None:
         """Pages under this identity are going to come and go."""
         for log in self.followers:
-            log.register(identity, chunk_tokens)
+            log.register(registration)
 
     def stored(self, pages: Sequence[Page], tier: Tier) -> None:
         """These pages can be served from a tier now."""

@@ -166,7 +166,6 @@ class StoreState:
             parent = self.index.reload(parent, record, hits)
             if parent.serial != record.serial:
                 return False  # the same page is on disk twice, or on its way there once more
-            self.residency.stored([parent], Tier.DISK)  # perhaps again: it may be of an earlier life
         return True
 
     def unload_idle(self) -> bool:

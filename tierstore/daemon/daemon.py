@@ -25,7 +25,7 @@ import msgspec
 from tierstore.core.core import Core, open_tiers
 from tierstore.daemon.arena import SocketLock
 from tierstore.daemon.endpoint import Url
-from tierstore.daemon.events import EventPublisher
+from tierstore.daemon.event_publisher import EventOptions, EventPublisher
 from tierstore.daemon.server import Server
 from tierstore.daemon.service import Service
 from tierstore.daemon.settings import Settings
@@ -93,6 +93,24 @@ def arena_fd(core: Core) -> int:
     return fd
 
 
+def _event_options(settings: Settings) -> list[EventOptions]:
+    """For each endpoint of KV events."""
+    return [
+        EventOptions(
+            url,
+            replay_url=settings.events_replay.get(model, ""),
+            model=model,
+            topic=settings.events_topic,
+            encoding=settings.events_encoding,
+            block_tokens=settings.events_block_tokens,
+            tenants=settings.events_tenants,
+            anywhere=settings.events_anywhere,
+            connect=settings.events_connect,
+        )
+        for model, url in settings.events.items()
+    ]
+
+
 class Daemon:
     """One daemon on the running event loop: ``start()`` it, then ``stop()`` it."""
 
@@ -102,7 +120,7 @@ class Daemon:
         self.core: Core | None = None
         self.service: Service | None = None
         self.server: Server | None = None
-        self._events: EventPublisher | None = None
+        self._events: list[EventPublisher] = []
         self._metrics: MetricsServer | None = None
         self._locks: list[SocketLock] = []
         self._started = time.monotonic()
@@ -131,14 +149,8 @@ class Daemon:
                 self._locks.append(SocketLock(url.path))
         loop = asyncio.get_running_loop()
         self.core = open_core(settings, defer=loop.call_soon)
-        if settings.events:
-            self._events = EventPublisher(
-                self.core.state,
-                settings.events,
-                replay_url=settings.events_replay,
-                topic=settings.events_topic,
-                encoding=settings.events_encoding,
-            )
+        for options in _event_options(settings):
+            self._events.append(EventPublisher(self.core.state, self.core.disk, options))
         self.service = Service(
             self.core,
             settings,
@@ -173,7 +185,7 @@ class Daemon:
             store=self.core.stats(),
             service=self.service.stats(),
             server=self.server.stats(),
-            events=self._events.stats() if self._events is not None else None,
+            events=tuple(each.stats() for each in self._events),
         )
 
     # -- changing ------------------------------------------------------------------------------------
@@ -205,8 +217,8 @@ class Daemon:
         drained = True
         if self.core is not None:
             drained = await self._drain(self.core, drain_s)
-        if self._events is not None:
-            self._events.close()
+        for publisher in self._events:
+            publisher.close()
         for lock in self._locks:
             lock.release()
         self._locks.clear()

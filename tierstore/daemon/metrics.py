@@ -91,10 +91,15 @@ def _counters(stats: DaemonStats) -> Iterator[Metric]:
     yield _gauge("pending_writes", "Pages on their way to disk", store.pending_writes)
     yield _gauge("disk_writable", "Whether pages are written to disk", store.disk_writable)
     yield _counter("key_collisions", "Pages found by an equal key with other tokens", store.key_collisions)
-    if stats.events is not None:
-        yield _counter("kv_events", "KV events published", stats.events.events)
-        yield _counter("kv_event_lost_changes", "Changes not told in time", stats.events.lost_changes)
-        yield _counter("kv_event_replays", "Times that a follower asked again", stats.events.replays)
+    for name, help in (
+        ("events", "KV events published"),
+        ("lost_changes", "Changes not told in time"),
+        ("replays", "Times that a follower asked again"),
+        ("snapshots", "Times that a follower asked for more than was known"),
+    ):
+        told = {each.model: getattr(each, name) for each in stats.events}
+        label = f"kv_{name}" if name == "events" else f"kv_event_{name}"
+        yield _by(label, help, "model", told, counts=True)
     yield _counter("failed_tasks", "Tasks of the mover that ended in a bug", store.failed_tasks)
 
 

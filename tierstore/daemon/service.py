@@ -404,7 +404,8 @@ class Service:
     # -- identities ----------------------------------------------------------------------------------
 
     def _register(self, session: Session, m: p.Register) -> p.Registered:
-        if sum(len(name) + len(value) for name, value in m.identity.items()) > p.MAX_IDENTITY_BYTES:
+        named = len(m.model_name) + sum(len(name) + len(value) for name, value in m.identity.items())
+        if named > p.MAX_IDENTITY_BYTES:
             raise Refusal("usage", f"an identity has {p.MAX_IDENTITY_BYTES} bytes at most")
         if not 1 <= m.page_bytes <= _MOST_PAGE_BYTES or not 1 <= m.chunk_tokens <= _MOST_CHUNK_TOKENS:
             raise Refusal("usage", f"pages of {m.page_bytes} bytes for {m.chunk_tokens} tokens")
@@ -421,7 +422,7 @@ class Service:
             identity = replace(identity, tenant=_nested(session.tenant, identity.tenant))
         elif identity.tenant.startswith("["):
             raise Refusal("usage", "a tenant that begins with '[' is one that only the daemon may give")
-        registration = Registration(identity, m.page_bytes, m.chunk_tokens)
+        registration = Registration(identity, m.page_bytes, m.chunk_tokens, m.model_name)
         return p.Registered(m.id, session.backend.register(registration))
 
     async def _identities(self, session: Session, m: p.Identities) -> p.IdentitiesAnswer:

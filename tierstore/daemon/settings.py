@@ -59,10 +59,15 @@ HELP: Mapping[str, str] = {
     "quotas": "Bytes of the arena by tenant: TENANT=SIZE, comma-separated",
     "metrics_port": "Serve /metrics, /healthz and /readyz on this port (0: do not)",
     "metrics_host": "The address of that port",
-    "events": "Publish KV events as vLLM does, at ipc://PATH or tcp://127.0.0.1:PORT (empty: do not)",
-    "events_replay": "Where who missed some may ask for them again",
-    "events_topic": "The topic of all of them",
+    "events": "Publish KV events as vLLM does, at URL (ipc://PATH or tcp://127.0.0.1:PORT), or MODEL=URL, "
+    "comma-separated, for an endpoint of each model (empty: do not)",
+    "events_replay": "Where who missed some may ask for them again: URL, or MODEL=URL",
+    "events_topic": "The topic of all of them; {model} in it is the endpoint's model",
     "events_encoding": f"One of {', '.join(EVENT_ENCODINGS)} (array: for followers of vLLM up to 0.23)",
+    "events_block_tokens": "Tell of blocks of so many tokens, into which pages are divided (0: of pages)",
+    "events_tenants": "Tell of tenants' pages, too (true or false)",
+    "events_connect": "Connect to the URL instead of listening there (true or false)",
+    "events_anywhere": "Let other machines listen: events hold prompts in clear (true or false)",
     "drain_s": "How long SIGTERM waits for pages on their way to disk",
     "log_level": f"One of {', '.join(LOG_LEVELS)}",
     "log_format": f"One of {', '.join(LOG_FORMATS)}",
@@ -88,10 +93,14 @@ class Settings:
     quotas: Mapping[str, int] = field(default_factory=dict)
     metrics_port: int = 0
     metrics_host: str = "127.0.0.1"
-    events: str = ""
-    events_replay: str = ""
+    events: Mapping[str, str] = field(default_factory=dict)  # model (empty: all) → URL
+    events_replay: Mapping[str, str] = field(default_factory=dict)
     events_topic: str = ""
     events_encoding: str = "map"
+    events_block_tokens: int = 0
+    events_tenants: bool = False
+    events_connect: bool = False
+    events_anywhere: bool = False
     drain_s: float = 30.0
     log_level: str = "info"
     log_format: str = "plain"
@@ -119,6 +128,9 @@ class Settings:
                 f"reserve_bytes ({format_size(self.reserve_bytes)}) is more than host_bytes "
                 f"({format_size(self.host_bytes)})"
             )
+        for model in self.events_replay.keys() - self.events.keys():
+            what = f"of {model}" if model else "of all models"
+            raise UsageError(f"events_replay has an endpoint {what}, and events has none: name both alike")
         for name, least in (("lease_s", 0.1), ("drain_s", 0.0)):
             if not least <= getattr(self, name) <= 86400:
                 raise UsageError(f"{name} is {getattr(self, name)}: give {least} to 86400 seconds")
@@ -260,6 +272,35 @@ def _number(value: object) -> float:
     return float(value)
 
 
+def _count(value: object) -> int:
+    count = _number(value)
+    if count < 0 or count != int(count):
+        raise ValueError("give a whole number")
+    return int(count)
+
+
+def _flag(value: object) -> bool:
+    known = {"true": True, "1": True, "false": False, "0": False, "": False}
+    flag = known.get(value.lower()) if isinstance(value, str) else value
+    if not isinstance(flag, bool):
+        raise ValueError("give true or false")
+    return flag
+
+
+def _urls(value: object) -> dict[str, str]:
+    """Endpoints by model: ``URL`` alone is for all models."""
+    if isinstance(value, str):
+        named = re.compile(r"([^=]*?)=(\w+://.*)")
+        parts = [(part, named.fullmatch(part)) for part in _names(value)]
+        pairs = [(str(match[1]), str(match[2])) if match else ("", part) for part, match in parts]
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            raise ValueError("one model has two endpoints")
+    if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value.values()):
+        raise ValueError("give URL, or MODEL=URL, comma-separated, or a table")
+    return {str(model).strip(): url.strip() for model, url in value.items()}
+
+
 def _port(value: object) -> int:
     port = _number(value)
     if not 0 <= port < 1 << 16 or port != int(port):
@@ -282,10 +323,14 @@ _PARSERS: Mapping[str, Callable[[object], object]] = {
     "quotas": _sizes,
     "metrics_port": _port,
     "metrics_host": _text,
-    "events": _text,
-    "events_replay": _text,
+    "events": _urls,
+    "events_replay": _urls,
     "events_topic": _text,
     "events_encoding": _text,
+    "events_block_tokens": _count,
+    "events_tenants": _flag,
+    "events_connect": _flag,
+    "events_anywhere": _flag,
     "drain_s": _number,
     "log_level": _text,
     "log_format": _text,

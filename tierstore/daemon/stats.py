@@ -126,12 +126,14 @@ class ServerStats:
 
 @dataclass(frozen=True, slots=True)
 class EventStats:
-    """What was told since the start."""
+    """What an endpoint has told since the start."""
 
+    model: str  # empty: of all models
     batches: int
     events: int
     lost_changes: int  # that were not told in time: followers had to begin anew
     replays: int  # asked for
+    snapshots: int  # of these, asked for more than was known
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +147,7 @@ class DaemonStats:
     store: StoreStats
     service: ServiceStats
     server: ServerStats
-    events: EventStats | None = None  # where KV events are published
+    events: tuple[EventStats, ...] = ()  # for each endpoint of KV events
 
 
 @functools.cache

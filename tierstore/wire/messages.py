@@ -71,6 +71,7 @@ class Register(Message):
     identity: dict[str, str]
     page_bytes: int
     chunk_tokens: int
+    model_name: str = ""  # what people call the model: not part of the identity
 
 
 class Registered(Message):

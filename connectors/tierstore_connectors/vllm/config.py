@@ -16,7 +16,7 @@ from tierstore_connectors.common.options import checked_options
 class Settings:
     """``store`` is the daemon's address, ``keys`` and ``server_key`` are the files for ``tcp://``.
     ``namespace`` keeps engines apart that nothing else tells apart, and names weights that nothing else
-    identifies.
+    identifies. ``model_name`` is what the daemon's KV events call the model (empty: as vLLM serves it).
 
     ``chunk_tokens``: how many tokens a page holds (0: as few blocks as make 64 tokens). ``lookup_s`` is the
     longest a request waits to learn what the daemon has, ``prefetch_s`` the longest it waits for the disk,
@@ -29,6 +29,7 @@ class Settings:
     keys: str | None = None
     server_key: str | None = None
     namespace: str = ""
+    model_name: str = ""
     chunk_tokens: int = 0
     lookup_s: float = 0.25
     prefetch_s: float = 2.0

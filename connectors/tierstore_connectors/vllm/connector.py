@@ -12,7 +12,7 @@ import os
 import uuid
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import vllm
@@ -172,6 +172,8 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         config = self._vllm_config
         try:
             settings = Settings.parse(config.kv_transfer_config.kv_connector_extra_config or {})
+            if not settings.model_name:
+                settings = replace(settings, model_name=str(config.model_config.served_model_name or ""))
             groups = read_groups(self._kv_cache_config, config.cache_config, settings.chunk_tokens)
             if not _REPORTS_REQUESTS and (len(groups.groups) > 1 or groups.groups[0].windowed):
                 # Earlier ones do not say which blocks have gone.

@@ -66,6 +66,7 @@ class Stores:
                 keys=settings.keys,
                 server_key=settings.server_key,
                 reach=self._reach,
+                model_name=settings.model_name,
             )
         return store
 

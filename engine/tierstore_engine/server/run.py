@@ -90,6 +90,7 @@ def _build(options: ServeOptions, opened: OpenModel, pages: int | None) -> Engin
             disk_bytes=options.disk_bytes,
             settings=options.engine,
             drafter=drafter,
+            model_name=options.server.model_name,
         )
     except TierStoreError:
         if drafter is not None:

@@ -377,6 +377,14 @@ class IndexDB:
                 data = txn.get(page_key(serial))
                 yield decode(serial, data) if data is not None else None
 
+    def records_from(self, serial: int, count: int) -> list[tuple[int, PageRecord | None]]:
+        """Up to ``count`` pages (serial, record) from ``serial`` on, in order; None for a damaged record."""
+        with _os_errors(), self._env.begin(db=self._pages) as txn, txn.cursor() as cursor:
+            if not cursor.set_range(page_key(serial)):
+                return []
+            found = [(int.from_bytes(key, "big"), data) for key, data in itertools.islice(cursor, count)]
+        return [(number, decode(number, data)) for number, data in found]
+
     def facts(self) -> npt.NDArray[np.void]:
         """The facts of every page in order of serials (``FACTS_DTYPE``). One pass over a compact tree: a
         second for a million pages."""

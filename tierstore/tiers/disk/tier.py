@@ -229,6 +229,16 @@ class DiskTier:
         """Every page on disk by serial; None for a record that is damaged. Reads the whole index."""
         return self._index_db.scan()
 
+    def records_from(self, serial: int, count: int) -> list[tuple[int, PageRecord | None]]:
+        """A slice of :meth:`scan`: up to ``count`` pages from ``serial`` on. Raises :class:`OSError`."""
+        with self.in_flight.call():
+            return self._index_db.records_from(serial, count)
+
+    def root_serials(self) -> set[int]:
+        """What records of first pages name as their parents. Raises :class:`OSError`."""
+        with self.in_flight.call():
+            return set(self._index_db.roots())
+
     def records(self, serials: Iterable[int]) -> list[PageRecord | None]:
         """The record of each page; None for one that is not there or damaged. Raises :class:`OSError`."""
         with self.in_flight.call():

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from tests.tierstore.daemon.client.conftest import TOKENS, load_bytes, pages_of
+from tests.tierstore.daemon.client.conftest import TOKENS, load_bytes, pages_of, wait_until
 from tests.tierstore.daemon.client.test_processes import fork
 from tierstore.client.mapping import map_arena
 from tierstore.errors import UsageError
@@ -57,6 +57,7 @@ def test_a_restarted_daemons_arena_is_another_one(make_daemon, connect):
     daemon = make_daemon()
     stores = [connect(daemon.url) for _ in range(2)]
     daemon.kill()
+    wait_until(lambda: all(store.backend.connection.session is None for store in stores))
     daemon.start()
     for store in stores:
         assert store.wait_connected(30)

@@ -46,6 +46,11 @@ def test_every_setting_has_help_and_a_parser():
         ({"listen": ""}, {}, "", "listen is empty"),
         ({"listen": ","}, {}, "", "one of its parts is empty"),
         ({"quotas": "bob"}, {}, "", "not a size"),
+        ({"events": "a=ipc:///x,a=ipc:///y"}, {}, "", "one model has two endpoints"),
+        ({"events": "a=ipc:///x", "events_replay": "ipc:///y"}, {}, "", "of all models, and events has none"),
+        ({}, {}, "events = 1", "give URL, or MODEL=URL"),
+        ({"events_tenants": "perhaps"}, {}, "", "give true or false"),
+        ({"events_block_tokens": "1.5"}, {}, "", "give a whole number"),
         ({"reserve_bytes": "9GiB"}, {}, "", "more than host_bytes"),
     ],
 )
@@ -77,3 +82,13 @@ def test_several_urls_and_quotas_in_one_flag():
     assert loaded.listen == ("ipc:///a", "tcp://127.0.0.1:1")
     assert loaded.quotas == {"bob": 1 << 20, "eve": 5}
     assert loaded.disk == Path("/d")
+
+
+def test_endpoints_of_events_by_model():
+    both = {"Qwen/Qwen3-8B": "tcp://127.0.0.1:5557", "": "ipc:///run/a=b"}
+    flag = ",".join(f"{model}={url}" if model else url for model, url in both.items())
+    assert Settings.load({"events": flag}, environment={}).events == both
+    assert Settings.load({}, environment={"TIERSTORE_EVENTS": flag}).events == both
+    assert Settings.load({"events": both}, environment={}).events == both
+    assert Settings.load({"events": ""}, environment={}).events == {}
+    assert Settings.load({"events_anywhere": "TRUE"}, environment={}).events_anywhere is True

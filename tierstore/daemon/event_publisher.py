@@ -1,0 +1,373 @@
+"""KV events: what the daemon's tiers hold, told to routers and indexers as vLLM tells what its cache holds.
+
+Messages go out on a PUB socket, in three frames: topic, sequence number (8 bytes, big-endian) and a batch
+(msgpack): ``[seconds since 1970, [event, …], rank]``. While nothing happens an empty batch goes out every two
+seconds, so that a follower that has missed the last one, or has only just come, learns of it.
+
+Whoever missed something asks the ROUTER socket: an empty frame and the first sequence number wanted; what is
+still known of it comes back one message each, and then one with the sequence number -1. Who asks for what is
+not known any more gets a snapshot instead: ``AllBlocksCleared``, all that is held, and what has happened
+since the reading began. Its batches have the sequence numbers before that.
+
+Sequence numbers go on from life to life: a life begins with the time since 1970 in units of 2⁻²⁰ s, which no
+earlier life has reached with its batches. A follower that has listened to an earlier life sees a gap, and
+asks. The first event of every life is ``AllBlocksCleared``. Pages of an earlier life are told of when a
+client first names their identity: only then is it known what they are.
+
+An endpoint tells of all models, or of those that clients call by one name. Routers take an endpoint for a
+model. Tenants' pages are left out unless they are asked for: a router would find them for anybody. Events
+carry prompts in clear, so they leave this machine only where a person says so."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import zmq
+
+from tierstore.backend import Registration
+from tierstore.core.change_log import ChangeLog, Lost, Named
+from tierstore.core.held import PAGES_AT_ONCE, held
+from tierstore.core.state import StoreState
+from tierstore.daemon.endpoint import Url
+from tierstore.daemon.events import AllBlocksCleared, Blocks, BlockStored, Event, as_array
+from tierstore.daemon.stats import EventStats
+from tierstore.errors import StoreUnavailableError, UsageError
+from tierstore.tiers.disk import DiskTier
+
+_log = logging.getLogger(__name__)
+
+_KEPT_BATCHES = 10_000  # for replay, at most
+_KEPT_BYTES = 64 << 20
+_MOST_EVENTS = 1024  # in a batch
+_MOST_TOKENS = 1 << 16  # in a batch: a quarter of a MiB
+_GATHER_S = 0.01  # pages come in bursts
+_HEARTBEAT_MS = 2000
+_END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+_STOPPED_S = 5.0
+_SEND_S = 5.0  # for which a follower that has asked may not read
+_NUMBERS_S = 1 << 20  # sequence numbers for each second since 1970: no life uses them up
+_NUMBERS_BEFORE = 1 << 16  # a life: a snapshot has batches before it
+_UNREAD_BATCHES = 100  # of a follower: what comes after that it has to ask for
+_SPARE_BATCHES = 16  # in a snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class EventOptions:
+    """Of one endpoint. ``model`` is a name that clients give, or an identity's model; empty for all."""
+
+    url: str
+    replay_url: str = ""
+    model: str = ""
+    topic: str = ""
+    encoding: str = "map"
+    block_tokens: int = 0
+    tenants: bool = False
+    anywhere: bool = False
+    connect: bool = False
+
+    def wants(self, registration: Registration) -> bool:
+        """Whether pages under an identity are told of here."""
+        identity = registration.identity
+        named = not self.model or self.model in (registration.model_name, identity.model)
+        return named and (self.tenants or not identity.tenant)
+
+
+class EventPublisher:
+    """Tells of a store's changes on threads of its own. :meth:`close` ends it.
+
+    Raises :class:`UsageError` for an address that leaves this machine without being allowed to, and
+    :class:`StoreUnavailableError` for one that cannot be had.
+    """
+
+    def __init__(self, state: StoreState, disk: DiskTier | None, options: EventOptions) -> None:
+        self._state = state
+        self._disk = disk
+        self._options = options
+        self._blocks = Blocks(options.block_tokens)
+        self._sent = _Sent(int(time.time() * _NUMBERS_S) + _NUMBERS_BEFORE)
+        self._events = 0
+        self._replays = 0
+        self._snapshots = 0
+        self._closing = threading.Event()
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._context: zmq.Context[Any] = zmq.Context()
+        try:
+            self._out = self._opened(zmq.PUB, options.url, connect=options.connect)
+            self._replay = self._opened(zmq.ROUTER, options.replay_url) if options.replay_url else None
+        except BaseException:
+            self._context.destroy(0)
+            os.close(self._wakeup)
+            raise
+        self._log = ChangeLog(self._wake, wants=options.wants)
+        with state.lock:
+            state.residency.followers.append(self._log)
+        self._threads = [threading.Thread(target=self._run, name="tierstore-events", daemon=True)]
+        if self._replay is not None:
+            answer = threading.Thread(
+                target=self._answer, args=(self._replay,), name="tierstore-replay", daemon=True
+            )
+            self._threads.append(answer)
+        for thread in self._threads:
+            thread.start()
+
+    def stats(self) -> EventStats:
+        return EventStats(
+            model=self._options.model,
+            batches=self._sent.batches,
+            events=self._events,
+            lost_changes=self._log.lost,
+            replays=self._replays,
+            snapshots=self._snapshots,
+        )
+
+    def close(self) -> None:
+        """Tell what has happened, and end. Idempotent."""
+        if not self._closing.is_set():
+            self._closing.set()
+            self._wake()
+            for thread in self._threads:
+                thread.join(_STOPPED_S)
+            with self._state.lock:
+                self._state.residency.followers.remove(self._log)
+            if not any(thread.is_alive() for thread in self._threads):
+                os.close(self._wakeup)  # only now: nobody wakes a thread any more
+                self._context.destroy(0)
+
+    def _opened(self, kind: int, text: str, *, connect: bool = False) -> zmq.Socket[Any]:
+        url = Url.parse(text)
+        if not url.loopback and not self._options.anywhere:
+            raise UsageError(
+                f"events carry prompts in clear and {text} can be reached from other machines: "
+                "give ipc://PATH or a loopback address, or say events_anywhere"
+            )
+        opened: zmq.Socket[Any] = self._context.socket(kind)
+        opened.linger = 0
+        opened.sndhwm = _UNREAD_BATCHES
+        if kind == zmq.ROUTER:
+            # One that asks and does not read is given up, instead of messages being dropped without a word.
+            opened.router_mandatory = True
+            opened.sndtimeo = int(_SEND_S * 1e3)
+        mask = os.umask(0o177)
+        try:
+            if connect:
+                opened.connect(url.text)
+            else:
+                opened.bind(url.text)
+        except zmq.ZMQError as error:
+            raise StoreUnavailableError(f"cannot publish events at {text}: {error.strerror}") from error
+        finally:
+            os.umask(mask)
+        return opened
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._wakeup, 1)
+
+    # -- the thread that tells -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wakeup, zmq.POLLIN)
+        try:
+            self._send([AllBlocksCleared()])
+            while not self._closing.is_set():
+                if poller.poll(_HEARTBEAT_MS):
+                    self._gather()
+                    self._tell()
+                else:
+                    self._send([])
+            self._tell()
+        except (zmq.ZMQError, OSError):
+            _log.exception("KV events: no more are published")
+        finally:
+            self._out.close()
+
+    def _gather(self) -> None:
+        self._closing.wait(_GATHER_S)
+
+    def _tell(self) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wakeup)
+        with self._state.lock:
+            changes = self._log.take()
+        new: list[bytes] = []
+        ordinary: list[Any] = []
+        for change in changes:
+            if isinstance(change, Named | Lost):
+                self._send_all(self._blocks.events(ordinary))
+                ordinary = []
+                new += self._begin(change)
+            else:
+                ordinary.append(change)
+        self._send_all(self._blocks.events(ordinary))
+        if new:
+            self._announce(new)
+
+    def _begin(self, change: Named | Lost) -> list[bytes]:
+        """Identities whose pages have to be told of, as far as they are held."""
+        with self._state.lock:
+            named = [change.identity] if isinstance(change, Named) else self._log.identities
+            followed = {identity: self._log.followed(identity) for identity in named}
+        if isinstance(change, Lost):
+            self._blocks = Blocks(self._options.block_tokens)
+            self._send([AllBlocksCleared()])
+        return [each for identity, what in followed.items() for each in self._blocks.add(identity, what)]
+
+    def _announce(self, identities: Iterable[bytes]) -> None:
+        """Tell of pages that are held already, and go on telling of others meanwhile."""
+        for events in self._held(self._blocks, set(identities)):
+            self._send_all(events)
+            if self._closing.is_set():
+                return
+
+    def _held(self, blocks: Blocks, identities: set[bytes]) -> Iterator[Iterator[Event]]:
+        def wanted(identity: bytes, tokens: bytes) -> bool:
+            return identity in identities and self._log.tells(identity, tokens)
+
+        for pages in held(self._state, self._disk, wanted):
+            yield blocks.events(pages)
+            self._closing.wait(_GATHER_S)  # there may be a million: others have something to do, too
+
+    def _send_all(self, events: Iterable[Event]) -> None:
+        for batch in _batches(events):
+            self._send(batch)
+
+    def _send(self, events: Sequence[Event]) -> None:
+        sequence, batch = self._sent.add(self._encoded(events), keep=bool(events))
+        self._out.send_multipart((self._topic, _number(sequence), batch))
+        self._events += len(events)
+
+    @property
+    def _topic(self) -> bytes:
+        return self._options.topic.replace("{model}", self._options.model).encode()
+
+    def _encoded(self, events: Sequence[Event]) -> bytes:
+        told = [as_array(event) for event in events] if self._options.encoding == "array" else events
+        return msgspec.msgpack.encode((time.time(), told, 0))
+
+    # -- the thread that answers -----------------------------------------------------------------------
+
+    def _answer(self, replay: zmq.Socket[Any]) -> None:
+        try:
+            while not self._closing.is_set():
+                if replay.poll(100):
+                    self._answer_one(replay)
+        except zmq.ZMQError:
+            _log.exception("KV events: nobody can ask for those missed any more")
+        finally:
+            replay.close()
+
+    def _answer_one(self, replay: zmq.Socket[Any]) -> None:
+        """Send again what a follower has missed."""
+        peer, *rest = replay.recv_multipart()
+        if len(rest) != 2 or len(rest[1]) != 8:
+            _log.warning("KV events: a request to replay that is none: %d frames", len(rest))
+            return
+        self._replays += 1
+        first = int.from_bytes(rest[1], "big")
+        try:
+            for sequence, batch in self._missed(first):
+                replay.send_multipart((peer, b"", self._topic, _number(sequence), batch))
+            replay.send_multipart((peer, b"", b"", _END_OF_REPLAY, b""))
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            _log.warning("KV events: a follower that asked for what it missed does not read it")
+        except OSError as error:
+            _log.warning("KV events: what is on disk could not be told of: %s", error)
+
+    def _missed(self, first: int) -> Iterator[tuple[int, bytes]]:
+        again = self._sent.since(first, self._encoded([]))
+        if again is not None:
+            yield from again
+            return
+        self._snapshots += 1
+        told = 0
+        while True:
+            begun = self._sent.next
+            yield from self._snapshot(told, begun)
+            since = self._sent.since(begun, self._encoded([]))
+            if since is not None:
+                yield from since
+                return
+            told = begun
+
+    def _snapshot(self, least: int, begun: int) -> Iterator[tuple[int, bytes]]:
+        """All that is held, in batches numbered from ``least`` at the earliest up to ``begun``, which is not
+        one of them. As many numbers are taken as batches are expected: those left are sent empty, because a
+        follower takes a number that does not come for something missed. What is too much is sent in one."""
+        with self._state.lock:
+            identities = {each for each in self._log.identities if self._blocks.tells(each)}
+            pages = self._state.index.tree.pages + (self._disk.pages if self._disk is not None else 0)
+        numbers = min(pages // PAGES_AT_ONCE + _SPARE_BATCHES, _NUMBERS_BEFORE)
+        sequence = max(begun - numbers, least)
+        rest: list[Event] = [AllBlocksCleared()]
+        for events in self._held(self._blocks.afresh(), identities):
+            if sequence < begun - 1:
+                yield sequence, self._encoded(rest)
+                sequence, rest = sequence + 1, []
+            rest += events
+        for number in range(sequence, begun):
+            yield number, self._encoded(rest)
+            rest = []
+
+
+class _Sent:
+    """Batches that went out, the last ones kept. Empty ones are not: their numbers say that they were."""
+
+    def __init__(self, first: int) -> None:
+        self._lock = threading.Lock()
+        self._kept: deque[tuple[int, bytes]] = deque()
+        self._kept_bytes = 0
+        self._oldest = first  # all from here on are known
+        self.next = first
+        self.batches = 0
+
+    def add(self, batch: bytes, *, keep: bool) -> tuple[int, bytes]:
+        """The batch with its number."""
+        with self._lock:
+            numbered = (self.next, batch)
+            self.next += 1
+            self.batches += 1
+            if keep:
+                self._kept.append(numbered)
+                self._kept_bytes += len(batch)
+                while len(self._kept) > _KEPT_BATCHES or self._kept_bytes > _KEPT_BYTES:
+                    number, old = self._kept.popleft()
+                    self._kept_bytes -= len(old)
+                    self._oldest = number + 1
+            return numbered
+
+    def since(self, first: int, empty: bytes) -> list[tuple[int, bytes]] | None:
+        """All from ``first`` on; None where they are not known any more, or too many to be sent one by
+        one."""
+        with self._lock:
+            if not self._oldest <= first or self.next - first > _KEPT_BATCHES:
+                return None
+            kept = dict(self._kept)
+            return [(number, kept.get(number, empty)) for number in range(first, self.next)]
+
+
+def _batches(events: Iterable[Event]) -> Iterator[list[Event]]:
+    batch: list[Event] = []
+    tokens = 0
+    for event in events:
+        batch.append(event)
+        tokens += len(event.token_ids) if isinstance(event, BlockStored) else 0
+        if len(batch) >= _MOST_EVENTS or tokens >= _MOST_TOKENS:
+            yield batch
+            batch, tokens = [], 0
+    if batch:
+        yield batch
+
+
+def _number(sequence: int) -> bytes:
+    return sequence.to_bytes(8, "big")
