@@ -5,6 +5,7 @@
 # and one with Python 3.11+ on x86-64 or arm64:
 #   make test-vllm    the vLLM connector against a real vLLM on the CPU, in an environment of its own
 #   make test-sglang  likewise SGLang's storage backend
+#   make test-cluster the daemon beside NVIDIA Dynamo's indexer and selector, likewise
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -14,9 +15,11 @@ VLLM_VENV ?= .venv-vllm
 VLLM_BIN  := $(VLLM_VENV)/bin
 SGLANG_VENV ?= .venv-sglang
 SGLANG_BIN  := $(SGLANG_VENV)/bin
+CLUSTER_VENV ?= .venv-cluster
+CLUSTER_BIN  := $(CLUSTER_VENV)/bin
 NATIVE := hatch_build.py tierstore/native/pages.c
 
-.PHONY: bench test lint types docs suite soak test-vllm soak-vllm test-sglang gpu-check gpu-check-here clean
+.PHONY: bench test lint types docs suite soak test-vllm soak-vllm test-sglang test-cluster gpu-check gpu-check-here clean
 
 bench: $(VENV)/bench.stamp
 	$(BIN)/tierstore-bench longctx
@@ -48,6 +51,9 @@ test-vllm: $(VLLM_VENV)/vllm.stamp
 # tests/sglang/cpu stands in for what SGLang has for GPUs only.
 test-sglang: $(SGLANG_VENV)/sglang.stamp
 	PYTHONPATH=tests/sglang/cpu $(SGLANG_BIN)/python -m pytest -W default tests/sglang
+
+test-cluster: $(CLUSTER_VENV)/cluster.stamp
+	$(CLUSTER_BIN)/python -m pytest -W default tests/cluster
 
 soak-vllm: $(VLLM_VENV)/vllm.stamp
 	$(VLLM_BIN)/python -m pytest -m soak --timeout 3600 tests/vllm
@@ -101,5 +107,12 @@ $(SGLANG_VENV)/sglang.stamp: pyproject.toml constraints.txt $(NATIVE) tests/sgla
 	$(SGLANG_BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0 -r tests/sglang/requirements.txt -e .
 	touch $@
 
+# --no-deps: Dynamo asks for an inference engine; its indexer and selector need none.
+$(CLUSTER_VENV)/cluster.stamp: pyproject.toml constraints.txt $(NATIVE) tests/cluster/requirements.txt
+	$(PYTHON) -m venv $(CLUSTER_VENV)
+	$(CLUSTER_BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1
+	$(CLUSTER_BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/cluster/requirements.txt -e '.[serve]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) tierstore/native/_pages.so site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(CLUSTER_VENV) tierstore/native/_pages.so site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -5,9 +5,10 @@ it. A page is told of as one block of ``chunk_tokens`` tokens, by the last 64 bi
 smaller ones: then the last of them has the page's name, and the others names made from it. ``medium`` is
 ``CPU`` for the host tier and ``STORAGE`` for the disk. (Format: vllm/distributed/kv_events.py of vLLM 0.32.)
 
-An engine whose model is split over workers keeps a page for each of them, and can use a block only when it
-has all of these: so a block is told of when the last one has come, and is gone with the first that leaves.
-Layer groups are told apart by ``group_idx``."""
+An engine whose model is split over workers keeps a page for each of them, one with several KV cache groups of
+full attention a page for each of those, and it can use a block only when it has all of these. So a block is
+told of when the last one has come, and is gone with the first that leaves. Pages of sliding windows are not
+told of: a hit needs few of them, and followers do not know which."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from tierstore.index import Tier
 from tierstore.keys import TOKEN_BYTES, TOKEN_DTYPE, Identity
 
 _MEDIUM = {Tier.HBM: "GPU", Tier.HOST: "CPU", Tier.DISK: "STORAGE"}
-_PART = re.compile(r"([a-z]+)(\d+)(?:/(\d+))?")
+_PART = re.compile(r"[a-z]+(\d+)/(\d+)")  # of an identity's shard: which of how many
+_WINDOWED = re.compile(r"\bwindow\d")
 
 
 class Event(msgspec.Struct, tag=True, omit_defaults=True):
@@ -77,31 +79,27 @@ def block_hashes(key: bytes, blocks: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Pages:
-    """What the pages of an identity are to followers. ``rank`` of ``workers`` has them; identities of one
+    """What the pages of an identity are to followers. They are part ``rank`` of ``parts``; identities of one
     ``family`` differ in that only."""
 
     identity: Identity
     block_tokens: int
     blocks: int  # of a page
-    group: int
     rank: int
-    workers: int
+    parts: int
     family: bytes
 
     @classmethod
     def of(cls, followed: Followed, block_tokens: int) -> _Pages:
         identity = followed.identity
-        rank, workers, group = 0, 1, 0
-        for name, number, of in _PART.findall(identity.shard):
-            if name == "group":
-                group = int(number)
-            elif of:
-                rank, workers = rank * int(of) + int(number), workers * int(of)
+        rank, parts = 0, 1
+        for number, of in _PART.findall(identity.shard):
+            rank, parts = rank * int(of) + int(number), parts * int(of)
         tokens = block_tokens or followed.chunk_tokens
         # Workers' pages may be laid out differently: a stage of a pipeline may have a layer more.
         same = (identity.model, identity.revision, identity.adapter, identity.rope, identity.tenant)
-        family = msgspec.json.encode((same, group, workers, followed.chunk_tokens))
-        return cls(identity, tokens, followed.chunk_tokens // tokens, group, rank, workers, family)
+        family = msgspec.json.encode((same, parts, followed.chunk_tokens))
+        return cls(identity, tokens, followed.chunk_tokens // tokens, rank, parts, family)
 
 
 class Blocks:
@@ -112,23 +110,25 @@ class Blocks:
         self._block_tokens = block_tokens
         self._pages: dict[bytes, _Pages] = {}
         self._families: dict[bytes, dict[int, bytes]] = {}  # rank → identity
-        # Of engines that are split over workers: a block in a tier → a bit for each rank that has its page.
+        # Where there are several parts: a block in a tier → a bit for each of them that is there.
         self._ranks: dict[int, int] = {}
 
     def add(self, digest: bytes, followed: Followed) -> list[bytes]:
         """Pages of an identity may come and go now. The identities whose pages can be told of from here on,
-        and could not before: itself, and those of the other workers of its engine once it is the last one."""
+        and could not before: itself, and those of the other parts once it is the last one."""
         if self._block_tokens and followed.chunk_tokens % self._block_tokens:
+            return []
+        if _WINDOWED.search(followed.identity.shard):
             return []
         pages = self._pages[digest] = _Pages.of(followed, self._block_tokens)
         family = self._families.setdefault(pages.family, {})
         family[pages.rank] = digest
-        return list(family.values()) if len(family) == pages.workers else []
+        return list(family.values()) if len(family) == pages.parts else []
 
     def tells(self, identity: bytes) -> bool:
-        """Whether pages of an identity are told of: all workers of its engine are known."""
+        """Whether pages of an identity are told of: all parts are known."""
         pages = self._pages.get(identity)
-        return pages is not None and len(self._families[pages.family]) == pages.workers
+        return pages is not None and len(self._families[pages.family]) == pages.parts
 
     def afresh(self) -> Blocks:
         """For telling of everything from the beginning, to somebody else."""
@@ -154,13 +154,13 @@ class Blocks:
         if not self.tells(change.identity):
             return False
         pages = self._pages[change.identity]
-        if pages.workers == 1:
+        if pages.parts == 1:
             return True
         block = xxhash.xxh3_64_intdigest(bytes([change.tier]) + pages.family + change.key)
         ranks = self._ranks.get(block, 0)
         if isinstance(change, Stored):
             self._ranks[block] = ranks = ranks | 1 << pages.rank
-            return ranks == (1 << pages.workers) - 1
+            return ranks == (1 << pages.parts) - 1
         if ranks := ranks & ~(1 << pages.rank):
             self._ranks[block] = ranks
         else:
@@ -172,7 +172,7 @@ class Blocks:
         hashes = [name for change in run for name in block_hashes(change.key, pages.blocks)]
         medium = _MEDIUM[first.tier]
         if isinstance(first, Removed):
-            return BlockRemoved(hashes, medium, group_idx=pages.group, locality="LOCAL")
+            return BlockRemoved(hashes, medium, group_idx=0, locality="LOCAL")
         tokens = b"".join(change.tokens for change in run if isinstance(change, Stored))
         assert len(tokens) == len(hashes) * pages.block_tokens * TOKEN_BYTES
         return BlockStored(
@@ -184,7 +184,7 @@ class Blocks:
             medium,
             pages.identity.adapter or None,
             extra_keys=_extra_keys(pages.identity, len(hashes), begins=not first.parent),
-            group_idx=pages.group,
+            group_idx=0,
             locality="LOCAL",
         )
 

@@ -46,6 +46,16 @@ class Groups:
     def blocks_per_chunk(self, group: Group) -> int:
         return self.chunk_tokens // group.block_tokens
 
+    def label(self, group: Group) -> str:
+        """What the identities of its pages call it. Followers of the daemon's events hear of ``group…``, of
+        all of which every hit needs every page."""
+        if self.count == 1:
+            return "group0"
+        if group.windowed:
+            return f"window{group.number}"
+        full = [each.number for each in self.groups if not each.windowed]
+        return f"group{full.index(group.number)}/{len(full)}"
+
 
 def read_groups(kv_cache_config: Any, cache_config: Any, chunk_tokens: int) -> Groups:
     """Both are vLLM's. Raises :class:`UnsupportedError` for groups that cannot be kept."""

@@ -26,9 +26,9 @@ class Rank:
     pipeline: int
     pipelines: int
 
-    def shard(self, group: int) -> str:
+    def shard(self, group: str) -> str:
         """Of a page: the part, and the KV cache group."""
-        return f"tp{self.tensor}/{self.tensors},pp{self.pipeline}/{self.pipelines},group{group}"
+        return f"tp{self.tensor}/{self.tensors},pp{self.pipeline}/{self.pipelines},{group}"
 
 
 def register_groups(
@@ -67,7 +67,7 @@ def register_groups(
             chunk_tokens=groups.chunk_tokens,
             model=model,
             revision=revision,
-            shard=rank.shard(group.number),
+            shard=rank.shard(groups.label(group)),
         )
         pages = GroupPages(group.number, identity, layout.page_bytes, group.windowed)
         kept[group.number] = WorkerGroup(pages, layout, blocks_on(layout, list(own.values())))

@@ -435,7 +435,7 @@ def test_a_page_is_told_of_as_smaller_blocks():
     assert third.parent_block_hash == 1
 
 
-SHARDS = ("tp0/2,pp0/1", "tp1/2,pp0/1", "tp0/2,pp0/1,group1", "tp1/2,pp0/1,group1")
+SHARDS = [f"tp{rank}/2,pp0/1,group{group}/2" for group in range(2) for rank in range(2)]
 
 
 @given(
@@ -447,14 +447,18 @@ SHARDS = ("tp0/2,pp0/1", "tp1/2,pp0/1", "tp0/2,pp0/1,group1", "tp1/2,pp0/1,group
     ),
     st.permutations(range(4)),
 )
-def test_a_block_is_told_of_while_every_worker_has_its_page(changes, order):
-    """Against a model that knows which worker has what: two workers, two layer groups."""
+def test_a_block_is_told_of_while_all_its_parts_are_there(changes, order):
+    """Against a model that knows who has what: two workers, two groups of full attention, and a window, of
+    which nothing is told."""
     identities = [Identity.of(SPEC, model="m", shard=shard) for shard in SHARDS]
     blocks = Blocks()
+    window = Identity.of(SPEC, model="m", shard="tp0/2,pp0/1,window2")
+    assert blocks.add(*followed(window)) == []
+    assert not list(blocks.events([Stored(Tier.HOST, window.digest, bytes(16), b"", bytes(8))]))
     ready = [blocks.add(*followed(identities[at])) for at in order]
-    assert sorted(map(len, ready)) == [0, 0, 2, 2], "both workers of a group, once the second is known"
+    assert [len(each) for each in ready] == [0, 0, 0, 4], "all of them, once the last is known"
     held: set[tuple[Tier, int, int]] = set()
-    told: set[tuple[str, int, int]] = set()
+    told: set[tuple[str, int]] = set()
     for comes, tier, who, page in changes:
         if comes == ((tier, who, page) in held):
             continue
@@ -463,15 +467,14 @@ def test_a_block_is_told_of_while_every_worker_has_its_page(changes, order):
         digest = identities[who].digest
         change = Stored(tier, digest, key, b"", tokens) if comes else Removed(tier, digest, key)
         for event in blocks.events([change]):
-            names = {(event.medium, event.group_idx, name) for name in event.block_hashes}
+            names = {(event.medium, name) for name in event.block_hashes}
             told = told | names if isinstance(event, BlockStored) else told - names
         media = {Tier.HOST: "CPU", Tier.DISK: "STORAGE"}
         assert told == {
-            (media[tier], group, page)
+            (media[tier], page)
             for tier in media
-            for group in (0, 1)
             for page in range(5)
-            if {(tier, 2 * group, page), (tier, 2 * group + 1, page)} <= held
+            if {(tier, who, page) for who in range(4)} <= held
         }
 
 
