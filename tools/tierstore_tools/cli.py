@@ -324,6 +324,27 @@ def replay(
     )
 
 
+@app.command()
+def routing(
+    model: Annotated[str, typer.Option(help="A Hugging Face folder, or a preset")] = "demo",
+    engines: Annotated[int, typer.Option(min=1, help="Each with a daemon of its own")] = 3,
+    sessions: Annotated[int, typer.Option(min=1, help="Conversations")] = 30,
+    turns: Annotated[int, typer.Option(min=1, help="Of each")] = 4,
+    first: Annotated[int, typer.Option(min=1, help="Tokens of a session's first turn")] = 3000,
+    more: Annotated[int, typer.Option(min=1, help="Tokens that each later one adds")] = 1500,
+    room: Annotated[float, typer.Option(help="Of all daemons, in multiples of what all sessions take")] = 1.2,
+    at_once: Annotated[int, typer.Option(min=1, help="Requests under way")] = 2,
+    seed: Annotated[int, typer.Option(help="Of the order in which turns come")] = 1,
+    routers: Annotated[str, typer.Option(help="round-robin, sticky, dynamo")] = "round-robin,sticky,dynamo",
+    json: JsonOption = None,
+) -> None:
+    """Sessions over several engines: hits and TTFT by round robin, and by a router that follows KV events."""
+    from tierstore_tools.routing import Workload, run
+
+    workload = Workload(model, engines, sessions, turns, first, more, room, at_once, seed)
+    run(workload, routers=routers, json=json)
+
+
 def _json_object(option: str, text: str) -> dict[str, Any]:
     import json
 

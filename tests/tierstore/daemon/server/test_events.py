@@ -361,6 +361,48 @@ def test_tenants_are_told_of_where_that_is_asked_for(tmp_path, follow):
         running.stop()
 
 
+def test_the_daemon_connects_to_a_follower_that_listens(tmp_path):
+    """As llm-d's does, with the model in the topic. It may have to wait for it."""
+    context = zmq.Context()
+    try:
+        url = f"ipc://{tmp_path}/listening"
+        settings = Settings(
+            listen=(f"ipc://{tmp_path}/s",),
+            host_bytes=1 << 20,
+            events={"m": url},
+            events_connect=True,
+            events_topic="kv@pod@{model}",
+        )
+        running = RunningDaemon(settings)
+        try:
+            sub = context.socket(zmq.SUB)
+            sub.subscribe(b"kv@")
+            sub.bind(url)
+            assert sub.poll(10_000)
+            save(running, np.arange(64))
+            events = []
+            while not events:
+                assert sub.poll(10_000)
+                topic, _, batch = sub.recv_multipart()
+                events = [each for each in msgspec.msgpack.decode(batch)[1] if each["type"] == "BlockStored"]
+            assert topic == b"kv@pod@m"
+            assert events[0]["token_ids"] == list(range(64))
+        finally:
+            running.stop()
+    finally:
+        context.destroy(0)
+
+
+def test_events_leave_the_machine_where_a_person_says_so(tmp_path):
+    settings = Settings(
+        listen=(f"ipc://{tmp_path}/s",),
+        host_bytes=1 << 20,
+        events={"": "tcp://0.0.0.0:0"},
+        events_anywhere=True,
+    )
+    RunningDaemon(settings).stop()
+
+
 def test_a_follower_that_asks_and_does_not_read_holds_nobody_up(running, follow):
     save(running, np.arange(64))
     context = zmq.Context()
