@@ -5,6 +5,8 @@ contiguous, in this order::
 
     [layer][K|V][kv_head][token][head_dim]
 
+    [layer]([K|V][kv_head][token][head_dim], then scales [K|V][kv_head][token])     where KV is quantised
+
 so that a page is one copy over PCIe or to disk, and one (layer, K|V, head) *tile* is a contiguous
 ``chunk_tokens × head_dim`` matrix for an attention kernel. Layers that keep their state differently get
 a :class:`LayerGroup` of their own; the groups of a page follow one another in the order given.
@@ -32,14 +34,18 @@ DEFAULT_CHUNK_TOKENS = 64
 MIN_BYTES_PER_TOKEN = 32  # of a page: its token ids are kept in memory besides its bytes
 MAX_TOKENS_OF_SMALL_PAGE = 128  # such a page takes 4 KiB of every tier
 
-DTYPE_BYTES: Mapping[str, int] = {
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "uint8": 1,  # of opaque pages
+DTYPE_BITS: Mapping[str, int] = {
+    "float32": 32,
+    "float16": 16,
+    "bfloat16": 16,
+    "float8_e4m3fn": 8,
+    "float8_e5m2": 8,
+    "int8": 8,
+    "int4": 4,  # the first of two numbers is the low half of their byte
+    "uint8": 8,  # of opaque pages
 }
+
+SCALE_BYTES = 2  # a scale is a bfloat16
 
 
 class LayerKind(str, enum.Enum):
@@ -102,10 +108,15 @@ class KVSpec:
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     hashed: bool = False
     """The "tokens" of a page are the words of a hash that the engine names it by, and no token ids."""
+    value_dtype: str | None = None
+    """Of V, where it is another than K's."""
+    scaled: bool = False
+    """Each vector has a scale. A layer's are behind its tiles, so that they come and go with it."""
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPE_BYTES:
-            raise SpecError(f"unknown KV dtype {self.dtype!r} (known: {', '.join(DTYPE_BYTES)})")
+        for dtype in self._dtypes:
+            if dtype not in DTYPE_BITS:
+                raise SpecError(f"unknown KV dtype {dtype!r} (known: {', '.join(DTYPE_BITS)})")
         if not isinstance(self.chunk_tokens, int) or self.chunk_tokens < 1:
             raise SpecError(f"chunk_tokens must be a whole number of at least 1, not {self.chunk_tokens!r}")
         layers = [layer for group in self.groups for layer in group.layers]
@@ -113,6 +124,7 @@ class KVSpec:
             raise SpecError("every layer must be in exactly one layer group, and there must be at least one")
         for group in self.groups:
             _check_group(group)
+            self._check_vectors(group)
         check_page(self.page_bytes, self.chunk_tokens)
 
     # -- making one ----------------------------------------------------------------------------------
@@ -126,10 +138,12 @@ class KVSpec:
         head_dim: int,
         dtype: str,
         chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+        value_dtype: str | None = None,
+        scaled: bool = False,
     ) -> KVSpec:
         """A model whose layers are all full attention with the same heads (Llama, Qwen, Mistral)."""
         group = LayerGroup(LayerKind.FULL_ATTENTION, tuple(range(layers)), kv_heads, head_dim)
-        return cls((group,), dtype, chunk_tokens)
+        return cls((group,), dtype, chunk_tokens, value_dtype=value_dtype, scaled=scaled)
 
     @classmethod
     def opaque(cls, page_bytes: int, *, chunk_tokens: int, hashed: bool = False) -> KVSpec:
@@ -175,7 +189,8 @@ class KVSpec:
 
     @property
     def dtype_bytes(self) -> int:
-        return DTYPE_BYTES[self.dtype]
+        """Of a number of K; of two where it is narrower than a byte."""
+        return max(DTYPE_BITS[self.dtype] // 8, 1)
 
     @property
     def num_layers(self) -> int:
@@ -198,18 +213,32 @@ class KVSpec:
 
     def tile(self, layer: int, plane: int, head: int) -> ByteRange:
         """Where one head's ``chunk_tokens × head_dim`` matrix lies; ``plane`` is 0 for K, 1 for V."""
+        group, start = self._tiles_of(layer, plane, head)
+        sizes = [self._tile_bytes(group, each) for each in range(plane + 1)]
+        offset = start + group.kv_heads * sum(sizes[:plane]) + head * sizes[plane]
+        return ByteRange(offset, offset + sizes[plane])
+
+    def scales(self, layer: int, plane: int, head: int) -> ByteRange:
+        """Where the scales of the vectors in :meth:`tile` lie, one for each token."""
+        if not self.scaled:
+            raise SpecError("pages of this layout have no scales")
+        group, start = self._tiles_of(layer, plane, head)
+        nbytes = self.chunk_tokens * SCALE_BYTES
+        offset = start + self._tiles_bytes(group) + (plane * group.kv_heads + head) * nbytes
+        return ByteRange(offset, offset + nbytes)
+
+    def _tiles_of(self, layer: int, plane: int, head: int) -> tuple[LayerGroup, int]:
         group, start = self._layer_starts[layer]
         if group.kind in _STATES:
             raise SpecError(f"layer {layer} is kept as {group.kind.value}, which has no tiles")
         if not (0 <= plane < group.planes and 0 <= head < group.kv_heads):
             raise SpecError(f"layer {layer} has no tile (plane {plane}, head {head})")
-        tile_bytes = self.chunk_tokens * group.head_dim * self.dtype_bytes
-        offset = start + (plane * group.kv_heads + head) * tile_bytes
-        return ByteRange(offset, offset + tile_bytes)
+        return group, start
 
     def describe(self) -> str:
         """The layout as one line of text. Equal lines mean equal bytes: it goes into the identity."""
-        parts = ["hashed"] * self.hashed + [f"chunk={self.chunk_tokens}", f"dtype={self.dtype}"]
+        dtype = self.dtype + (f"/{self.value_dtype}" if self.value_dtype else "") + "+scales" * self.scaled
+        parts = ["hashed"] * self.hashed + [f"chunk={self.chunk_tokens}", f"dtype={dtype}"]
         for group in self.groups:
             layers = ",".join(map(str, group.layers))
             parts.append(
@@ -227,7 +256,14 @@ class KVSpec:
             raise SpecError(f"not a page layout: {layout!r}")
         try:
             parsed = tuple(_parsed_group(group) for group in groups if group is not None)
-            spec = cls(parsed, match["dtype"], int(match["chunk"]), bool(match["hashed"]))
+            spec = cls(
+                parsed,
+                match["dtype"],
+                int(match["chunk"]),
+                bool(match["hashed"]),
+                match["values"],
+                bool(match["scaled"]),
+            )
         except ValueError as error:  # a number of thousands of digits
             raise SpecError("not a page layout: a number in it is too long") from error
         if spec.describe() != layout:
@@ -247,10 +283,31 @@ class KVSpec:
     def _layer_bytes(self, group: LayerGroup) -> int:
         if group.kind in _STATES:
             return group.state_bytes
-        return group.planes * group.kv_heads * self.chunk_tokens * group.head_dim * self.dtype_bytes
+        vectors = group.planes * group.kv_heads * self.chunk_tokens
+        return self._tiles_bytes(group) + vectors * SCALE_BYTES * self.scaled
+
+    def _tiles_bytes(self, group: LayerGroup) -> int:
+        return sum(group.kv_heads * self._tile_bytes(group, plane) for plane in range(group.planes))
+
+    def _tile_bytes(self, group: LayerGroup, plane: int) -> int:
+        return self.chunk_tokens * group.head_dim * DTYPE_BITS[self._dtypes[plane]] // 8
+
+    @property
+    def _dtypes(self) -> tuple[str, str]:
+        """Of K and of V."""
+        return self.dtype, self.value_dtype or self.dtype
+
+    def _check_vectors(self, group: LayerGroup) -> None:
+        if any(group.head_dim * DTYPE_BITS[dtype] % 8 for dtype in self._dtypes):
+            raise SpecError(f"{group.head_dim} numbers of {'/'.join(self._dtypes)} fill no whole bytes")
+        if self.scaled and group.kind not in _STATES and self._tiles_bytes(group) % SCALE_BYTES:
+            raise SpecError("the scales of a layer would begin at an odd byte: make chunks longer")
 
 
-_LAYOUT = re.compile(r"(?P<hashed>hashed;)?chunk=(?P<chunk>\d+);dtype=(?P<dtype>\w+)(;[^;]+)+")
+_LAYOUT = re.compile(
+    r"(?P<hashed>hashed;)?chunk=(?P<chunk>\d+);"
+    r"dtype=(?P<dtype>\w+)(/(?P<values>\w+))?(?P<scaled>\+scales)?(;[^;]+)+"
+)
 _GROUP = re.compile(
     r"(?P<kind>\w+)\[(?P<layers>[\d,]*)\]x(?P<heads>\d+)x(?P<dim>\d+)/w(?P<window>\d+)/s(?P<state>\d+)"
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -32,6 +32,7 @@ from tierstore_engine.drafting import Drafter
 from tierstore_engine.engine import Engine
 from tierstore_engine.errors import UnknownModelError
 from tierstore_engine.kernels.catalog import KERNEL_DTYPES
+from tierstore_engine.kv_format import AUTO, KVFormat
 from tierstore_engine.model import Model
 from tierstore_engine.presets import PRESETS, preset
 from tierstore_engine.settings import EngineSettings
@@ -64,39 +65,56 @@ class LoadedModel:
         return self.config.kv_spec(chunk_tokens=chunk_tokens)
 
     def identity(self, spec: KVSpec) -> Identity:
-        """Who this model's pages are: other weights, another shape or another RoPE are another identity."""
-        rope = self.config.rope.describe()
-        return Identity.of(spec, model=self.config.digest(), revision=self.digest, rope=rope)
+        """Who this model's pages are: other weights, shape, RoPE or KV format are another identity."""
+        config = self.config
+        return Identity.of(
+            spec,
+            model=config.digest(),
+            revision=self.digest,
+            rope=config.rope.describe(),
+            codec=config.kv.describe(),
+        )
 
 
-def open_model(model: str, *, device: str = "auto", dtype: str | None = None) -> OpenModel:
+def open_model(
+    model: str, *, device: str = "auto", dtype: str | None = None, kv_dtype: str = AUTO
+) -> OpenModel:
     """The preset called ``model``, or the checkpoint folder at that path (write ``./demo`` for a folder that
-    is called like a preset). ``dtype`` overrides the model's own.
+    is called like a preset). ``dtype`` overrides the model's own, ``kv_dtype`` (of
+    :meth:`~tierstore_engine.kv_format.KVFormat.parse`) says how its KV is kept.
 
     Raises :class:`UnknownModelError` where there is neither, :class:`ModelError` for a folder that cannot be
     run, :class:`UsageError` for an impossible device or dtype.
     """
+    kv = KVFormat.parse(kv_dtype)
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(f"unknown dtype {dtype!r} (known: {', '.join(DTYPES)})")
     check_device(device)
     if model in PRESETS:
-        config = preset(model, dtype=dtype)
-        return OpenModel(config, ByteTokenizer(), None, resolve_device(device, config.dtype))
+        config = replace(preset(model, dtype=dtype), kv=kv)
+        return OpenModel(config, ByteTokenizer(), None, _device_for(config, device))
     folder = Path(model)
     if not folder.is_dir():
         raise UnknownModelError(
             f"no model {model!r}: neither a folder nor a preset (presets: {', '.join(PRESETS)})"
         )
-    config = read_config(folder, dtype=dtype)
-    return OpenModel(config, HFTokenizer(folder), folder, resolve_device(device, config.dtype))
+    config = replace(read_config(folder, dtype=dtype), kv=kv)
+    return OpenModel(config, HFTokenizer(folder), folder, _device_for(config, device))
 
 
 def load_model(
-    model: str | OpenModel, *, device: str = "auto", dtype: str | None = None, seed: int = 0
+    model: str | OpenModel,
+    *,
+    device: str = "auto",
+    dtype: str | None = None,
+    kv_dtype: str = AUTO,
+    seed: int = 0,
 ) -> LoadedModel:
     """The model with its weights, or with random ones made from ``seed`` for a preset. Raises what
     :func:`open_model` raises, and :class:`ModelError` for weights that do not fit the configuration."""
-    source = open_model(model, device=device, dtype=dtype) if isinstance(model, str) else model
+    if isinstance(model, str):
+        model = open_model(model, device=device, dtype=dtype, kv_dtype=kv_dtype)
+    source = model
     _check_memory(source.config, source.device)
     if source.folder is None:
         weights = random_weights(source.config, seed=seed, device=source.device)
@@ -231,6 +249,15 @@ def resolve_device(device: str, dtype: str) -> str:
     if device != "auto":
         return device
     return "cuda" if torch.cuda.is_available() and dtype in KERNEL_DTYPES else "cpu"
+
+
+def _device_for(config: ModelConfig, device: str) -> str:
+    if not config.kv.quantised:
+        return resolve_device(device, config.dtype)
+    check_device(device)
+    if device not in ("auto", "cpu"):
+        raise UsageError(f"KV is kept as {config.kv.name} on the CPU only, in this version: use --device cpu")
+    return "cpu"
 
 
 def _fitting_pages(spec: KVSpec, device: str) -> int:

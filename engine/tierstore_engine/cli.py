@@ -56,6 +56,10 @@ def generate(
     ] = "both-ends",
     device: Annotated[str, typer.Option(help="auto|cpu|cuda|cuda:N")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="float32|bfloat16|float16; default: the model's")] = None,
+    kv_dtype: Annotated[
+        str,
+        typer.Option(help="auto|fp8_e4m3|fp8_e5m2|int8|int4|k8v4, or two as K/V; auto: the model's dtype"),
+    ] = "auto",
     json: Annotated[bool, typer.Option("--json", help="One JSON document instead of text")] = False,
 ) -> None:
     """Continue a prompt: the text on stdout as it comes, one line about the run on stderr."""
@@ -84,6 +88,7 @@ def generate(
         plan=plan,
         device=device,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         json=json,
     )
     run(request)
@@ -124,6 +129,10 @@ def serve(
     drain_s: Annotated[float, typer.Option(help="Seconds that SIGTERM waits for requests")] = 30.0,
     device: Annotated[str, typer.Option(help="auto|cpu|cuda")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="float32|bfloat16|float16; default: the model's")] = None,
+    kv_dtype: Annotated[
+        str,
+        typer.Option(help="auto|fp8_e4m3|fp8_e5m2|int8|int4|k8v4, or two as K/V; auto: the model's dtype"),
+    ] = "auto",
 ) -> None:
     """Serve OpenAI's API over HTTP, until SIGTERM."""
     from tierstore_engine.server.run import ServeOptions, run
@@ -153,6 +162,7 @@ def serve(
         hbm_bytes=None if hbm_bytes is None else parse_size(hbm_bytes),
         device=device,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         draft=draft,
         draft_tokens=draft_tokens,
     )

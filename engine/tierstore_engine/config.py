@@ -15,6 +15,7 @@ import xxhash
 
 from tierstore.spec import DEFAULT_CHUNK_TOKENS, KVSpec
 from tierstore_engine.errors import ModelError
+from tierstore_engine.kv_format import KVFormat
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -62,6 +63,7 @@ class ModelConfig:
     tied_embeddings: bool = False
     windows: tuple[int | None, ...] = ()
     eos_ids: tuple[int, ...] = ()
+    kv: KVFormat = field(default_factory=KVFormat)
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -80,13 +82,15 @@ class ModelConfig:
             layers=self.layers,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
-            dtype=self.dtype,
+            dtype=self.kv.codes[0].dtype if self.kv.quantised else self.dtype,
+            value_dtype=self.kv.codes[1].dtype if self.kv.keys != self.kv.values else None,
+            scaled=self.kv.quantised,
             chunk_tokens=chunk_tokens,
         )
 
     def digest(self) -> str:
-        """A short hex digest of every field that changes what the model computes."""
-        fields = {name: value for name, value in asdict(self).items() if name != "eos_ids"}
+        """A short hex digest of every field that changes what the model computes, besides how KV is kept."""
+        fields = {name: value for name, value in asdict(self).items() if name not in ("eos_ids", "kv")}
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode(sorted(fields.items())))
 
 

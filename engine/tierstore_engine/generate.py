@@ -44,6 +44,7 @@ class GenerateRequest:
     plan: str
     device: str
     dtype: str | None
+    kv_dtype: str
     json: bool
 
 
@@ -52,7 +53,7 @@ def run(request: GenerateRequest, *, out: TextIO | None = None, err: TextIO | No
     store is opened. Raises :class:`~tierstore.errors.TierStoreError` with one line to show."""
     out, err = out or sys.stdout, err or sys.stderr
     settings = EngineSettings(prefill_chunk=request.prefill_chunk, plan=request.plan)
-    opened = open_model(request.model, device=request.device, dtype=request.dtype)
+    opened = open_model(request.model, device=request.device, dtype=request.dtype, kv_dtype=request.kv_dtype)
     spec = opened.config.kv_spec()
     settings.check_chunk(spec.chunk_tokens)
     tokens = opened.tokenizer.encode(request.prompt)

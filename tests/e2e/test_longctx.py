@@ -11,6 +11,7 @@ import pytest
 
 from tierstore.errors import TierStoreError
 from tierstore.memory import Memory
+from tierstore_engine.build import open_model
 from tierstore_engine.outputs import RequestMetrics
 from tierstore_tools.longctx import cases, command
 from tierstore_tools.longctx.session import Answer, logit_bound, logit_difference, same_bits
@@ -77,6 +78,21 @@ def test_a_deep_model_in_16_bits_is_held_to_what_rounding_explains(tmp_path):
     for case in ("hbm", "host", "disk"):
         assert rows[case]["hits_identical"]
         assert rows[case]["pages_identical"]
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "k8v4"])
+def test_quantised_pages(tmp_path, kv_dtype):
+    """1025 tokens: hits end where a chunk of the cold run did, so even the logits are the very same."""
+    settings = LongContext("tiny", 1025, tmp_path, device="cpu", kv_dtype=kv_dtype, prefill_chunk=512)
+    command.run(settings, json=str(tmp_path / "out.json"), plot=None)
+    rows = {row["case"]: row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
+    for case in ("hbm", "host", "disk"):
+        assert rows[case]["reused_tokens"] == 1024
+        assert rows[case]["pages_identical"]
+        assert rows[case]["max_logit_diff"] == 0
+    assert (
+        rows["disk"]["moved_bytes"] == 16 * open_model("tiny", kv_dtype=kv_dtype).config.kv_spec().page_bytes
+    )
 
 
 def flip_a_bit(pool, page):

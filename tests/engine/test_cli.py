@@ -86,6 +86,7 @@ def test_a_checkpoint_folder(run: Run, checkpoints: Callable[..., Path]) -> None
         (("--model", "tiny", "--prompt", "x", "--device", "cuda:1"), 2, "no CUDA device"),
         (("--model", "tiny", "--prompt", "x", "--device", "cuda:"), 2, "unknown device"),
         (("--model", "tiny", "--prompt", "x", "--dtype", "int4"), 2, "unknown dtype 'int4'"),
+        (("--model", "tiny", "--prompt", "x", "--kv-dtype", "int3"), 2, "unknown KV dtype 'int3'"),
         (
             ("--model", "tiny", "--prompt", "x", "--hbm-bytes", "99TiB"),
             2,
@@ -109,6 +110,15 @@ def test_a_second_run_finds_the_first_ones_pages(run: Run) -> None:
     assert first["reused_tokens_by_tier"] == {}
     assert second["reused_tokens_by_tier"] == {"disk": len(PROMPT)}
     assert second["tokens"] == first["tokens"]
+
+
+def test_pages_of_another_kv_dtype_are_another_models(run: Run) -> None:
+    options = ("--model", "tiny", "--prompt", PROMPT, "--store", "store", "--json", "--max-new-tokens", "9")
+    for kv_dtype in ("auto", "fp8_e4m3", "int8", "k8v4"):
+        for reused in ({}, {"disk": len(PROMPT)}):
+            code, out, _ = run("generate", *options, "--kv-dtype", kv_dtype)
+            assert code == 0
+            assert json.loads(out)["reused_tokens_by_tier"] == reused
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ The pool of the hbm tier *is* the KV memory. Seen by a backend it is::
 
     kv [num_pages, layers, 2, kv_heads, chunk_tokens, head_dim]     (0 is K, 1 is V)
 
+(of codes, with each layer's scales behind them, where KV is quantised: :mod:`tierstore_engine.kv_format`)
 and a sequence's tokens ``64 i … 64 i + 63`` (for 64-token chunks) live in the page that its block table
 names at ``i``. Which pages those are must not matter: the same contents give the same bits.
 """

@@ -10,7 +10,8 @@ of ``BLOCK_TOKENS``, wherever the past ends, so that equal work has equal shapes
 block of a few MB stays in the cache between being gathered and being read; gathering 100K tokens at once
 costs twice as much, and its buffer would be as large as the KV itself.
 
-Everything is computed in float32, whatever the pages hold.
+Everything is computed in float32, whatever the pages hold: what is quantised is dequantised on the way into
+the buffer.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 
 from tierstore.tiers.hbm import PagePool
 from tierstore_engine.attention.base import Attention, BatchLayout
+from tierstore_engine.attention.pages import kv_pages
 from tierstore_engine.config import ModelConfig
 
 BLOCK_TOKENS = 8192
@@ -51,18 +53,14 @@ class CpuAttention(Attention):
         self._chunk = pool.spec.chunk_tokens
         self._block = max(BLOCK_TOKENS // self._chunk, 1) * self._chunk
         self._scale = config.head_dim**-0.5
-        dtype: torch.dtype = getattr(torch, config.dtype)
-        shape = (pool.num_pages, config.layers, 2, config.kv_heads, self._chunk, config.head_dim)
-        self._kv = torch.from_numpy(pool.array).view(dtype).view(shape)
         # One page more than a block: a block's first token need not be its page's.
-        buffer = (2, config.kv_heads, self._block + self._chunk, config.head_dim)
-        self._gathered = torch.empty(buffer, dtype=dtype)
-        # The same memory where the pages already are float32.
-        self._floats = torch.empty(buffer) if dtype is not torch.float32 else self._gathered
+        tokens = self._block + self._chunk
+        self._pages = kv_pages(pool, config, gathered=tokens // self._chunk)
+        self._gathered = torch.empty((2, config.kv_heads, tokens, config.head_dim))
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: BatchLayout) -> None:
         for plane, new in enumerate((keys, values)):
-            self._kv[:, layer, plane][batch.pages, :, batch.offsets] = new
+            self._pages.put(layer, plane, batch.pages, batch.offsets, new)
 
     def attend(self, layer: int, queries: torch.Tensor, batch: BatchLayout) -> torch.Tensor:
         config = self._config
@@ -145,15 +143,9 @@ class CpuAttention(Attention):
         the next call, which overwrites them."""
         first = start // self._chunk
         pages = table[first : -(-stop // self._chunk)]
-        whole = len(pages) * self._chunk
-        for plane in range(2):
-            for head in range(self._config.kv_heads):
-                target = self._gathered[plane, head, :whole].view(len(pages), self._chunk, -1)
-                torch.index_select(self._kv[:, layer, plane, head], 0, pages, out=target)
-        if self._floats is not self._gathered:
-            self._floats[:, :, :whole].copy_(self._gathered[:, :, :whole])
+        self._pages.gather(layer, pages, self._gathered[:, :, : len(pages) * self._chunk])
         begin = first * self._chunk
-        keys, values = self._floats[:, :, start - begin : stop - begin]
+        keys, values = self._gathered[:, :, start - begin : stop - begin]
         return keys.unsqueeze(1), values.unsqueeze(1)
 
 

@@ -55,6 +55,7 @@ class ServeOptions:
     hbm_bytes: int | None
     device: str
     dtype: str | None
+    kv_dtype: str
     draft: str | None
     draft_tokens: int
 
@@ -64,7 +65,7 @@ def run(options: ServeOptions, *, err: TextIO | None = None) -> None:
     what can be refused is, before weights are read and before a store is opened."""
     err = err or sys.stderr
     logging.basicConfig(level=logging.WARNING, format=_LOG_FORMAT, stream=err)
-    opened = open_model(options.model, device=options.device, dtype=options.dtype)
+    opened = open_model(options.model, device=options.device, dtype=options.dtype, kv_dtype=options.kv_dtype)
     template = load_template(opened.folder, options.server.chat_template)
     spec = opened.config.kv_spec()
     options.engine.check_chunk(spec.chunk_tokens)

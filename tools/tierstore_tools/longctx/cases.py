@@ -96,7 +96,9 @@ class Result:
 def run(settings: LongContext, phases: Phases) -> Result:
     """Everything, in this order: limits, cold with and without a store, each tier, the sweep."""
     with phases.phase("loading the model", measurable=False):
-        model = load_model(settings.model, device=settings.device, dtype=settings.dtype)
+        model = load_model(
+            settings.model, device=settings.device, dtype=settings.dtype, kv_dtype=settings.kv_dtype
+        )
         prompt = corpus.long_prompt(
             model.tokenizer.encode, settings.tokens, text=settings.prompt_text, question=corpus.QUESTION
         )
@@ -211,6 +213,7 @@ class _Experiment:
             settings.model,
             settings.device,
             settings.dtype,
+            settings.kv_dtype,
             str(directory),
             list(prompt),
             settings.prefill_chunk,
@@ -263,7 +266,13 @@ class _Experiment:
         most = {"memcpy": self._limits.memcpy_gb_per_s, "disk_read": self._limits.disk.read}.get(limit or "")
         config = self._model.config
         diff = max(logit_difference(each, reference) for each in answers)
-        bound = logit_bound(reference, layers=config.layers, dtype=config.dtype, new_past=new_past)
+        bound = logit_bound(
+            reference,
+            layers=config.layers,
+            dtype=config.dtype,
+            kv_epsilon=config.kv.epsilon,
+            new_past=new_past,
+        )
         return Row(
             case=case,
             prompt_tokens=prompt_tokens,

@@ -24,6 +24,7 @@ class LongContext:
     directory: Path
     device: str = "auto"
     dtype: str | None = None
+    kv_dtype: str = "auto"
     prompt_text: str | None = None
     prefill_chunk: int = 2048
     sweep: tuple[int, ...] = ()

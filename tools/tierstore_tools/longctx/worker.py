@@ -31,6 +31,7 @@ class Job:
     model: str
     device: str
     dtype: str | None
+    kv_dtype: str
     store: str
     prompt: list[int]
     prefill_chunk: int
@@ -75,7 +76,7 @@ def main(job_file: str, result_file: str) -> None:
     from tierstore_tools.longctx.settings import Sizes
 
     job = msgspec.json.decode(Path(job_file).read_bytes(), type=Job)
-    model = load_model(job.model, device=job.device, dtype=job.dtype)
+    model = load_model(job.model, device=job.device, dtype=job.dtype, kv_dtype=job.kv_dtype)
     sizes = Sizes(job.pool_pages, job.host_bytes, job.disk_bytes)
     engine = open_engine(model, sizes, job.store, job.prefill_chunk, job.throttle)
     drop_page_cache(Path(job.store))

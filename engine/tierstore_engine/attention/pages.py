@@ -1,0 +1,95 @@
+"""The KV in a pool's pages, as the CPU's attention writes and reads it: as it is computed, or quantised."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+from tierstore.spec import SCALE_BYTES
+from tierstore.tiers.hbm import PagePool
+from tierstore_engine.config import ModelConfig
+from tierstore_engine.kv_format import quantise
+
+
+class KVPages(ABC):
+    """Vectors of ``head_dim`` numbers, by (layer, plane, page, head, token); plane 0 is K, 1 is V."""
+
+    @abstractmethod
+    def put(
+        self, layer: int, plane: int, pages: torch.Tensor, offsets: torch.Tensor, new: torch.Tensor
+    ) -> None:
+        """Write ``new [tokens, kv_heads, head_dim]``: token ``i`` to page ``pages[i]`` at ``offsets[i]``."""
+
+    @abstractmethod
+    def gather(self, layer: int, pages: torch.Tensor, out: torch.Tensor) -> None:
+        """Read whole pages in a row into ``out`` (float32, ``[2, kv_heads, tokens, head_dim]``)."""
+
+
+def kv_pages(pool: PagePool, config: ModelConfig, *, gathered: int) -> KVPages:
+    """The pages of ``pool`` (on the CPU), as ``config`` says. At most ``gathered`` pages are read at once."""
+    if config.kv.quantised:
+        return _QuantisedPages(pool, config)
+    return _FloatPages(pool, config, gathered)
+
+
+class _FloatPages(KVPages):
+    def __init__(self, pool: PagePool, config: ModelConfig, gathered: int) -> None:
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        chunk = pool.spec.chunk_tokens
+        shape = (pool.num_pages, config.layers, 2, config.kv_heads, chunk, config.head_dim)
+        self._kv = torch.from_numpy(pool.array).view(dtype).view(shape)
+        self._buffer: torch.Tensor | None = None  # what is read, where it is not float32 already
+        if dtype is not torch.float32:
+            self._buffer = torch.empty((2, config.kv_heads, gathered * chunk, config.head_dim), dtype=dtype)
+
+    def put(
+        self, layer: int, plane: int, pages: torch.Tensor, offsets: torch.Tensor, new: torch.Tensor
+    ) -> None:
+        self._kv[:, layer, plane][pages, :, offsets] = new
+
+    def gather(self, layer: int, pages: torch.Tensor, out: torch.Tensor) -> None:
+        target = out if self._buffer is None else self._buffer[:, :, : out.shape[2]]
+        for plane in range(2):
+            for head in range(out.shape[1]):
+                rows = target[plane, head].view(len(pages), -1, out.shape[-1])
+                torch.index_select(self._kv[:, layer, plane, head], 0, pages, out=rows)
+        if target is not out:
+            out.copy_(target)
+
+
+class _QuantisedPages(KVPages):
+    def __init__(self, pool: PagePool, config: ModelConfig) -> None:
+        self._format = config.kv
+        self._spec = pool.spec
+        self._heads = config.kv_heads
+        self._memory = torch.from_numpy(pool.array)
+
+    def put(
+        self, layer: int, plane: int, pages: torch.Tensor, offsets: torch.Tensor, new: torch.Tensor
+    ) -> None:
+        codes, scales = quantise(new, self._format.codes[plane])
+        self._codes(layer, plane)[pages, :, offsets] = codes
+        self._scales(layer, plane)[pages, :, offsets] = scales
+
+    def gather(self, layer: int, pages: torch.Tensor, out: torch.Tensor) -> None:
+        for plane, code in enumerate(self._format.codes):
+            held, scales = self._codes(layer, plane), self._scales(layer, plane)
+            for head in range(self._heads):  # one at a time: what is decoded stays in the cache
+                numbers = code.decode(held[:, head].index_select(0, pages))
+                scale = scales[:, head].index_select(0, pages).float().unsqueeze(-1)
+                torch.mul(numbers, scale, out=out[plane, head].view(numbers.shape))
+
+    def _codes(self, layer: int, plane: int) -> torch.Tensor:
+        """uint8 ``[num_pages, kv_heads, chunk_tokens, bytes]``"""
+        first = self._spec.tile(layer, plane, 0)
+        page, tile, chunk = self._spec.page_bytes, first.nbytes, self._spec.chunk_tokens
+        shape = (len(self._memory), self._heads, chunk, tile // chunk)
+        return self._memory.as_strided(shape, (page, tile, tile // chunk, 1), first.start)
+
+    def _scales(self, layer: int, plane: int) -> torch.Tensor:
+        """bfloat16 ``[num_pages, kv_heads, chunk_tokens]``"""
+        memory, chunk = self._memory.view(torch.bfloat16), self._spec.chunk_tokens
+        start = self._spec.scales(layer, plane, 0).start // SCALE_BYTES
+        shape = (len(memory), self._heads, chunk)
+        return memory.as_strided(shape, (memory.shape[1], chunk, 1), start)
