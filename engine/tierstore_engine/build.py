@@ -33,6 +33,7 @@ from tierstore_engine.engine import Engine
 from tierstore_engine.errors import UnknownModelError
 from tierstore_engine.kernels.catalog import KERNEL_DTYPES
 from tierstore_engine.kv_format import AUTO, KVFormat
+from tierstore_engine.kv_scales import DYNAMIC, with_scales
 from tierstore_engine.model import Model
 from tierstore_engine.presets import PRESETS, preset
 from tierstore_engine.settings import EngineSettings
@@ -77,11 +78,17 @@ class LoadedModel:
 
 
 def open_model(
-    model: str, *, device: str = "auto", dtype: str | None = None, kv_dtype: str = AUTO
+    model: str,
+    *,
+    device: str = "auto",
+    dtype: str | None = None,
+    kv_dtype: str = AUTO,
+    kv_scales: str = DYNAMIC,
 ) -> OpenModel:
     """The preset called ``model``, or the checkpoint folder at that path (write ``./demo`` for a folder that
     is called like a preset). ``dtype`` overrides the model's own, ``kv_dtype`` (of
-    :meth:`~tierstore_engine.kv_format.KVFormat.parse`) says how its KV is kept.
+    :meth:`~tierstore_engine.kv_format.KVFormat.parse`) says how its KV is kept, and ``kv_scales`` where the
+    scales come from (:func:`~tierstore_engine.kv_scales.with_scales`).
 
     Raises :class:`UnknownModelError` where there is neither, :class:`ModelError` for a folder that cannot be
     run, :class:`UsageError` for an impossible device or dtype.
@@ -91,14 +98,14 @@ def open_model(
         raise UsageError(f"unknown dtype {dtype!r} (known: {', '.join(DTYPES)})")
     check_device(device)
     if model in PRESETS:
-        config = replace(preset(model, dtype=dtype), kv=kv)
+        config = with_scales(replace(preset(model, dtype=dtype), kv=kv), kv_scales, None)
         return OpenModel(config, ByteTokenizer(), None, _device_for(config, device))
     folder = Path(model)
     if not folder.is_dir():
         raise UnknownModelError(
             f"no model {model!r}: neither a folder nor a preset (presets: {', '.join(PRESETS)})"
         )
-    config = replace(read_config(folder, dtype=dtype), kv=kv)
+    config = with_scales(replace(read_config(folder, dtype=dtype), kv=kv), kv_scales, folder)
     return OpenModel(config, HFTokenizer(folder), folder, _device_for(config, device))
 
 
@@ -108,12 +115,13 @@ def load_model(
     device: str = "auto",
     dtype: str | None = None,
     kv_dtype: str = AUTO,
+    kv_scales: str = DYNAMIC,
     seed: int = 0,
 ) -> LoadedModel:
     """The model with its weights, or with random ones made from ``seed`` for a preset. Raises what
     :func:`open_model` raises, and :class:`ModelError` for weights that do not fit the configuration."""
     if isinstance(model, str):
-        model = open_model(model, device=device, dtype=dtype, kv_dtype=kv_dtype)
+        model = open_model(model, device=device, dtype=dtype, kv_dtype=kv_dtype, kv_scales=kv_scales)
     source = model
     _check_memory(source.config, source.device)
     if source.folder is None:

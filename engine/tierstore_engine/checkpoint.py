@@ -56,7 +56,10 @@ class Checkpoint:
         self._open.clear()
         self._stack.close()
 
-    def read(self, name: str, shape: torch.Size) -> torch.Tensor:
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def read(self, name: str, shape: torch.Size | None = None) -> torch.Tensor:
         """Tensor ``name`` in host memory. Raises :class:`ModelError` when missing or not of ``shape``."""
         file = self._files.get(name)
         if file is None:
@@ -64,7 +67,7 @@ class Checkpoint:
         try:
             handle = self._handle(file)
             found = tuple(handle.get_slice(name).get_shape())
-            if found != tuple(shape):
+            if shape is not None and found != tuple(shape):
                 raise ModelError(
                     f"{file}: tensor {name} has shape {list(found)}, but config.json asks for {list(shape)}"
                 )

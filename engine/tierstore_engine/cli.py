@@ -60,6 +60,9 @@ def generate(
         str,
         typer.Option(help="auto|fp8_e4m3|fp8_e5m2|int8|int4|k8v4, or two as K/V; auto: the model's dtype"),
     ] = "auto",
+    kv_scales: Annotated[
+        str, typer.Option(help="dynamic|checkpoint, or a file that calibrate wrote: scales of a quantised KV")
+    ] = "dynamic",
     json: Annotated[bool, typer.Option("--json", help="One JSON document instead of text")] = False,
 ) -> None:
     """Continue a prompt: the text on stdout as it comes, one line about the run on stderr."""
@@ -89,6 +92,7 @@ def generate(
         device=device,
         dtype=dtype,
         kv_dtype=kv_dtype,
+        kv_scales=kv_scales,
         json=json,
     )
     run(request)
@@ -133,6 +137,9 @@ def serve(
         str,
         typer.Option(help="auto|fp8_e4m3|fp8_e5m2|int8|int4|k8v4, or two as K/V; auto: the model's dtype"),
     ] = "auto",
+    kv_scales: Annotated[
+        str, typer.Option(help="dynamic|checkpoint, or a file that calibrate wrote: scales of a quantised KV")
+    ] = "dynamic",
 ) -> None:
     """Serve OpenAI's API over HTTP, until SIGTERM."""
     from tierstore_engine.server.run import ServeOptions, run
@@ -163,10 +170,29 @@ def serve(
         device=device,
         dtype=dtype,
         kv_dtype=kv_dtype,
+        kv_scales=kv_scales,
         draft=draft,
         draft_tokens=draft_tokens,
     )
     run(options)
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path, typer.Argument(help="The file to write, for --kv-scales")],
+    model: Annotated[str, typer.Option(help="A Hugging Face folder, or tiny|demo|qwen2.5-0.5b|llama-3-8b")],
+    prompt_file: Annotated[Path | None, typer.Option(help="Text like that which will be served")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The text, or what follows the file's")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32|bfloat16|float16; default: the model's")] = None,
+) -> None:
+    """Run a text on the CPU and write the largest keys and values of each layer and head: static scales."""
+    from tierstore_engine import kv_scales
+    from tierstore_engine.build import load_model, open_model
+
+    text = _read_prompt(prompt_file, prompt)
+    opened = open_model(model, device="cpu", dtype=dtype)
+    tokens = kv_scales.check_calibration(opened, text, out)
+    kv_scales.write_ranges(opened.config, kv_scales.measure_ranges(load_model(opened), tokens), out)
 
 
 def _read_prompt(file: Path | None, text: str | None) -> str:

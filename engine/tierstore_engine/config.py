@@ -84,7 +84,7 @@ class ModelConfig:
             head_dim=self.head_dim,
             dtype=self.kv.codes[0].dtype if self.kv.quantised else self.dtype,
             value_dtype=self.kv.codes[1].dtype if self.kv.keys != self.kv.values else None,
-            scaled=self.kv.quantised,
+            scaled=self.kv.dynamic,
             chunk_tokens=chunk_tokens,
         )
 

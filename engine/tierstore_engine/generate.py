@@ -45,6 +45,7 @@ class GenerateRequest:
     device: str
     dtype: str | None
     kv_dtype: str
+    kv_scales: str
     json: bool
 
 
@@ -53,7 +54,13 @@ def run(request: GenerateRequest, *, out: TextIO | None = None, err: TextIO | No
     store is opened. Raises :class:`~tierstore.errors.TierStoreError` with one line to show."""
     out, err = out or sys.stdout, err or sys.stderr
     settings = EngineSettings(prefill_chunk=request.prefill_chunk, plan=request.plan)
-    opened = open_model(request.model, device=request.device, dtype=request.dtype, kv_dtype=request.kv_dtype)
+    opened = open_model(
+        request.model,
+        device=request.device,
+        dtype=request.dtype,
+        kv_dtype=request.kv_dtype,
+        kv_scales=request.kv_scales,
+    )
     spec = opened.config.kv_spec()
     settings.check_chunk(spec.chunk_tokens)
     tokens = opened.tokenizer.encode(request.prompt)

@@ -1,12 +1,13 @@
 """How keys and values are kept in pages: as the model computes them, or quantised to 8 or 4 bits.
 
 A quantised vector (one token's K or V of one head) is a row of codes and a scale: ``x ≈ scale × number``.
-Scales are *dynamic*: each vector has its own, and its page keeps it.
+Scales are *dynamic*, each vector's own and kept in its page, or *static*, one for all vectors of a layer's
+plane and head, made from the largest magnitude that a calibration saw there. What is larger is cut off.
 
-A scale is a vector's, not a page's. A page fills token by token, a draft may be rejected, a hit may end in
-the middle of a page. A page's scale would have to grow with tokens that come later, or are taken back again,
-and codes written before would be rounded a second time. A page's bytes would then depend on its history, and
-a hit would not equal the cold run. A vector's scale costs 2 bytes: 3 % of 64 codes of 8 bits.
+A dynamic scale is a vector's, not a page's. A page fills token by token, a draft may be rejected, a hit may
+end in the middle of a page. A page's scale would have to grow with tokens that come later, or are taken back
+again, and codes written before would be rounded a second time. A page's bytes would then depend on its
+history, and a hit would not equal the cold run. A vector's scale costs 2 bytes: 3 % of 64 codes of 8 bits.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeAlias
 
+import msgspec
 import torch
+import xxhash
 
 from tierstore.errors import UsageError
 
@@ -76,19 +80,25 @@ SHORTHANDS = {"k8v4": "int8/int4"}
 KV_DTYPES = (AUTO, *CODES, *SHORTHANDS)
 
 
+Ranges: TypeAlias = tuple[tuple[tuple[float, ...], ...], ...]
+"""The largest magnitudes that static scales are made for, ``[layer][plane][head]``."""
+
+
 @dataclass(frozen=True)
 class KVFormat:
-    """How K and V are kept: names in ``CODES``, or both empty for the model's own dtype."""
+    """How K and V are kept: names in ``CODES``, or both empty for the model's own dtype. ``ranges`` are those
+    of static scales; without them scales are dynamic."""
 
     keys: str = ""
     values: str = ""
+    ranges: Ranges = ()
 
     @classmethod
     def parse(cls, name: str) -> KVFormat:
         """``auto``, one of ``KV_DTYPES``, or two of them as ``K/V``. Raises :class:`UsageError`.
 
         >>> KVFormat.parse("k8v4")
-        KVFormat(keys='int8', values='int4')
+        KVFormat(keys='int8', values='int4', ranges=())
         """
         if name == AUTO:
             return cls()
@@ -100,6 +110,11 @@ class KVFormat:
     @property
     def quantised(self) -> bool:
         return bool(self.keys)
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether pages carry scales."""
+        return self.quantised and not self.ranges
 
     @property
     def name(self) -> str:
@@ -120,7 +135,13 @@ class KVFormat:
 
     def describe(self) -> str:
         """One line; equal lines mean that equal numbers become equal bytes (it goes into the identity)."""
+        if self.ranges:
+            return f"{self.name},scale={xxhash.xxh3_128_hexdigest(msgspec.json.encode(self.ranges))}"
         return f"{self.name},scale=vector" if self.quantised else "raw"
+
+    def static_scales(self, layer: int, plane: int) -> torch.Tensor:
+        """float32 ``[kv_heads]``"""
+        return torch.tensor(self.ranges[layer][plane]) / self.codes[plane].largest
 
 
 def vector_scales(vectors: torch.Tensor, code: Code) -> torch.Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,14 +13,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from safetensors.torch import load_file, save_file
 
 from tierstore.errors import SpecError, UsageError
 from tierstore.spec import KVSpec
 from tierstore.tiers.hbm import PagePool
 from tierstore_engine.attention import cpu
 from tierstore_engine.attention.base import Attention, BatchLayout, Span, make_attention
-from tierstore_engine.build import LoadedModel, open_model
+from tierstore_engine.attention.pages import kv_pages
+from tierstore_engine.build import LoadedModel, load_model, open_model
 from tierstore_engine.config import ModelConfig
+from tierstore_engine.errors import ModelError
 from tierstore_engine.kv_format import CODES, KVFormat, quantise
 from tierstore_engine.sampling import SamplingParams
 
@@ -134,11 +139,14 @@ def test_attention_over_codes(
     assert (out - plain(q, k, v, window)).abs().max() <= bound + rounding
 
 
-@given(name=formats, data=st.data(), seed=st.integers(0, 99))
+@given(name=formats, static=st.booleans(), data=st.data(), seed=st.integers(0, 99))
 @settings(max_examples=60)
-def test_how_tokens_came_leaves_no_trace_in_pages(name: str, data: st.DataObject, seed: int) -> None:
+def test_how_tokens_came_leaves_no_trace_in_pages(
+    name: str, static: bool, data: st.DataObject, seed: int
+) -> None:
     """One by one, in chunks, after drafts that were rejected, or all at once: the same bytes."""
-    config = replace(config_of(4, 2, 16), kv=KVFormat.parse(name))
+    kv = replace(KVFormat.parse(name), ranges=RANGES if static else ())
+    config = replace(config_of(4, 2, 16), kv=kv)
     generator = torch.Generator().manual_seed(seed)
     k, v = torch.randn(2, 23, 2, 16, generator=generator)
     table = list(range(6))
@@ -159,6 +167,90 @@ def test_how_tokens_came_leaves_no_trace_in_pages(name: str, data: st.DataObject
     q = torch.randn(1, 4, 16, generator=generator)
     assert torch.equal(attention.attend(1, q, span), other.attend(1, q, span))
     assert np.array_equal(pool.array[:5], by_steps.array[:5])  # the sixth has room that a draft was in
+
+
+# -- static scales ------------------------------------------------------------------------------------
+
+RANGES = (((1.0, 2.0), (0.5, 4.0)),) * 2
+
+
+@given(name=codes, seed=st.integers(0, 99))
+@settings(max_examples=20)
+def test_static_scales_cut_off_and_keep_the_bound_below(name: str, seed: int) -> None:
+    kv = KVFormat(name, name, RANGES)
+    config = replace(config_of(2, 2, 16), kv=kv)
+    attention, pool = attention_over(config)
+    k, v = 2 * torch.randn(2, 3 * CHUNK, 2, 16, generator=torch.Generator().manual_seed(seed))
+    write(attention, k, v, [4, 2, 7], 0)
+    out = torch.empty(2, 2, 3 * CHUNK, 16)
+    kv_pages(pool, config, gathered=3).gather(1, torch.tensor([4, 2, 7]), out)
+    code = CODES[name]
+    for plane, written in enumerate((k, v)):
+        for head, largest in enumerate(RANGES[1][plane]):
+            exact = written[:, head].clamp(-largest, largest)
+            bound = code.relative * exact.abs() + code.absolute * largest / code.largest + 1e-6
+            assert ((out[plane, head] - exact).abs() <= bound).all()
+    assert pool.spec.page_bytes == 2 * 2 * 2 * CHUNK * 16 * code.bits // 8  # no scales in it
+
+
+def test_calibration(tmp_path: Path, run_command: Callable[..., tuple[int, str, str]]) -> None:
+    """What was seen is in the file, and other ranges are another identity."""
+    file = tmp_path / "scales.json"
+    text = "What a model sees when it is calibrated. " * 20
+    assert run_command("calibrate", "--model", "tiny", "--prompt", text, str(file))[0] == 0
+    model = load_model("tiny", kv_dtype="int8", kv_scales=str(file), device="cpu")
+    [keys, values], _ = model.config.kv.ranges
+    assert all(0.5 < each < 50 for each in (*keys, *values))
+    dynamic = load_model("tiny", kv_dtype="int8", device="cpu")
+    file.write_text(file.read_text().replace(str(keys[0]), str(keys[0] + 1)))
+    other = load_model("tiny", kv_dtype="int8", kv_scales=str(file), device="cpu")
+    assert other.config.kv.ranges[0][0][0] == keys[0] + 1
+    assert len({each.identity(each.kv_spec()).digest for each in (model, dynamic, other)}) == 3
+    options = ("--model", "tiny", "--prompt", text, "--kv-dtype", "fp8_e4m3", "--max-new-tokens", "3")
+    code, _, err = run_command("generate", *options, "--kv-scales", str(file))
+    assert (code, err.count("\n")) == (0, 1)
+
+
+@pytest.mark.parametrize("name", ["self_attn.k_scale", "self_attn.k_proj.k_scale", "self_attn.attn.k_scale"])
+def test_scales_of_a_checkpoint(name: str, checkpoints: Callable[..., Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoints("qwen3"), folder)
+    with pytest.raises(ModelError, match="no scale of one number"):
+        open_model(str(folder), kv_dtype="fp8_e4m3", kv_scales="checkpoint")
+    tensors = load_file(folder / "model.safetensors")
+    for layer in range(3):
+        for plane in "kv":
+            key = f"model.layers.{layer}.{name.replace('k_', f'{plane}_')}"
+            tensors[key] = torch.tensor(0.25 + layer).reshape([1] * (layer % 2))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    kv = open_model(str(folder), kv_dtype="fp8_e4m3", kv_scales="checkpoint").config.kv
+    assert kv.ranges == tuple((((0.25 + layer) * 448,) * 2,) * 2 for layer in range(3))
+    assert kv.static_scales(1, 0).tolist() == [1.25, 1.25]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "cannot read"),
+        ("not json", "not written by calibrate"),
+        ('{"model": "other", "ranges": []}', "another model"),
+        ('{"model": "MODEL", "ranges": [[[1, 1], [1, 1]]]}', "does not have a range for each"),
+        ('{"model": "MODEL", "ranges": [[[1, 1], [1, 1]], [[1, 1], [1, 0]]]}', "no positive number"),
+    ],
+)
+def test_files_that_are_no_calibration(text: str | None, says: str, tmp_path: Path) -> None:
+    file = tmp_path / "scales.json"
+    if text is not None:
+        file.write_text(text.replace("MODEL", open_model("tiny").config.digest()))
+    with pytest.raises(UsageError, match=says):
+        open_model("tiny", kv_dtype="int8", kv_scales=str(file))
+
+
+def test_scales_that_nothing_needs() -> None:
+    with pytest.raises(UsageError, match="needs a --kv-dtype"):
+        open_model("tiny", kv_scales="scales.json")
+    with pytest.raises(UsageError, match="a preset has no checkpoint"):
+        open_model("tiny", kv_dtype="int8", kv_scales="checkpoint")
 
 
 # -- layout and identity ------------------------------------------------------------------------------

@@ -31,9 +31,14 @@ PROMPT = [number * 7 % 256 for number in range(100)]
 PARAMS = SamplingParams(max_new_tokens=40, temperature=1.0, seed=1, ignore_eos=True, keep_logits=True)
 
 
-@pytest.fixture(params=["fp8_e4m3", "k8v4"])
+@pytest.fixture(params=["fp8_e4m3", "k8v4", "int8, static"])
 def quantised(request: pytest.FixtureRequest, loaded: Callable[..., LoadedModel]) -> LoadedModel:
-    return loaded("tiny", kv_dtype=request.param)
+    name, *static = request.param.split(", ")
+    model = loaded("tiny", kv_dtype=name)
+    if not static:
+        return model
+    ranges = (((4.0, 5.0), (3.0, 2.0)),) * model.config.layers
+    return replace(model, config=replace(model.config, kv=replace(model.config.kv, ranges=ranges)))
 
 
 @pytest.fixture(autouse=True)

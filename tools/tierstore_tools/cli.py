@@ -105,6 +105,36 @@ def longctx(
 
 
 @app.command()
+def quality(
+    model: Annotated[str, typer.Option(help="A Hugging Face folder, or a preset")] = "demo",
+    tokens: Annotated[int, typer.Option(min=2, help="Length of the document")] = 16_384,
+    kv_dtypes: Annotated[
+        str, typer.Option(help="To compare with float KV, comma-separated")
+    ] = "fp8_e4m3,fp8_e5m2,int8,int4,k8v4",
+    kv_scales: Annotated[str, typer.Option(help="dynamic|checkpoint, or a file of calibrate")] = "dynamic",
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="Text to use instead of the standard library's sources")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32|bfloat16|float16; default: the model's")] = None,
+    json: JsonOption = None,
+) -> None:
+    """What a KV dtype costs over a long document: logit error, top-1 agreement, perplexity; and its bytes."""
+    from tierstore_tools import quality as bench
+
+    bench.run(
+        bench.Quality(
+            model=model,
+            tokens=tokens,
+            kv_dtypes=tuple(kv_dtypes.split(",")),
+            dtype=dtype,
+            text=None if prompt_file is None else _read_text(prompt_file),
+            kv_scales=kv_scales,
+        ),
+        json=json,
+    )
+
+
+@app.command()
 def planner(
     model: Annotated[str, typer.Option(help="A Hugging Face folder, or a preset")] = "demo",
     tokens: Annotated[str, typer.Option(help="Lengths of the prompt, comma-separated")] = "1000,4000,16000",

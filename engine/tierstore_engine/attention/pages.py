@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 
 import torch
@@ -64,20 +65,30 @@ class _QuantisedPages(KVPages):
         self._spec = pool.spec
         self._heads = config.kv_heads
         self._memory = torch.from_numpy(pool.array)
+        planes = itertools.product(range(config.layers if config.kv.ranges else 0), range(2))
+        self._static = {plane: config.kv.static_scales(*plane) for plane in planes}
 
     def put(
         self, layer: int, plane: int, pages: torch.Tensor, offsets: torch.Tensor, new: torch.Tensor
     ) -> None:
-        codes, scales = quantise(new, self._format.codes[plane])
+        code, static = self._format.codes[plane], self._static.get((layer, plane))
+        if static is None:
+            codes, scales = quantise(new, code)
+            self._scales(layer, plane)[pages, :, offsets] = scales
+        else:
+            codes = code.encode(new.float() / static.unsqueeze(-1))
         self._codes(layer, plane)[pages, :, offsets] = codes
-        self._scales(layer, plane)[pages, :, offsets] = scales
 
     def gather(self, layer: int, pages: torch.Tensor, out: torch.Tensor) -> None:
         for plane, code in enumerate(self._format.codes):
-            held, scales = self._codes(layer, plane), self._scales(layer, plane)
+            held, static = self._codes(layer, plane), self._static.get((layer, plane))
             for head in range(self._heads):  # one at a time: what is decoded stays in the cache
                 numbers = code.decode(held[:, head].index_select(0, pages))
-                scale = scales[:, head].index_select(0, pages).float().unsqueeze(-1)
+                if static is None:
+                    scales = self._scales(layer, plane)[:, head].index_select(0, pages)
+                    scale = scales.float().unsqueeze(-1)
+                else:
+                    scale = static[head]
                 torch.mul(numbers, scale, out=out[plane, head].view(numbers.shape))
 
     def _codes(self, layer: int, plane: int) -> torch.Tensor:

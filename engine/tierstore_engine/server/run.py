@@ -56,6 +56,7 @@ class ServeOptions:
     device: str
     dtype: str | None
     kv_dtype: str
+    kv_scales: str
     draft: str | None
     draft_tokens: int
 
@@ -65,7 +66,13 @@ def run(options: ServeOptions, *, err: TextIO | None = None) -> None:
     what can be refused is, before weights are read and before a store is opened."""
     err = err or sys.stderr
     logging.basicConfig(level=logging.WARNING, format=_LOG_FORMAT, stream=err)
-    opened = open_model(options.model, device=options.device, dtype=options.dtype, kv_dtype=options.kv_dtype)
+    opened = open_model(
+        options.model,
+        device=options.device,
+        dtype=options.dtype,
+        kv_dtype=options.kv_dtype,
+        kv_scales=options.kv_scales,
+    )
     template = load_template(opened.folder, options.server.chat_template)
     spec = opened.config.kv_spec()
     options.engine.check_chunk(spec.chunk_tokens)

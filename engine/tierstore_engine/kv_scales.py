@@ -1,0 +1,133 @@
+"""Static scales of quantised KV: from a checkpoint, or from a calibration run's file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+
+from tierstore.errors import UsageError
+from tierstore.tiers.hbm import COMPLETED, PagePool
+from tierstore_engine.attention.base import Span
+from tierstore_engine.checkpoint import Checkpoint
+from tierstore_engine.config import ModelConfig
+from tierstore_engine.errors import ModelError
+from tierstore_engine.kv_format import CODES, Ranges
+from tierstore_engine.step import Step
+
+if TYPE_CHECKING:
+    from tierstore_engine.build import LoadedModel, OpenModel
+
+DYNAMIC, CHECKPOINT = "dynamic", "checkpoint"
+
+_STEP_TOKENS = 512
+
+# Where quantisers write the scale of a layer's plane: one float, for FP8 e4m3.
+_NAMES = ("self_attn.{plane}_scale", "self_attn.{plane}_proj.{plane}_scale", "self_attn.attn.{plane}_scale")
+
+
+class _Calibration(msgspec.Struct, forbid_unknown_fields=True):
+    """The file that a calibration writes. ``model`` is the configuration's digest."""
+
+    model: str
+    ranges: Ranges
+
+
+def with_scales(config: ModelConfig, source: str, folder: Path | None) -> ModelConfig:
+    """``config`` with scales from ``source``: ``dynamic``, ``checkpoint`` (of ``folder``), or the path of a
+    calibration's file. Raises :class:`UsageError` for scales that KV in the model's dtype has no use for
+    and for a file that is none, :class:`ModelError` for a checkpoint without them."""
+    if source == DYNAMIC:
+        return config
+    if not config.kv.quantised:
+        raise UsageError("--kv-scales needs a --kv-dtype: KV in the model's dtype has no scales")
+    ranges = _of_checkpoint(config, folder) if source == CHECKPOINT else _of_file(config, Path(source))
+    return replace(config, kv=replace(config.kv, ranges=ranges))
+
+
+def check_calibration(opened: OpenModel, text: str, out: Path) -> list[int]:
+    """The tokens of ``text``. Raises :class:`UsageError` before anything is computed in vain."""
+    tokens = opened.tokenizer.encode(text)
+    if not 0 < len(tokens) <= opened.config.max_positions:
+        raise UsageError(
+            f"the text has {len(tokens)} tokens: the model takes 1 to {opened.config.max_positions}"
+        )
+    if not out.absolute().parent.is_dir():
+        raise UsageError(f"cannot write {out}: there is no such directory")
+    return tokens
+
+
+def measure_ranges(model: LoadedModel, tokens: Sequence[int]) -> Ranges:
+    """The largest magnitudes of keys and values while ``model`` (on the CPU, its KV as floats) computes
+    ``tokens``. A plane that is all zero has the range 1."""
+    from tierstore_engine.build import make_runner, pages_for_tokens
+    from tierstore_engine.settings import EngineSettings
+
+    config, spec = model.config, model.kv_spec()
+    pool = PagePool(spec, pages_for_tokens(spec, len(tokens)))
+    runner = make_runner(model, pool, EngineSettings())
+    for start in range(0, len(tokens), _STEP_TOKENS):
+        stop = min(start + _STEP_TOKENS, len(tokens))
+        span = Span(range(pool.num_pages), start, stop)
+        runner.compute(Step((span,), tokens[start:stop], [stop - start - 1], COMPLETED, spec.chunk_tokens))
+    # The last page's rest is zeros: nothing was in this memory before.
+    shape = (pool.num_pages, config.layers, 2, config.kv_heads, -1)
+    kv = torch.from_numpy(pool.array).view(getattr(torch, config.dtype)).view(shape).float()
+    largest = kv.abs().amax((0, 4))
+    if not largest.isfinite().all():
+        raise ModelError("the model's keys or values are no finite numbers: there is no scale for them")
+    found = largest.where(largest > 0, 1.0).tolist()
+    return tuple(tuple(tuple(heads) for heads in planes) for planes in found)
+
+
+def write_ranges(config: ModelConfig, ranges: Ranges, out: Path) -> None:
+    try:
+        out.write_bytes(
+            msgspec.json.format(msgspec.json.encode(_Calibration(config.digest(), ranges))) + b"\n"
+        )
+    except OSError as error:
+        raise UsageError(f"cannot write {out}: {error.strerror}") from error
+
+
+def _of_file(config: ModelConfig, file: Path) -> Ranges:
+    try:
+        found = msgspec.json.decode(file.read_bytes(), type=_Calibration)
+    except OSError as error:
+        raise UsageError(f"--kv-scales: cannot read {file}: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"--kv-scales: {file} was not written by calibrate: {error}") from error
+    if found.model != config.digest():
+        raise UsageError(f"--kv-scales: {file} was made for another model, or another dtype of it")
+    _check(config, found.ranges, str(file))
+    return found.ranges
+
+
+def _of_checkpoint(config: ModelConfig, folder: Path | None) -> Ranges:
+    if folder is None:
+        raise UsageError("--kv-scales checkpoint: a preset has no checkpoint")
+    with Checkpoint(folder) as checkpoint:
+
+        def read(layer: int, plane: str) -> tuple[float, ...]:
+            names = [f"model.layers.{layer}.{name.format(plane=plane)}" for name in _NAMES]
+            for name in filter(checkpoint.__contains__, names):
+                scale = checkpoint.read(name)
+                if scale.numel() == 1:
+                    return (float(scale) * CODES["fp8_e4m3"].largest,) * config.kv_heads
+            raise ModelError(f"{folder}: no scale of one number called {' or '.join(names)}")
+
+        ranges = tuple((read(layer, "k"), read(layer, "v")) for layer in range(config.layers))
+    _check(config, ranges, str(folder))
+    return ranges
+
+
+def _check(config: ModelConfig, ranges: Ranges, source: str) -> None:
+    flat = [each for planes in ranges for heads in planes for each in heads]
+    shaped = len(ranges) == config.layers and all(len(planes) == 2 for planes in ranges)
+    if not shaped or any(len(heads) != config.kv_heads for planes in ranges for heads in planes):
+        raise UsageError(f"--kv-scales: {source} does not have a range for each layer, plane and head")
+    if not all(2.0**-100 < each < 2.0**100 for each in flat):
+        raise UsageError(f"--kv-scales: {source} has a range that is no positive number of a sensible size")
