@@ -19,6 +19,7 @@ _EXTRAS = {
     "starlette": "serve",
     "uvicorn": "serve",
     "jinja2": "serve",
+    "cryptography": "packs",
 }  # what a package that only some commands need is installed with
 
 

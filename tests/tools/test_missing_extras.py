@@ -25,7 +25,11 @@ module.main()
 
 def run(program, *arguments, missing=EXTRAS, cwd=None):
     """(exit code, stdout, stderr) of a program where ``missing`` cannot be imported."""
-    module = {"tierstore-engine": "tierstore_engine.cli", "tierstore-bench": "tierstore_tools.cli"}[program]
+    module = {
+        "tierstore": "tierstore.cli",
+        "tierstore-engine": "tierstore_engine.cli",
+        "tierstore-bench": "tierstore_tools.cli",
+    }[program]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT, ",".join(missing), module, *map(str, arguments)],
         capture_output=True,
@@ -42,6 +46,7 @@ def run(program, *arguments, missing=EXTRAS, cwd=None):
     [
         ("tierstore-engine", ["generate", "--model", "tiny", "--prompt", "x"], EXTRAS, "engine"),
         ("tierstore-engine", ["generate", "--model", "tiny", "--prompt", "x"], ["tokenizers"], "engine"),
+        ("tierstore", ["pack", "keygen", "me"], ["cryptography"], "packs"),
         ("tierstore-bench", ["longctx", "--tokens", "100"], EXTRAS, "engine"),
         ("tierstore-bench", ["longctx", "--plot", "a.png"], ["matplotlib"], "bench"),
         ("tierstore-bench", ["replay", "--trace", TRACE, "--plot", "a.png"], EXTRAS, "bench"),

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from tierstore.cli import doctor, evict, fsck, ls, pin, prefetch, serve, stats, top
+from tierstore.cli import doctor, evict, fsck, ls, pack, pin, prefetch, serve, stats, top
 from tierstore.command_line import one_line_errors
 
 app = typer.Typer(
@@ -54,3 +54,4 @@ app.command("evict")(evict.command)
 app.command("pin")(pin.pin)
 app.command("unpin")(pin.unpin)
 app.command("prefetch")(prefetch.command)
+app.add_typer(pack.app, name="pack")

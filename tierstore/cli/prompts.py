@@ -132,10 +132,16 @@ def register(operator: Operator, tokens: npt.NDArray[np.uint32], identity: Ident
 
 def named(operator: Operator, file: Path, model: str | None, digest: str | None) -> tuple[PromptPart, int]:
     """The prompt of a command, and how many tokens it has."""
+    tokens = read_tokens(file)
+    identity = choose_identity(known_identities(operator), model, digest)
+    return register(operator, tokens, identity), len(tokens)
+
+
+def known_identities(operator: Operator) -> list[Identity]:
+    """What the daemon may have pages of."""
     from tierstore.keys import Identity
     from tierstore.wire import messages
 
-    tokens = read_tokens(file)
     known: list[Identity] = []
     after = b""
     while True:
@@ -143,6 +149,4 @@ def named(operator: Operator, file: Path, model: str | None, digest: str | None)
         known += [Identity(**fields) for fields in answer.identities]
         after = answer.more
         if not after:
-            break
-    identity = choose_identity(known, model, digest)
-    return register(operator, tokens, identity), len(tokens)
+            return known

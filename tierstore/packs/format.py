@@ -1,0 +1,318 @@
+"""What a pack is made of, as bytes: pure functions, no I/O. ``docs/packs.md`` has the same as tables.
+
+A pack is a head (sizes, signer), an index (identity, prompts), blocks (a table of checksums, then pages) and
+a footer. Head with index, each table, and the footer end in a *seal*: a SHA-256 over them and over the seal
+before, and the signature of that. So a seal stands for everything before it, a block can be believed as soon
+as its pages have been compared with its table, and a pack that was cut off is still good up to its last whole
+block.
+
+All sizes follow from the head: where each page lies, and how long the pack is. What the head declares is
+compared with fixed limits before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tierstore.errors import SpecError, TierStoreError, UsageError
+from tierstore.keys import KEY_BYTES, TOKEN_BYTES, Identity, PageKey, Prompt, chunk_keys, root_key
+from tierstore.spec import KVSpec
+from tierstore.units import GIB, MIB, format_size, round_up
+
+MAGIC = b"TSKV\r\n\x1a\n"  # a transfer that takes it for text changes it
+VERSION = 1
+HEAD = struct.Struct("<8sIIQQQ32s24x")  # magic, version, flags, index, page bytes, pages, signer's public key
+SEAL = struct.Struct("<32s64s")  # SHA-256, Ed25519 signature (zeros: unsigned)
+FOOTER = struct.Struct("<8sQ")  # magic, pages; then a seal
+FOOTER_MAGIC = b"TSKVEND\n"
+FOOTER_BYTES = FOOTER.size + SEAL.size
+ENTRY = np.dtype([("xxh3", "<u8"), ("sha256", "V32")])  # of one page
+UNSIGNED = bytes(32)
+
+ALIGNMENT = 4096  # of what follows the index, of each block and of its pages
+BLOCK_BYTES = 16 * MIB  # of pages in a block, at least one page
+MOST_BLOCK_PAGES = 4096
+MOST_INDEX_BYTES = 64 * MIB
+MOST_PAGE_BYTES = GIB
+MOST_PAGES = 1 << 32
+MOST_PROMPTS = 1 << 16
+_MOST_LAYOUT_CHARS = 1 << 16
+_IDENTITY_FIELDS = {field.name for field in fields(Identity)}
+
+
+class PackError(TierStoreError):
+    """This is no pack, or one that is damaged, cut off, not signed by the right key, or of another model."""
+
+
+class PackedPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A prompt of whole chunks. Its first ``shared`` chunks are also those of prompt ``like``, an earlier
+    one, and their pages are there; the pages of the others follow one another in the pack."""
+
+    tokens: bytes
+    keys: bytes
+    like: int = -1
+    shared: int = 0
+
+    @property
+    def chunks(self) -> int:
+        return len(self.keys) // KEY_BYTES
+
+
+class _Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    identity: dict[str, str]
+    prompts: list[PackedPrompt]
+
+
+@dataclass(frozen=True)
+class Run:
+    """``count`` pages of a pack from ``page`` on are chunks ``chunk …`` of prompt ``prompt``."""
+
+    prompt: int
+    chunk: int
+    page: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Whose pages a pack holds, and where each is: what its head and index say."""
+
+    identity: Identity
+    spec: KVSpec
+    prompts: tuple[PackedPrompt, ...]
+    signer: bytes = UNSIGNED
+
+    @classmethod
+    def of(cls, spec: KVSpec, prompts: Sequence[Prompt], signer: bytes = UNSIGNED) -> Manifest:
+        """A manifest of the whole chunks of ``prompts``. A beginning that one has in common with an earlier
+        one is in the pack once. Raises :class:`UsageError` for prompts without a whole chunk, or not of one
+        identity."""
+        packed: list[PackedPrompt] = []
+        width = spec.chunk_tokens * TOKEN_BYTES
+        for prompt in prompts:
+            if prompt.loose or prompt.identity != prompts[0].identity:
+                raise UsageError("the prompts of a pack are chains of one identity")
+            keys = b"".join(prompt.keys)
+            tokens = prompt.token_bytes[: len(prompt.keys) * width]
+            likeness = [_common(tokens, keys, other, width) for other in packed]
+            shared = max(likeness, default=0)
+            like = likeness.index(shared) if shared else -1
+            if shared * KEY_BYTES < len(keys):
+                packed.append(PackedPrompt(tokens, keys, like, shared))
+        if not packed:
+            raise UsageError(
+                f"nothing to pack: there is no prompt of at least {spec.chunk_tokens} tokens held"
+            )
+        return cls(prompts[0].identity, spec, tuple(packed), signer)
+
+    # -- sizes ---------------------------------------------------------------------------------------
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        runs, page = [], 0
+        for number, prompt in enumerate(self.prompts):
+            runs.append(Run(number, prompt.shared, page, prompt.chunks - prompt.shared))
+            page += prompt.chunks - prompt.shared
+        return tuple(runs)
+
+    @property
+    def pages(self) -> int:
+        return self.runs[-1].page + self.runs[-1].count
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the pack's pages."""
+        return self.pages * self.spec.chunk_tokens
+
+    @property
+    def page_bytes(self) -> int:
+        return self.spec.page_bytes
+
+    @property
+    def block_pages(self) -> int:
+        return block_pages(self.page_bytes)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.pages // self.block_pages)
+
+    def pages_of(self, block: int) -> int:
+        """Pages in a block: the last one may have fewer."""
+        return min(self.block_pages, self.pages - block * self.block_pages)
+
+    def block_at(self, block: int) -> int:
+        """Where a block begins; behind the last it is the footer."""
+        whole = table_bytes(self.block_pages) + round_up(self.block_pages * self.page_bytes, ALIGNMENT)
+        if block < self.blocks or not block:
+            return len(self.encoded) + block * whole
+        last = self.pages_of(block - 1)
+        return self.block_at(block - 1) + table_bytes(last) + round_up(last * self.page_bytes, ALIGNMENT)
+
+    @property
+    def nbytes(self) -> int:
+        """The length of the pack."""
+        return self.block_at(self.blocks) + FOOTER_BYTES
+
+    def runs_of(self, first: int, count: int) -> Iterator[Run]:
+        """Pages ``first … first + count`` of the pack, by prompt."""
+        for run in self.runs:
+            start, stop = max(run.page, first), min(run.page + run.count, first + count)
+            if start < stop:
+                yield Run(run.prompt, run.chunk + start - run.page, start, stop - start)
+
+    def prompt(self, number: int) -> Prompt:
+        packed = self.prompts[number]
+        return Prompt.with_keys(
+            self.identity, packed.tokens, _keys(packed.keys), chunk_tokens=self.spec.chunk_tokens
+        )
+
+    # -- bytes ---------------------------------------------------------------------------------------
+
+    @cached_property
+    def head(self) -> bytes:
+        """Head and index, without their seal."""
+        index = msgspec.msgpack.encode(_Index(asdict(self.identity), list(self.prompts)))
+        if len(index) > MOST_INDEX_BYTES:
+            raise UsageError(
+                f"the tokens of these prompts take {format_size(len(index))}, a pack has room for "
+                f"{format_size(MOST_INDEX_BYTES)}: make several packs"
+            )
+        return HEAD.pack(MAGIC, VERSION, 0, len(index), self.page_bytes, self.pages, self.signer) + index
+
+    @cached_property
+    def encoded(self) -> bytes:
+        """The same with room for the seal, padded: as many bytes as come before the first block."""
+        return self.head.ljust(round_up(len(self.head) + SEAL.size, ALIGNMENT), b"\0")
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head by itself, its sizes within the limits."""
+
+    index_bytes: int
+    page_bytes: int
+    pages: int
+    signer: bytes
+
+    @classmethod
+    def decode(cls, data: bytes) -> Head:
+        """Raises :class:`PackError`."""
+        if len(data) < HEAD.size or not data.startswith(MAGIC):
+            raise PackError("this is no pack: it does not begin as one")
+        _, version, flags, index_bytes, page_bytes, pages, signer = HEAD.unpack_from(data)
+        if (version, flags) != (VERSION, 0):
+            raise PackError(f"a pack of version {version}: this tierstore reads version {VERSION}")
+        if not (
+            0 < index_bytes <= MOST_INDEX_BYTES
+            and 0 < page_bytes <= MOST_PAGE_BYTES
+            and 0 < pages <= MOST_PAGES
+        ):
+            raise PackError("the pack is damaged: its head declares sizes that no pack has")
+        return cls(index_bytes, page_bytes, pages, signer)
+
+    def manifest(self, index: bytes) -> Manifest:
+        """What head and index say together. Raises :class:`PackError` where they do not fit together."""
+        try:
+            decoded = msgspec.msgpack.decode(index, type=_Index)
+            if decoded.identity.keys() != _IDENTITY_FIELDS:
+                raise PackError("the pack's identity has other fields than this version's")
+            identity = Identity(**decoded.identity)
+            if len(identity.layout) > _MOST_LAYOUT_CHARS:
+                raise PackError("the pack's page layout is longer than any")
+            spec = KVSpec.parse(identity.layout)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise PackError(f"the pack is damaged: its index cannot be read ({error})") from error
+        except (SpecError, UsageError) as error:
+            raise PackError(f"the pack's pages have a layout of another version: {error}") from error
+        _check_prompts(identity, spec, decoded.prompts)
+        manifest = Manifest(identity, spec, tuple(decoded.prompts), self.signer)
+        if (manifest.pages, manifest.page_bytes) != (self.pages, self.page_bytes):
+            raise PackError("the pack is damaged: its index is of other pages than its head")
+        return manifest
+
+
+def block_pages(page_bytes: int) -> int:
+    """Pages in a whole block."""
+    return max(min(BLOCK_BYTES // page_bytes, MOST_BLOCK_PAGES), 1)
+
+
+def table_bytes(pages: int) -> int:
+    """A block's seal and table, up to its first page."""
+    return round_up(SEAL.size + pages * ENTRY.itemsize, ALIGNMENT)
+
+
+def head_digest(head: bytes) -> bytes:
+    """What the seal of head and index is of."""
+    return hashlib.sha256(b"tskv head" + head).digest()
+
+
+def block_digest(before: bytes, table: bytes) -> bytes:
+    """… of a block: ``before`` is the digest in the seal before it."""
+    return hashlib.sha256(b"tskv block" + before + table).digest()
+
+
+def footer_digest(before: bytes, footer: bytes) -> bytes:
+    return hashlib.sha256(b"tskv end" + before + footer).digest()
+
+
+def encode_table(checksums: Sequence[int], digests: Sequence[bytes]) -> bytes:
+    """A block's table: of each page its XXH3-64 and its SHA-256."""
+    table = np.empty(len(checksums), ENTRY)
+    table["xxh3"] = checksums
+    table["sha256"] = np.frombuffer(b"".join(digests), "V32")
+    return table.tobytes()
+
+
+def decode_table(table: bytes) -> tuple[list[int], list[bytes]]:
+    entries: npt.NDArray[np.void] = np.frombuffer(table, ENTRY)
+    return entries["xxh3"].tolist(), entries["sha256"].tolist()
+
+
+def _keys(keys: bytes) -> list[PageKey]:
+    return [PageKey(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+
+
+def _common(tokens: bytes, keys: bytes, other: PackedPrompt, width: int) -> int:
+    """Leading chunks that are equal, by key and by tokens."""
+    most = min(len(keys), len(other.keys)) // KEY_BYTES
+    ours, theirs = np.frombuffer(keys, "V16", most), np.frombuffer(other.keys, "V16", most)
+    differ = np.flatnonzero(ours != theirs)
+    count = int(differ[0]) if len(differ) else most
+    while count and tokens[: count * width] != other.tokens[: count * width]:
+        count -= 1  # two chunks with one key
+    return count
+
+
+def _check_prompts(identity: Identity, spec: KVSpec, prompts: Sequence[PackedPrompt]) -> None:
+    width = spec.chunk_tokens * TOKEN_BYTES
+    if not 0 < len(prompts) <= MOST_PROMPTS:
+        raise PackError(f"the pack is damaged: its index names {len(prompts)} prompts")
+    for number, prompt in enumerate(prompts):
+        fits = (
+            len(prompt.keys) % KEY_BYTES == 0
+            and len(prompt.tokens) == prompt.chunks * width
+            and 0 <= prompt.shared < prompt.chunks
+            and (0 <= prompt.like < number if prompt.shared else prompt.like == -1)
+        )
+        if fits and prompt.shared:
+            other, shared = prompts[prompt.like], prompt.shared
+            fits = other.chunks >= shared and (
+                prompt.tokens[: shared * width] == other.tokens[: shared * width]
+                and prompt.keys[: shared * KEY_BYTES] == other.keys[: shared * KEY_BYTES]
+            )
+        if not fits:
+            raise PackError(f"the pack is damaged: its prompt {number} does not fit together")
+        if not identity.whole_pages:  # others' keys are their engine's own, and only it can make them
+            keys = b"".join(chunk_keys(root_key(identity), prompt.tokens, width))
+            if keys != prompt.keys:
+                raise PackError(
+                    f"the pack is damaged: the keys of prompt {number} are not those of its tokens"
+                )

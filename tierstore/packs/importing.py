@@ -1,0 +1,150 @@
+"""Taking a pack's pages into a store: those, and nothing else.
+
+A block's pages are saved once all of the block has been checked, as :meth:`tierstore.Store.save` saves any:
+the store decides what it has room for. Pages that it holds already are not read, so an import that was cut
+off goes on where it was when it is run again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
+
+from tierstore import copying, memory
+from tierstore.keys import Identity
+from tierstore.packs.format import Manifest, PackError, Run
+from tierstore.packs.reading import Block, PackReader
+from tierstore.packs.room import make_room
+from tierstore.store import Store
+from tierstore.store.buffers import copied_frames
+from tierstore.units import MIB
+
+_FLUSH_BYTES = 64 * MIB  # between flushes, where the size of the host tier is not known
+_FLUSH_S = 300.0  # for a disk, where the host tier has no room for more until it is written
+_MOST_CHARS = 60
+
+
+@dataclass(frozen=True)
+class Imported:
+    """All pages of a pack are in the store. ``held_pages`` were, before."""
+
+    manifest: Manifest
+    held_pages: int
+
+
+async def import_pack(
+    store: Store, reader: PackReader, *, progress: Callable[[int, int], None] | None = None
+) -> Imported:
+    """Save a pack's pages in ``store``, which has the pack's identity.
+
+    Raises :class:`PackError` for a pack of another identity, before anything is saved; for one that is
+    damaged or cut off, when all before the damage has been saved; and for a store that has no room for all of
+    it."""
+    manifest = reader.manifest
+    require_identity(manifest, [store.identity])
+    held = [await _held(store, manifest, run) for run in manifest.runs]
+
+    def wanted(first: int, count: int) -> bool:
+        return any(run.chunk + run.count > held[run.prompt] for run in manifest.runs_of(first, count))
+
+    pace = _Pace(store)
+    held_pages = 0
+    async with aclosing(reader.blocks(wanted)) as blocks:
+        async for block in blocks:
+            if block.pages is None:
+                held_pages += block.count
+            else:
+                for run in manifest.runs_of(block.first, block.count):
+                    await _save(store, manifest, block, run)
+                await pace.saved(len(block.pages))
+            if progress is not None:
+                progress(block.count, block.count * manifest.page_bytes)
+    await pace.flush()
+    return Imported(manifest, held_pages)
+
+
+def require_identity(manifest: Manifest, known: Sequence[Identity]) -> None:
+    """Raises :class:`PackError`, with the difference to the most similar one, unless the pack's identity is
+    among those known."""
+    pack = asdict(manifest.identity)
+    if not known or manifest.identity in known:
+        return
+    fields = [asdict(other) for other in known]
+    nearest = min(fields, key=lambda other: sum(other[name] != value for name, value in pack.items()))
+    differ = [name for name in pack if pack[name] != nearest[name]]
+    words = ", ".join(f"{name} {_short(pack[name])}, not {_short(nearest[name])}" for name in differ)
+    raise PackError(f"the pack is of another model: {words}")
+
+
+def _short(value: str) -> str:
+    return repr(value if len(value) <= _MOST_CHARS else value[:_MOST_CHARS] + "…")
+
+
+async def _held(store: Store, manifest: Manifest, run: Run) -> int:
+    """Leading chunks of a prompt that the store holds."""
+    hit = await store.lookup_async(manifest.prompt(run.prompt))
+    hit.release()
+    return hit.tokens // manifest.spec.chunk_tokens
+
+
+async def _save(store: Store, manifest: Manifest, block: Block, run: Run) -> None:
+    assert block.pages is not None, "the pages were wanted"
+    start, page_bytes = run.page - block.first, manifest.page_bytes
+    pages = block.pages[start * page_bytes : (start + run.count) * page_bytes]
+    source = _Pages(pages, block.checksums[start : start + run.count], page_bytes)
+    prompt, expected = manifest.prompt(run.prompt), run.count * manifest.spec.chunk_tokens
+    for last in (False, True):
+        if await store.save_from(prompt, source, run.count, first=run.chunk) == expected:
+            return
+        if last or not await asyncio.to_thread(make_room, store, run.count):
+            raise PackError(
+                f"the store did not take more than {run.page:,} of {manifest.pages:,} pages: is it running, "
+                "and has it room for them? What it has taken stays"
+            )
+
+
+class _Pace:
+    """Keeps an import behind the disk: what a write queue has no room for is not written."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        tiers = store.stats().tiers
+        host = tiers.get("host")  # a client with a tenant is told nothing of tiers
+        room = _FLUSH_BYTES if host is None else host.capacity_bytes // 4
+        self._most_bytes = room if host is None or "disk" in tiers else math.inf
+        self._nbytes = 0
+
+    async def saved(self, nbytes: int) -> None:
+        self._nbytes += nbytes
+        if self._nbytes >= self._most_bytes:
+            await self.flush()
+
+    async def flush(self) -> None:
+        if not await asyncio.to_thread(self._store.flush, _FLUSH_S):
+            raise PackError(f"the store's disk has not taken all pages within {_FLUSH_S:.0f} s: run it again")
+        self._nbytes = 0
+
+
+class _Pages:
+    """A block's pages as the source of a save. A page that is not what its checksum is of is not stored."""
+
+    def __init__(self, pages: memoryview, checksums: Sequence[int], page_bytes: int) -> None:
+        self._address = memory.address_of(pages, writable=False)
+        self._keep = pages
+        self._checksums = checksums
+        self._page_bytes = page_bytes
+
+    def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int) -> list[int | None]:
+        copies = ((address, self._address + at * page_bytes) for at, address in pages)
+        found = copying.copy_and_hash(copies, page_bytes)
+        return [
+            xxh3 if xxh3 == self._checksums[at] else None for xxh3, (at, _) in zip(found, pages, strict=True)
+        ]
+
+    def frames(
+        self, positions: Sequence[int], page_bytes: int
+    ) -> tuple[list[memoryview], Sequence[int | None]]:
+        return copied_frames(self, positions, page_bytes)

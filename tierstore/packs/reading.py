@@ -1,0 +1,255 @@
+"""Reading a pack from its beginning to its end, checked as it comes: from a file, a pipe, whatever gives
+bytes.
+
+A block is handed out once its table's seal and every one of its pages have been checked. While that goes on,
+the next block is read into the other of two buffers, so a pack of any size takes two blocks of memory. What a
+pack declares is allocated after it was compared with the format's limits, and touched as bytes come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import os
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiofiles
+import numpy as np
+import numpy.typing as npt
+
+from tierstore import copying, memory
+from tierstore.errors import UsageError
+from tierstore.packs.format import (
+    ALIGNMENT,
+    ENTRY,
+    FOOTER,
+    FOOTER_BYTES,
+    FOOTER_MAGIC,
+    HEAD,
+    SEAL,
+    Head,
+    Manifest,
+    PackError,
+    block_digest,
+    decode_table,
+    footer_digest,
+    head_digest,
+    table_bytes,
+)
+from tierstore.packs.signing import Trust, Verifier
+from tierstore.units import MIB, round_up
+
+ANYBODY = Trust()
+_INDEX_READ_BYTES = MIB  # an index is taken as it comes: what is declared may not be there
+_HASHERS = min(os.cpu_count() or 1, 4)
+
+Wanted = Callable[[int, int], bool]
+
+
+@dataclass(frozen=True)
+class Block:
+    """Pages ``first … first + count`` of a pack, as they were when it was made. ``pages`` are their bytes,
+    one after the other, until the next block is asked for; None where they were not wanted, and not read."""
+
+    number: int
+    first: int
+    count: int
+    checksums: Sequence[int]
+    pages: memoryview | None
+
+
+@dataclass(frozen=True)
+class _Raw:
+    """A block as it was read."""
+
+    table: bytes
+    pages: memoryview | None
+
+
+class PackReader:
+    """A pack whose head and index have been checked. For one task; see :func:`open_pack`."""
+
+    def __init__(self, file: Any, manifest: Manifest, verifier: Verifier, digest: bytes) -> None:
+        self.manifest = manifest
+        self.digest = digest
+        """In the last seal that was checked."""
+        self._file = file
+        self._verifier = verifier
+        self._buffers: dict[int, npt.NDArray[np.uint8]] = {}  # of odd and of even blocks
+
+    @classmethod
+    async def begin(cls, file: Any, trust: Trust = ANYBODY) -> PackReader:
+        """Read and check head and index. ``file`` is one of aiofiles', or has its ``read`` and ``readinto``.
+        Raises :class:`PackError`."""
+        data = await _read(file, HEAD.size)
+        head = Head.decode(data)
+        verifier = trust.verifier(head.signer)
+        index = await _read(file, head.index_bytes)
+        padding = round_up(HEAD.size + head.index_bytes + SEAL.size, ALIGNMENT)
+        rest = await _read(file, padding - HEAD.size - head.index_bytes)
+        _check_zeros(rest[SEAL.size :])
+        digest = _check_seal(rest, head_digest(data + index), verifier)
+        return cls(file, head.manifest(index), verifier, digest)
+
+    async def blocks(self, wanted: Wanted = lambda first, count: True) -> AsyncGenerator[Block, None]:
+        """Each block, then the footer. Where pages ``first … first + count`` are not ``wanted``, and the file
+        can be positioned, only their table is read and checked. Raises :class:`PackError` for the first thing
+        that is wrong, behind blocks that were right."""
+        manifest = self.manifest
+        reading = asyncio.ensure_future(self._read_block(0, wanted))
+        try:
+            for number in range(manifest.blocks):
+                raw = await reading
+                if number + 1 < manifest.blocks:
+                    reading = asyncio.ensure_future(self._read_block(number + 1, wanted))
+                yield await self._checked(number, raw)
+        finally:
+            await _ended(reading)
+        await self._check_footer()
+
+    async def _read_block(self, number: int, wanted: Wanted) -> _Raw:
+        manifest = self.manifest
+        count, page_bytes = manifest.pages_of(number), manifest.page_bytes
+        first, nbytes = number * manifest.block_pages, round_up(count * page_bytes, ALIGNMENT)
+        try:
+            table = await _read(self._file, table_bytes(count))
+            if not wanted(first, count) and await self._file.seekable():
+                await self._file.seek(nbytes, io.SEEK_CUR)
+                return _Raw(table, None)
+            if number % 2 not in self._buffers:
+                whole = round_up(min(manifest.block_pages, manifest.pages) * page_bytes, ALIGNMENT)
+                self._buffers[number % 2] = np.empty(whole, np.uint8)
+            pages = self._buffers[number % 2].data[:nbytes]
+            await _read_into(self._file, pages)
+        except PackError as error:
+            raise PackError(f"{error}, behind {first:,} of {manifest.pages:,} pages") from None
+        return _Raw(table, pages)
+
+    async def _checked(self, number: int, raw: _Raw) -> Block:
+        manifest = self.manifest
+        first, count = number * manifest.block_pages, manifest.pages_of(number)
+        entries_end = SEAL.size + count * ENTRY.itemsize
+        table = raw.table[SEAL.size : entries_end]
+        _check_zeros(raw.table[entries_end:])
+        self.digest = _check_seal(raw.table, block_digest(self.digest, table), self._verifier)
+        checksums, digests = decode_table(table)
+        pages = raw.pages
+        if pages is not None:
+            _check_zeros(pages[count * manifest.page_bytes :])
+            pages = pages[: count * manifest.page_bytes]
+            found = await page_digests(pages, manifest.page_bytes)
+            if found != list(zip(checksums, digests, strict=True)):
+                bad = next(at for at, pair in enumerate(found) if pair != (checksums[at], digests[at]))
+                raise PackError(f"the pack is damaged: page {first + bad:,} is not what it was")
+        return Block(number, first, count, checksums, pages)
+
+    async def _check_footer(self) -> None:
+        footer = await _read(self._file, FOOTER_BYTES)
+        if footer[: FOOTER.size] != FOOTER.pack(FOOTER_MAGIC, self.manifest.pages):
+            raise PackError("the pack is damaged: its footer is of other pages")
+        digest = footer_digest(self.digest, footer[: FOOTER.size])
+        self.digest = _check_seal(footer[FOOTER.size :], digest, self._verifier)
+        if await self._file.read(1):
+            raise PackError("the pack is damaged: something follows its end")
+
+
+@asynccontextmanager
+async def open_pack(path: Path | None, trust: Trust = ANYBODY) -> AsyncIterator[PackReader]:
+    """The pack in a file, or on stdin (None). Raises :class:`PackError` for what is none, and
+    :class:`UsageError` for what cannot be read."""
+    async with open_file(sys.stdin.fileno() if path is None else path, "rb") as file:
+        yield await PackReader.begin(file, trust)
+
+
+@asynccontextmanager
+async def open_file(file: Path | int, mode: str) -> AsyncIterator[Any]:
+    """One of aiofiles' files; a descriptor stays open. Raises :class:`UsageError` for what cannot be
+    opened."""
+    try:
+        opened = await aiofiles.open(file, mode, closefd=not isinstance(file, int))
+    except OSError as error:
+        verb = "read" if mode == "rb" else "write"
+        raise UsageError(f"cannot {verb} {file}: {error.strerror}") from error
+    try:
+        yield opened
+    finally:
+        await opened.close()
+
+
+async def verify_pack(reader: PackReader, progress: Callable[[int, int], None] | None = None) -> None:
+    """Check all of a pack. Raises :class:`PackError`."""
+    async with aclosing(reader.blocks()) as blocks:
+        async for block in blocks:
+            if progress is not None:
+                progress(block.count, block.count * reader.manifest.page_bytes)
+
+
+async def page_digests(pages: memoryview, page_bytes: int) -> list[tuple[int, bytes]]:
+    """The XXH3-64 and SHA-256 of each page, by several threads at once."""
+    count = len(pages) // page_bytes
+    step = -(-count // _HASHERS)
+    parts = [
+        asyncio.to_thread(
+            _digests, pages[start * page_bytes : min(start + step, count) * page_bytes], page_bytes
+        )
+        for start in range(0, count, step)
+    ]
+    return [pair for part in await asyncio.gather(*parts) for pair in part]
+
+
+def _digests(pages: memoryview, page_bytes: int) -> list[tuple[int, bytes]]:
+    start = memory.address_of(pages, writable=False)
+    checksums = copying.hash_all(range(start, start + len(pages), page_bytes), page_bytes)
+    digests = (
+        hashlib.sha256(pages[at : at + page_bytes]).digest() for at in range(0, len(pages), page_bytes)
+    )
+    return list(zip(checksums, digests, strict=True))
+
+
+def _check_seal(seal: bytes, digest: bytes, verifier: Verifier) -> bytes:
+    """The digest, if a seal is of it. Raises :class:`PackError`."""
+    sealed, signature = SEAL.unpack_from(seal)
+    if sealed != digest:
+        raise PackError("the pack is damaged: a checksum is not that of what it seals")
+    verifier.check(digest, signature)
+    return digest
+
+
+def _check_zeros(padding: bytes | memoryview) -> None:
+    if any(padding):
+        raise PackError("the pack is damaged: there is something where nothing belongs")
+
+
+async def _read(file: Any, nbytes: int) -> bytes:
+    """Exactly so many bytes, as they come. Raises :class:`PackError`."""
+    parts, missing = [], nbytes
+    while missing:
+        part = await file.read(min(missing, _INDEX_READ_BYTES))
+        if not part:
+            raise PackError("the pack is cut off")
+        parts.append(part)
+        missing -= len(part)
+    return b"".join(parts)
+
+
+async def _read_into(file: Any, view: memoryview) -> None:
+    done = 0
+    while done < len(view):
+        count = await file.readinto(view[done:])
+        if not count:
+            raise PackError("the pack is cut off")
+        done += count
+
+
+async def _ended(task: asyncio.Future[Any]) -> None:
+    """Wait for a read whose result nobody wants any more: its thread writes to a buffer."""
+    task.cancel()
+    await asyncio.wait([task])
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,144 @@
+"""Who made a pack: Ed25519 keys in PEM files, as ``openssl genpkey -algorithm ed25519`` makes them, too.
+
+The arithmetic is the ``cryptography`` package's (the extra ``[packs]``), which is imported when a key is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tierstore.errors import UsageError
+from tierstore.packs.format import UNSIGNED, PackError
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+NO_SIGNATURE = bytes(64)
+_NAME_CHARS = 16
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True)
+class Signer:
+    """Signs seals. Without a ``key`` they have none."""
+
+    key: Ed25519PrivateKey | None = None
+
+    @property
+    def public(self) -> bytes:
+        return UNSIGNED if self.key is None else self.key.public_key().public_bytes_raw()
+
+    def sign(self, digest: bytes) -> bytes:
+        return NO_SIGNATURE if self.key is None else self.key.sign(digest)
+
+    @classmethod
+    def read(cls, file: Path) -> Signer:
+        """The private key in a PEM file. Raises :class:`UsageError`, also for a file that others may read."""
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+        try:
+            data = file.read_bytes()
+            open_to_others = file.stat().st_mode & 0o077
+            key = load_pem_private_key(data, password=None)
+        except (OSError, ValueError, TypeError) as error:
+            raise UsageError(f"cannot read a private key in {file}: {error}") from error
+        if open_to_others:
+            raise UsageError(f"{file} can be read by others: chmod 600 {file}")
+        if not isinstance(key, Ed25519PrivateKey):
+            raise UsageError(f"{file} holds no Ed25519 key: make one with `tierstore pack keygen`")
+        return cls(key)
+
+
+@dataclass(frozen=True)
+class Trust:
+    """Which signature is asked for: that of ``public`` (32 bytes), or, where that is None, none at all; one
+    that is there has to be right all the same."""
+
+    public: bytes | None = None
+
+    @classmethod
+    def read(cls, file: Path) -> Trust:
+        """The public key in a PEM file. Raises :class:`UsageError`."""
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+        from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+        try:
+            key = load_pem_public_key(file.read_bytes())
+        except (OSError, ValueError) as error:
+            raise UsageError(f"cannot read a public key in {file}: {error}") from error
+        if not isinstance(key, Ed25519PublicKey):
+            raise UsageError(f"{file} holds no Ed25519 key: give a .pub file from `tierstore pack keygen`")
+        return cls(key.public_bytes_raw())
+
+    def verifier(self, signer: bytes) -> Verifier:
+        """For a pack that names this ``signer``. Raises :class:`PackError` for one that is not to be
+        trusted."""
+        if self.public is not None and signer != self.public:
+            who = f"signed by {name(signer)}" if signer != UNSIGNED else "not signed"
+            raise PackError(f"the pack is {who}, and not by the key that was asked for, {name(self.public)}")
+        return Verifier(signer)
+
+
+class Verifier:
+    """Checks the signatures of one pack."""
+
+    def __init__(self, signer: bytes) -> None:
+        self._key = None
+        if signer != UNSIGNED:
+            from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+            try:
+                self._key = Ed25519PublicKey.from_public_bytes(signer)
+            except ValueError as error:
+                raise PackError("the pack names a signer whose key is none") from error
+
+    def check(self, digest: bytes, signature: bytes) -> None:
+        """Raises :class:`PackError` unless this is the signer's signature."""
+        if self._key is None:
+            if signature != NO_SIGNATURE:
+                raise PackError("the pack is damaged: it names no signer, and has a signature")
+            return
+        from cryptography.exceptions import InvalidSignature
+
+        try:
+            self._key.verify(signature, digest)
+        except InvalidSignature:
+            raise PackError("the pack's signature is not that of its signer: it was changed") from None
+
+
+def name(public: bytes) -> str:
+    """A public key as people compare it."""
+    return "nobody" if public == UNSIGNED else public.hex()[:_NAME_CHARS]
+
+
+def generate(directory: Path, key_name: str) -> tuple[Path, Path]:
+    """Make a key pair: ``NAME.pem``, which only its owner reads, and ``NAME.pub``. Never overwrites one.
+    Raises :class:`UsageError`."""
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import (
+        Encoding,
+        NoEncryption,
+        PrivateFormat,
+        PublicFormat,
+    )
+
+    if not _NAME.fullmatch(key_name):
+        raise UsageError(f"{key_name!r} cannot be a key's name: use letters, digits, '.', '_' and '-'")
+    key = Ed25519PrivateKey.generate()
+    private = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    files = directory / f"{key_name}.pem", directory / f"{key_name}.pub"
+    for file, data, mode in ((files[0], private, 0o600), (files[1], public, 0o644)):
+        try:
+            with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as out:
+                out.write(data)
+        except FileExistsError as error:
+            raise UsageError(f"{file} is there already: choose another name, or remove it") from error
+        except OSError as error:
+            raise UsageError(f"cannot write {file}: {error.strerror}") from error
+    return files

@@ -1,0 +1,232 @@
+"""Making a pack from what a store holds: block by block, loaded, hashed, sealed and written one behind the
+other.
+
+While one block is written, the next is hashed and the one after it loaded, in three buffers. A file is
+written under its name with ``.part`` behind it, and gets its own once all of it is on disk. What was cut off
+is resumed: its whole blocks are checked and kept, if it is of the same pages and the same signer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiofiles.os
+import numpy as np
+import numpy.typing as npt
+
+from tierstore import copying
+from tierstore.errors import UsageError
+from tierstore.keys import TOKEN_BYTES, Prompt
+from tierstore.packs.format import (
+    ALIGNMENT,
+    FOOTER,
+    FOOTER_MAGIC,
+    SEAL,
+    Manifest,
+    PackError,
+    Run,
+    block_digest,
+    encode_table,
+    footer_digest,
+    head_digest,
+    table_bytes,
+)
+from tierstore.packs.reading import open_file, open_pack, page_digests
+from tierstore.packs.room import make_room
+from tierstore.packs.signing import Signer, Trust
+from tierstore.store import Store
+from tierstore.units import round_up
+
+NO_SIGNER = Signer()
+_BUFFERS = 3
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A pack was made. ``asked_tokens`` are those of the prompts, ``resumed_pages`` were there already."""
+
+    manifest: Manifest
+    asked_tokens: int
+    held_tokens: int
+    resumed_pages: int
+
+
+async def export_pack(
+    store: Store,
+    prompts: Sequence[Prompt],
+    path: Path | None,
+    *,
+    signer: Signer = NO_SIGNER,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> Exported:
+    """Write what ``store`` holds of the whole chunks of ``prompts`` to ``path``, or to stdout (None). The
+    store has no page pool. ``resume``: go on with what an earlier run left of the same pack.
+
+    Raises :class:`UsageError` when nothing is held, and :class:`PackError` when pages leave the store
+    meanwhile.
+    """
+    if path is not None and path.exists():
+        raise UsageError(f"{path} is there already: choose another name, or remove it")
+    held = [await _held(store, prompt) for prompt in prompts]
+    manifest = Manifest.of(store.spec, held, signer.public)
+    export = _Export(store, manifest, signer, progress)
+    if path is None:
+        async with open_file(sys.stdout.fileno(), "wb") as file:
+            await export.run(file, 0)
+    else:
+        part = path.with_name(path.name + ".part")
+        done = await _resumable(part, manifest, export) if resume else 0
+        async with open_file(part, "r+b" if done else "wb") as file:
+            await export.run(file, done)
+            await file.flush()
+            await asyncio.to_thread(os.fsync, file.fileno())
+        await aiofiles.os.replace(part, path)
+    asked = sum(map(len, prompts))
+    return Exported(manifest, asked, sum(map(len, held)), export.resumed_pages)
+
+
+async def _held(store: Store, prompt: Prompt) -> Prompt:
+    """The whole chunks of a prompt that the store holds now."""
+    whole = len(prompt.keys) * prompt.chunk_tokens
+    hit = await store.lookup_async(prompt, max_tokens=whole)
+    chunks = hit.tokens // prompt.chunk_tokens
+    hit.release()
+    data = prompt.token_bytes[: chunks * prompt.chunk_tokens * TOKEN_BYTES]
+    return Prompt.with_keys(prompt.identity, data, prompt.keys[:chunks], chunk_tokens=prompt.chunk_tokens)
+
+
+async def _resumable(part: Path, manifest: Manifest, export: _Export) -> int:
+    """How many blocks of a file that was cut off are those of this pack; the export goes on from there."""
+    if not part.exists():
+        return 0
+    good = 0
+    try:
+        async with open_pack(part, Trust(manifest.signer)) as reader:
+            if reader.manifest.head != manifest.head:
+                raise UsageError(f"{part} is of other pages than these: remove it, or leave --resume out")
+            export.digest = reader.digest
+            async with aclosing(reader.blocks()) as blocks:
+                async for block in blocks:
+                    good = block.number + 1
+                    export.digest = reader.digest
+                    export.resumed_pages += block.count
+    except PackError:
+        pass  # as far as it is good it is kept, and the rest is written once more
+    return good
+
+
+class _Buffer:
+    """A block's pages, on their way: a target of loads, with the checksums of what was copied."""
+
+    def __init__(self, page_bytes: int, pages: int) -> None:
+        self._page_bytes = page_bytes
+        self.memory: npt.NDArray[np.uint8] = np.zeros(round_up(pages * page_bytes, ALIGNMENT), np.uint8)
+        self._shift = 0
+
+    def take(self, run: Run, first: int) -> _Buffer:
+        """Get ready for a run of pages, in the block that begins with page ``first``."""
+        self._shift = run.page - first - run.chunk
+        return self
+
+    def write(self, pages: Sequence[tuple[int, int]]) -> None:
+        start = self.memory.ctypes.data
+        copies = ((start + (at + self._shift) * self._page_bytes, address) for at, address in pages)
+        copying.copy_all(copies, self._page_bytes, read_next=True)
+
+
+class _Export:
+    """One pack being written. ``digest`` is that of the last seal."""
+
+    def __init__(self, store: Store, manifest: Manifest, signer: Signer, progress: Progress | None) -> None:
+        self.digest = b""
+        self.resumed_pages = 0
+        self._store = store
+        self._manifest = manifest
+        self._signer = signer
+        self._progress = progress
+
+    async def run(self, file: Any, done: int) -> None:
+        """Write all behind the first ``done`` blocks."""
+        manifest = self._manifest
+        if done:
+            await file.seek(manifest.block_at(done))
+            await file.truncate()
+        else:
+            self.digest = head_digest(manifest.head)
+            rest = manifest.encoded[len(manifest.head) + SEAL.size :]
+            await file.write(manifest.head + self._seal() + rest)
+        count = min(_BUFFERS, manifest.blocks - done)
+        buffers = [_Buffer(manifest.page_bytes, manifest.block_pages) for _ in range(count)]
+        writing: list[asyncio.Task[None]] = []
+        try:
+            for number in range(done, manifest.blocks):
+                buffer = buffers[number % len(buffers)]
+                if len(writing) == len(buffers):
+                    await writing.pop(0)
+                await self._load(number, buffer)
+                before = writing[-1] if writing else None
+                writing.append(asyncio.create_task(self._write(file, number, buffer, before)))
+            for task in writing:
+                await task
+        finally:
+            for task in writing:
+                task.cancel()
+            await asyncio.gather(*writing, return_exceptions=True)
+        footer = FOOTER.pack(FOOTER_MAGIC, manifest.pages)
+        self.digest = footer_digest(self.digest, footer)
+        await file.write(footer + self._seal())
+
+    async def _load(self, number: int, buffer: _Buffer) -> None:
+        manifest = self._manifest
+        first = number * manifest.block_pages
+        for run in manifest.runs_of(first, manifest.pages_of(number)):
+            target = buffer.take(run, first)
+            if not await self._load_run(run, target):
+                # Where the host tier is smaller than the prompt, the prompt's own pages are in the way.
+                await asyncio.to_thread(make_room, self._store, manifest.block_pages)
+                if not await self._load_run(run, target):
+                    raise PackError(
+                        f"the store has let go of pages behind {run.page:,} of {manifest.pages:,}: save them "
+                        "again, and run this with --resume"
+                    )
+
+    async def _load_run(self, run: Run, target: _Buffer) -> bool:
+        """Bring pages of one prompt; whether all came."""
+        end = (run.chunk + run.count) * self._manifest.spec.chunk_tokens
+        prompt = self._manifest.prompt(run.prompt)
+        with await self._store.lookup_async(prompt, max_tokens=end) as hit:
+            if hit.tokens < end:
+                return False
+            loading = self._store.load_to(hit, target, first=run.chunk, count=run.count)
+            return (await loading).tokens == end
+
+    async def _write(
+        self, file: Any, number: int, buffer: _Buffer, before: asyncio.Task[None] | None
+    ) -> None:
+        manifest = self._manifest
+        count, page_bytes = manifest.pages_of(number), manifest.page_bytes
+        pages = buffer.memory.data
+        pairs = await page_digests(pages[: count * page_bytes], page_bytes)
+        if before is not None:
+            await before
+        table = encode_table([xxh3 for xxh3, _ in pairs], [sha256 for _, sha256 in pairs])
+        self.digest = block_digest(self.digest, table)
+        await file.write((self._seal() + table).ljust(table_bytes(count), b"\0"))
+        nbytes = round_up(count * page_bytes, ALIGNMENT)
+        buffer.memory[count * page_bytes : nbytes] = 0
+        await file.write(pages[:nbytes])
+        if self._progress is not None:
+            self._progress(count, count * page_bytes)
+
+    def _seal(self) -> bytes:
+        return SEAL.pack(self.digest, self._signer.sign(self.digest))
