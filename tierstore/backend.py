@@ -169,6 +169,8 @@ class Lease:
     ends: float
     handle: PrefixHandle | None = None
     positions: Sequence[int] = ()
+    remote_tokens: int = 0
+    """Behind these, of other hosts' pages: :meth:`Backend.bring` may have them come. A hint."""
 
     def run_at(self, position: int) -> tuple[str, int]:
         """The tier of a page, and how many pages from it on are in that tier."""
@@ -275,6 +277,16 @@ class Backend(Protocol):
 
     def release(self, lease: Lease) -> None:
         """The lease is not needed any more. Once, for each."""
+
+    # -- other hosts -----------------------------------------------------------------------------------
+
+    @property
+    def remote(self) -> bool:
+        """Whether pages of other hosts can be brought at all."""
+
+    def bring(self, request: LookupRequest, first: int, count: int, *, wait_s: float) -> Transfer[int]:
+        """Have whole chunks ``first … first + count`` of a prompt come into host memory from other hosts. How
+        many came, one behind the other, in ``wait_s`` seconds; then they are found like any others."""
 
     # -- planning ------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ _EXTRAS = {
     "torch": "engine",
     "safetensors": "engine",
     "tokenizers": "engine",
+    "httpx": "bench",
     "matplotlib": "bench",
     "starlette": "serve",
     "uvicorn": "serve",

@@ -58,6 +58,9 @@ class Way:
         return self.latency_s + nbytes / self.bytes_per_s if nbytes else 0.0
 
 
+CLUSTER = "cluster"  # among the tiers' names: the way to pages of other hosts
+
+
 @dataclass(frozen=True, slots=True)
 class Prefill:
     """How long computing takes: ``token_s`` seconds per token, and ``pair_s`` per token and token before it

@@ -75,3 +75,23 @@ class StoreStats:
     failed_tasks: int
     counters: Mapping[str, int | float | Mapping[str, int]]
     curve: CurveStats = field(default_factory=CurveStats)  # what more memory would be worth
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStats:
+    """The pool that is shared with other hosts. ``counts`` are since the start: pages and bytes ``brought``
+    and ``published``, pages ``damaged``, ``refused`` (no room there) and ``dropped`` (too many to publish),
+    looks, late ones, agents that ended and that were killed."""
+
+    url: str
+    online: bool
+    trouble: str  # empty: none
+    transport: str
+    bytes_per_s: float  # lately
+    counts: dict[str, int]
+
+    @property
+    def line(self) -> str:
+        """For people."""
+        state = "online" if self.online else "offline"
+        return f"cluster {self.url}: {state}{f' ({self.trouble})' if self.trouble else ''}"

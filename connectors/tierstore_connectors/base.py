@@ -61,6 +61,16 @@ class Connector(ABC):
     def lookup(self, prompt: Prompt, *, max_tokens: int | None = None) -> Hit:
         """The longest held prefix of ``prompt``, at most ``max_tokens`` long, under a lease."""
 
+    @property
+    def remote(self) -> bool:
+        """Whether other hosts may have pages that can be brought."""
+        return False
+
+    def bring(self, hit: Hit) -> Transfer[int] | None:
+        """Have pages that other hosts have behind a hit come, where that is worth it: a later lookup finds
+        them. None where nothing is brought. Ends by itself, and soon."""
+        return None
+
     @abstractmethod
     def load(self, hit: Hit, *, deadline_s: float | None = None) -> Transfer[Loaded]:
         """Bring a hit into HBM pages. At the deadline it ends with the leading pages that have arrived; after

@@ -118,6 +118,14 @@ class StoreConnector(Connector):
     def lookup(self, prompt: Prompt, *, max_tokens: int | None = None) -> Hit:
         return self.store.lookup(prompt, max_tokens=max_tokens)
 
+    @property
+    def remote(self) -> bool:
+        return self.store.backend.remote
+
+    def bring(self, hit: Hit) -> Transfer[int] | None:
+        assert isinstance(hit, StoreHit), "the hit is of another connector"
+        return self.store.bring(hit)
+
     def load(self, hit: Hit, *, deadline_s: float | None = None) -> Transfer[Loaded]:
         assert isinstance(hit, StoreHit), "the hit is of another connector"
         return self.store.load(hit, deadline_s=deadline_s)

@@ -21,6 +21,7 @@ class _Ahead:
     hit: Hit
     transfer: Transfer[int] | None
     nbytes: int
+    bringing: Transfer[int] | None = None
 
 
 class LookAhead:
@@ -47,15 +48,26 @@ class LookAhead:
                 return
             self._begin(sequence)
 
+    def bringing(self, sequence: Sequence) -> bool:
+        """Whether pages of other hosts are on their way for it: it is better admitted when they have come. To
+        be asked before it is admitted; where there are no other hosts this is free."""
+        if not self._connector.remote or not self._connector.keeps:
+            return False
+        if sequence.request_id not in self._ahead:
+            self._begin(sequence)
+        bringing = self._ahead[sequence.request_id].bringing
+        return bringing is not None and not bringing.done
+
     def _begin(self, sequence: Sequence) -> None:
         hit = self._connector.lookup(sequence.prompt, max_tokens=len(sequence.tokens) - 1)
         plan = self._connector.plan(hit, len(sequence.tokens), block=0)
         wanted = max(hit.by_tier.get("disk", 0) - plan.declined.get("disk", 0), 0)
         transfer = hit.prefetch() if wanted else None
+        bringing = self._connector.bring(hit)
         if transfer is None:
             hit.release()
         nbytes = round(wanted * self._token_bytes)
-        self._ahead[sequence.request_id] = _Ahead(hit, transfer, nbytes)
+        self._ahead[sequence.request_id] = _Ahead(hit, transfer, nbytes, bringing)
         self._bytes += nbytes
 
     def forget(self, sequence: Sequence) -> None:

@@ -130,7 +130,7 @@ class Scheduler:
         place = 0
         while place < len(self.waiting) and len(self.admitted) < self._settings.max_sequences:
             sequence = self.waiting[place]
-            if self._computed_by_another(sequence):
+            if self._computed_by_another(sequence) or self._ahead.bringing(sequence):
                 place += 1
                 continue
             room = self._keeper.available()

@@ -10,7 +10,20 @@ import tierstore
 
 ROOT = Path(tierstore.__file__).parent
 # Packages of tierstore/, each may import those behind it (and modules that are in no package).
-ORDER = ("cli", "daemon", "testing", "client", "core", "packs", "store", "index", "wire", "tiers", "policy")
+ORDER = (
+    "cli",
+    "daemon",
+    "testing",
+    "cluster",
+    "client",
+    "core",
+    "packs",
+    "store",
+    "index",
+    "wire",
+    "tiers",
+    "policy",
+)
 
 
 def module_name(path: Path) -> str:

@@ -27,6 +27,10 @@ def command(
     sglang: Annotated[
         bool, typer.Option("--sglang", help="Check SGLang, its storage backend and the daemon as well")
     ] = False,
+    cluster: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Check the pool at mooncake://… as well", show_default=False),
+    ] = None,
     connect: Connect = None,
     kv_transfer_config: Annotated[
         str | None,
@@ -50,6 +54,7 @@ def command(
     from tierstore.cli.checks import (
         Status,
         all_checks,
+        cluster_checks,
         sglang_checks,
         sglang_config,
         vllm_checks,
@@ -70,6 +75,8 @@ def command(
     if sglang:
         with show.waiting("looking at SGLang"):
             found += sglang_checks(connect, extra_config)
+    if cluster is not None:
+        found += cluster_checks(cluster)
     failed = any(check.status is Status.FAIL for check in found)
     if json:
         document: dict[str, object] = {"failed": failed, "checks": [_to_json(check) for check in found]}

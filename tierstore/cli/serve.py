@@ -32,7 +32,7 @@ def _default(name: str) -> str:
             return ",".join(urls)
         case bool(flag):
             return str(flag).lower()
-        case int(size) if name in ("host_bytes", "disk_bytes", "page_bytes"):
+        case int(size) if name in ("host_bytes", "disk_bytes", "page_bytes", "cluster_staging"):
             return format_size(size).replace(" ", "")
     return ""
 
@@ -60,6 +60,16 @@ def serve(
     events_tenants: Annotated[str | None, _option("events_tenants", "BOOL")] = None,
     events_connect: Annotated[str | None, _option("events_connect", "BOOL")] = None,
     events_anywhere: Annotated[str | None, _option("events_anywhere", "BOOL")] = None,
+    cluster: Annotated[str | None, _option("cluster", "URL")] = None,
+    cluster_publish: Annotated[str | None, _option("cluster_publish", "NAME")] = None,
+    cluster_min_tokens: Annotated[str | None, _option("cluster_min_tokens", "N")] = None,
+    cluster_look_s: Annotated[float | None, _option("cluster_look_s", "SECONDS")] = None,
+    cluster_bytes_per_s: Annotated[str | None, _option("cluster_bytes_per_s", "SIZE")] = None,
+    cluster_staging: Annotated[str | None, _option("cluster_staging", "SIZE")] = None,
+    cluster_secret: Annotated[Path | None, _option("cluster_secret", "FILE")] = None,
+    cluster_protocol: Annotated[str | None, _option("cluster_protocol", "NAME")] = None,
+    cluster_devices: Annotated[str | None, _option("cluster_devices", "NAMES")] = None,
+    cluster_host: Annotated[str | None, _option("cluster_host", "ADDRESS")] = None,
     drain_s: Annotated[float | None, _option("drain_s", "SECONDS")] = None,
     log_level: Annotated[str | None, _option("log_level", "LEVEL")] = None,
     log_format: Annotated[str | None, _option("log_format", "FORMAT")] = None,

@@ -91,6 +91,7 @@ def counted(stats: DaemonStats) -> Iterator[tuple[str, str]]:
     groups: dict[str, Mapping[str, Any]] = {
         "": {name: value for name, value in store.counters.items() if name != "hit_tokens"},
         "store ": {"key_collisions": store.key_collisions, "failed_tasks": store.failed_tasks},
+        "cluster ": stats.cluster.counts if stats.cluster is not None else {},
         "requests ": service.requests,
         "refused ": service.refused,
         "service ": {
@@ -139,6 +140,13 @@ def _print(operator: Operator, stats: DaemonStats) -> None:
     started = show.age(time.time() - stats.uptime_s)
     show.line(f"tierstore {stats.version} at {operator.url}: {state}, pid {stats.pid}, up {started}")
     show.line(f"health: {health(stats)}")
+    if stats.cluster is not None:
+        counts = stats.cluster.counts
+        brought, published, damaged = (
+            f"{name} {counts.get(f'{name}_pages', 0):,}" for name in ("brought", "published", "damaged")
+        )
+        rate = format_size(stats.cluster.bytes_per_s)
+        show.line(f"{stats.cluster.line}; pages {brought} (lately {rate}/s), {published}, {damaged}")
     show.line("")
     show.table(
         ("tier", "capacity", "used", "full", "pages", "leased", "hit tokens", "of asked"),

@@ -226,10 +226,12 @@ class RemoteBackend:
             in_order = sorted(set(positions)) == positions and positions[-1:] < [request.num_chunks]
             sound = sound and len(positions) == pages and in_order
         handle = PrefixHandle(session, found.path, found.known) if found.path and found.known > 0 else None
+        held = found.tokens // request.chunk_tokens if sound else 0
+        remote = min(max(found.remote, 0), len(request.keys) - held) * request.chunk_tokens
         if not found.lease or not found.tokens or not sound:
             if found.lease:
                 self.connection.release(session, found.lease)
-            return Lease(0, 0, 0, (), 0.0, handle)
+            return Lease(0, 0, 0, (), 0.0, handle, remote_tokens=remote)
         return RemoteLease(
             found.lease,
             found.tokens,
@@ -238,6 +240,7 @@ class RemoteBackend:
             at + session.lease_s,
             handle,
             positions if request.loose else (),
+            remote,
             session,
             request,
         )
@@ -277,6 +280,35 @@ class RemoteBackend:
             then(lease.ends)
 
         found.on_end(adopt)
+
+    # -- other hosts ---------------------------------------------------------------------------------
+
+    @property
+    def remote(self) -> bool:
+        session = self.connection.session
+        return session is not None and session.cluster
+
+    def bring(self, request: LookupRequest, first: int, count: int, *, wait_s: float) -> Transfer[int]:
+        session = self._session_for(request)
+        if session is None or not session.cluster:
+            return Transfer.completed(0)
+        wait_s = min(wait_s, messages.MOST_WAIT_S)
+
+        def message() -> messages.Bring:
+            return messages.Bring(
+                0, _part(session, request, request.handle_of(session)), first, count, wait_s
+            )
+
+        def whole() -> messages.Bring:
+            request.forget_handle()
+            return message()
+
+        def brought(answer: messages.Brought | None, _: object) -> int:
+            return answer.chunks if answer is not None else 0
+
+        return self.connection.call(
+            session, message(), messages.Brought, brought, wait_s=wait_s, otherwise=whole
+        )
 
     # -- bringing ------------------------------------------------------------------------------------
 

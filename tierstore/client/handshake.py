@@ -90,6 +90,7 @@ class Session:
     wire: Transport
     arena: Arena | None
     identities: dict[bytes, int] = field(default_factory=dict)
+    cluster: bool = False  # whether pages of other hosts can be brought
     current: bool = True
     silent: bool = False  # a request was not answered in time, and nothing has come since
 
@@ -178,6 +179,7 @@ class Handshake:
             welcome.reserve_bytes,
             wire,
             arena,
+            cluster=welcome.cluster,
         )
         for start in range(0, len(registrations), _AT_ONCE):
             if not self._register(wire, session, registrations[start : start + _AT_ONCE]):

@@ -562,6 +562,15 @@ class LocalBackend:
 
         return self._bring(lease, first, count, wait_s, Priority.LOAD, sending)
 
+    # -- other hosts -----------------------------------------------------------------------------------
+
+    @property
+    def remote(self) -> bool:
+        return False  # what is embedded has none
+
+    def bring(self, request: LookupRequest, first: int, count: int, *, wait_s: float) -> Transfer[int]:
+        return Transfer.completed(0)
+
     # -- planning ------------------------------------------------------------------------------------
 
     def ways(self) -> Mapping[str, Way]:

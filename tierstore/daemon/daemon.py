@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +40,7 @@ from tierstore.units import format_size
 from tierstore.wire import keys
 
 if TYPE_CHECKING:
+    from tierstore.cluster.supervisor import Cluster
     from tierstore.daemon.metrics import MetricsServer
 
 _log = logging.getLogger(__name__)
@@ -111,6 +112,28 @@ def _event_options(settings: Settings) -> list[EventOptions]:
     ]
 
 
+def _cluster(settings: Settings, urls: Sequence[Url]) -> Cluster:
+    """The pool that is shared with other hosts. Raises :class:`UsageError` for settings that cannot work."""
+    from tierstore.cluster.supervisor import Cluster, ClusterOptions
+
+    local = next((url.text for url in urls if url.path is not None), None)
+    if local is None:
+        raise UsageError("cluster needs an ipc:// address to listen at: the agents come by it")
+    options = ClusterOptions(
+        settings.cluster,
+        protocol=settings.cluster_protocol,
+        devices=settings.cluster_devices,
+        host=settings.cluster_host,
+        secret=settings.cluster_secret,
+        publish=settings.cluster_publish,
+        min_tokens=settings.cluster_min_tokens,
+        look_s=settings.cluster_look_s,
+        staging_bytes=settings.cluster_staging,
+        bytes_per_s=settings.cluster_bytes_per_s,
+    )
+    return Cluster(options, local)
+
+
 class Daemon:
     """One daemon on the running event loop: ``start()`` it, then ``stop()`` it."""
 
@@ -121,6 +144,7 @@ class Daemon:
         self.service: Service | None = None
         self.server: Server | None = None
         self._events: list[EventPublisher] = []
+        self._cluster: Cluster | None = None
         self._metrics: MetricsServer | None = None
         self._locks: list[SocketLock] = []
         self._started = time.monotonic()
@@ -144,6 +168,7 @@ class Daemon:
             raise UsageError(
                 "server_key without tenants lets nobody in: give --tenants, a directory with .key files"
             )
+        cluster = _cluster(settings, urls) if settings.cluster else None
         for url in urls:
             if url.path is not None:
                 self._locks.append(SocketLock(url.path))
@@ -163,6 +188,9 @@ class Daemon:
                 self.server.listen_at_arena(path, arena_fd(self.core), settings.host_bytes)
             endpoint = self.server.listen(url)
             _log.info("listening at %s", endpoint.address)
+        if cluster is not None:
+            self._cluster = self.service.cluster = cluster
+            cluster.start()
         if settings.metrics_port:
             from tierstore.daemon.metrics import MetricsServer  # costs 0.1 s: a quarter of a cold start
 
@@ -186,6 +214,7 @@ class Daemon:
             service=self.service.stats(),
             server=self.server.stats(),
             events=tuple(each.stats() for each in self._events),
+            cluster=self._cluster.stats() if self._cluster is not None else None,
         )
 
     # -- changing ------------------------------------------------------------------------------------
@@ -212,6 +241,8 @@ class Daemon:
         drain_s = self.settings.drain_s if drain_s is None else drain_s
         if self._metrics is not None:
             await self._metrics.close()
+        if self._cluster is not None:
+            await self._cluster.stop()
         if self.server is not None:
             await self.server.close()
         drained = True

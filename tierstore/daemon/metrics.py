@@ -100,6 +100,11 @@ def _counters(stats: DaemonStats) -> Iterator[Metric]:
         told = {each.model: getattr(each, name) for each in stats.events}
         label = f"kv_{name}" if name == "events" else f"kv_event_{name}"
         yield _by(label, help, "model", told, counts=True)
+    if stats.cluster is not None:
+        yield _gauge("cluster_online", "Whether the shared pool answers", stats.cluster.online)
+        yield _gauge("cluster_bytes_per_second", "At which pages came lately", stats.cluster.bytes_per_s)
+        what = "Pages and bytes brought and published, and what went wrong"
+        yield _by("cluster_events", what, "event", dict(stats.cluster.counts), counts=True)
     yield _counter("failed_tasks", "Tasks of the mover that ended in a bug", store.failed_tasks)
 
 

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -36,12 +36,15 @@ from tierstore.daemon.stats import ClientStats, Histogram, ServiceStats, Slowest
 from tierstore.errors import SpecError, StoreClosedError, UsageError
 from tierstore.index import LABELS, Tier
 from tierstore.keys import KEY_BYTES, TOKEN_BYTES, Identity, PageKey
-from tierstore.planner import Way
+from tierstore.planner import CLUSTER, Way
 from tierstore.spec import check_page
 from tierstore.stats import DECLINED
 from tierstore.transfer import Transfer
 from tierstore.types import Hint, Reuse
 from tierstore.wire import messages as p
+
+if TYPE_CHECKING:  # costs nothing where there is no cluster
+    from tierstore.cluster.supervisor import Cluster
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +83,8 @@ class Session:
     backend: LocalBackend
     sending_bytes: int = 0
     sent: list[asyncio.Future[None]] = field(default_factory=list)
+    # Reservations whose pages other hosts are to have: the prompt, and how many of its chunks.
+    sharing: dict[int, tuple[PromptView, int]] = field(default_factory=dict)
 
     @property
     def client(self) -> Client:
@@ -127,6 +132,7 @@ class Service:
         self._failed_requests = 0
         self._latency = {name: Histogram() for name in ("lookup", "load", "save")}
         self._slowest = Slowest()
+        self.cluster: Cluster | None = None  # pages of other hosts, where there are any
 
     # -- sessions ------------------------------------------------------------------------------------
 
@@ -142,6 +148,7 @@ class Service:
             f"tierstore {version()}",
             self._settings.lease_s,
             self._settings.reserve_bytes,
+            self.cluster is not None and not self._is_agent(session),
         )
 
     def end(self, session: Session) -> None:
@@ -149,6 +156,11 @@ class Service:
         if self.sessions.pop(session.number, None) is not None:
             self._sessions_ended += 1
             session.backend.end()
+
+    def _is_agent(self, session: Session) -> bool:
+        """Whether it is the cluster's own: what it does makes no work for it."""
+        pids = self.cluster.pids if self.cluster is not None else ()
+        return session.local and any(session.client.name.endswith(f", pid {pid}") for pid in pids)
 
     def lookups(self) -> int:
         """How many have come: while none come, no engine begins anything."""
@@ -227,6 +239,8 @@ class Service:
                 if lease is not None and m.page in range(lease.pages):
                     session.backend.suspect(lease, m.page)
                 return None
+            case p.Bring():
+                return self._bring(session, m)
             case p.Load():
                 return self._load(session, m)
             case p.Reserve():
@@ -243,6 +257,7 @@ class Service:
                 reservation = session.client.reservations.get(m.reservation)
                 if reservation is not None:
                     session.backend.abort(reservation)
+                session.sharing.pop(m.reservation, None)
                 return None
             case p.Ping():
                 return p.Pong(m.id)
@@ -281,7 +296,37 @@ class Service:
         if m.max_tokens < 0:
             raise Refusal("usage", f"max_tokens is {m.max_tokens}")
         found = session.backend.find(view, patience_s=wait_s, max_tokens=m.max_tokens)
-        return _then(found, partial(_found, m.id, session.backend.ways()))
+        ways = dict(session.backend.ways())
+        if self.cluster is None or self._is_agent(session):
+            return _then(found, partial(_found, m.id, ways))
+        return self._look_further(self.cluster, view, found, m, ways)
+
+    async def _look_further(
+        self,
+        cluster: Cluster,
+        view: PromptView,
+        found: Transfer[Lease | None],
+        m: p.Lookup,
+        ways: dict[str, Way],
+    ) -> Reply:
+        """And whether other hosts have more of it."""
+        answer = _found(m.id, ways, await found)
+        chunks = answer.tokens // view.chunk_tokens
+        cluster.used(view, chunks)
+        if chunks < min(view.whole_chunks, m.max_tokens // view.chunk_tokens):
+            answer.remote = await cluster.look(view, chunks)
+        if answer.remote and (way := cluster.way()) is not None:
+            answer.ways = {**answer.ways, CLUSTER: (way.bytes_per_s, way.latency_s, way.backlog_s)}
+        return answer
+
+    async def _bring(self, session: Session, m: p.Bring) -> Reply:
+        wait_s = _checked_wait(m.wait_s)
+        view = _view(session, m.prompt)
+        if m.first < 0 or m.count < 0:
+            raise Refusal("usage", f"there are no chunks {m.first} … {m.first} + {m.count}")
+        if self.cluster is None:
+            return p.Brought(m.id, 0)
+        return p.Brought(m.id, await self.cluster.bring(view, m.first, m.count, wait_s))
 
     def _release(self, session: Session, leases: Sequence[int]) -> None:
         """Those that are not the session's are passed over."""
@@ -375,7 +420,15 @@ class Service:
             hint = Hint(m.hint.ttl_s, cast("Reuse | None", m.hint.reuse), m.hint.priority)
         hints = SaveHints(hint, m.session or None)
         reserved = session.backend.reserve(view, m.first, m.count, hints=hints)
-        return _then(reserved, partial(_reserved, m.id, self._core.arena_address))
+
+        def answer(reservation: Reservation | None) -> p.Reserved:
+            told = _reserved(m.id, self._core.arena_address, reservation)
+            shared = self.cluster is not None and self.cluster.publishes_all and not self._is_agent(session)
+            if shared and told.reservation:
+                session.sharing[told.reservation] = view, min(m.first + m.count, view.whole_chunks)
+            return told
+
+        return _then(reserved, answer)
 
     def _write(self, session: Session, m: p.Write, frames: Sequence[memoryview]) -> Reply | Awaitable[Reply]:
         reservation = session.client.reservation(m.reservation)
@@ -399,7 +452,14 @@ class Service:
             raise Refusal("usage", "positions that were not reserved, or twice")
         if reservation.copying:
             raise Refusal("usage", "pages of this reservation are still being written")
-        return _then(session.backend.commit(reservation, done), lambda pages: p.Committed(m.id, pages))
+        sharing = session.sharing.pop(m.reservation, None)
+
+        def answer(pages: int) -> p.Committed:
+            if sharing is not None and self.cluster is not None:
+                self.cluster.committed(*sharing)
+            return p.Committed(m.id, pages)
+
+        return _then(session.backend.commit(reservation, done), answer)
 
     # -- identities ----------------------------------------------------------------------------------
 

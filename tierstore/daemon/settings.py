@@ -35,6 +35,7 @@ _KUBERNETES = re.compile(
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("plain", "json")
 EVENT_ENCODINGS = ("map", "array")
+PUBLISH = ("reused", "all", "none")
 _RESERVE_FRACTION = 1 / 4
 _MOST_RESERVE = 1 * GIB
 
@@ -68,6 +69,16 @@ HELP: Mapping[str, str] = {
     "events_tenants": "Tell of tenants' pages, too (true or false)",
     "events_connect": "Connect to the URL instead of listening there (true or false)",
     "events_anywhere": "Let other machines listen: events hold prompts in clear (true or false)",
+    "cluster": "Share pages with other hosts through the pool at mooncake://HOST:PORT or etcd://HOST:PORT",
+    "cluster_publish": f"What others are given: {', '.join(PUBLISH)} (reused: what has been asked for again)",
+    "cluster_min_tokens": "Ask the pool where at least so many tokens of a prompt are not held here",
+    "cluster_look_s": "How long a lookup waits for the pool's answer",
+    "cluster_bytes_per_s": "Publish at most so many bytes a second (0: any number)",
+    "cluster_staging": "Memory that pages pass through on their way",
+    "cluster_secret": "File with 16 to 64 bytes that all hosts share: without it pages have no name",
+    "cluster_protocol": "tcp or rdma",
+    "cluster_devices": "For rdma: mlx5_0,mlx5_1",
+    "cluster_host": "This host's address in the pool (default: the one on the way to it)",
     "drain_s": "How long SIGTERM waits for pages on their way to disk",
     "log_level": f"One of {', '.join(LOG_LEVELS)}",
     "log_format": f"One of {', '.join(LOG_FORMATS)}",
@@ -101,6 +112,16 @@ class Settings:
     events_tenants: bool = False
     events_connect: bool = False
     events_anywhere: bool = False
+    cluster: str = ""
+    cluster_publish: str = "reused"
+    cluster_min_tokens: int = 1024
+    cluster_look_s: float = 0.003
+    cluster_bytes_per_s: int = 0
+    cluster_staging: int = 128 * MIB
+    cluster_secret: Path | None = None
+    cluster_protocol: str = "tcp"
+    cluster_devices: str = ""
+    cluster_host: str = ""
     drain_s: float = 30.0
     log_level: str = "info"
     log_format: str = "plain"
@@ -114,6 +135,8 @@ class Settings:
             "log_level": LOG_LEVELS,
             "log_format": LOG_FORMATS,
             "events_encoding": EVENT_ENCODINGS,
+            "cluster_publish": PUBLISH,
+            "cluster_protocol": ("tcp", "rdma"),
         }
         for name, known in choices.items():
             value = getattr(self, name)
@@ -131,7 +154,7 @@ class Settings:
         for model in self.events_replay.keys() - self.events.keys():
             what = f"of {model}" if model else "of all models"
             raise UsageError(f"events_replay has an endpoint {what}, and events has none: name both alike")
-        for name, least in (("lease_s", 0.1), ("drain_s", 0.0)):
+        for name, least in (("lease_s", 0.1), ("drain_s", 0.0), ("cluster_look_s", 0.0)):
             if not least <= getattr(self, name) <= 86400:
                 raise UsageError(f"{name} is {getattr(self, name)}: give {least} to 86400 seconds")
 
@@ -331,6 +354,16 @@ _PARSERS: Mapping[str, Callable[[object], object]] = {
     "events_tenants": _flag,
     "events_connect": _flag,
     "events_anywhere": _flag,
+    "cluster": _text,
+    "cluster_publish": _text,
+    "cluster_min_tokens": _count,
+    "cluster_look_s": _number,
+    "cluster_bytes_per_s": _size,
+    "cluster_staging": _size,
+    "cluster_secret": _path,
+    "cluster_protocol": _text,
+    "cluster_devices": _text,
+    "cluster_host": _text,
     "drain_s": _number,
     "log_level": _text,
     "log_format": _text,

@@ -8,7 +8,7 @@ import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tierstore.stats import StoreStats
+from tierstore.stats import ClusterStats, StoreStats
 
 BOUNDS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 
@@ -148,6 +148,7 @@ class DaemonStats:
     service: ServiceStats
     server: ServerStats
     events: tuple[EventStats, ...] = ()  # for each endpoint of KV events
+    cluster: ClusterStats | None = None
 
 
 @functools.cache

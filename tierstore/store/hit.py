@@ -29,6 +29,7 @@ class Hit:
         hbm_lease: PageLease,
         lease: Lease | None,
         patience_s: float,
+        remote_tokens: int = 0,
     ) -> None:
         self._hbm = hbm
         self.backend = backend
@@ -46,6 +47,8 @@ class Hit:
         self.by_tier = self._count()
         self.positions: Sequence[int] = lease.positions if lease is not None else ()
         """Of loose pages: which of those asked for the hit's pages are. Empty for a prompt's prefix."""
+        self.remote_tokens = max(below + remote_tokens - self.tokens, 0)
+        """Behind the hit, that other hosts seem to have. See :meth:`Store.bring`."""
 
     def __repr__(self) -> str:
         return f"Hit({self.tokens} tokens, {self.by_tier})"
@@ -144,6 +147,14 @@ class Hit:
         else:
             self.with_lease(ask)
         return transfer
+
+    def bring(self, deadline_s: float) -> Transfer[int]:
+        """:meth:`Store.bring <tierstore.Store.bring>` of what other hosts seem to have behind it."""
+        first = self.tokens // self.chunk_tokens
+        count = -(-self.remote_tokens // self.chunk_tokens)
+        if not count:
+            return Transfer.completed(0)
+        return self.backend.bring(self._request, first, count, wait_s=deadline_s)
 
     def release(self) -> None:
         """Give the lease back. Repeating it is harmless."""

@@ -20,7 +20,7 @@ from tierstore.errors import UsageError
 from tierstore.index import LABELS, Page, Tier
 from tierstore.keys import Identity, Prompt, TokenIds, encode_tokens
 from tierstore.mover import Mover
-from tierstore.planner import Part, Plan, Planner
+from tierstore.planner import CLUSTER, Part, Plan, Planner
 from tierstore.policy import DEFAULT_POLICY
 from tierstore.spec import KVSpec
 from tierstore.stats import StoreStats
@@ -46,6 +46,7 @@ _COUNTED_HERE = (
     "not_stored_pages",
     "declined_tokens",
 )
+_BRING_S = 2.0  # that pages of other hosts are waited for
 _PROBE_BYTES = 8 << 20  # of a declined tier, read to see how fast it is by now
 _PROBE_WAIT_S = 20.0
 _LOOKUPS_AT_ONCE = 32  # on their way to a backend. More gain nothing, and each may have to wait for a disk
@@ -299,6 +300,25 @@ class Store:
             brought.on_end(came)
 
         found.on_end(leased)
+
+    def bring(self, hit: Hit, *, deadline_s: float | None = None) -> Transfer[int] | None:
+        """Have pages that other hosts have behind a hit (``hit.remote_tokens``) come into the daemon's
+        memory; None where there are none, or where computing them is faster, as far as both were measured.
+        The result is how many chunks came in time (None: as long as computing takes, 2 s at most); look the
+        prompt up again to have them. The hit is not changed, and still to be released."""
+        self._check_hit(hit)
+        if not hit.remote_tokens:
+            return None
+        deadline_s = optional_seconds("deadline_s", deadline_s)
+        prefill = self.planner.prefill()
+        if prefill is not None:
+            computing_s = prefill.seconds(hit.remote_tokens, hit.tokens)
+            way = self.backend.ways().get(CLUSTER)
+            nbytes = hit.remote_tokens // self.spec.chunk_tokens * self.spec.page_bytes
+            if way is not None and way.seconds(nbytes) > computing_s:
+                return None
+            deadline_s = min(computing_s, _BRING_S) if deadline_s is None else deadline_s
+        return hit.bring(_BRING_S if deadline_s is None else deadline_s)
 
     def load_to(
         self,
@@ -626,6 +646,7 @@ class _Lookup:
         store, request = self._store, self._request
         hbm = store._hbm
         lease = self.answer.wait() if self.answer is not None else None
+        remote_tokens = lease.remote_tokens if lease is not None else 0
         if lease is not None:
             if not request.loose:
                 store._prompts.remember(request, lease.handle)
@@ -634,7 +655,7 @@ class _Lookup:
         match = hbm.match(request)
         with hbm.lock:
             held = hbm.use(match, request.num_tokens, store.backend.lease_s)
-            hit = Hit(hbm, store.backend, request, match, held, lease, store.lookup_s)
+            hit = Hit(hbm, store.backend, request, match, held, lease, store.lookup_s, remote_tokens)
             for label, tokens in hit.by_tier.items():
                 hbm.counters.hit_tokens[label] += tokens
         return hit

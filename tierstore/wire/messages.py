@@ -62,6 +62,7 @@ class Welcome(Message):
     server: str  # version, for people
     lease_s: float  # how long a lease lasts, from the daemon's answer on
     reserve_bytes: int  # how much a client may hold in reservations at once
+    cluster: bool = False  # whether pages of other hosts can be brought
 
 
 class Register(Message):
@@ -143,7 +144,7 @@ class Found(Message):
     later messages of this session, with up to ``known`` chunks. Of loose chunks, ``positions`` (uint32) are
     those that are held, and the lease's pages in their order. ``ways`` says what bytes of a tier cost now:
     bytes a second, the latency and the queue in front of it, both in seconds; see
-    :mod:`tierstore.planner`."""
+    :mod:`tierstore.planner`. ``remote`` chunks behind these can perhaps be brought from other hosts."""
 
     id: int
     tokens: int
@@ -154,6 +155,22 @@ class Found(Message):
     known: int
     positions: bytes = b""
     ways: dict[str, tuple[float, float, float]] = {}
+    remote: int = 0
+
+
+class Bring(Message):
+    """Have ``count`` whole chunks of a prompt from ``first`` on come from other hosts into the arena."""
+
+    id: int
+    prompt: PromptPart
+    first: int
+    count: int
+    wait_s: float
+
+
+class Brought(Message):
+    id: int
+    chunks: int  # that have come, one behind the other; look them up
 
 
 class Prefetch(Message):
@@ -387,6 +404,7 @@ Request: TypeAlias = (
     | Register
     | Ping
     | Lookup
+    | Bring
     | Prefetch
     | Load
     | Fetch
@@ -410,6 +428,7 @@ Answer: TypeAlias = (
     | Pong
     | Refused
     | Found
+    | Brought
     | Prefetched
     | Located
     | Fetched

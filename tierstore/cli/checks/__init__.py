@@ -29,6 +29,13 @@ def vllm_flags(url: str | None) -> dict[str, object]:
     return vllm.proposed(url)
 
 
+def cluster_checks(url: str) -> list[Check]:
+    """What :func:`tierstore.cli.checks.cluster.checks` finds, and raises."""
+    from tierstore.cli.checks import cluster
+
+    return list(cluster.checks(url))
+
+
 def sglang_checks(url: str | None, extra: str | None) -> list[Check]:
     """What :func:`tierstore.cli.checks.sglang.checks` finds, and raises."""
     return list(sglang.checks(url, extra))

@@ -1,0 +1,131 @@
+"""Two hosts, a real master and a real lender."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from tests.cluster.network import MASTER, Network, inside, why_not
+from tests.tierstore.cluster.hosts import SPEC, Host, check, prompt
+from tierstore.testing.pages import pages_of
+
+
+@pytest.fixture
+def network():
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    made = Network()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def start(network):
+    hosts = []
+
+    def start_(number, *options):
+        hosts.append(Host(f"mooncake://{MASTER}", *options, prefix=inside(number)))
+        hosts[-1].wait_online()
+        return hosts[-1]
+
+    yield start_
+    for host in hosts:
+        host.close()
+
+
+def publish(host, tokens):
+    before = host.counts().get("published_pages", 0)
+    host.save(tokens)
+    pages = len(tokens) // SPEC.chunk_tokens
+    host.wait_for(lambda stats: stats.cluster.counts.get("published_pages", 0) >= before + pages)
+
+
+def test_pages_behind_a_prefix_that_is_held(start):
+    one, other = start(1), start(2)
+    publish(one, prompt(1, pages=200))
+    other.save(prompt(1, pages=30), again=False)
+    assert other.bring(prompt(1, pages=200)) == (170 * 16, 200 * 16)
+    assert other.counts()["brought_pages"] == 170
+
+
+def test_a_lender_that_stops_and_goes_on_changes_no_byte(network, start):
+    """It is stopped in the middle, the call ends, all slots are given to others, and then it goes on
+    sending."""
+    one, other = start(1), start(2)
+    publish(one, prompt(1, pages=400))
+    network.slow("40mbit")
+    with other.store() as store:
+        hit = store.lookup(prompt(1, pages=400))
+        assert hit.remote_tokens == 400 * 16
+        bringing = store.bring(hit, deadline_s=1.0)
+        stopping = threading.Timer(0.2, network.stop_lender)
+        stopping.start()
+        assert bringing.wait(60) < 400
+        stopping.join()
+        held = {}
+        for number in range(2, 8):  # the arena has room for 1,000 pages: every slot is used
+            tokens = prompt(number, pages=200)
+            store.save(tokens, pages_of(tokens, SPEC)).wait(10)
+        network.slow("1gbit")
+        network.continue_lender()
+        ends = time.monotonic() + 10
+        while time.monotonic() < ends:
+            held = {number: check(store, prompt(number, pages=200)) for number in range(2, 8)}
+            check(store, prompt(1, pages=400))
+            time.sleep(0.2)
+        assert sum(held.values()) > 0
+    other.wait_for(lambda stats: stats.service.reserved_bytes == 0)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_a_link_that_is_slow_beyond_the_library_s_patience_changes_no_byte(network, start):
+    """Mooncake gives up after 60 s and goes on writing."""
+    one, other = start(1), start(2)
+    for number in range(10):
+        publish(one, prompt(number, pages=400))
+    network.slow("2mbit")
+    ends = time.monotonic() + 120
+    with other.store() as store:
+        for number in range(10):
+            hit = store.lookup(prompt(number, pages=400))
+            bringing = store.bring(hit, deadline_s=1.0)
+            if bringing is not None:
+                bringing.wait(60)
+            hit.release()
+        while time.monotonic() < ends:
+            for number in range(20, 25):
+                tokens = prompt(number, pages=200)
+                store.save(tokens, pages_of(tokens, SPEC)).wait(10)
+                check(store, tokens)
+            for number in range(10):
+                check(store, prompt(number, pages=400))
+            time.sleep(0.5)
+    other.wait_for(lambda stats: stats.service.reserved_bytes == 0)
+
+
+def test_a_master_that_dies_is_a_miss_and_comes_back(network, start):
+    one, other = start(1), start(2)
+    publish(one, prompt(1))
+    network.kill_master()
+    began = time.monotonic()
+    with other.store() as store:
+        with store.lookup(prompt(1)) as hit:
+            assert hit.tokens == hit.remote_tokens == 0
+        store.save(prompt(2), pages_of(prompt(2), SPEC)).wait(10)
+        assert check(store, prompt(2)) == 128
+    assert time.monotonic() - began < 10
+    network.start_master()
+    network.lender.kill()
+    network.lender.wait()
+    network.start_lender()
+    number = 10
+    ends = time.monotonic() + 60
+    while other.bring(prompt(number))[1] == 0:
+        assert time.monotonic() < ends, (one.stats().cluster, other.stats().cluster)
+        number += 1
+        one.save(prompt(number))
+        time.sleep(0.5)

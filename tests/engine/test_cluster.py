@@ -1,0 +1,41 @@
+"""What another host has computed this host's engine does not compute."""
+
+from __future__ import annotations
+
+import random
+
+from tests.tierstore.cluster.hosts import Host
+from tierstore.testing.fake_pool import set_faults
+from tierstore_engine.build import build_engine, load_model
+from tierstore_engine.sampling import SamplingParams
+
+PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
+
+
+def test_an_engine_takes_another_hosts_pages(tmp_path):
+    pool = tmp_path / "pool"
+    pool.mkdir()
+    draw = random.Random(1)
+    prompts = [[draw.randrange(250) for _ in range(700)] for _ in range(2)]
+    hosts = [Host(f"fake://{pool}", "--cluster-publish=all") for _ in range(2)]
+    try:
+        for host in hosts:
+            host.wait_online()
+        model = load_model("tiny", device="cpu")
+        first = build_engine(model, pool_pages=64, store=hosts[0].url)
+        expected = first.generate(prompts, PARAMS)
+        first.close()
+        hosts[0].wait_for(lambda stats: stats.cluster.counts.get("published_pages", 0) >= 20)
+        second = build_engine(model, pool_pages=64, store=hosts[1].url)
+        [brought] = second.generate(prompts[:1], PARAMS)
+        assert brought.tokens == expected[0].tokens
+        assert second.stats().computed_tokens < 700 - 640 + 8
+        # And with a pool that lies it computes.
+        set_faults(pool, flip=True)
+        [computed] = second.generate(prompts[1:], PARAMS)
+        assert computed.tokens == expected[1].tokens
+        assert second.stats().computed_tokens > 700
+        second.close()
+    finally:
+        for host in hosts:
+            host.close()

@@ -1,0 +1,142 @@
+"""Hosts of one machine: daemons in processes of their own that share a pool."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+import tierstore
+from tierstore.cli.operator import Operator
+from tierstore.keys import Identity
+from tierstore.spec import KVSpec
+from tierstore.testing.pages import pages_of
+
+SPEC = KVSpec.uniform(layers=2, kv_heads=1, head_dim=32, dtype="float32", chunk_tokens=16)  # 8 KiB pages
+IDENTITY = Identity.of(SPEC, model="m")
+
+
+class Host:
+    """A daemon over the pool at ``url``."""
+
+    def __init__(self, url: str, *options: str, prefix: tuple[str, ...] = ()) -> None:
+        self.directory = tempfile.mkdtemp(prefix="ts")
+        self.url = f"ipc://{self.directory}/s"
+        self.command = [*prefix, sys.executable, "-m", "tierstore.daemon", f"--listen={self.url}"]
+        self.command += ["--host-bytes=8MiB", "--log-level=warning", f"--cluster={url}"]
+        self.command += ["--cluster-min-tokens=16", "--cluster-look-s=1", *options]
+        self.process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self.command)
+
+    def stats(self):
+        with Operator(self.url) as operator:
+            return operator.stats()
+
+    def counts(self):
+        return self.stats().cluster.counts
+
+    def wait_for(self, condition, timeout=30.0):
+        """Until ``condition(stats)`` holds."""
+        ends = time.monotonic() + timeout
+        while True:
+            try:
+                stats = self.stats()
+            except tierstore.errors.TierStoreError:
+                stats = None
+            if stats is not None and condition(stats):
+                return stats
+            assert time.monotonic() < ends, stats and (stats.cluster, stats.service)
+            time.sleep(0.02)
+
+    def wait_online(self):
+        """Until both agents speak to the pool."""
+        return self.wait_for(lambda stats: stats.cluster.online and not stats.cluster.trouble)
+
+    def agents(self) -> list[int]:
+        """The pids of its agents."""
+        assert self.process is not None
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        found = []
+        for child in children:
+            command = Path(f"/proc/{child}/cmdline").read_bytes()
+            if b"tierstore.cluster.agent" in command:
+                found.append(int(child))
+        return found
+
+    def store(self, identity=IDENTITY, **options):
+        store = tierstore.connect(self.url, SPEC, identity=identity, lookup_s=10, **options)
+        assert store.wait_connected(30)
+        return store
+
+    def save(self, tokens, *, identity=IDENTITY, again=True) -> None:
+        """And look it up, so that it is worth publishing."""
+        with self.store(identity) as store:
+            store.save(tokens, pages_of(tokens, SPEC)).wait(10)
+            if again:
+                store.lookup(tokens).release()
+
+    def bring(self, tokens, *, identity=IDENTITY, deadline_s=10.0):
+        """(tokens that other hosts seemed to have, tokens found after they have been brought). What is found
+        then is loaded, and is the right bytes."""
+        with self.store(identity) as store:
+            with store.lookup(tokens) as hit:
+                remote = hit.remote_tokens
+                bringing = store.bring(hit, deadline_s=deadline_s)
+                if bringing is not None:
+                    bringing.wait(60)
+            return remote, check(store, tokens)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(10)
+            self.process = None
+
+    def end(self) -> int:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        code = self.process.wait(30)
+        self.process = None
+        return code
+
+    def close(self) -> None:
+        self.kill()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def check(store, tokens) -> int:
+    """Load what is held of ``tokens``: every byte is right. How many tokens."""
+    hit = store.lookup(tokens)
+    buffers = [bytearray(SPEC.page_bytes) for _ in range(hit.num_pages)]
+    loaded = store.load(hit, buffers).wait(30)
+    whole = loaded.tokens // SPEC.chunk_tokens
+    expected = pages_of(tokens, SPEC)[:whole]
+    assert [bytes(buffer) for buffer in buffers[:whole]] == [bytes(page) for page in expected]
+    return loaded.tokens
+
+
+def prompt(number: int, pages: int = 8) -> np.ndarray:
+    return np.arange(pages * 16) + number * 100_000
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def show(stats) -> str:
+    return json.dumps(stats.cluster.counts)

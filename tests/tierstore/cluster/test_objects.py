@@ -1,0 +1,56 @@
+"""Names and headers: nothing that differs has the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierstore.cluster.objects import HEADER_BYTES, PageObject, page_objects, proofs
+
+KEY = st.binary(min_size=16, max_size=16)
+CHUNK = st.tuples(KEY, st.binary(min_size=8, max_size=8))
+OBJECT = PageObject(bytes(32), 4096, 16, 3, bytes(range(32)))
+
+
+@given(st.lists(CHUNK, max_size=6), st.lists(CHUNK, max_size=6))
+def test_a_proof_stands_for_all_that_comes_before_it(one, other):
+    first, second = proofs(bytes(32), one), proofs(bytes(32), other)
+    for at in range(min(len(one), len(other))):
+        assert (first[at] == second[at]) == (one[: at + 1] == other[: at + 1])
+
+
+@given(st.lists(CHUNK, min_size=1, max_size=3), st.binary(max_size=32), st.binary(max_size=32))
+def test_a_secret_makes_other_names(chunks, one, other):
+    keys, tokens = zip(*chunks, strict=True)
+    names = [
+        [each.name for each in page_objects(bytes(32), 4096, 2, keys, tokens, secret=secret)]
+        for secret in (one, other)
+    ]
+    assert (names[0] == names[1]) == (one == other)
+    assert all(name.startswith("ts1:") and len(name) == 44 for name in names[0])
+
+
+@pytest.mark.parametrize("secret", [b"", b"s" * 16, b"s" * 64])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"identity": b"\1" * 32},
+        {"page_bytes": 8192},
+        {"chunk_tokens": 32},
+        {"depth": 4},
+        {"proof": b"\1" * 32},
+    ],
+)
+def test_a_header_says_all_of_it(secret, change):
+    header = OBJECT.header(7, secret=secret)
+    assert len(header) == HEADER_BYTES
+    assert replace(OBJECT, **change).header(7, secret=secret) != header
+    assert OBJECT.header(8, secret=secret) != header
+    assert OBJECT.header(7, secret=secret + b"t" if secret[:1] and len(secret) < 64 else b"t" * 16) != header
+
+
+def test_a_header_cannot_be_made_without_the_secret():
+    assert OBJECT.header(7, secret=b"s" * 16)[-32:] != OBJECT.header(7)[-32:]

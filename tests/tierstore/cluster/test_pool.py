@@ -1,0 +1,328 @@
+"""Two hosts and a pool that does everything wrong that a pool can: real daemons, real agents, a fake pool."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from tests.tierstore.cluster.hosts import SPEC, Host, alive, check, prompt, show
+from tierstore.keys import Identity
+from tierstore.testing.fake_pool import set_faults
+from tierstore.testing.pages import pages_of
+
+
+@pytest.fixture
+def pool(tmp_path):
+    directory = tmp_path / "pool"
+    directory.mkdir()
+    return directory
+
+
+@pytest.fixture
+def start(pool):
+    hosts = []
+
+    def start_(*options, **kwargs):
+        hosts.append(Host(f"fake://{pool}", *options, **kwargs))
+        hosts[-1].wait_online()
+        return hosts[-1]
+
+    yield start_
+    for host in hosts:
+        host.close()
+
+
+def published(host, pages):
+    return host.wait_for(lambda stats: stats.cluster.counts.get("published_pages", 0) >= pages)
+
+
+def test_what_one_host_has_used_twice_another_one_brings(start, pool):
+    one, other = start(), start()
+    one.save(prompt(1), again=False)
+    one.save(prompt(2))
+    published(one, 8)
+    assert other.bring(prompt(2)) == (128, 128)
+    assert other.bring(prompt(1)) == (0, 0), "used once: nobody else's"
+    assert other.counts()["brought_pages"] == 8
+    # And what was brought is not published again, nor asked for.
+    assert other.bring(prompt(2)) == (0, 128)
+    assert "published_pages" not in other.counts()
+    assert len(list(pool.glob("ts1-*"))) == 8
+
+
+def test_pages_behind_a_prefix_that_is_held(start):
+    one, other = start(), start()
+    one.save(prompt(1, pages=20))
+    published(one, 20)
+    other.save(prompt(1, pages=7), again=False)
+    assert other.bring(prompt(1, pages=20)) == (13 * 16, 20 * 16)
+    assert other.counts()["brought_pages"] == 13
+    # A prompt that goes another way behind it gets what is common.
+    tokens = np.concatenate([prompt(1, pages=10), prompt(5, pages=5)])
+    assert other.bring(tokens) == (0, 160)
+
+
+def test_everything_is_published_where_that_is_asked_for(start):
+    one, other = start("--cluster-publish=all"), start("--cluster-publish=none")
+    one.save(prompt(1), again=False)
+    published(one, 8)
+    assert other.bring(prompt(1)) == (128, 128)
+    other.save(prompt(2))
+    time.sleep(0.5)
+    assert "published_pages" not in other.counts()
+
+
+def test_tenants_and_other_models_find_nothing(start):
+    one, other = start(), start()
+    tenant = Identity.of(SPEC, model="m", tenant="t")
+    one.save(prompt(1), identity=tenant)
+    one.save(prompt(2))
+    published(one, 8)
+    assert other.bring(prompt(1), identity=tenant) == (0, 0)
+    assert other.bring(prompt(2), identity=tenant) == (0, 0)
+    assert other.bring(prompt(2), identity=Identity.of(SPEC, model="n")) == (0, 0)
+    assert other.bring(prompt(2)) == (128, 128)
+
+
+def test_a_secret_keeps_others_out(start, tmp_path):
+    for name in ("right", "wrong"):
+        (tmp_path / name).write_text(f"the {name} secret of this cluster")
+    one = start(f"--cluster-secret={tmp_path}/right")
+    one.save(prompt(1))
+    published(one, 8)
+    assert start(f"--cluster-secret={tmp_path}/wrong").bring(prompt(1)) == (0, 0)
+    assert start().bring(prompt(1)) == (0, 0)
+    assert start(f"--cluster-secret={tmp_path}/right").bring(prompt(1)) == (128, 128)
+
+
+@pytest.mark.parametrize("lie", ["flip", "tear", "short", "swap"])
+def test_a_pool_that_lies_is_a_miss(start, pool, lie):
+    one, other = start(), start()
+    one.save(prompt(1))
+    published(one, 8)
+    set_faults(pool, **{lie: True})
+    assert other.bring(prompt(1)) == (128, 0)
+    stats = other.stats()
+    assert stats.cluster.counts.get("damaged_pages", 0) == (lie != "short")
+    assert stats.service.reserved_bytes == 0
+    set_faults(pool)
+
+
+def test_what_stands_under_another_name_is_a_miss(start, pool):
+    """Objects exchanged by somebody who can write to the pool; and pages after a bad one are not kept."""
+    one, other = start(), start()
+    one.save(prompt(1))
+    published(one, 8)
+    one.save(prompt(2))
+    published(one, 16)
+    first, second = sorted(pool.glob("ts1-*"))[:2]
+    with one.store() as store:
+        assert check(store, prompt(1)) == 128
+    data = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(data)
+    held = {}
+    for number in (1, 2):
+        remote, found = other.bring(prompt(number))
+        assert remote == 128
+        held[number] = found
+    assert sum(held.values()) < 256
+    pages = other.stats().store.pages
+    assert pages * 16 == sum(held.values()), "pages behind a bad one are kept by nobody"
+
+
+def test_bytes_that_come_after_the_call_change_nothing(start, pool):
+    """The call has failed, slots have been given to others, and then the pool writes."""
+    one, other = start(), start()
+    one.save(prompt(1, pages=40))
+    published(one, 40)
+    set_faults(pool, late_s=1.0)
+    assert other.bring(prompt(1, pages=40)) == (640, 0)
+    set_faults(pool)
+    began = time.monotonic()
+    with other.store() as store:
+        for number in range(2, 30):  # every slot is used
+            tokens = prompt(number, pages=40)
+            store.save(tokens, pages_of(tokens, SPEC)).wait(10)
+        time.sleep(max(began + 1.5 - time.monotonic(), 0))
+        assert sum(check(store, prompt(number, pages=40)) for number in range(2, 30)) > 0
+    assert other.counts()["poisoned_lanes"] == 1
+    assert other.bring(prompt(1, pages=40)) == (640, 640)
+
+
+def test_an_agent_that_hangs_is_killed_and_costs_a_miss(start, pool):
+    one, other = start(), start("--cluster-look-s=0.1")
+    one.save(prompt(1))
+    published(one, 8)
+    with other.store() as store:
+        hit = store.lookup(prompt(1))
+        assert hit.remote_tokens == 128
+        set_faults(pool, hang=True)
+        began = time.monotonic()
+        assert store.bring(hit, deadline_s=0.3).wait(30) == 0
+        assert time.monotonic() - began < 5
+        # Lookups come late three times, and then it is left alone.
+        for number in range(10, 20):
+            assert store.lookup(prompt(number)).remote_tokens == 0
+        assert other.counts()["late_looks"] == 3
+    agents = other.agents()
+    other.wait_for(lambda stats: stats.cluster.counts.get("agent_kills", 0) >= 1)
+    set_faults(pool)
+    other.wait_online()
+    assert set(other.agents()) != set(agents)
+    assert other.bring(prompt(1)) in ((128, 128), (0, 0))  # or the looking still pauses
+    assert other.stats().service.reserved_bytes == 0
+
+
+def test_an_agent_that_crashes_is_started_again(start, pool):
+    one, other = start(), start()
+    one.save(prompt(1))
+    published(one, 8)
+    set_faults(pool, crash=True)
+    assert other.bring(prompt(1)) == (128, 0)
+    set_faults(pool)
+    other.wait_for(lambda stats: stats.cluster.counts.get("agent_ends", 0) >= 1)
+    other.wait_online()
+    assert other.bring(prompt(1)) == (128, 128)
+    assert other.stats().service.reserved_bytes == 0
+
+
+def test_agents_end_with_their_daemon(start):
+    one, other = start(), start()
+    agents = one.agents() + other.agents()
+    assert len(agents) == 4
+    one.kill()
+    assert other.end() == 0
+    deadline = time.monotonic() + 10
+    while any(map(alive, agents)):
+        assert time.monotonic() < deadline, "an agent outlived its daemon"
+        time.sleep(0.02)
+
+
+def test_a_pool_that_is_not_there_is_a_daemon_without_one(tmp_path):
+    host = Host(f"fake://{tmp_path}/not-yet")
+    try:
+        host.wait_for(lambda stats: "no directory" in stats.cluster.trouble)
+        assert "offline" in host.stats().cluster.line
+        host.save(prompt(1))
+        with host.store() as store:
+            assert check(store, prompt(1)) == 128
+        (tmp_path / "not-yet").mkdir()
+        host.wait_online()
+    finally:
+        host.close()
+
+
+def test_a_full_pool_and_one_that_refuses(start, pool):
+    one = start()
+    set_faults(pool, full=True)
+    one.save(prompt(1))
+    one.wait_for(lambda stats: stats.cluster.counts.get("refused_pages", 0) == 8)
+    set_faults(pool, refuse=True)
+    one.save(prompt(2))
+    one.wait_for(lambda stats: stats.cluster.counts.get("failed_calls", 0) >= 1)
+    set_faults(pool)
+    one.save(prompt(3))
+    published(one, 8)
+
+
+def test_kills_at_random(start, pool):
+    """Agents are killed while pages go back and forth, and the pool does what it likes: no wrong byte, no
+    call that takes long, nothing held at the end."""
+    hosts = [start(), start()]
+    ends = time.monotonic() + 8
+    failures = []
+    slowest = [0.0]
+
+    def work(host, seed):
+        draw = random.Random(seed)
+        try:
+            with host.store() as store:
+                while time.monotonic() < ends:
+                    tokens = prompt(draw.randrange(12), pages=draw.randrange(1, 40))
+                    with store.lookup(tokens) as hit:
+                        began = time.monotonic()
+                        bringing = store.bring(hit, deadline_s=0.2)
+                        if bringing is not None:
+                            bringing.wait(60)
+                            slowest[0] = max(slowest[0], time.monotonic() - began)
+                    check(store, tokens)
+                    if draw.random() < 0.3:
+                        store.save(tokens, pages_of(tokens, SPEC)).wait(10)
+                    if draw.random() < 0.05:
+                        store.evict("host")
+        except Exception as error:  # noqa: BLE001  # told below
+            failures.append(error)
+
+    workers = [threading.Thread(target=work, args=(host, at)) for at, host in enumerate(hosts)]
+    for worker in workers:
+        worker.start()
+    draw = random.Random(7)
+    while time.monotonic() < ends:
+        time.sleep(draw.uniform(0.1, 0.5))
+        fault = draw.choice(["flip", "tear", "refuse", "crash", "late_s", "slow_s", "kill", "none"])
+        if fault == "kill":
+            for agent in draw.choice(hosts).agents()[:1]:
+                os.kill(agent, signal.SIGKILL)
+        set_faults(pool, **({fault: 0.05} if fault.endswith("_s") else {fault: True}))
+    for worker in workers:
+        worker.join()
+    set_faults(pool)
+    assert not failures
+    assert slowest[0] < 5, "far beyond the deadline"
+    for host in hosts:
+        host.wait_online()
+        stats = host.wait_for(lambda stats: stats.service.reserved_bytes == 0)
+        assert stats.service.failed_requests == 0
+        assert stats.store.failed_tasks == 0
+    assert any(host.counts().get("brought_pages") for host in hosts), [show(host.stats()) for host in hosts]
+
+
+def test_agents_that_end_leave_nothing_behind(start):
+    host = start()
+    process = f"/proc/{host.process.pid}"
+    for round_ in range(6):
+        if round_ == 2:
+            before = len(os.listdir(f"{process}/fd")), len(os.listdir(f"{process}/task"))
+        ends = host.counts().get("agent_ends", 0)
+        for agent in host.agents():
+            os.kill(agent, signal.SIGKILL)
+        host.wait_for(lambda stats, ends=ends: stats.cluster.counts.get("agent_ends", 0) >= ends + 2)
+        host.wait_online()
+    assert (len(os.listdir(f"{process}/fd")), len(os.listdir(f"{process}/task"))) <= before
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--cluster=http://x", "give mooncake://"),
+        ("--cluster-secret=/no/such", "cannot read the cluster's secret"),
+        ("--cluster-publish=some", "must be one of"),
+    ],
+)
+def test_what_cannot_be_is_one_line(tmp_path, option, message):
+    command = ["-m", "tierstore.daemon", f"--listen=ipc://{tmp_path}/s", "--cluster=fake:///tmp", option]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode != 0
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_without_a_cluster_nothing_of_it_is_imported(tmp_path):
+    code = (
+        "import sys, asyncio; from tierstore.daemon.daemon import Daemon; "
+        "from tierstore.daemon.settings import Settings\n"
+        f"async def go():\n d = Daemon(Settings(listen=('ipc://{tmp_path}/s',), host_bytes=1<<20))\n"
+        " await d.start()\n await d.stop()\n"
+        "asyncio.run(go()); print([m for m in sys.modules if 'cluster' in m])"
+    )
+    output = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60)
+    assert output == "[]\n"

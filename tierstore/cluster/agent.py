@@ -1,0 +1,393 @@
+"""The agent: a process beside the daemon that speaks to the pool. ``python -m tierstore.cluster.agent FD``.
+
+It is an ordinary client of the daemon. To *bring* pages it has the pool write them to staging memory,
+compares each with the header that it expects, and saves those that are right; to *publish* pages it looks
+them up, copies them to staging memory and has the pool read them there. One agent brings and another
+publishes, so that a put that hangs costs nobody a page.
+
+It ends when the daemon's end of the socket does, or when staging memory is worn out, and always by
+``os._exit``: the library's own end takes a second, or crashes."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import msgspec
+
+import tierstore
+from tierstore import copying
+from tierstore.cluster import orders as o
+from tierstore.cluster.objects import HEADER_BYTES, PageObject, page_objects
+from tierstore.cluster.pool import Memory, Pool, PoolError, PoolOptions, open_pool
+from tierstore.cluster.staging import Lane, Staging
+from tierstore.errors import TierStoreError, UsageError
+from tierstore.keys import KEY_BYTES, TOKEN_BYTES, Identity, PageKey, Prompt
+from tierstore.spec import KVSpec
+from tierstore.store import Store
+from tierstore.store.buffers import PageSource, copied_frames
+from tierstore.wire.framing import LENGTH
+
+_QUEUED_PAGES = 256  # to be published; more are dropped
+_MOST_NAMES = 2048  # asked about at once
+_KNOWN_NAMES = 1 << 16
+_MOST_STORES = 8
+_MOST_IDENTITIES = 512  # of a store's session, which keeps them all
+_LOOKUP_S = 2.0
+_LANE_WAIT_S = 5.0
+_SAVE_S = 5.0
+_WORN_OUT = 3
+
+
+class Agent:
+    """Carries out orders. Thread-safe: the pool's calls are made by threads that may hang."""
+
+    def __init__(self, begin: o.Begin, pool: Pool, tell: Tell) -> None:
+        self._daemon = begin.daemon
+        self._secret = begin.secret
+        self._bytes_per_s = begin.bytes_per_s
+        self._pool = pool
+        self._tell = tell
+        self._staging = Staging(begin.staging_bytes)
+        self._stores = Stores(begin.daemon)
+        self._known: OrderedDict[str, None] = OrderedDict()  # names that are in the pool, by our own doing
+        self._known_lock = threading.Lock()
+        self._lookers = ThreadPoolExecutor(2, "tierstore-look")
+        self._bringers = ThreadPoolExecutor(2, "tierstore-bring")
+        self._publishing: queue.Queue[tuple[o.PromptPages, int, int]] = queue.Queue()
+        self._queued_pages = 0
+        threading.Thread(target=self._publish_all, name="tierstore-publish", daemon=True).start()
+
+    def do(self, order: o.Look | o.Bring | o.Publish) -> None:
+        """Begin it."""
+        match order:
+            case o.Look():
+                self._lookers.submit(self._answer, order)
+            case o.Bring():
+                self._bringers.submit(self._answer, order)
+            case o.Publish():
+                self._queue(order)
+
+    def _answer(self, order: o.Look | o.Bring) -> None:
+        counts: Counter[str] = Counter()
+        chunks = 0
+        try:
+            chunks = self._look(order) if isinstance(order, o.Look) else self._bring(order, counts)
+        except PoolError:
+            counts["failed_calls"] += 1
+        except TierStoreError:
+            counts["failed_saves"] += 1
+        answer = o.Looked(order.id, chunks) if isinstance(order, o.Look) else o.Brought(order.id, chunks)
+        self._tell(answer)
+        self._count(counts)
+
+    def _count(self, counts: Counter[str]) -> None:
+        if counts:
+            self._tell(o.Counted(dict(counts)))
+        if self._staging.worn_out:
+            os._exit(_WORN_OUT)
+
+    # -- looking and bringing ------------------------------------------------------------------------
+
+    def _look(self, order: o.Look) -> int:
+        objects = _objects(order.pages, self._secret)[order.first : order.first + _MOST_NAMES]
+        there = self._pool.exists([each.name for each in objects]) if objects else []
+        return [*there, False].index(False)
+
+    def _bring(self, order: o.Bring, counts: Counter[str]) -> int:
+        """How many chunks have come, one behind the other."""
+        ends = time.monotonic() + order.wait_s
+        objects = _objects(order.pages, self._secret)[order.first : order.first + order.count]
+        prompt = _prompt(order.pages)
+        done = 0
+        while done < len(objects) and time.monotonic() < ends:
+            part = objects[done : done + self._staging.objects_in_a_lane(objects[0].nbytes)]
+            came = self._bring_part(order, prompt, part, ends, counts)
+            done += came
+            if came < len(part):
+                break
+        counts["brought_pages"] += done
+        counts["brought_bytes"] += done * order.pages.page_bytes
+        return done
+
+    def _bring_part(
+        self,
+        order: o.Bring,
+        prompt: Prompt,
+        part: Sequence[PageObject],
+        ends: float,
+        counts: Counter[str],
+    ) -> int:
+        first = part[0].depth
+        with self._staging.lane(_room(part), max(ends - time.monotonic(), 0)) as lane:
+            if lane is None:
+                return 0
+            places = lane.places(part)
+            sizes = self._pool.get([each.name for each in part], places)
+            came = [size == each.nbytes for size, each in zip(sizes, part, strict=True)]
+            if not all(came):
+                lane.sound = False
+                counts["poisoned_lanes"] += 1
+            leading = [*came, False].index(False)
+            source = _Staged(lane, places[:leading], order.pages.page_bytes)
+            good = source.right(part, self._secret)
+            if good < leading:
+                counts["damaged_pages"] += 1
+                self._pool.remove(part[good].name)
+            if good:
+                until = Prompt.with_keys(
+                    prompt.identity,
+                    prompt.token_bytes[: (first + good) * prompt.chunk_tokens * TOKEN_BYTES],
+                    prompt.keys[: first + good],
+                    chunk_tokens=prompt.chunk_tokens,
+                )
+                saved = self._stores.of(order.pages).save_from(until, source, good, first=first)
+                with suppress(TimeoutError):
+                    saved.wait(max(ends - time.monotonic(), 0) + _SAVE_S)
+                saved.cancel()
+                good = min(saved.wait() // prompt.chunk_tokens, good)
+                self._note_known(part[:good])
+            return good
+
+    # -- publishing ----------------------------------------------------------------------------------
+
+    def _queue(self, order: o.Publish) -> None:
+        objects = _objects(order.pages, self._secret)[: order.count]
+        with self._known_lock:
+            new = [at for at, each in enumerate(objects) if each.name not in self._known]
+        if not new:
+            return
+        if self._queued_pages + len(new) > _QUEUED_PAGES and self._queued_pages:
+            self._count(Counter(dropped_pages=len(new)))
+            return
+        self._queued_pages += len(new)
+        self._publishing.put((order.pages, order.count, len(new)))
+
+    def _publish_all(self) -> None:
+        while True:
+            pages, count, queued = self._publishing.get()
+            counts: Counter[str] = Counter()
+            try:
+                self._publish(pages, count, counts)
+            except PoolError:
+                counts["failed_calls"] += 1
+            except TierStoreError:
+                counts["failed_loads"] += 1
+            self._queued_pages -= queued
+            self._count(counts)
+
+    def _publish(self, pages: o.PromptPages, count: int, counts: Counter[str]) -> None:
+        objects = _objects(pages, self._secret)[:count]
+        there = []
+        for start in range(0, len(objects), _MOST_NAMES):
+            there += self._pool.exists([each.name for each in objects[start : start + _MOST_NAMES]])
+        self._note_known([each for each, known in zip(objects, there, strict=True) if known])
+        missing = [each for each, known in zip(objects, there, strict=True) if not known]
+        if not missing:
+            return
+        store = self._stores.of(pages)
+        with store.lookup(_prompt(pages), max_tokens=count * pages.chunk_tokens) as hit:
+            held = hit.tokens // pages.chunk_tokens
+            for run in _runs([each for each in missing if each.depth < held], self._staging):
+                began = time.monotonic()
+                with self._staging.lane(_room(run), _LANE_WAIT_S) as lane:
+                    if lane is None:
+                        return
+                    places = lane.places(run)
+                    target = _Outgoing(lane, places, run, self._secret)
+                    loaded = store.load_to(
+                        hit, target, first=run[0].depth, count=len(run), keep=True, deadline_s=_LOOKUP_S
+                    ).wait()
+                    ready = max(loaded.tokens // pages.chunk_tokens - run[0].depth, 0)
+                    run, places = run[:ready], places[:ready]
+                    if not ready:
+                        return
+                    put = self._pool.put([each.name for each in run], places)
+                self._note_known([each for each, done in zip(run, put, strict=True) if done])
+                counts["published_pages"] += sum(put)
+                counts["published_bytes"] += sum(put) * pages.page_bytes
+                counts["refused_pages"] += len(put) - sum(put)
+                if self._bytes_per_s:
+                    left_s = _room(run) / self._bytes_per_s - (time.monotonic() - began)
+                    time.sleep(max(left_s, 0))
+
+    def _note_known(self, objects: Sequence[PageObject]) -> None:
+        with self._known_lock:
+            for each in objects:
+                self._known[each.name] = None
+                self._known.move_to_end(each.name)
+            while len(self._known) > _KNOWN_NAMES:
+                self._known.popitem(last=False)
+
+
+class Stores:
+    """Connections to the daemon, one for each layout."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._lock = threading.Lock()
+        self._stores: OrderedDict[str, tuple[Store, set[bytes]]] = OrderedDict()
+
+    def of(self, pages: o.PromptPages) -> Store:
+        """Raises :class:`TierStoreError` for pages that no store has."""
+        identity = Identity(**pages.identity)
+        with self._lock:
+            store, identities = self._stores.get(identity.layout, (None, set()))
+            if store is not None and len(identities) >= _MOST_IDENTITIES:
+                store.close()
+                store, identities = None, set()
+            if store is None:
+                spec = KVSpec.parse(identity.layout)
+                store = tierstore.connect(self._url, spec, identity=identity, lookup_s=_LOOKUP_S, verify=True)
+            identities.add(identity.digest)
+            self._stores[identity.layout] = store, identities
+            self._stores.move_to_end(identity.layout)
+            while len(self._stores) > _MOST_STORES:
+                self._stores.popitem(last=False)[1][0].close()
+        if not store.wait_connected(_LOOKUP_S):
+            raise TierStoreError("the daemon does not answer")
+        return store
+
+
+class _Staged(PageSource):
+    """Pages that have come to a lane, as the source of a save."""
+
+    def __init__(self, lane: Lane, places: Sequence[Memory], page_bytes: int) -> None:
+        self._lane = lane
+        self._places = places
+        self._page_bytes = page_bytes
+        self._checksums: list[int] = []
+
+    def right(self, objects: Sequence[PageObject], secret: bytes) -> int:
+        """How many of the leading ones are what they are said to be. Only these are to be saved."""
+        addresses = [address + HEADER_BYTES for address, _ in self._places]
+        self._checksums = copying.hash_all(addresses, self._page_bytes)
+        for at, (place, checksum) in enumerate(zip(self._places, self._checksums, strict=True)):
+            if self._lane.header(place) != objects[at].header(checksum, secret=secret):
+                return at
+        return len(self._places)
+
+    def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int) -> list[int | None]:
+        """A page that has changed since it was looked at is not stored."""
+        copies = [(address, self._places[position][0] + HEADER_BYTES) for position, address in pages]
+        copied = copying.copy_and_hash(copies, page_bytes)
+        expected = [self._checksums[position] for position, _ in pages]
+        return [one if one == other else None for one, other in zip(copied, expected, strict=True)]
+
+    def frames(
+        self, positions: Sequence[int], page_bytes: int
+    ) -> tuple[list[memoryview], Sequence[int | None]]:
+        return copied_frames(self, positions, page_bytes)
+
+
+class _Outgoing:
+    """A lane as where a load's pages go, each behind its header."""
+
+    def __init__(
+        self, lane: Lane, places: Sequence[Memory], objects: Sequence[PageObject], secret: bytes
+    ) -> None:
+        self._lane = lane
+        self._secret = secret
+        self._to = {each.depth: (place, each) for place, each in zip(places, objects, strict=True)}
+
+    def write(self, pages: Sequence[tuple[int, int]]) -> None:
+        targets = [self._to[position] for position, _ in pages]
+        copies = [
+            (place[0] + HEADER_BYTES, address)
+            for (place, _), (_, address) in zip(targets, pages, strict=True)
+        ]
+        checksums = copying.copy_and_hash(copies, targets[0][1].page_bytes)
+        for (place, each), checksum in zip(targets, checksums, strict=True):
+            self._lane.write_header(place, each.header(checksum, secret=self._secret))
+
+
+def _objects(pages: o.PromptPages, secret: bytes) -> list[PageObject]:
+    prompt = _prompt(pages)
+    return page_objects(
+        prompt.identity.digest,
+        pages.page_bytes,
+        pages.chunk_tokens,
+        prompt.keys,
+        list(prompt.chunks()),
+        secret=secret,
+    )
+
+
+def _prompt(pages: o.PromptPages) -> Prompt:
+    keys = [PageKey(pages.keys[at : at + KEY_BYTES]) for at in range(0, len(pages.keys), KEY_BYTES)]
+    return Prompt.with_keys(Identity(**pages.identity), pages.tokens, keys, chunk_tokens=pages.chunk_tokens)
+
+
+def _room(objects: Sequence[PageObject]) -> int:
+    return -(-objects[0].nbytes // 64) * 64 * len(objects)
+
+
+def _runs(objects: Sequence[PageObject], staging: Staging) -> list[list[PageObject]]:
+    """Pages that follow one another, no more together than a lane has room for."""
+    runs: list[list[PageObject]] = []
+    for each in objects:
+        most = staging.objects_in_a_lane(each.nbytes)
+        if runs and runs[-1][-1].depth + 1 == each.depth and len(runs[-1]) < most:
+            runs[-1].append(each)
+        else:
+            runs.append([each])
+    return runs
+
+
+# -- the process -----------------------------------------------------------------------------------------
+
+
+class Tell:
+    """Says something to the daemon. Thread-safe."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def __call__(self, order: o.ToDaemon) -> None:
+        body = msgspec.msgpack.encode(order)
+        with self._lock:
+            try:
+                self._connection.sendall(LENGTH.pack(len(body)) + body)
+            except OSError:
+                os._exit(0)  # the daemon has gone
+
+
+def main() -> None:
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    tell = Tell(connection)
+    decoder = msgspec.msgpack.Decoder(o.ToAgent)
+    agent: Agent | None = None
+    with connection.makefile("rb") as stream:
+        while head := stream.read(LENGTH.size):
+            (length,) = LENGTH.unpack(head)
+            order = decoder.decode(stream.read(length))
+            if isinstance(order, o.Begin):
+                agent = _begin(order, tell)
+            elif agent is not None:
+                agent.do(order)
+    os._exit(0)
+
+
+def _begin(begin: o.Begin, tell: Tell) -> Agent:
+    options = PoolOptions(begin.pool, begin.protocol, begin.devices, begin.host)
+    try:
+        pool = open_pool(options)
+        pool.exists(["ts1:"])  # the first call takes longer than a lookup waits
+    except TierStoreError as error:
+        tell(o.Away(str(error), isinstance(error, UsageError)))
+        os._exit(1)
+    tell(o.Ready(pool.transport))
+    return Agent(begin, pool, tell)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""What a page is called in the pool, and what stands before its bytes there. Pure.
+
+    proof₋₁ = SHA-256("tierstore page 1\\0" ‖ secret ‖ identity)
+    proofᵢ  = SHA-256(proofᵢ₋₁ ‖ keyᵢ ‖ tokensᵢ)
+
+A page's name is ``ts1:`` and the first 40 hex digits of its proof. The keys are in it because opaque pages
+with equal tokens may differ (an image, an adapter). A header ends with XXH3-64 of what is before it, or with
+keyed BLAKE2b where the cluster has a secret: then names cannot be guessed, nor headers forged. That is no
+encryption, and the page's XXH3-64 no signature: who can write to the pool and knows a page can put another
+one with the same XXH3 in its place."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+HEADER_BYTES = 128
+
+_MAGIC = b"tspage1\0"
+_FIELDS = struct.Struct("<8sQIIQ32s32s")  # magic, page_bytes, chunk_tokens, depth, XXH3, identity, proof
+_MAC_BYTES = HEADER_BYTES - _FIELDS.size
+
+
+def proofs(identity: bytes, chunks: Iterable[tuple[bytes, bytes]], *, secret: bytes = b"") -> list[bytes]:
+    """The proof of each chunk of a prompt, from its first one on: ``chunks`` are (key, tokens), ``identity``
+    is the digest.
+
+    >>> first, second = proofs(bytes(32), [(b"k" * 16, b"abcd"), (b"l" * 16, b"efgh")])
+    >>> object_name(first)
+    'ts1:3ae9fa95f51a6965d940f68c89c15a0237313620'
+    """
+    proof = hashlib.sha256(b"tierstore page 1\0" + secret + identity).digest()
+    made = []
+    for key, tokens in chunks:
+        proof = hashlib.sha256(proof + key + tokens).digest()
+        made.append(proof)
+    return made
+
+
+def object_name(proof: bytes) -> str:
+    return "ts1:" + proof.hex()[:40]
+
+
+@dataclass(frozen=True, slots=True)
+class PageObject:
+    """A page in the pool. ``depth`` counts the pages before it."""
+
+    identity: bytes
+    page_bytes: int
+    chunk_tokens: int
+    depth: int
+    proof: bytes
+
+    @property
+    def name(self) -> str:
+        return object_name(self.proof)
+
+    @property
+    def nbytes(self) -> int:
+        return HEADER_BYTES + self.page_bytes
+
+    def header(self, checksum: int, *, secret: bytes = b"") -> bytes:
+        """Of the page whose bytes have this XXH3-64."""
+        fields = _FIELDS.pack(
+            _MAGIC, self.page_bytes, self.chunk_tokens, self.depth, checksum, self.identity, self.proof
+        )
+        if secret:
+            return fields + hashlib.blake2b(fields, key=secret[:64], digest_size=_MAC_BYTES).digest()
+        return fields + xxhash.xxh3_64_digest(fields) + bytes(_MAC_BYTES - 8)
+
+
+def page_objects(
+    identity: bytes,
+    page_bytes: int,
+    chunk_tokens: int,
+    keys: Sequence[bytes],
+    chunks: Sequence[bytes],
+    *,
+    secret: bytes = b"",
+) -> list[PageObject]:
+    """Those of a prompt's whole chunks, from its beginning on."""
+    made = proofs(identity, zip(keys, chunks, strict=True), secret=secret)
+    return [PageObject(identity, page_bytes, chunk_tokens, at, proof) for at, proof in enumerate(made)]

@@ -1,0 +1,94 @@
+"""What the daemon and its agents say to each other, over a socketpair, each message behind its length
+(``wire/framing.py``), in msgpack."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+
+class Order(msgspec.Struct, tag=True, array_like=True):
+    """Anything that is said."""
+
+
+class PromptPages(msgspec.Struct, array_like=True):
+    """The whole chunks of a prompt, from its beginning on: 16 bytes of ``keys`` and ``chunk_tokens`` uint32
+    of ``tokens`` for each."""
+
+    identity: dict[str, str]
+    page_bytes: int
+    chunk_tokens: int
+    keys: bytes
+    tokens: bytes
+
+
+class Begin(Order):
+    """The first one: where the daemon listens and where the pool is."""
+
+    daemon: str
+    pool: str
+    protocol: str
+    devices: str
+    host: str
+    secret: bytes
+    staging_bytes: int
+    bytes_per_s: int  # of what is published; 0: any number
+
+
+class Look(Order):
+    """How many chunks from ``first`` on, one behind the other, the pool seems to have."""
+
+    id: int
+    pages: PromptPages
+    first: int
+
+
+class Bring(Order):
+    """Have chunks ``first … first + count`` come into the daemon's memory, as far as they do."""
+
+    id: int
+    pages: PromptPages
+    first: int
+    count: int
+    wait_s: float
+
+
+class Publish(Order):
+    """The first ``count`` chunks may be of use to others. No answer."""
+
+    pages: PromptPages
+    count: int
+
+
+class Ready(Order):
+    """The agent has opened the pool."""
+
+    transport: str
+
+
+class Away(Order):
+    """It could not, and ends. ``hopeless``: it is not worth trying again."""
+
+    message: str
+    hopeless: bool
+
+
+class Looked(Order):
+    id: int
+    chunks: int
+
+
+class Brought(Order):
+    id: int
+    chunks: int
+
+
+class Counted(Order):
+    """What has been counted since the last time."""
+
+    counts: dict[str, int]
+
+
+ToAgent: TypeAlias = Begin | Look | Bring | Publish
+ToDaemon: TypeAlias = Ready | Away | Looked | Brought | Counted

@@ -1,0 +1,105 @@
+"""Memory of the agent's own that the pool writes to and reads from, in lanes."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from tierstore.cluster.objects import HEADER_BYTES, PageObject
+from tierstore.cluster.pool import Memory
+
+_LANE_BYTES = 16 << 20
+
+
+class Lane:
+    """Room for some objects, one behind the other. ``sound`` until a call on it failed: then something may
+    still be written to it, or be sent from it, and it is not used again."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.nbytes = nbytes
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.sound = True
+
+    def places(self, objects: Sequence[PageObject]) -> list[Memory]:
+        """Where each of them goes. They have one size."""
+        size = objects[0].nbytes
+        step = -(-size // 64) * 64
+        return [(self.address + at * step, size) for at in range(len(objects))]
+
+    def header(self, place: Memory) -> bytes:
+        return ctypes.string_at(place[0], HEADER_BYTES)
+
+    def write_header(self, place: Memory, header: bytes) -> None:
+        ctypes.memmove(place[0], header, HEADER_BYTES)
+
+
+class Staging:
+    """Lanes of 16 MiB (or of one object, if that is larger) out of ``nbytes``, made when they are wanted.
+    Those that are not sound count for ever."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._lock = threading.Condition()
+        self._free: list[Lane] = []
+        self._taken_bytes = 0
+        self._poisoned_bytes = 0
+
+    @property
+    def worn_out(self) -> bool:
+        """More than half of it cannot be used any more."""
+        return self._poisoned_bytes * 2 > self._nbytes
+
+    def objects_in_a_lane(self, nbytes: int) -> int:
+        """How many objects of this size."""
+        return max(_LANE_BYTES // (-(-nbytes // 64) * 64), 1)
+
+    @contextmanager
+    def lane(self, nbytes: int, timeout: float) -> Iterator[Lane | None]:
+        """A lane with room for ``nbytes``; None when there is none for so long."""
+        lane = self._take(max(nbytes, _LANE_BYTES), timeout)
+        try:
+            yield lane
+        except BaseException:
+            if lane is not None:
+                lane.sound = False
+            raise
+        finally:
+            if lane is not None:
+                self._give_back(lane)
+
+    def _take(self, nbytes: int, timeout: float) -> Lane | None:
+        with self._lock:
+            if not self._lock.wait_for(lambda: self._find(nbytes) or self._fits(nbytes), timeout):
+                return None
+            lane = self._find(nbytes)
+            if lane is not None:
+                self._free.remove(lane)
+                return lane
+            if self._taken_bytes + nbytes > self._nbytes:  # those that are free are too small
+                self._taken_bytes -= sum(each.nbytes for each in self._free)
+                self._free.clear()
+            self._taken_bytes += nbytes
+        return Lane(nbytes)
+
+    def _find(self, nbytes: int) -> Lane | None:
+        return next((lane for lane in self._free if lane.nbytes >= nbytes), None)
+
+    def _fits(self, nbytes: int) -> bool:
+        free = sum(each.nbytes for each in self._free)
+        return self._taken_bytes - free + nbytes <= max(self._nbytes, nbytes)
+
+    def _give_back(self, lane: Lane) -> None:
+        with self._lock:
+            if lane.sound:
+                self._free.append(lane)
+            else:
+                self._poisoned_bytes += lane.nbytes
+                _GRAVEYARD.append(lane)  # its memory must stay mapped: somebody may write to it
+            self._lock.notify_all()
+
+
+_GRAVEYARD: list[Lane] = []

@@ -1,0 +1,378 @@
+"""The daemon's side of its agents: starts them, gives them orders, counts, and kills those that hang.
+
+Everything runs on the daemon's event loop, and nothing here waits for an agent longer than it was told to.
+What goes wrong is a miss: whoever asks gets 0 chunks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from tierstore.cluster import orders as o
+from tierstore.cluster.pool import check_url
+from tierstore.core.prompts import PromptView
+from tierstore.errors import UsageError
+from tierstore.planner import Way
+from tierstore.stats import ClusterStats
+from tierstore.wire.framing import LENGTH
+
+_log = logging.getLogger(__name__)
+
+
+_OVERDUE_S = 5.0  # after which an agent that has not answered is killed
+_CHECK_S = 0.5
+_BACK_OFF_S = (0.1, 5.0)
+_LIVED_S = 2.0  # after such a life the next one begins without much delay
+_HOPELESS_S = 60.0  # between two trials of what cannot work, until somebody installs something
+_ABSENT_S = 2.0  # for which a page that was not there is not asked for again
+_REMEMBERED = 1 << 14
+_MOST_UNREAD_BYTES = 16 << 20  # that an agent has not read
+_LATE = 3  # looks that came late, in …
+_LATE_WITHIN_S = 10.0
+_PAUSE_S = (5.0, 60.0)  # … stop the looking for so long
+_RATE_SHARE = 0.3  # of the newest measurement
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterOptions:
+    """``url`` is the pool's; ``secret`` a file; ``look_s`` what a lookup waits for the pool. Raises
+    :class:`UsageError` for what cannot be."""
+
+    url: str
+    protocol: str = "tcp"
+    devices: str = ""
+    host: str = ""
+    secret: Path | None = None
+    publish: str = "reused"
+    min_tokens: int = 1024
+    look_s: float = 0.003
+    staging_bytes: int = 128 << 20
+    bytes_per_s: int = 0
+
+    def __post_init__(self) -> None:
+        check_url(self.url)
+
+    def read_secret(self) -> bytes:
+        if self.secret is None:
+            return b""
+        try:
+            secret = self.secret.read_bytes().strip()
+        except OSError as error:
+            raise UsageError(f"cannot read the cluster's secret: {error}") from error
+        if not 16 <= len(secret) <= 64:
+            raise UsageError(f"the cluster's secret has {len(secret)} bytes: give 16 to 64")
+        return secret
+
+
+class Cluster:
+    """What the daemon asks of the pool. :meth:`start` and :meth:`stop` it on the event loop. ``daemon`` is an
+    address at which agents reach the daemon."""
+
+    def __init__(self, options: ClusterOptions, daemon: str) -> None:
+        self._options = options
+        self._counts: Counter[str] = Counter()
+        secret = options.read_secret()
+        begin = o.Begin(
+            daemon,
+            options.url,
+            options.protocol,
+            options.devices,
+            options.host,
+            secret,
+            options.staging_bytes // 2,
+            options.bytes_per_s,
+        )
+        self._getter = _Agent(begin, self._counts)
+        self._putter = _Agent(begin, self._counts)
+        self._absent: OrderedDict[tuple[bytes, bytes], float] = OrderedDict()
+        self._published: OrderedDict[tuple[bytes, bytes], None] = OrderedDict()
+        self._bringing: dict[tuple[bytes, bytes], asyncio.Future[int]] = {}
+        self._late: list[float] = []
+        self._paused_until = 0.0
+        self._pause_s = _PAUSE_S[0]
+        self._bytes_per_s = 0.0
+        self._latency_s = 0.0
+
+    def start(self) -> None:
+        for agent in (self._getter, self._putter):
+            agent.start()
+        if not self._options.secret:
+            _log.info("cluster: whoever reaches the pool's ports can read and replace its pages")
+
+    async def stop(self) -> None:
+        for agent in (self._getter, self._putter):
+            await agent.stop()
+
+    @property
+    def pids(self) -> set[int]:
+        """Of the agents that run."""
+        return {agent.pid for agent in (self._getter, self._putter) if agent.pid}
+
+    def way(self) -> Way | None:
+        """What bytes of the pool cost, as far as that was measured."""
+        return Way(self._bytes_per_s, self._latency_s, 0.0) if self._bytes_per_s else None
+
+    def stats(self) -> ClusterStats:
+        return ClusterStats(
+            url=self._options.url,
+            online=self._getter.ready,
+            trouble=self._getter.trouble or self._putter.trouble,
+            transport=self._getter.transport,
+            bytes_per_s=self._bytes_per_s,
+            counts=dict(self._counts),
+        )
+
+    # -- asking --------------------------------------------------------------------------------------
+
+    async def look(self, view: PromptView, first: int) -> int:
+        """How many chunks behind the first ``first`` the pool seems to have. Waits ``look_s`` at most."""
+        left = (view.whole_chunks - first) * view.chunk_tokens
+        now = time.monotonic()
+        if not self._shares(view) or left < self._options.min_tokens or now < self._paused_until:
+            return 0
+        key = (view.registration.identity.digest, view.chunk(first)[0])
+        if self._absent.get(key, 0.0) > now:
+            return 0
+        looked = self._getter.ask(lambda number: o.Look(number, _pages(view), first), self._options.look_s)
+        if looked is None:
+            return 0
+        done, _ = await asyncio.wait({looked}, timeout=self._options.look_s)
+        if not done:
+            self._note_late(now)
+            return 0
+        chunks = min(looked.result(), view.whole_chunks - first)
+        self._pause_s = _PAUSE_S[0]
+        self._counts["looks"] += 1
+        if chunks <= 0:
+            self._absent[key] = now + _ABSENT_S
+            while len(self._absent) > _REMEMBERED:
+                self._absent.popitem(last=False)
+        return max(chunks, 0)
+
+    def _note_late(self, now: float) -> None:
+        self._counts["late_looks"] += 1
+        self._late = [at for at in self._late if at > now - _LATE_WITHIN_S] + [now]
+        if len(self._late) >= _LATE:
+            self._paused_until = now + self._pause_s
+            self._pause_s = min(2 * self._pause_s, _PAUSE_S[1])
+            self._late.clear()
+
+    async def bring(self, view: PromptView, first: int, count: int, wait_s: float) -> int:
+        """Have chunks ``first … first + count`` come into host memory; how many came in ``wait_s`` seconds,
+        as far as is known."""
+        count = min(count, view.whole_chunks - first)
+        if not self._shares(view) or count <= 0:
+            return 0
+        key = (view.registration.identity.digest, view.chunk(first)[0])
+        bringing = self._bringing.get(key)
+        if bringing is None:
+            began = time.monotonic()
+            bringing = self._getter.ask(
+                lambda number: o.Bring(number, _pages(view), first, count, wait_s), wait_s
+            )
+            if bringing is None:
+                return 0
+            self._bringing[key] = bringing
+
+            def note(ended: asyncio.Future[int]) -> None:
+                self._bringing.pop(key, None)
+                nbytes = ended.result() * view.registration.page_bytes
+                if nbytes:
+                    self._measure(nbytes, time.monotonic() - began)
+
+            bringing.add_done_callback(note)
+        done, _ = await asyncio.wait({bringing}, timeout=wait_s)
+        if not done:
+            self._counts["late_brings"] += 1
+            return 0
+        return bringing.result()
+
+    def _measure(self, nbytes: int, seconds: float) -> None:
+        rate = nbytes / max(seconds, 1e-6)
+        self._bytes_per_s += (_RATE_SHARE if self._bytes_per_s else 1.0) * (rate - self._bytes_per_s)
+
+    @property
+    def publishes_all(self) -> bool:
+        """Whether :meth:`committed` does anything."""
+        return self._options.publish == "all"
+
+    # -- telling -------------------------------------------------------------------------------------
+
+    def used(self, view: PromptView, chunks: int) -> None:
+        """The first ``chunks`` of a prompt have been asked for again."""
+        if self._options.publish == "reused":
+            self._publish(view, chunks)
+
+    def committed(self, view: PromptView, chunks: int) -> None:
+        """The first ``chunks`` of a prompt are here."""
+        if self._options.publish == "all":
+            self._publish(view, chunks)
+
+    def _publish(self, view: PromptView, chunks: int) -> None:
+        if chunks <= 0 or not self._shares(view):
+            return
+        key = (view.registration.identity.digest, view.chunk(chunks - 1)[0])
+        if key in self._published:
+            self._published.move_to_end(key)
+            return
+        if self._putter.tell(o.Publish(_pages(view, chunks), chunks)):
+            self._published[key] = None
+            while len(self._published) > _REMEMBERED:
+                self._published.popitem(last=False)
+
+    def _shares(self, view: PromptView) -> bool:
+        return not view.loose and not view.registration.identity.tenant
+
+
+def _pages(view: PromptView, chunks: int | None = None) -> o.PromptPages:
+    whole = view.whole()
+    count = len(whole.keys) if chunks is None else chunks
+    return o.PromptPages(
+        asdict(whole.identity),
+        view.registration.page_bytes,
+        view.chunk_tokens,
+        b"".join(whole.keys[:count]),
+        whole.token_bytes[: count * view.chunk_tokens * 4],
+    )
+
+
+@dataclass(slots=True)
+class _Asked:
+    answer: asyncio.Future[int]
+    overdue_at: float
+
+
+@dataclass(slots=True, eq=False)
+class _Agent:
+    """One agent: a process that is started again whenever it ends."""
+
+    begin: o.Begin
+    counts: Counter[str]
+    ready: bool = False
+    transport: str = ""
+    trouble: str = "starting"
+    pid: int = 0
+    _asked: dict[int, _Asked] = field(default_factory=dict)
+    _next: int = 1
+    _writer: asyncio.StreamWriter | None = None
+    _running: asyncio.Task[None] | None = None
+    _hopeless: bool = False
+
+    def start(self) -> None:
+        self._running = asyncio.get_running_loop().create_task(self._run())
+
+    async def stop(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait({self._running})
+
+    def ask(self, order: Callable[[int], o.Look | o.Bring], wait_s: float) -> asyncio.Future[int] | None:
+        """The answer, 0 if the agent ends before; None where it cannot be asked."""
+        number = self._next
+        if not self.tell(order(number)):
+            return None
+        self._next += 1
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._asked[number] = _Asked(answer, time.monotonic() + wait_s + _OVERDUE_S)
+        return answer
+
+    def tell(self, order: o.ToAgent) -> bool:
+        """Say something; False where nobody listens."""
+        if not self.ready or self._writer is None:
+            return False
+        if self._writer.transport.get_write_buffer_size() > _MOST_UNREAD_BYTES:
+            self.counts["unread_orders"] += 1
+            return False
+        self._write(self._writer, order)
+        return True
+
+    def _write(self, writer: asyncio.StreamWriter, order: o.ToAgent) -> None:
+        body = msgspec.msgpack.encode(order)
+        writer.write(LENGTH.pack(len(body)) + body)
+
+    async def _run(self) -> None:
+        back_off_s = _BACK_OFF_S[0]
+        while True:
+            began = time.monotonic()
+            await self._live()
+            self.counts["agent_ends"] += 1
+            if time.monotonic() - began > _LIVED_S:
+                back_off_s = _BACK_OFF_S[0]
+            await asyncio.sleep(_HOPELESS_S if self._hopeless else back_off_s)
+            back_off_s = min(back_off_s * 2, _BACK_OFF_S[1])
+
+    async def _live(self) -> None:
+        """One life of an agent."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            number = theirs.fileno()
+            command = [sys.executable, "-m", "tierstore.cluster.agent", str(number)]
+            process = subprocess.Popen(
+                command,
+                pass_fds=[number],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        reader, writer = await asyncio.open_connection(sock=ours)
+        self.pid = process.pid
+        watch = asyncio.get_running_loop().create_task(self._watch(process))
+        try:
+            self._writer = writer
+            self._write(writer, self.begin)
+            await self._listen(reader)
+        finally:
+            self.ready, self.pid, self._writer = False, 0, None
+            self.trouble = self.trouble or "its agent has ended"
+            watch.cancel()
+            writer.close()
+            process.kill()
+            process.wait()  # in a moment
+            for asked in self._asked.values():
+                if not asked.answer.done():
+                    asked.answer.set_result(0)
+            self._asked.clear()
+
+    async def _listen(self, reader: asyncio.StreamReader) -> None:
+        decoder = msgspec.msgpack.Decoder(o.ToDaemon)
+        while True:
+            try:
+                (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+                order = decoder.decode(await reader.readexactly(length))
+            except (asyncio.IncompleteReadError, ConnectionError, msgspec.MsgspecError):
+                return
+            match order:
+                case o.Ready():
+                    self.ready, self.transport, self.trouble = True, order.transport, ""
+                    self._hopeless = False
+                case o.Away():
+                    if self.trouble != order.message:
+                        _log.warning("cluster: %s", order.message)
+                    self.trouble, self._hopeless = order.message, order.hopeless
+                case o.Looked() | o.Brought():
+                    asked = self._asked.pop(order.id, None)
+                    if asked is not None and not asked.answer.done():
+                        asked.answer.set_result(max(order.chunks, 0))
+                case o.Counted():
+                    self.counts.update(order.counts)
+
+    async def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill it when an answer is overdue."""
+        while True:
+            await asyncio.sleep(_CHECK_S)
+            now = time.monotonic()
+            if any(asked.overdue_at < now for asked in self._asked.values()):
+                self.counts["agent_kills"] += 1
+                self.trouble = "its agent hung and was killed"
+                process.kill()
+                return

@@ -1,0 +1,132 @@
+"""A pool for tests: objects are files of a directory, so several hosts' agents share it. ``fake:///PATH``.
+
+What it does wrong stands in ``PATH/.faults.json``, read with every call::
+
+    {"slow_s": 0.1}            every call takes so long
+    {"hang": true}             calls do not return while this stands
+    {"late_s": 2.0}            a get fails at once, and writes the bytes so much later
+    {"flip": true}             a byte of each object that is got is another one
+    {"tear": true}             the second half of each object that is got is missing, and it says nothing
+    {"short": true}            objects that are got are shorter than they should be
+    {"swap": true}             of two objects that are got together each is the other
+    {"refuse": true}           calls fail
+    {"full": true}             there is no room
+    {"crash": true}            the process ends in the middle of a get
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from tierstore.cluster.pool import Memory, Pool, PoolError, PoolOptions
+
+_LOOK_S = 0.01
+
+
+class FakePool(Pool):
+    """Thread-safe, as files are."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.transport = "files"
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        self._faults()
+        return [self._path(name).exists() for name in names]
+
+    def get(self, names: Sequence[str], into: Sequence[Memory]) -> list[int]:
+        faults = self._faults()
+        if faults.get("crash"):
+            os.kill(os.getpid(), 11)
+        if faults.get("swap"):
+            names = list(names)[::-1]
+        objects = [self._read(name) for name in names]
+        if faults.get("late_s"):
+            late = threading.Timer(
+                faults["late_s"], lambda: [_write(*each) for each in zip(objects, into, strict=True)]
+            )
+            late.daemon = True
+            late.start()
+            return [-800] * len(names)
+        sizes = []
+        for data, to in zip(objects, into, strict=True):
+            if data is None:
+                sizes.append(-704)
+                continue
+            size = len(data)
+            if faults.get("flip"):
+                data = data[:-1] + bytes([data[-1] ^ 1])
+            if faults.get("tear"):
+                data = data[: size // 2]
+            if faults.get("short"):
+                data, size = data[:-1], size - 1
+            sizes.append(size if _write(data, to) else -600)
+        return sizes
+
+    def put(self, names: Sequence[str], of: Sequence[Memory]) -> list[bool]:
+        faults = self._faults()
+        if faults.get("full"):
+            return [False] * len(names)
+        for name, (address, nbytes) in zip(names, of, strict=True):
+            path = self._path(name)
+            if not path.exists():
+                begun = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+                begun.write_bytes(ctypes.string_at(address, nbytes))
+                begun.rename(path)
+        return [True] * len(names)
+
+    def remove(self, name: str) -> None:
+        self._path(name).unlink(missing_ok=True)
+
+    def _path(self, name: str) -> Path:
+        return self._directory / name.replace(":", "-")
+
+    def _read(self, name: str) -> bytes | None:
+        try:
+            return self._path(name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def _faults(self) -> dict[str, Any]:
+        faults = self._read_faults()
+        while faults.get("hang"):
+            time.sleep(_LOOK_S)
+            faults = self._read_faults()
+        time.sleep(faults.get("slow_s", 0))
+        if faults.get("refuse"):
+            raise PoolError("the fake pool refuses")
+        return faults
+
+    def _read_faults(self) -> dict[str, Any]:
+        data = self._read(".faults.json")
+        return json.loads(data) if data else {}
+
+
+def set_faults(directory: Path, **faults: Any) -> None:
+    """From now on it does these things wrong, and no others."""
+    begun = directory / ".faults.new"
+    begun.write_text(json.dumps(faults))
+    begun.rename(directory / ".faults.json")
+
+
+def _write(data: bytes | None, to: Memory) -> bool:
+    address, nbytes = to
+    if data is None or len(data) > nbytes:
+        return False
+    ctypes.memmove(address, data, len(data))
+    return True
+
+
+def open_pool(options: PoolOptions) -> Pool:
+    directory = Path(urlsplit(options.url).path)
+    if not directory.is_dir():
+        raise PoolError(f"there is no directory {directory}")
+    return FakePool(directory)
