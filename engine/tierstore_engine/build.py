@@ -99,14 +99,14 @@ def open_model(
     check_device(device)
     if model in PRESETS:
         config = with_scales(replace(preset(model, dtype=dtype), kv=kv), kv_scales, None)
-        return OpenModel(config, ByteTokenizer(), None, _device_for(config, device))
+        return OpenModel(config, ByteTokenizer(), None, resolve_device(device, config.dtype))
     folder = Path(model)
     if not folder.is_dir():
         raise UnknownModelError(
             f"no model {model!r}: neither a folder nor a preset (presets: {', '.join(PRESETS)})"
         )
     config = with_scales(replace(read_config(folder, dtype=dtype), kv=kv), kv_scales, folder)
-    return OpenModel(config, HFTokenizer(folder), folder, _device_for(config, device))
+    return OpenModel(config, HFTokenizer(folder), folder, resolve_device(device, config.dtype))
 
 
 def load_model(
@@ -257,15 +257,6 @@ def resolve_device(device: str, dtype: str) -> str:
     if device != "auto":
         return device
     return "cuda" if torch.cuda.is_available() and dtype in KERNEL_DTYPES else "cpu"
-
-
-def _device_for(config: ModelConfig, device: str) -> str:
-    if not config.kv.quantised:
-        return resolve_device(device, config.dtype)
-    check_device(device)
-    if device not in ("auto", "cpu"):
-        raise UsageError(f"KV is kept as {config.kv.name} on the CPU only, in this version: use --device cpu")
-    return "cpu"
 
 
 def _fitting_pages(spec: KVSpec, device: str) -> int:

@@ -159,6 +159,8 @@ def _prefill_ranges(
     attention: CudaAttention, config: ModelConfig, pool: DevicePool, settings: EngineSettings, limit: int
 ) -> LibraryRanges:
     """Where a chunk's attention is left to torch. The pool is empty yet: its pages are borrowed."""
+    if attention.library is None:
+        return NOWHERE
     if settings.prefill_backend != "auto":
         return EVERYWHERE if settings.prefill_backend == "library" else NOWHERE
     chunk = min(settings.prefill_chunk, limit)

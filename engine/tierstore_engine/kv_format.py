@@ -149,7 +149,7 @@ def vector_scales(vectors: torch.Tensor, code: Code) -> torch.Tensor:
     its numbers in the code's range. A NaN or an infinity makes the scale one."""
     exact = vectors.abs().amax(-1) / code.largest
     # To the next bfloat16 that is not smaller: half a float32's bits, one up if what is cut off was not 0.
-    up = (exact.view(torch.int32) + 0xFFFF & -0x10000).view(torch.float32)
+    up = (exact.view(torch.int32) + 0xFFFF & -0x10000).view(torch.float32).where(~exact.isnan(), exact)
     return up.clamp(min=torch.finfo(torch.bfloat16).tiny).to(torch.bfloat16)
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from tierstore_engine.config import ModelConfig, RopeConfig
 from tierstore_engine.engine import Engine
 from tierstore_engine.kernels.errors import KernelError
 from tierstore_engine.kernels.launcher import Launcher
+from tierstore_engine.kv_format import KVFormat
 from tierstore_engine.model import Model
 from tierstore_engine.presets import preset
 from tierstore_engine.rope import Rope, rotate
@@ -154,9 +156,22 @@ def largest_difference(ours: np.ndarray, theirs: np.ndarray) -> float:
 class Backends:
     """Both backends over pools of their own, and one batch that mixes everything."""
 
-    def __init__(self, *, window: int | None = None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        window: int | None = None,
+        seed: int = 0,
+        heads: int = 6,
+        head_dim: int = 64,
+        kv: KVFormat | None = None,
+    ) -> None:
         self.config = replace(
-            preset("tiny", dtype="float16"), heads=6, kv_heads=2, head_dim=64, windows=(None, window)
+            preset("tiny", dtype="float16"),
+            heads=heads,
+            kv_heads=2,
+            head_dim=head_dim,
+            windows=(None, window),
+            kv=kv or KVFormat(),
         )
         self.pools = [PagePool(self.config.kv_spec(chunk_tokens=CHUNK), 40) for _ in range(2)]
         self.ours_launcher = launcher = kernel_launcher()
@@ -198,6 +213,37 @@ def test_mixed_batch_in_every_layer(window: int | None, seed: int) -> None:
         ours, theirs = both.ours.attend(layer, queries, batch), both.theirs.attend(layer, queries, batch)
         torch.testing.assert_close(ours, theirs, atol=4e-3, rtol=4e-3)
     assert np.array_equal(both.pools[0].array, both.pools[1].array)
+
+
+RANGES = (((3.0, 2.0), (1.5, 2.5)),) * 2  # what is larger is cut off
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [
+        *product(("fp8_e4m3", "k8v4, static"), SCHEDULES),
+        *product(("fp8_e5m2", "int8", "int4", "fp8_e4m3, static"), SCHEDULES[:1]),
+    ],
+)
+def test_quantised_pages(name: str, seed: int) -> None:
+    """Pages equal in every bit, and attention over them by every kernel: decoding on CUDA cores and on tensor
+    cores, chunks, chunks in splits, windows."""
+    name, *static = name.split(", ")
+    kv = replace(KVFormat.parse(name), ranges=RANGES if static else ())
+    for heads, head_dim, window in ((6, 64, None), (2, 16, 20)):
+        both = Backends(window=window, seed=seed, heads=heads, head_dim=head_dim, kv=kv)
+        batch = both.batch(both.spans)
+        tokens = sum(span.tokens for span in both.spans)
+        queries = both.numbers(tokens, heads)
+        for layer in range(2):
+            for backend in (both.ours, both.theirs):
+                backend.write(layer, both.numbers(tokens, 2), both.numbers(tokens, 2) + layer, batch)
+            ours, theirs = both.ours.attend(layer, queries, batch), both.theirs.attend(layer, queries, batch)
+            torch.testing.assert_close(ours, theirs, atol=4e-3, rtol=4e-3)
+        assert np.array_equal(both.pools[0].array, both.pools[1].array)
+        kinds = {launched.split("<")[0] for launched in both.ours_launcher.launches}
+        decode = "decode_mma" if heads == 6 else "decode_simt"
+        assert kinds == {"quantise_write", "prefill", "combine_chunks", decode, "combine_splits"}
 
 
 def test_chunks_in_splits_are_launched_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,6 +143,19 @@ def test_bits_are_those_without_overlap(
         run.close()
 
 
+@pytest.mark.parametrize("seed", SCHEDULES[1:3])
+def test_scales_arrive_with_their_layer(seed: int, loaded: Callable[..., LoadedModel]) -> None:
+    model = loaded("tiny", kv_dtype="k8v4")
+    told = []
+    for pool in (PagePool(model.kv_spec(chunk_tokens=CHUNK), POOL_PAGES), device_pool(model, seed)):
+        run = open_run(model, pool)
+        try:
+            told.append(run.conversation())
+        finally:
+            run.close()
+    assert_equal(told[1], told[0])
+
+
 def test_a_driver_that_refuses_the_host_tier_costs_speed_only(
     tiny: LoadedModel, without_overlap: list[np.ndarray], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import struct
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -69,7 +70,7 @@ def test_every_number_of_a_code_is_itself(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CODES)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), struct.unpack("f", b"\xff\xff\xff\x7f")[0]])
 def test_what_is_no_number_does_not_become_one(name: str, bad: float) -> None:
     """A model that computes nonsense is not made to look as if it had not."""
     packed, scales = quantise(torch.tensor([[1.0, bad], [1.0, 2.0]]), CODES[name])

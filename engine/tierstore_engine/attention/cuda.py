@@ -55,8 +55,9 @@ class _Step:
 class CudaAttention(Attention):
     """Attention over ``pages``, the whole pool as uint8 ``[num_pages, page_bytes]`` on the launcher's device.
 
-    Not thread-safe. Raises :class:`~tierstore_engine.kernels.errors.KernelError` for a model that the kernels
-    do not compute (head_dim, dtype, heads per KV head), and where they cannot be built or loaded.
+    Codes are dequantised to the model's dtype as they are read, in every kernel. Not thread-safe. Raises
+    :class:`~tierstore_engine.kernels.errors.KernelError` for a model that the kernels do not compute (its
+    head_dim, dtype, heads per KV head), and where they cannot be built or loaded.
     """
 
     def __init__(
@@ -71,19 +72,28 @@ class CudaAttention(Attention):
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
             page_tokens=chunk_tokens,
+            kv=config.kv,
         )
-        dtype: torch.dtype = getattr(torch, config.dtype)
-        pool = pages.view(dtype)
-        shape = (len(pool), config.layers, 2, config.kv_heads, chunk_tokens, config.head_dim)
-        self.library = GatheredPrefill(pool.view(shape))
+        spec = config.kv_spec(chunk_tokens=chunk_tokens)
+        assert pages.shape[1] == spec.page_bytes, "the pool has another layout than the model"
+        self.library: GatheredPrefill | None = None
+        """None where pages hold codes: torch's attention reads none."""
         self.library_at = NOWHERE
         """Set by whoever has measured."""
+        pool = pages
+        if not config.kv.quantised:
+            pool = pages.view(getattr(torch, config.dtype))
+            shape = (len(pool), config.layers, 2, config.kv_heads, chunk_tokens, config.head_dim)
+            self.library = GatheredPrefill(pool.view(shape))
         self._most_parts = _MOST_PARTS // config.heads
         self._windows = [config.window(layer) for layer in range(config.layers)]
-        layer_numbers = 2 * config.kv_heads * chunk_tokens * config.head_dim
-        assert pool.shape[1] == config.layers * layer_numbers, "the pool has another layout than the model"
         self._layers = [
-            LayerPages(pool, page_stride=pool.stride(0), offset=layer * layer_numbers)
+            LayerPages(
+                pool,
+                page_stride=pool.stride(0),
+                offset=spec.layer(layer).start // pool.element_size(),
+                scales=_static_scales(config, layer, pool.device),
+            )
             for layer in range(config.layers)
         ]
         self._step: _Step | None = None
@@ -109,7 +119,9 @@ class CudaAttention(Attention):
         rotations: tuple[torch.Tensor, torch.Tensor],
         batch: BatchLayout,
     ) -> torch.Tensor:
-        """In one launch, with the same bits."""
+        """In one launch where pages hold no codes, with the same bits."""
+        if not self._kernels.rotates:
+            return super().rotate_and_write(layer, projections, rotations, batch)
         queries, keys, values = projections
         rotated = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         cosines, sines = (part.reshape(len(queries), -1) for part in rotations)
@@ -147,6 +159,7 @@ class CudaAttention(Attention):
         for sequences in step.prefilling:
             self._kernels.prefill(self._layers[layer], queries, sequences, out, lse, window=window)
         for row, span, table in step.gathered:
+            assert self.library is not None
             rows = slice(row, row + span.tokens)
             out[rows] = self.library.attend(layer, queries[rows], table, span.stop)
         if step.decoding is not None:
@@ -166,13 +179,19 @@ class CudaAttention(Attention):
     def _at_library(self, span: Span) -> bool:
         """A matter of the span alone, so that the same tokens are always computed in the same way."""
         windowed = any(window is not None for window in self._windows)
-        return not windowed and self.library_at.takes(span.tokens, span.start)
+        return self.library is not None and not windowed and self.library_at.takes(span.tokens, span.start)
 
     def _splits(self, span: Span) -> int:
         """In how many parts a span is attended to, in all layers. Likewise."""
         narrow = [window for window in self._windows if window is not None]
         widest = max(narrow) if len(narrow) == len(self._windows) else None
         return self._kernels.chunk_splits(span.tokens, span.stop, widest)
+
+
+def _static_scales(config: ModelConfig, layer: int, device: torch.device) -> torch.Tensor | None:
+    if not config.kv.ranges:
+        return None
+    return torch.stack([config.kv.static_scales(layer, plane) for plane in range(2)]).to(device)
 
 
 def _nowhere(span: Span) -> bool:

@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tierstore_engine.kernels.errors import KernelError
+from tierstore_engine.kv_format import KVFormat
+
+FLOATS = KVFormat()
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 HEAD_DIMS = (16, 32, 64, 96, 128, 256)
@@ -21,6 +24,7 @@ the mma kernel still needs fewer instructions than products on CUDA cores do fro
 
 _C_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
 KERNEL_DTYPES = tuple(_C_TYPES)
+_CODES = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2", "int8": "Int8", "int4": "Int4"}
 _MMA_ROWS = 16
 _DECODE_TILE = 16  # tokens that a warp of a decode kernel takes at a time
 
@@ -37,9 +41,10 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class KernelSet:
-    """The kernels for one shape of attention. A prefill block takes ``prefill_rows`` (token, head) pairs."""
+    """The kernels for one shape of attention. A prefill block takes ``prefill_rows`` (token, head) pairs.
+    Where KV is quantised, nothing rotates while it writes."""
 
-    rope_write: Instance
+    rope_write: Instance | None
     write: Instance
     decode: Instance
     combine: Instance
@@ -50,8 +55,16 @@ class KernelSet:
     merge: Instance
 
     def instances(self) -> tuple[Instance, ...]:
-        decoding = (self.rope_write, self.write, self.decode, self.combine)
-        return (*decoding, self.prefill, self.split_prefill, self.combine_chunks, self.merge)
+        writing = (self.write,) if self.rope_write is None else (self.rope_write, self.write)
+        return (
+            *writing,
+            self.decode,
+            self.combine,
+            self.prefill,
+            self.split_prefill,
+            self.combine_chunks,
+            self.merge,
+        )
 
 
 PAGE_COPY = Instance("page_copy.cu", "page_copy", 512)
@@ -76,7 +89,9 @@ def pointwise_set(dtype: str) -> PointwiseSet:
     )
 
 
-def kernel_set(*, dtype: str, head_dim: int, group: int, page_tokens: int) -> KernelSet:
+def kernel_set(
+    *, dtype: str, head_dim: int, group: int, page_tokens: int, kv: KVFormat = FLOATS
+) -> KernelSet:
     """The kernels for pages of ``page_tokens`` tokens and ``group`` query heads per KV head.
 
     Raises :class:`KernelError` for what the kernels do not compute.
@@ -92,12 +107,17 @@ def kernel_set(*, dtype: str, head_dim: int, group: int, page_tokens: int) -> Ke
     if page_tokens % _DECODE_TILE:
         raise KernelError(f"the CUDA backend needs chunk_tokens to be a multiple of 16, not {page_tokens}")
     number = _C_TYPES[dtype]
-    prefill, prefill_rows = _prefill(number, head_dim, page_tokens, split=False)
-    split_prefill, _ = _prefill(number, head_dim, page_tokens, split=True)
+    codes = f", Codes<{', '.join(_CODES[code.dtype] for code in kv.codes)}>" if kv.quantised else ""
+    prefill, prefill_rows = _prefill(number, head_dim, page_tokens, codes, split=False)
+    split_prefill, _ = _prefill(number, head_dim, page_tokens, codes, split=True)
+    page = f"{number}, {head_dim}, {page_tokens}"
+    rotating = Instance("rope_write.cu", f"rope_write<{page}, true>", 256)
+    plain = Instance("rope_write.cu", f"rope_write<{page}, false>", 256)
+    quantising = Instance("quantise_write.cu", f"quantise_write<{page}{codes}>", 256)
     return KernelSet(
-        rope_write=Instance("rope_write.cu", f"rope_write<{number}, {head_dim}, {page_tokens}, true>", 256),
-        write=Instance("rope_write.cu", f"rope_write<{number}, {head_dim}, {page_tokens}, false>", 256),
-        decode=_decode(number, head_dim, group, page_tokens),
+        rope_write=None if codes else rotating,
+        write=quantising if codes else plain,
+        decode=_decode(number, head_dim, group, page_tokens, codes),
         combine=Instance("merge.cu", f"combine_splits<{number}, {head_dim}, {page_tokens}>", head_dim),
         prefill=prefill,
         split_prefill=split_prefill,
@@ -107,7 +127,7 @@ def kernel_set(*, dtype: str, head_dim: int, group: int, page_tokens: int) -> Ke
     )
 
 
-def _decode(number: str, head_dim: int, group: int, page_tokens: int) -> Instance:
+def _decode(number: str, head_dim: int, group: int, page_tokens: int, codes: str) -> Instance:
     warps = 2 if head_dim > 128 else 4
     stages = 3 if head_dim > 96 else 4
     ring = warps * stages * 2 * _DECODE_TILE * head_dim * 2
@@ -115,11 +135,13 @@ def _decode(number: str, head_dim: int, group: int, page_tokens: int) -> Instanc
     states = warps * (group if simt else _MMA_ROWS) * (head_dim + 2) * 4
     shape = f"{group}, {warps}, {stages}" if simt else f"{warps}, {stages}"
     kernel = "decode_simt" if simt else "decode_mma"
-    name = f"{kernel}<{number}, {head_dim}, {page_tokens}, {shape}>"
+    name = f"{kernel}<{number}, {head_dim}, {page_tokens}, {shape}{codes}>"
     return Instance(f"{kernel}.cu", name, warps * 32, max(ring, states))
 
 
-def _prefill(number: str, head_dim: int, page_tokens: int, *, split: bool) -> tuple[Instance, int]:
+def _prefill(
+    number: str, head_dim: int, page_tokens: int, codes: str, *, split: bool
+) -> tuple[Instance, int]:
     # Two strips of 16 rows per warp share each fragment of K and V; a head_dim of 256 leaves registers for
     # one. Longer tiles mean fewer barriers; 32 tokens is what fits the registers from head_dim 96 on.
     warps, strips = 4, 2 if head_dim <= 128 else 1
@@ -127,5 +149,6 @@ def _prefill(number: str, head_dim: int, page_tokens: int, *, split: bool) -> tu
     while page_tokens % tile:
         tile //= 2
     rows = warps * strips * 16
-    name = f"prefill<{number}, {head_dim}, {page_tokens}, {tile}, {warps}, {strips}, {str(split).lower()}>"
+    shape = f"{head_dim}, {page_tokens}, {tile}, {warps}, {strips}, {str(split).lower()}"
+    name = f"prefill<{number}, {shape}{codes}>"
     return Instance("prefill.cu", name, warps * 32, (rows + 4 * tile) * head_dim * 2), rows

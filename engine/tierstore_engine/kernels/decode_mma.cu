@@ -17,11 +17,12 @@
 #include "split.cuh"
 #include "tile.cuh"
 
-template <class T, int HEAD_DIM, int PAGE, int WARPS, int STAGES>
+template <class T, int HEAD_DIM, int PAGE, int WARPS, int STAGES, class KV = Floats>
 __global__ void __launch_bounds__(WARPS * 32)
     decode_mma(const T* __restrict__ queries,      // [tokens, heads, HEAD_DIM]
                const int* __restrict__ rows,       // [sequences]: each one's row of queries
-               const T* __restrict__ pool, long long page_stride, long long layer_offset,
+               const typename KV::template Stored<T>* __restrict__ pool, long long page_stride,
+               long long layer_offset, const float* __restrict__ static_scales,  // of codes: null, or of the layer
                const int* __restrict__ tables, int table_stride,
                const int* __restrict__ lengths,    // [sequences], the new token included; 0: no such sequence
                float* __restrict__ part_out,       // [sequences, gridDim.y, heads, HEAD_DIM]
@@ -37,8 +38,8 @@ __global__ void __launch_bounds__(WARPS * 32)
   const int splits = split_count<PAGE>(length, window, min_split_pages, max_splits);
   if (split >= splits) return;
   const TokenRange range = split_range<PAGE>(length, window, split, splits);
-  const HeadPages<T, HEAD_DIM, PAGE> pages(pool, page_stride, layer_offset, tables + sequence * table_stride,
-                                           kv_head, kv_heads);
+  const HeadPages<T, HEAD_DIM, PAGE, KV> pages(pool, page_stride, layer_offset, static_scales,
+                                               tables + sequence * table_stride, kv_head, kv_heads);
   const int heads = kv_heads * group, first_head = kv_head * group;
 
   // The warp's tiles: from `begin` (a multiple of 16) on, every WARPS-th.
@@ -51,7 +52,7 @@ __global__ void __launch_bounds__(WARPS * 32)
   auto load = [&](int tile) {
     if (tile < tiles) {
       const int token = begin + tile * (WARPS * TOKENS);
-      const T* const keys = pages.keys(next_page, token);
+      const auto from = pages.rows(next_page, token);
       T* const k_tile = ring + tile % STAGES * (2 * TILE);
       T* const v_tile = k_tile + TILE;
       if (tile + 1 < tiles) next_page = pages.page_of(token + WARPS * TOKENS);
@@ -60,9 +61,7 @@ __global__ void __launch_bounds__(WARPS * 32)
         const int row = i / CHUNKS, chunk = i % CHUNKS, place = Tile<HEAD_DIM>::at(row, chunk);
         // Tokens outside the range become zeros: whatever lies there must not meet a weight of zero as NaN.
         const bool wanted = token + row >= range.begin && token + row < range.end;
-        const T* const from = keys + row * HEAD_DIM + chunk * 8;
-        ptx::cp_async16(k_tile + place, from, wanted);
-        ptx::cp_async16(v_tile + place, from + pages.plane, wanted);
+        from.copy(k_tile + place, v_tile + place, row, chunk, wanted);
       }
     }
     ptx::cp_async_commit();  // also where nothing was copied: waiting counts groups

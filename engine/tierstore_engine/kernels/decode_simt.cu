@@ -23,11 +23,12 @@ __device__ constexpr int lanes_per_row(int head_dim) {
   return chunks % 4 == 0 ? 4 : 2;
 }
 
-template <class T, int HEAD_DIM, int PAGE, int GROUP, int WARPS, int STAGES>
+template <class T, int HEAD_DIM, int PAGE, int GROUP, int WARPS, int STAGES, class KV = Floats>
 __global__ void __launch_bounds__(WARPS * 32)
     decode_simt(const T* __restrict__ queries,   // the parameters are those of decode_mma
                 const int* __restrict__ rows,
-                const T* __restrict__ pool, long long page_stride, long long layer_offset,
+                const typename KV::template Stored<T>* __restrict__ pool, long long page_stride,
+                long long layer_offset, const float* __restrict__ static_scales,
                 const int* __restrict__ tables, int table_stride,
                 const int* __restrict__ lengths,
                 float* __restrict__ part_out,
@@ -45,8 +46,8 @@ __global__ void __launch_bounds__(WARPS * 32)
   const int splits = split_count<PAGE>(length, window, min_split_pages, max_splits);
   if (split >= splits) return;
   const TokenRange range = split_range<PAGE>(length, window, split, splits);
-  const HeadPages<T, HEAD_DIM, PAGE> pages(pool, page_stride, layer_offset, tables + sequence * table_stride,
-                                           kv_head, kv_heads);
+  const HeadPages<T, HEAD_DIM, PAGE, KV> pages(pool, page_stride, layer_offset, static_scales,
+                                               tables + sequence * table_stride, kv_head, kv_heads);
   const int heads = kv_heads * GROUP, first_head = kv_head * GROUP;
 
   const int begin = range.begin / TOKENS * TOKENS + warp * TOKENS;
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(WARPS * 32)
   auto load = [&](int tile) {
     if (tile < tiles) {
       const int token = begin + tile * (WARPS * TOKENS);
-      const T* const keys = pages.keys(next_page, token);
+      const auto from = pages.rows(next_page, token);
       T* const k_tile = ring + tile % STAGES * (2 * TILE);
       if (tile + 1 < tiles) next_page = pages.page_of(token + WARPS * TOKENS);
 #pragma unroll
@@ -70,9 +71,8 @@ __global__ void __launch_bounds__(WARPS * 32)
         const bool wanted = at_token >= range.begin && at_token < range.end;
 #pragma unroll
         for (int vector = 0; vector < VECTORS; vector++) {
-          const int at = place(pass, vector);
-          ptx::cp_async16(k_tile + at, keys + at, wanted);
-          ptx::cp_async16(k_tile + TILE + at, keys + pages.plane + at, wanted);
+          const int at = place(pass, vector), of_row = pass * ROWS + row, chunk = vector * LANES + share;
+          from.copy(k_tile + at, k_tile + TILE + at, of_row, chunk, wanted);
         }
       }
     }

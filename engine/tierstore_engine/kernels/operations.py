@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tierstore_engine.kernels.catalog import PAGE_COPY, kernel_set, pointwise_set
+from tierstore_engine.kernels.catalog import FLOATS, PAGE_COPY, kernel_set, pointwise_set
 from tierstore_engine.kernels.launcher import Launcher
+from tierstore_engine.kv_format import KVFormat
 from tierstore_engine.pointwise import Pointwise
 
 _VECTOR = 8  # numbers in what a thread reads at once
@@ -49,11 +50,13 @@ class SplitRule:
 @dataclass(frozen=True, slots=True)
 class LayerPages:
     """One layer's keys and values in the pool. ``pool`` is the whole pool; ``page_stride`` (from page to
-    page) and ``offset`` (of the layer within a page) count numbers, not bytes."""
+    page) and ``offset`` (of the layer within a page) count numbers, not bytes; bytes where the numbers are
+    codes. ``scales`` are the codes' static scales, float32 ``[2, kv_heads]``; None: they are in the pages."""
 
     pool: torch.Tensor
     page_stride: int
     offset: int
+    scales: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +120,16 @@ class AttentionKernels:
         kv_heads: int,
         head_dim: int,
         page_tokens: int,
+        kv: KVFormat = FLOATS,
         split_rule: SplitRule | None = None,
     ) -> None:
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.group = heads // kv_heads
         self.page_tokens = page_tokens
         self.split_rule = split_rule or SplitRule()
-        kernels = kernel_set(dtype=dtype, head_dim=head_dim, group=self.group, page_tokens=page_tokens)
+        kernels = kernel_set(dtype=dtype, head_dim=head_dim, group=self.group, page_tokens=page_tokens, kv=kv)
         self._prefill_rows = kernels.prefill_rows
-        self._rope_write = launcher.load(kernels.rope_write)
+        self._rope_write = None if kernels.rope_write is None else launcher.load(kernels.rope_write)
         self._write = launcher.load(kernels.write)
         self._decode = launcher.load(kernels.decode)
         self._combine = launcher.load(kernels.combine)
@@ -137,12 +141,21 @@ class AttentionKernels:
 
     def write(self, layer: LayerPages, keys: torch.Tensor, values: torch.Tensor, slots: Slots) -> None:
         """Put ``keys`` and ``values`` (``[tokens, kv_heads, head_dim]``, any stride between tokens) into
-        pages."""
+        pages, quantised where the pages hold codes."""
+        if not self.rotates:
+            places = (slots.pages, slots.offsets, *_pool(layer), layer.scales, np.int32(self.kv_heads))
+            self._write((len(keys),), (keys, values, *_token_strides(keys, values), *places))
+            return
         arguments = (
             *(None, keys, values, np.int64(0), *_token_strides(keys, values), None, None),
             *(slots.pages, slots.offsets, None, *_pool(layer), np.int32(self.heads), np.int32(self.kv_heads)),
         )
         self._write((len(keys),), arguments)
+
+    @property
+    def rotates(self) -> bool:
+        """Whether there is :meth:`rope_write`: not for codes."""
+        return self._rope_write is not None
 
     def rope_write(
         self,
@@ -171,6 +184,7 @@ class AttentionKernels:
                 np.int32(self.kv_heads),
             ),
         )
+        assert self._rope_write is not None
         self._rope_write((len(keys),), arguments)
 
     def chunk_splits(self, count: int, length: int, window: int | None = None) -> int:
@@ -198,7 +212,8 @@ class AttentionKernels:
         memory for all their parts.
         """
         rows = -(-sequences.max_count * self.group // self._prefill_rows)
-        inputs = (queries, sequences.rows, sequences.counts, *_pool(layer), *_tables(sequences))
+        pages = (*_pool(layer), layer.scales, *_tables(sequences))
+        inputs = (queries, sequences.rows, sequences.counts, *pages)
         numbers = (np.int32(self.group), np.int32(window or 0), self._scale)
         splits = sequences.splits
         if splits is None:
@@ -235,7 +250,7 @@ class AttentionKernels:
         part_out = _workspace((*part_log2.shape, self.head_dim), queries.device)
         rule = (np.int32(self.split_rule.min_pages), np.int32(self.split_rule.max_splits))
         arguments = (
-            *(queries, sequences.rows, *_pool(layer), *_tables(sequences), part_out, part_log2),
+            *(queries, sequences.rows, *_pool(layer), layer.scales, *_tables(sequences), part_out, part_log2),
             *(np.int32(self.group), np.int32(window or 0), *rule, self._scale),
         )
         self._decode((self.kv_heads, splits, len(sequences)), arguments)

@@ -22,12 +22,13 @@
 #include "paged.cuh"
 #include "tile.cuh"
 
-template <class T, int HEAD_DIM, int PAGE, int TILE, int WARPS, int STRIPS, bool SPLIT>
+template <class T, int HEAD_DIM, int PAGE, int TILE, int WARPS, int STRIPS, bool SPLIT, class KV = Floats>
 __global__ void __launch_bounds__(WARPS * 32)
     prefill(const T* __restrict__ queries,   // [tokens, heads, HEAD_DIM]
             const int* __restrict__ rows,    // [sequences]: each one's first row of queries
             const int* __restrict__ counts,  // [sequences]: its new tokens
-            const T* __restrict__ pool, long long page_stride, long long layer_offset,
+            const typename KV::template Stored<T>* __restrict__ pool, long long page_stride,
+            long long layer_offset, const float* __restrict__ static_scales,  // of codes: null, or of the layer
             const int* __restrict__ tables, int table_stride,
             const int* __restrict__ lengths,  // [sequences]: its tokens, the new ones included
             T* __restrict__ out,              // as queries
@@ -65,8 +66,8 @@ __global__ void __launch_bounds__(WARPS * 32)
     end_token = min(first_token + tiles * (split + 1) / count_of_splits * TILE, visible_end);
     first_token += tiles * split / count_of_splits * TILE;
   }
-  const HeadPages<T, HEAD_DIM, PAGE> pages(pool, page_stride, layer_offset, tables + sequence * table_stride,
-                                           kv_head, kv_heads);
+  const HeadPages<T, HEAD_DIM, PAGE, KV> pages(pool, page_stride, layer_offset, static_scales,
+                                               tables + sequence * table_stride, kv_head, kv_heads);
   const long long first_query = rows[sequence];
   auto query_index = [&](int row) {
     return (first_query + row / group) * heads + kv_head * group + row % group;
@@ -79,20 +80,18 @@ __global__ void __launch_bounds__(WARPS * 32)
     ptx::cp_async16(q_tile + Tile<HEAD_DIM>::at(row, chunk), from, wanted);
   }
   auto load = [&](int token) {
-    const T* const keys = pages.keys(pages.page_of(token), token);
+    const auto from = pages.rows(pages.page_of(token), token);
     T* const k_tile = ring + token / TILE % 2 * (2 * TILE * HEAD_DIM);
     T* const v_tile = k_tile + TILE * HEAD_DIM;
     // A constant number of rounds, so that they are unrolled without a check of each.
-#pragma unroll
+#pragma unroll KV::UNROLL
     for (int round = 0; round < (TILE * CHUNKS + THREADS - 1) / THREADS; round++) {
       const int i = round * THREADS + static_cast<int>(threadIdx.x);
       if (TILE * CHUNKS % THREADS != 0 && i >= TILE * CHUNKS) break;
       const int row = i / CHUNKS, chunk = i % CHUNKS, place = Tile<HEAD_DIM>::at(row, chunk);
       // Tokens that no row sees become zeros: whatever lies there must not meet a weight of zero as NaN.
       const bool wanted = token + row >= visible_begin && token + row < end_token;
-      const T* const from = keys + row * HEAD_DIM + chunk * 8;
-      ptx::cp_async16(k_tile + place, from, wanted);
-      ptx::cp_async16(v_tile + place, from + pages.plane, wanted);
+      from.copy(k_tile + place, v_tile + place, row, chunk, wanted);
     }
     ptx::cp_async_commit();
   };

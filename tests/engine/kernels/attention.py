@@ -31,6 +31,7 @@ class Executed:
             kv_heads=shape.kv_heads,
             head_dim=shape.head_dim,
             page_tokens=shape.page_tokens,
+            kv=shape.format,
             split_rule=split_rule,
         )
 

@@ -298,6 +298,61 @@ SPLITS = [
     ),
 ]
 
+CODES = [
+    Bug(
+        "keys under values' scales",
+        "paged.cuh",
+        "planes.scale(0, kv_head, first)",
+        "planes.scale(1, kv_head, first)",
+    ),
+    Bug("one scale for a tile's keys", "paged.cuh", "key_scales + row, key_scale", "key_scales, key_scale"),
+    Bug(
+        "values where keys of their width would end",
+        "paged.cuh",
+        "kv_heads * (PAGE * KEY_BYTES) + (head",
+        "kv_heads * (PAGE * VALUE_BYTES) + (head",
+    ),
+    Bug(
+        "scales behind the keys",
+        "paged.cuh",
+        "kv_heads * (PAGE * (KEY_BYTES + VALUE_BYTES))",
+        "kv_heads * (PAGE * KEY_BYTES)",
+    ),
+    Bug("head forgotten", "paged.cuh", "(plane * kv_heads + head) * PAGE", "plane * kv_heads * PAGE"),
+    Bug("what is not wanted is read", "paged.cuh", "      if (wanted) {\n", "      {\n"),
+    Bug(
+        "numbers of a word turned round",
+        "codes.cuh",
+        "words[i / IN_WORD] >> (i % IN_WORD",
+        "words[i / IN_WORD] >> ((IN_WORD - 1 - i % IN_WORD)",
+    ),
+    Bug("not centred", "codes.cuh", "static_cast<int>(code) - 8", "static_cast<int>(code) - 7"),
+    Bug("without a sign", "codes.cuh", "static_cast<signed char>(code)", "static_cast<unsigned char>(code)"),
+    Bug(
+        "scale not rounded up", "quantise_write.cu", "__float_as_int(exact) + 0xffff", "__float_as_int(exact)"
+    ),
+    Bug(
+        "a subnormal scale",
+        "quantise_write.cu",
+        "static_cast<int>(0xffff0000u), 1 << 23)",
+        "static_cast<int>(0xffff0000u), 0)",
+    ),
+    Bug(
+        "each lane its own scale",
+        "quantise_write.cu",
+        "int other = 16; other > 0",
+        "int other = 16; other > 16",
+    ),
+    Bug(
+        "rounded to zero",
+        "codes.cuh",
+        "return static_cast<int>(rintf(x)) & 0xff",
+        "return static_cast<int>(x) & 0xff",
+    ),
+    Bug("not at the token's offset", "quantise_write.cu", "planes.key(head, offset)", "planes.key(head, 0)"),
+    Bug("a token of no page", "quantise_write.cu", "  if (page < 0) return;\n", ""),
+]
+
 RACES = (
     "barrier missing",
     "warp barrier missing",

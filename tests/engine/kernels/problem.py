@@ -14,7 +14,9 @@ import numpy as np
 import torch
 
 from tests.engine.kernels.executor import guarded
+from tierstore.spec import KVSpec
 from tierstore_engine.kernels.operations import ChunkSplits, LayerPages, Sequences, Slots
+from tierstore_engine.kv_format import KVFormat, quantise
 
 LAYERS, LAYER = 2, 1
 NO_PAGE = 1 << 24
@@ -24,13 +26,27 @@ UNIT_ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 @dataclass(frozen=True)
 class Shape:
-    """One shape of attention. ``dtype`` by torch's name."""
+    """One shape of attention. ``dtype`` by torch's name; ``kv`` as ``--kv-dtype`` has it."""
 
     dtype: str = "float16"
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 64
     page_tokens: int = 64
+    kv: str = "auto"
+
+    @property
+    def format(self) -> KVFormat:
+        return KVFormat.parse(self.kv)
+
+    @property
+    def spec(self) -> KVSpec:
+        """Of pages of codes."""
+        keys, values = (code.dtype for code in self.format.codes)
+        shape = {"layers": LAYERS, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
+        return KVSpec.uniform(
+            **shape, dtype=keys, value_dtype=values, scaled=True, chunk_tokens=self.page_tokens
+        )
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -72,7 +88,10 @@ class Problem:
         self.tables = [[order.pop() for _ in range(count)] for count in pages]
         self.keys = [self._normal(length, shape.kv_heads) for length in lengths]
         self.values = [self._normal(length, shape.kv_heads) for length in lengths]
-        self.pool = self._filled_pool(sum(pages) + 1, window)
+        if shape.format.quantised:
+            self.pool = self._filled_codes(sum(pages) + 1, window)
+        else:
+            self.pool = self._filled_pool(sum(pages) + 1, window)
 
         self.first_rows = []
         rows = 1
@@ -85,6 +104,8 @@ class Problem:
 
     @property
     def layer(self) -> LayerPages:
+        if self.shape.format.quantised:
+            return LayerPages(self.pool, self.shape.spec.page_bytes, self.shape.spec.layer(LAYER).start)
         page = int(np.prod(self.shape.page_shape))
         return LayerPages(self.pool, page, LAYER * page // LAYERS)
 
@@ -164,6 +185,34 @@ class Problem:
                     part = seen[chunk * shape.page_tokens : (chunk + 1) * shape.page_tokens]
                     pool[page, LAYER, plane, :, : len(part)] = part.transpose(0, 1)
         return guarded_tensor(pool)
+
+    def _filled_codes(self, num_pages: int, window: int | None) -> torch.Tensor:
+        """The same of codes: what they stand for, in the kernels' dtype, takes the numbers' place. Bytes
+        that nobody must look at are 255: scales that are NaN."""
+        shape, spec = self.shape, self.shape.spec
+        pool = torch.full((num_pages, spec.page_bytes), 255, dtype=torch.uint8)
+        for index, (past, _) in enumerate(self.spans):
+            unseen = max(past - window + 1, 0) if window else 0
+            for plane, vectors in enumerate((self.keys, self.values)):
+                code = shape.format.codes[plane]
+                codes, scales = quantise(vectors[index], code)
+                kept = code.decode(codes) * scales.float().unsqueeze(-1)
+                vectors[index] = kept.to(shape.torch_dtype)
+                for token in range(unseen, len(codes)):
+                    page, offset = self.tables[index][token // shape.page_tokens], token % shape.page_tokens
+                    write_codes(pool[page], spec, plane, offset, codes[token], scales[token])
+        return guarded_tensor(pool)
+
+
+def write_codes(
+    page: torch.Tensor, spec: KVSpec, plane: int, offset: int, codes: torch.Tensor, scales: torch.Tensor
+) -> None:
+    """A token's vectors, ``[kv_heads, bytes]`` and their scales, to where ``spec`` has them."""
+    width = codes.shape[1]
+    for head in range(len(codes)):
+        tile, scale = spec.tile(LAYER, plane, head).start, spec.scales(LAYER, plane, head).start
+        page[tile + offset * width : tile + (offset + 1) * width] = codes[head]
+        page[scale + 2 * offset : scale + 2 * offset + 2] = scales[head : head + 1].view(torch.uint8)
 
 
 def slots_of(pages: Sequence[int], offsets: Sequence[int]) -> Slots:

@@ -28,6 +28,8 @@ SHAPES = {
     "other": Shape(dtype="bfloat16", heads=4, kv_heads=1, head_dim=96),
     "single": Shape(dtype="bfloat16", heads=1, kv_heads=1, head_dim=128),
     "wide": Shape(heads=5, kv_heads=1, head_dim=32),
+    "codes": Shape(heads=2, kv_heads=1, kv="fp8_e4m3"),
+    "other codes": Shape(dtype="bfloat16", heads=4, kv_heads=1, head_dim=96, kv="k8v4"),
 }
 
 
@@ -53,7 +55,8 @@ def write(shape: Shape, folder: Path) -> None:
     angles = torch.ones(3, shape.head_dim, dtype=shape.torch_dtype)
     rotated = torch.empty(3, shape.heads, shape.head_dim, dtype=shape.torch_dtype)
     kernels.write(problem.layer, keys, keys, slots)
-    kernels.rope_write(problem.layer, problem.queries[:3], keys, keys, angles, angles, slots, rotated)
+    if kernels.rotates:
+        kernels.rope_write(problem.layer, problem.queries[:3], keys, keys, angles, angles, slots, rotated)
 
 
 def merge(shape: Shape, folder: Path) -> None:

@@ -30,6 +30,7 @@ from tierstore_engine.kernels.cubins import source_digest
 from tierstore_engine.kernels.errors import KernelError
 from tierstore_engine.kernels.nvrtc import Nvrtc
 from tierstore_engine.kernels.toolkit import find_toolkit
+from tierstore_engine.kv_format import KVFormat
 
 WIDEST = 255  # what a thread can have at all
 
@@ -86,7 +87,7 @@ def instances(dtype: str, head_dims: Sequence[int] = HEAD_DIMS) -> Iterator[tupl
     yield pointwise.add_norm, POINTWISE_CEILING
     yield pointwise.silu_mul, POINTWISE_CEILING
     for head_dim in head_dims:
-        kernels = {}
+        kernels: dict[Instance, str] = {}
         for group in (1, 2, 16):
             for instance in kernel_set(
                 dtype=dtype, head_dim=head_dim, group=group, page_tokens=64
@@ -155,6 +156,32 @@ def test_no_spills_by_cuda_12(cuda12: Nvrtc, arch: str, dtype: str, head_dims: S
     """Every kernel for every architecture that CUDA 12.6 knows. (All that
     the other one compiles would take two minutes of a core.)"""
     check(cuda12, [(*job, arch) for job in instances(dtype, head_dims)])
+
+
+def of_codes(dtype: str, kv: str, head_dims: Sequence[int]) -> list[tuple[Instance, int]]:
+    """The kernels that read and write codes, which may have all registers that there are."""
+    found = set()
+    for head_dim in head_dims:
+        for group in (1, 2, 16):
+            kernels = kernel_set(
+                dtype=dtype, head_dim=head_dim, group=group, page_tokens=64, kv=KVFormat.parse(kv)
+            )
+            found |= {kernels.write, kernels.decode, kernels.prefill, kernels.split_prefill}
+    return [(instance, WIDEST) for instance in sorted(found, key=str)]
+
+
+@pytest.mark.parametrize(("arch", "kv"), [("sm_80", "fp8_e4m3"), ("sm_90", "k8v4"), ("sm_120", "fp8_e4m3")])
+def test_codes_do_not_spill(nvrtc: Nvrtc, arch: str, kv: str) -> None:
+    check(nvrtc, [(*job, arch) for job in of_codes("bfloat16", kv, (128,))])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("kv", ["fp8_e4m3", "fp8_e5m2", "int8", "int4", "k8v4"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_codes_of_every_shape_compile(nvrtc: Nvrtc, arch: str, kv: str, dtype: str) -> None:
+    jobs = [instance for instance, _ in of_codes(dtype, kv, HEAD_DIMS)]
+    assert all(report(nvrtc, instance, arch)["registers"] <= WIDEST for instance in jobs)
 
 
 @pytest.mark.soak

@@ -29,6 +29,8 @@ SHAPES = {
     "pairs-narrow": Shape(heads=2, kv_heads=1, head_dim=16),
     "small-pages": Shape(dtype="bfloat16", heads=6, page_tokens=16),
     "odd-pages": Shape(heads=6, page_tokens=48),
+    "fp8": Shape(dtype="bfloat16", heads=6, kv="fp8_e4m3"),
+    "mixed": Shape(heads=4, head_dim=96, page_tokens=48, kv="k8v4"),
 }
 ALL_SHAPES = [
     Shape(dtype, heads, kv_heads, head_dim)

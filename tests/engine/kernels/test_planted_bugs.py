@@ -21,6 +21,7 @@ from tests.engine.kernels.executor.build import build_library
 from tests.engine.kernels.executor.launcher import ExecutorLauncher
 from tests.engine.kernels.problem import Problem, Shape, guarded_tensor
 from tests.engine.kernels.test_pointwise import EPSILON, check
+from tests.engine.kernels.test_quantise_write import check_bytes
 from tierstore_engine.kernels import KERNEL_DIR
 from tierstore_engine.kernels.catalog import Instance, kernel_set, pointwise_set
 from tierstore_engine.kernels.operations import PointwiseKernels
@@ -31,6 +32,7 @@ pytestmark = ABOUT_THE_EXECUTOR
 Builds: TypeAlias = "dict[Bug, Future[None]]"
 
 PREFILL_GROUP, MMA_GROUP, SIMT_GROUP = 3, 5, 2
+CODES_SHAPE = Shape(heads=2 * SIMT_GROUP, kv_heads=2, kv="k8v4")
 PREFILLS = [([(0, 70), (129, 3)], None), ([(100, 40)], 40), ([(64, 90)], 70)]
 SPLITS = ((3, 2), (3,), (4,))
 # Long enough for every warp's ring to be filled more than once.
@@ -77,6 +79,16 @@ def launched_by(bug: Bug) -> list[Instance]:
     if bug in bugs.POINTWISE:
         found_pointwise = pointwise_set("float16")
         return [found_pointwise.add_norm, found_pointwise.silu_mul]
+    if bug in bugs.CODES:
+        shape = CODES_SHAPE
+        codes = kernel_set(
+            dtype=shape.dtype,
+            head_dim=shape.head_dim,
+            group=2,
+            page_tokens=shape.page_tokens,
+            kv=shape.format,
+        )
+        return [codes.decode, codes.combine, codes.write]
     prefilling = bug in bugs.PREFILL + bugs.SPLIT_PREFILL + bugs.TILES + bugs.PAGES
     group = PREFILL_GROUP if prefilling else SIMT_GROUP if bug in bugs.DECODE_SIMT else MMA_GROUP
     shape = Shape()
@@ -107,6 +119,22 @@ def assert_decode_caught(kernels: Path, group: int) -> None:
                 executed.decode(problem, seed=seed).check()
             except (AssertionError, ExecutionError):
                 return
+    pytest.fail("not caught")
+
+
+def assert_codes_caught(kernels: Path) -> None:
+    """K in 8 bits and V in 4, decoded on CUDA cores, and written."""
+    executed = Executed(CODES_SHAPE, launcher=ExecutorLauncher(folder=kernels))
+    for lengths, window in DECODES:
+        try:
+            problem = Problem(executed.shape, one_token_each(lengths), window=window)
+            executed.decode(problem).check()
+        except (AssertionError, ExecutionError):
+            return
+    try:
+        check_bytes(executed, seed=0)
+    except (AssertionError, ExecutionError):
+        return
     pytest.fail("not caught")
 
 
@@ -158,6 +186,12 @@ def test_decode_on_cuda_cores(bug: Bug, tmp_path: Path, builds: Builds) -> None:
     assert_decode_caught(planted(bug, tmp_path), group=SIMT_GROUP)
 
 
+@named(bugs.CODES)
+def test_codes(bug: Bug, tmp_path: Path, builds: Builds) -> None:
+    builds[bug].result()
+    assert_codes_caught(planted(bug, tmp_path))
+
+
 @named(bugs.POINTWISE)
 def test_pointwise(bug: Bug, tmp_path: Path, builds: Builds) -> None:
     builds[bug].result()
@@ -167,6 +201,8 @@ def test_pointwise(bug: Bug, tmp_path: Path, builds: Builds) -> None:
 def test_without_a_bug_nothing_is_caught() -> None:
     with pytest.raises(pytest.fail.Exception):
         assert_pointwise_caught(KERNEL_DIR)
+    with pytest.raises(pytest.fail.Exception):
+        assert_codes_caught(KERNEL_DIR)
     with pytest.raises(pytest.fail.Exception):
         assert_prefill_caught(KERNEL_DIR)
     with pytest.raises(pytest.fail.Exception):

@@ -63,11 +63,12 @@ def under_tsan(*arguments: str) -> subprocess.CompletedProcess[str]:
 JOBS = {
     "first": (
         *("prefill:plain", "decode:plain", "decode:other", "write:plain", "merge:plain", "copy:plain"),
-        *("pointwise:plain", "blocks:plain"),
+        *("pointwise:plain", "blocks:plain", "prefill:codes", "decode:codes", "write:codes"),
     ),
     "second": (
         *("prefill:other", "decode:single", "decode:wide", "write:other", "merge:other", "copy:other"),
         *("pointwise:other", "blocks:other"),
+        *("prefill:other codes", "decode:other codes", "write:other codes"),
     ),
 }
 
@@ -100,12 +101,16 @@ def launched_by(job: str, shape: str) -> list[Instance]:
         decoding = pointwise_set(of.dtype)
         return [decoding.add_norm, decoding.silu_mul]
     found = kernel_set(
-        dtype=of.dtype, head_dim=of.head_dim, group=of.heads // of.kv_heads, page_tokens=of.page_tokens
+        dtype=of.dtype,
+        head_dim=of.head_dim,
+        group=of.heads // of.kv_heads,
+        page_tokens=of.page_tokens,
+        kv=of.format,
     )
     launched = {
         "prefill": [found.prefill, found.split_prefill, found.combine_chunks],
         "decode": [found.decode, found.combine],
-        "write": [found.write, found.rope_write],
+        "write": [found.write, *([found.rope_write] if found.rope_write else [])],
         "merge": [found.merge],
     }
     return launched[job]
