@@ -28,8 +28,8 @@ SHAPES = {
     "other": Shape(dtype="bfloat16", heads=4, kv_heads=1, head_dim=96),
     "single": Shape(dtype="bfloat16", heads=1, kv_heads=1, head_dim=128),
     "wide": Shape(heads=5, kv_heads=1, head_dim=32),
-    "codes": Shape(heads=2, kv_heads=1, kv="fp8_e4m3"),
-    "other codes": Shape(dtype="bfloat16", heads=4, kv_heads=1, head_dim=96, kv="k8v4"),
+    "codes": Shape(heads=2, kv_heads=1, head_dim=32, kv="fp8_e4m3"),
+    "other codes": Shape(dtype="bfloat16", heads=4, kv_heads=1, head_dim=16, kv="k8v4"),
 }
 
 
