@@ -11,8 +11,11 @@
 See ``docs/architecture.md`` for how it is built.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tierstore.arguments import seconds, text, whole_number
 from tierstore.backend import Backend, Registration
@@ -31,6 +34,9 @@ from tierstore.tiers.pinned import Pin
 from tierstore.transfer import Progress, Transfer, TransferState
 from tierstore.types import Hint, Loaded
 from tierstore.units import GIB, KIB
+
+if TYPE_CHECKING:
+    from tierstore.packs.mounted import MountedPack
 
 __all__ = [
     "Backend",
@@ -78,6 +84,7 @@ def open(
     lease_s: float = 60.0,
     mover_threads: int = MOVER_THREADS,
     stall_s: float = STALL_S,
+    mounts: Sequence[MountedPack] = (),
 ) -> Store:
     """Open an embedded store: its tiers are this process's own.
 
@@ -87,6 +94,7 @@ def open(
     wherever weights, adapters or tenants can differ. ``lease_s`` is how long a hit holds its pages.
     ``policy`` is one of ``tierstore.policy.POLICIES`` and says who leaves a full tier first.
     ``disk_write_budget`` is how many bytes of pages a day may be written to disk (0: any number).
+    ``mounts`` are packs to find pages in, too (:func:`tierstore.packs.mount`).
     A disk that has not answered a call for ``stall_s`` seconds is not waited for any more, until it does.
 
     Raises :class:`UsageError` for capacities that cannot hold a page and
@@ -94,6 +102,7 @@ def open(
     """
     if pool is not None and pool.spec != spec:
         raise UsageError("the page pool was made for another KV spec than the store's")
+    _check_mounts(mounts, identity or Identity.of(spec, model="default"))
     backend = open_backend(
         path,
         spec.page_bytes,
@@ -108,7 +117,7 @@ def open(
         pool=pool,
     )
     return Store(
-        backend,
+        _mounted(backend, mounts),
         spec,
         identity=identity,
         pool=pool,
@@ -131,6 +140,7 @@ def connect(
     verify: bool = False,
     reach: Callable[[Pin], None] | None = None,
     model_name: str = "",
+    mounts: Sequence[MountedPack] = (),
 ) -> Store:
     """Use the daemon at ``url``: ``ipc://PATH`` on this host, ``tcp://HOST:PORT`` on another.
 
@@ -142,8 +152,9 @@ def connect(
     and from disk always are). It costs a part of a load's speed. ``reach`` is for those who have no pool but
     copy between pages and the memory of a device all the same: :meth:`~tierstore.tiers.pinned.Reach.share` of
     that device's. ``model_name`` is what people call the model: KV events may be told by model, and it
-    changes no page. The other arguments are those of :func:`open`. The store is for one process: a forked
-    child that uses it gets a :class:`StoreClosedError`, and connects for itself.
+    changes no page. ``mounts`` are packs to find pages in, too (:func:`tierstore.packs.mount`). The other
+    arguments are those of :func:`open`. The store is for one process: a forked child that uses it gets a
+    :class:`StoreClosedError`, and connects for itself.
 
     Raises :class:`UsageError` for an address or keys that cannot be used.
     """
@@ -154,6 +165,7 @@ def connect(
     if lookup_s <= 0:
         raise UsageError("lookup_s must be above 0")
     identity = identity or Identity.of(spec, model="default")
+    _check_mounts(mounts, identity)
     backend = RemoteBackend(
         Address.parse(url, CurveKeys.read(keys, server_key)),
         Registration(identity, spec.page_bytes, spec.chunk_tokens, text("model_name", model_name)),
@@ -161,7 +173,31 @@ def connect(
         verify=verify,
         reach=pool.reach if pool is not None else reach,
     )
-    return Store(backend, spec, identity=identity, pool=pool, lookup_s=lookup_s, mover_threads=mover_threads)
+    return Store(
+        _mounted(backend, mounts),
+        spec,
+        identity=identity,
+        pool=pool,
+        lookup_s=lookup_s,
+        mover_threads=mover_threads,
+    )
+
+
+def _mounted(backend: Backend, mounts: Sequence[MountedPack]) -> Backend:
+    if mounts:
+        from tierstore.packs.mounted import MountedBackend  # not before somebody has a pack
+
+        for pack in mounts:
+            backend = MountedBackend(backend, pack)
+    return backend
+
+
+def _check_mounts(mounts: Sequence[MountedPack], identity: Identity) -> None:
+    if mounts:
+        from tierstore.packs.importing import require_identity
+
+        for pack in mounts:
+            require_identity(pack.manifest, [identity])
 
 
 def open_pool(spec: KVSpec, num_pages: int, *, device: str = "cpu") -> PagePool:

@@ -33,6 +33,7 @@ had come), compression (a matter of the codecs of tiers; packs carry raw bytes).
 
 from tierstore.packs.format import Manifest, PackError
 from tierstore.packs.importing import Imported, import_pack, require_identity
+from tierstore.packs.mounted import MountedPack, mount
 from tierstore.packs.reading import Block, PackReader, open_pack, verify_pack
 from tierstore.packs.signing import Signer, Trust
 from tierstore.packs.writing import Exported, export_pack
@@ -42,12 +43,14 @@ __all__ = [
     "Exported",
     "Imported",
     "Manifest",
+    "MountedPack",
     "PackError",
     "PackReader",
     "Signer",
     "Trust",
     "export_pack",
     "import_pack",
+    "mount",
     "open_pack",
     "require_identity",
     "verify_pack",

@@ -61,6 +61,7 @@ class Block:
     first: int
     count: int
     checksums: Sequence[int]
+    digests: Sequence[bytes]
     pages: memoryview | None
 
 
@@ -113,6 +114,10 @@ class PackReader:
             await _ended(reading)
         await self._check_footer()
 
+    def dup(self) -> int:
+        """Another descriptor of the pack's file."""
+        return os.dup(self._file.fileno())
+
     async def _read_block(self, number: int, wanted: Wanted) -> _Raw:
         manifest = self.manifest
         count, page_bytes = manifest.pages_of(number), manifest.page_bytes
@@ -147,7 +152,7 @@ class PackReader:
             if found != list(zip(checksums, digests, strict=True)):
                 bad = next(at for at, pair in enumerate(found) if pair != (checksums[at], digests[at]))
                 raise PackError(f"the pack is damaged: page {first + bad:,} is not what it was")
-        return Block(number, first, count, checksums, pages)
+        return Block(number, first, count, checksums, digests, pages)
 
     async def _check_footer(self) -> None:
         footer = await _read(self._file, FOOTER_BYTES)
@@ -196,14 +201,15 @@ async def page_digests(pages: memoryview, page_bytes: int) -> list[tuple[int, by
     step = -(-count // _HASHERS)
     parts = [
         asyncio.to_thread(
-            _digests, pages[start * page_bytes : min(start + step, count) * page_bytes], page_bytes
+            hash_pages, pages[start * page_bytes : min(start + step, count) * page_bytes], page_bytes
         )
         for start in range(0, count, step)
     ]
     return [pair for part in await asyncio.gather(*parts) for pair in part]
 
 
-def _digests(pages: memoryview, page_bytes: int) -> list[tuple[int, bytes]]:
+def hash_pages(pages: memoryview, page_bytes: int) -> list[tuple[int, bytes]]:
+    """The same, here and now."""
     start = memory.address_of(pages, writable=False)
     checksums = copying.hash_all(range(start, start + len(pages), page_bytes), page_bytes)
     digests = (
