@@ -311,6 +311,13 @@ class MountedBackend:
         return self._inner.lease_s
 
     @property
+    def remote(self) -> bool:
+        return self._inner.remote
+
+    def bring(self, request: LookupRequest, first: int, count: int, *, wait_s: float) -> Transfer[int]:
+        return self._inner.bring(request, first, count, wait_s=wait_s)
+
+    @property
     def reserve_bytes(self) -> int:
         return self._inner.reserve_bytes
 
