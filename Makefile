@@ -5,7 +5,7 @@
 # and one with Python 3.11+ on x86-64 or arm64:
 #   make test-vllm    the vLLM connector against a real vLLM on the CPU, in an environment of its own
 #   make test-sglang  likewise SGLang's storage backend
-#   make test-cluster the daemon beside NVIDIA Dynamo's indexer and selector, likewise
+#   make test-cluster the daemon beside Mooncake, and beside Dynamo's indexer and selector, likewise
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin

@@ -95,6 +95,11 @@ class Network:
         self.master.kill()
         self.master.wait()
 
+    def kill_lender(self) -> None:
+        assert self.lender is not None
+        self.lender.kill()
+        self.lender.wait()
+
     def close(self) -> None:
         for process in (self.master, self.lender):
             if process is not None:

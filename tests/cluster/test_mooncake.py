@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+import sys
 import threading
 import time
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from tests.cluster.network import MASTER, Network, inside, why_not
 from tests.tierstore.cluster.hosts import SPEC, Host, check, prompt
 from tierstore.testing.pages import pages_of
+
+MINUTES = 10
 
 
 @pytest.fixture
@@ -119,8 +127,7 @@ def test_a_master_that_dies_is_a_miss_and_comes_back(network, start):
         assert check(store, prompt(2)) == 128
     assert time.monotonic() - began < 10
     network.start_master()
-    network.lender.kill()
-    network.lender.wait()
+    network.kill_lender()
     network.start_lender()
     number = 10
     ends = time.monotonic() + 60
@@ -129,3 +136,99 @@ def test_a_master_that_dies_is_a_miss_and_comes_back(network, start):
         number += 1
         one.save(prompt(number))
         time.sleep(0.5)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_ten_minutes_of_kills(network, start):
+    """Of master, lender, agents and daemons: no wrong byte, no call beyond its deadline and .1 s, nothing
+    held at the end."""
+    hosts = [start(1, "--cluster-publish=all", "--cluster-look-s=0.003"), start(2, "--cluster-look-s=0.003")]
+    ends = time.monotonic() + MINUTES * 60
+    deadline_s = 0.5
+    failures, slow, brought = [], [], [0]
+
+    def work(host, seed):
+        draw = random.Random(seed)
+        try:
+            with host.store() as store:
+                while time.monotonic() < ends:
+                    tokens = prompt(draw.randrange(200), pages=draw.randrange(1, 60))
+                    began = time.monotonic()
+                    with store.lookup(tokens) as hit:
+                        bringing = store.bring(hit, deadline_s=deadline_s)
+                        if bringing is not None:
+                            brought[0] += bringing.wait(60)
+                    took_s = time.monotonic() - began
+                    if took_s > deadline_s + 0.1:
+                        slow.append(took_s)
+                    check(store, tokens)
+                    if draw.random() < 0.5:
+                        store.save(tokens, pages_of(tokens, SPEC)).wait(30)
+                    time.sleep(0.01)
+        except Exception as error:  # noqa: BLE001  # told below
+            failures.append(error)
+
+    workers = [threading.Thread(target=work, args=(hosts[at % 2], at)) for at in range(4)]
+    for worker in workers:
+        worker.start()
+    draw = random.Random(5)
+    kills = Counter()
+    while time.monotonic() < ends:
+        time.sleep(draw.uniform(1, 6))
+        victim = draw.choice(["master", "lender", "agent", "agent", "agent", "daemon"])
+        kills[victim] += 1
+        if victim == "master":
+            network.kill_master()
+            time.sleep(draw.uniform(0, 3))
+            network.start_master()
+        elif victim == "lender":
+            network.kill_lender()
+            time.sleep(draw.uniform(0, 3))
+            network.start_lender()
+        elif victim == "agent":
+            for agent in draw.choice(hosts).agents()[:1]:
+                os.kill(agent, signal.SIGKILL)
+        else:
+            host = draw.choice(hosts)
+            host.kill()
+            host.start()
+    for worker in workers:
+        worker.join()
+    assert not failures
+    for host in hosts:
+        host.wait_for(lambda stats: stats.service.reserved_bytes == 0 and stats.service.failed_requests == 0)
+    print(
+        f"{dict(kills)}, {brought[0]} chunks brought, calls beyond {deadline_s + 0.1} s: {sorted(slow)[-5:]}"
+    )
+    assert brought[0] > 0
+    assert not slow
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_200_agents_leave_nothing_behind(start):
+    host = start(1)
+    process = f"/proc/{host.process.pid}"
+
+    def held():
+        status = Path(f"{process}/status").read_text()
+        kib = int(status.split("RssAnon:")[1].split()[0])
+        return len(os.listdir(f"{process}/fd")), len(os.listdir(f"{process}/task")), kib
+
+    before = None
+    while True:
+        ends = host.counts().get("agent_ends", 0)
+        if ends >= 20 and before is None:
+            before = held()
+        if ends >= 220:
+            break
+        for agent in host.agents():
+            os.kill(agent, signal.SIGKILL)
+        host.wait_for(lambda stats, ends=ends: stats.cluster.counts.get("agent_ends", 0) >= ends + 1)
+        host.wait_online()
+        time.sleep(2.1)  # after a shorter life the next one waits longer
+    after = held()
+    sys.stderr.write(f"descriptors, threads, KiB: {before} before, {after} after\n")
+    assert after[:2] <= before[:2]
+    assert after[2] < before[2] + 2048

@@ -29,6 +29,7 @@ from tierstore_connectors.vllm.orders import Shard, under_epoch
 from tierstore_connectors.vllm.stores import Hit, Store, Stores, look_up, prompt_of
 
 _THREADS = 2  # that wait for answers
+_BRINGERS = 4  # that wait for other hosts
 # A daemon that is well has answered by the first of these. The second is for an engine that has nothing to do
 # but to ask: it would spin through empty steps, and with it in the way the threads that wait for the answer
 # come to run every 5 ms only.
@@ -50,6 +51,7 @@ class PromptLookup:
         self.asked_at = 0.0
         self.late = False  # the daemon did not answer in time
         self.declined = 0  # tokens that are held, and that computing has sooner
+        self.extra_s = 0.0  # that the answer may take longer: pages of other hosts are on their way
         self._tokens = tokens
         self._data: bytes | None = None
         self._answered = threading.Event()
@@ -178,6 +180,7 @@ class Lookups:
         self._stores = Stores(settings, threads=1)
         self.planner = Planner()  # of all stores: what bringing pages and computing prompts has taken
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tierstore-find")
+        self._bringers = ThreadPoolExecutor(_BRINGERS, thread_name_prefix="tierstore-remote")
         self._shards: tuple[Shard, ...] = ()
         self._batches = 0
         self._late = 0  # the last batch whose answers did not come in time
@@ -227,7 +230,10 @@ class Lookups:
         self._batches += 1
         for lookup in lookups:
             lookup.batch, lookup.asked_at = self._batches, self._clock()
-        self._threads.submit(self._ask, questions)
+        if any(store.backend.remote for store, _, _ in places):
+            self._bringers.submit(self._ask_further, questions)
+        else:
+            self._threads.submit(self._ask, questions)
 
     def poll(self, lookup: PromptLookup, *, patient: bool) -> int | None:
         """The tokens that a lookup has found; None: poll again in the next step. A lookup without an answer
@@ -241,7 +247,8 @@ class Lookups:
         if lookup.answered and not lookup.late:
             self.breaker.succeeded()
             return lookup.tokens()
-        if not lookup.answered and self._clock() - lookup.first_polled < self._settings.lookup_s:
+        patience_s = self._settings.lookup_s + lookup.extra_s
+        if not lookup.answered and self._clock() - lookup.first_polled < patience_s:
             return None
         lookup.late = True
         if lookup.batch > self._late:  # one question, as far as the breaker is concerned
@@ -252,9 +259,34 @@ class Lookups:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._bringers.shutdown(wait=False, cancel_futures=True)
         self._stores.close()
 
     # -- on a thread -----------------------------------------------------------------------------------
+
+    def _ask_further(self, questions: Sequence[Sequence[_Question]]) -> None:
+        """Have pages come that other hosts have of these prompts, and ask then."""
+        try:
+            self._bring_from_others([each for of_prompt in questions for each in of_prompt])
+        except StoreClosedError:
+            pass  # asked of a session that has been given up: so will _ask be
+        except Exception as error:  # noqa: BLE001  # on this thread it would go unseen
+            self._errors.caught("bringing pages of other hosts", error)
+        finally:
+            self._ask(questions)
+
+    def _bring_from_others(self, questions: Sequence[_Question]) -> None:
+        asked = [(each.store, each.lookup.prompt(each.identity)) for each in questions]
+        brought = []
+        for question, hit in zip(questions, look_up(asked), strict=True):
+            question.store.planner = self.planner
+            bringing = question.store.bring(hit, deadline_s=self._settings.prefetch_s)
+            hit.release()
+            if bringing is not None:
+                question.lookup.extra_s = self._settings.prefetch_s
+                brought.append(bringing)
+        for bringing in brought:
+            bringing.wait()
 
     def _ask(self, questions: Sequence[Sequence[_Question]]) -> None:
         """``questions`` by prompt."""

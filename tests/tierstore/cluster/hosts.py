@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -69,9 +70,9 @@ class Host:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         found = []
         for child in children:
-            command = Path(f"/proc/{child}/cmdline").read_bytes()
-            if b"tierstore.cluster.agent" in command:
-                found.append(int(child))
+            with suppress(FileNotFoundError):  # it has just ended
+                if b"tierstore.cluster.agent" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found.append(int(child))
         return found
 
     def store(self, identity=IDENTITY, **options):
