@@ -64,6 +64,20 @@ def tiers(
 
 
 @app.command()
+def packs(
+    total: Annotated[str, typer.Option(help="Bytes of pages in the pack")] = "1GiB",
+    rounds: Annotated[int, typer.Option(min=1, help="Repetitions; medians are reported")] = 5,
+    directory: Annotated[Path, typer.Option("--dir", help="Where the files are")] = Path(),
+    json: JsonOption = None,
+) -> None:
+    """Export and import of a pack beside plain writing and reading of a file."""
+    from tierstore_tools import packs as measured
+
+    _make_writable(directory)
+    measured.run(directory, parse_size(total), rounds=rounds, json=json)
+
+
+@app.command()
 def longctx(
     model: Annotated[str, typer.Option(help="A Hugging Face folder, or a preset")] = "demo",
     tokens: Annotated[int, typer.Option(min=2, help="Length of the prompt")] = 100_000,
