@@ -97,7 +97,11 @@ def run(settings: LongContext, phases: Phases) -> Result:
     """Everything, in this order: limits, cold with and without a store, each tier, the sweep."""
     with phases.phase("loading the model", measurable=False):
         model = load_model(
-            settings.model, device=settings.device, dtype=settings.dtype, kv_dtype=settings.kv_dtype
+            settings.model,
+            device=settings.device,
+            dtype=settings.dtype,
+            kv_dtype=settings.kv_dtype,
+            kv_scales=settings.kv_scales,
         )
         prompt = corpus.long_prompt(
             model.tokenizer.encode, settings.tokens, text=settings.prompt_text, question=corpus.QUESTION
@@ -214,6 +218,7 @@ class _Experiment:
             settings.device,
             settings.dtype,
             settings.kv_dtype,
+            settings.kv_scales,
             str(directory),
             list(prompt),
             settings.prefill_chunk,

@@ -25,6 +25,7 @@ class LongContext:
     device: str = "auto"
     dtype: str | None = None
     kv_dtype: str = "auto"
+    kv_scales: str = "dynamic"
     prompt_text: str | None = None
     prefill_chunk: int = 2048
     sweep: tuple[int, ...] = ()

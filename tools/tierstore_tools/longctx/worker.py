@@ -32,6 +32,7 @@ class Job:
     device: str
     dtype: str | None
     kv_dtype: str
+    kv_scales: str
     store: str
     prompt: list[int]
     prefill_chunk: int
@@ -76,7 +77,9 @@ def main(job_file: str, result_file: str) -> None:
     from tierstore_tools.longctx.settings import Sizes
 
     job = msgspec.json.decode(Path(job_file).read_bytes(), type=Job)
-    model = load_model(job.model, device=job.device, dtype=job.dtype, kv_dtype=job.kv_dtype)
+    model = load_model(
+        job.model, device=job.device, dtype=job.dtype, kv_dtype=job.kv_dtype, kv_scales=job.kv_scales
+    )
     sizes = Sizes(job.pool_pages, job.host_bytes, job.disk_bytes)
     engine = open_engine(model, sizes, job.store, job.prefill_chunk, job.throttle)
     drop_page_cache(Path(job.store))
