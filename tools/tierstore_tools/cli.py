@@ -393,6 +393,33 @@ def routing(
     run(workload, routers=routers, json=json)
 
 
+@app.command()
+def cluster_plan(
+    hosts: Annotated[str, typer.Option(help="Numbers of hosts")] = "10,100,1000",
+    requests_per_s: Annotated[float, typer.Option(help="To each host")] = 2.0,
+    tokens: Annotated[int, typer.Option(min=64, help="Of a prompt")] = 8000,
+    page_bytes: Annotated[str, typer.Option(help="Of 64 tokens")] = "8MiB",
+    asking: Annotated[float, typer.Option(help="Share of requests that ask the pool")] = 0.5,
+    found: Annotated[float, typer.Option(help="Share of these that find something")] = 0.3,
+    published: Annotated[float, typer.Option(help="Prompts published for each that asks")] = 0.2,
+    link: Annotated[str, typer.Option(help="Bytes a second of a host's link")] = "3GB/s",
+    master_call_us: Annotated[float, typer.Option(help="That the master takes for a call")] = 13.0,
+    master_name_us: Annotated[float, typer.Option(help="And for each name")] = 0.14,
+    host_s_per_gb: Annotated[float, typer.Option(help="Core-seconds of the host")] = 1.4,
+    lender_s_per_gb: Annotated[float, typer.Option(help="Core-seconds of the lender")] = 0.5,
+    json: JsonOption = None,
+) -> None:
+    """Where a pool shared by many hosts saturates: a simulation from measured costs."""
+    from tierstore_tools.cluster_plan import Costs, Traffic, run
+
+    rate = parse_size(link.removesuffix("/s"))
+    traffic = Traffic(
+        requests_per_s, tokens, 64, parse_size(page_bytes), asking, found, published, float(rate)
+    )
+    costs = Costs(master_call_us * 1e-6, master_name_us * 1e-6, host_s_per_gb * 1e-9, lender_s_per_gb * 1e-9)
+    run([int(count) for count in _numbers("--hosts", hosts)], traffic, costs, json=json)
+
+
 def _json_object(option: str, text: str) -> dict[str, Any]:
     import json
 
