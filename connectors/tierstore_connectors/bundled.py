@@ -10,6 +10,7 @@ from tierstore import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES, Store, open_pool
 from tierstore import Hit as StoreHit
 from tierstore.errors import UsageError
 from tierstore.keys import Identity, Prompt, TokenIds
+from tierstore.packs import MountedPack
 from tierstore.planner import Plan
 from tierstore.spec import KVSpec
 from tierstore.stats import StoreStats
@@ -196,19 +197,30 @@ def open_connector(
     disk_bytes: int = DEFAULT_DISK_BYTES,
     device: str = "cpu",
     model_name: str = "",
+    mounts: Sequence[MountedPack] = (),
 ) -> Connector:
     """A page pool of ``pool_pages`` pages on ``device`` and the connector to ``store``: the address of a
     daemon (``ipc://PATH``, ``tcp://HOST:PORT``), a directory for an embedded store, or None to compute
-    without one. ``model_name`` is what people call the model. Raises what :func:`tierstore.open` and
-    :func:`tierstore.connect` raise."""
+    without one. ``model_name`` is what people call the model, ``mounts`` are packs to find pages in, too.
+    Raises what :func:`tierstore.open` and :func:`tierstore.connect` raise."""
+    if mounts and store is None:
+        raise UsageError("a mounted pack stands behind a store: say which")
     pool = open_pool(spec, pool_pages, device=device)
     if store is None:
         return NoStore(pool, identity)
     if "://" in store:
-        connected = tierstore.connect(store, spec, identity=identity, pool=pool, model_name=model_name)
+        connected = tierstore.connect(
+            store, spec, identity=identity, pool=pool, model_name=model_name, mounts=mounts
+        )
         connected.wait_connected(_CONNECT_S)  # or not: then the engine starts with misses
         return StoreConnector(connected)
     opened = tierstore.open(
-        store, spec, identity=identity, pool=pool, host_bytes=host_bytes, disk_bytes=disk_bytes
+        store,
+        spec,
+        identity=identity,
+        pool=pool,
+        host_bytes=host_bytes,
+        disk_bytes=disk_bytes,
+        mounts=mounts,
     )
     return StoreConnector(opened)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch
 from tierstore import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES
 from tierstore.errors import UsageError
 from tierstore.keys import Identity
+from tierstore.packs import MountedPack
 from tierstore.spec import DEFAULT_CHUNK_TOKENS, KVSpec
 from tierstore.tiers.cuda import CudaDevice
 from tierstore.tiers.device_pool import DevicePool, pages_that_fit
@@ -143,9 +145,11 @@ def build_engine(
     settings: EngineSettings | None = None,
     drafter: Drafter | None = None,
     model_name: str = "",
+    mounts: Sequence[MountedPack] = (),
 ) -> Engine:
     """An engine over a pool of ``pool_pages`` pages (None, on a GPU only: what its free memory holds), and
-    over the store at ``store`` (None: without one). ``model_name`` is what people call the model.
+    over the store at ``store`` (None: without one). ``model_name`` is what people call the model, ``mounts``
+    are packs to find pages in, too.
 
     Raises :class:`UsageError` for sizes that cannot work and
     :class:`~tierstore.errors.StoreUnavailableError` for a store that cannot be opened.
@@ -166,6 +170,7 @@ def build_engine(
         disk_bytes=disk_bytes,
         device=model.device,
         model_name=model_name,
+        mounts=mounts,
     )
     runner = make_runner(model, connector.pool, settings)
     return Engine(runner, model.tokenizer, connector, settings, drafter=drafter)

@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from tierstore.packs import MountedPack
 from tierstore.spec import KVSpec
 from tierstore.units import format_size
 from tierstore_engine.build import (
@@ -47,6 +48,7 @@ class GenerateRequest:
     kv_dtype: str
     kv_scales: str
     json: bool
+    mounts: tuple[MountedPack, ...] = ()
 
 
 def run(request: GenerateRequest, *, out: TextIO | None = None, err: TextIO | None = None) -> Completion:
@@ -73,6 +75,7 @@ def run(request: GenerateRequest, *, out: TextIO | None = None, err: TextIO | No
         disk_bytes=request.disk_bytes,
         settings=settings,
         model_name=request.model,
+        mounts=request.mounts,
     )
     try:
         completion = _generate(engine, tokens, request, _Screen(out, err, text=not request.json))

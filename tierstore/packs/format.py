@@ -17,6 +17,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -68,7 +69,7 @@ class PackedPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     identity: dict[str, str]
-    prompts: list[PackedPrompt]
+    prompts: Annotated[list[PackedPrompt], msgspec.Meta(min_length=1, max_length=MOST_PROMPTS)]
 
 
 @dataclass(frozen=True)
@@ -293,8 +294,6 @@ def _common(tokens: bytes, keys: bytes, other: PackedPrompt, width: int) -> int:
 
 def _check_prompts(identity: Identity, spec: KVSpec, prompts: Sequence[PackedPrompt]) -> None:
     width = spec.chunk_tokens * TOKEN_BYTES
-    if not 0 < len(prompts) <= MOST_PROMPTS:
-        raise PackError(f"the pack is damaged: its index names {len(prompts)} prompts")
     for number, prompt in enumerate(prompts):
         fits = (
             len(prompt.keys) % KEY_BYTES == 0

@@ -14,6 +14,7 @@ from typing import TextIO
 import uvicorn
 
 from tierstore.errors import TierStoreError, UsageError
+from tierstore.packs import MountedPack
 from tierstore.spec import KVSpec
 from tierstore.units import format_size
 from tierstore_engine.build import (
@@ -59,6 +60,7 @@ class ServeOptions:
     kv_scales: str
     draft: str | None
     draft_tokens: int
+    mounts: tuple[MountedPack, ...] = ()
 
 
 def run(options: ServeOptions, *, err: TextIO | None = None) -> None:
@@ -99,6 +101,7 @@ def _build(options: ServeOptions, opened: OpenModel, pages: int | None) -> Engin
             settings=options.engine,
             drafter=drafter,
             model_name=options.server.model_name,
+            mounts=options.mounts,
         )
     except TierStoreError:
         if drafter is not None:
