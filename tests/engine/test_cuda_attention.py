@@ -92,6 +92,23 @@ def test_tiny_engine_beside_the_cpu_backend(dtype: str) -> None:
     assert kinds == {"rope_write", "prefill", "decode_simt", "combine_splits", "add_norm", "silu_mul"}
 
 
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
+def test_tiny_engine_over_codes(kv_dtype: str) -> None:
+    """The same with quantised pages. A last bit may put a number on another code, so the bound is wider."""
+    model = load_model("tiny", device="cpu", dtype="float16", kv_dtype=kv_dtype)
+    prompts = [[(7 * i + n) % 250 for i in range(n)] for n in (100, 33)]
+    launcher = kernel_launcher()
+    engine = engine_over(model, lambda pool, config: cuda_attention(pool, config, launcher))
+    ours = engine.generate(prompts, GREEDY)
+    engine.close()
+    for prompt, answer in zip(prompts, ours, strict=True):
+        begun = [[*prompt, *answer.tokens[:step]] for step in range(0, GREEDY.max_new_tokens, 5)]
+        theirs = np.concatenate(logits_of(engine_over(model, CpuAttention), begun, ONE_TOKEN))
+        assert np.abs(answer.logits[::5] - theirs).max() / theirs.std() < 0.25
+    kinds = {name.split("<")[0] for name in launcher.launches}
+    assert kinds == {"quantise_write", "prefill", "decode_simt", "combine_splits", "add_norm", "silu_mul"}
+
+
 @pytest.mark.parametrize("name", ["llama3", "mistral-windowed", "llama-linear-mqa-biased"])
 def test_against_transformers(
     name: str, oracles: Callable[[str], Oracle], loaded: Callable[..., LoadedModel]

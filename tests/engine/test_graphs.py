@@ -107,6 +107,24 @@ def test_replayed_steps_have_the_bits_of_launched_ones(model: LoadedModel) -> No
         assert np.array_equal(ours.argmax(-1), theirs.argmax(-1))
 
 
+def test_steps_over_codes_are_replayed(loaded: Callable[..., LoadedModel]) -> None:
+    """By a batch of one, whose products are the same."""
+    model = loaded("tiny", dtype="float16", kv_dtype="fp8_e4m3")
+    answers = []
+    for graphs in (True, False):
+        spec = model.kv_spec(chunk_tokens=CHUNK)
+        pool = PagePool(spec, 20)
+        pool.array[:] = 0xFF
+        runner = runner_over(model, pool, max_sequences=1, graphs=graphs)
+        engine = Engine(
+            runner, model.tokenizer, NoStore(pool, model.identity(spec)), EngineSettings(prefill_chunk=48)
+        )
+        answers.append(engine.generate([[7 * i % 250 for i in range(50)]], GREEDY)[0].logits)
+        if isinstance(runner, GraphRunner):
+            assert runner.graphs.replayed > 10
+    assert np.array_equal(answers[0], answers[1])
+
+
 def test_short_sequences_launch_blocks_for_short_ones(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
