@@ -63,6 +63,8 @@ class Code:
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
         """What :meth:`encode` made ``codes`` of, up to rounding."""
+        if self.dtype == "int8":  # for FP8 torch's own conversion is no faster than the table
+            return codes.view(torch.int8).float()
         numbers = self.table.index_select(0, codes.reshape(-1).int())
         return numbers.view(*codes.shape[:-1], -1)
 
