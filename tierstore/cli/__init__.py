@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from tierstore.cli import doctor, evict, fsck, ls, pack, pin, prefetch, serve, stats, top
+from tierstore.cli import doctor, evict, fsck, ls, pack, pin, prefetch, serve, size, stats, top
 from tierstore.command_line import one_line_errors
 
 app = typer.Typer(
@@ -46,6 +46,7 @@ def _commands(
 app.command("fsck")(fsck.command)
 app.command("ls")(ls.command)
 app.command("doctor")(doctor.command)
+app.command("size")(size.command)
 app.command("serve")(serve.serve)
 app.command("keygen")(serve.keygen)
 app.command("stats")(stats.command)

@@ -1,0 +1,91 @@
+"""What a model's KV takes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from tierstore.cli import app
+from tierstore.errors import SpecError
+from tierstore.groups import GroupRule
+from tierstore.sizing import PRESETS, group_sizes
+from tierstore.spec import KVSpec, LayerKind
+
+LLAMA = PRESETS["llama-3-8b"]
+
+
+@pytest.mark.parametrize("name", ["llama-2-7b", "llama-3-70b", "qwen2.5-0.5b", "deepseek-v3", "mixtral-8x7b"])
+def test_a_token_takes_what_a_page_of_the_store_does(name):
+    spec = KVSpec.from_hf_config(PRESETS[name])
+    assert sum(each.token_bytes for each in group_sizes(PRESETS[name])) == spec.token_bytes
+
+
+def test_heads_that_are_shared_take_less():
+    shape = dict(PRESETS["llama-2-7b"])
+    [every] = group_sizes(shape)
+    [grouped] = group_sizes({**shape, "num_key_value_heads": 8})
+    assert every.token_bytes == 4 * grouped.token_bytes
+    [narrow] = group_sizes(shape, dtype="float8_e4m3fn")
+    assert every.token_bytes == 2 * narrow.token_bytes
+
+
+@given(st.integers(1, 5000), st.sampled_from([16, 64, 256]))
+def test_a_window_keeps_the_pages_that_a_hit_needs(tokens, chunk_tokens):
+    """As the rule for hits has them."""
+    gemma = {each.group.kind: each for each in group_sizes(PRESETS["gemma-3-27b"])}
+    window = gemma[LayerKind.SLIDING_WINDOW]
+    pages = GroupRule.window(1023).pages(tokens, chunk_tokens=chunk_tokens)
+    page_bytes = window.token_bytes * chunk_tokens
+    kept = window.session_bytes(tokens, chunk_tokens)
+    assert len(pages) * page_bytes <= kept <= (len(pages) + 1) * page_bytes
+    assert kept <= window.all_bytes(tokens, chunk_tokens)
+
+
+def test_a_long_session_of_a_windowed_model_takes_a_part():
+    sizes = group_sizes(PRESETS["gemma-3-27b"])
+    kept = sum(each.session_bytes(100_000) for each in sizes)
+    assert kept < 0.25 * sum(each.all_bytes(100_000) for each in sizes)
+
+
+def test_a_state_does_not_grow():
+    states = [each for each in group_sizes(PRESETS["qwen3-next-80b-a3b"]) if each.state_bytes]
+    [state] = states
+    assert state.session_bytes(10) == state.session_bytes(100_000) == state.state_bytes
+    # 32 value heads of 128, with keys of 128: a matrix of float32 each, and the convolution's three inputs.
+    assert state.state_bytes == 36 * 4 * (32 * 128 * 128 + 3 * (2 * 16 * 128 + 32 * 128))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"layer_types": ["full_attention"] * 31 + ["mamba"]}, "mamba"),
+        ({"dtype": "complex64"}, "unknown KV dtype"),
+        ({"layer_types": ["chunked_attention"] * 32}, "attention_chunk_size"),
+    ],
+)
+def test_what_is_not_understood_is_said(change, message):
+    with pytest.raises(SpecError, match=message):
+        group_sizes({**LLAMA, **change})
+
+
+def test_the_command(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": dict(PRESETS["gemma-3-27b"])}))
+    run = CliRunner().invoke
+    by_name = run(app, ["size", "gemma-3-27b", "--json"])
+    by_file = run(app, ["size", str(tmp_path), "--json"])
+    named, read = json.loads(by_name.output), json.loads(by_file.output)
+    assert named["groups"] == read["groups"]
+    assert named["session_bytes"] < named["all_tokens_bytes"]
+    table = run(app, ["size", "llama-3-8b", "--tokens", "8192", "--batch", "2"])
+    assert "128 KiB" in table.output
+    assert "1 GiB" in table.output
+
+
+def test_every_preset_has_a_size():
+    for name, config in PRESETS.items():
+        assert sum(each.session_bytes(1000) for each in group_sizes(config)) > 0, name

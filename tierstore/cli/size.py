@@ -1,0 +1,109 @@
+"""``tierstore size``: what a model's KV takes, and what fits."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tierstore import sizing
+from tierstore.cli import show
+from tierstore.errors import UsageError
+from tierstore.spec import DEFAULT_CHUNK_TOKENS
+from tierstore.units import format_size, parse_size
+
+
+def command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help=f"A config.json, a folder with one, or {', '.join(sizing.PRESETS)}", show_default=False
+        ),
+    ],
+    tokens: Annotated[int, typer.Option(min=1, help="Of a session")] = 100_000,
+    batch: Annotated[int, typer.Option(min=1, help="Sessions at a time")] = 8,
+    dtype: Annotated[str | None, typer.Option(help="Of KV; default: the model's", show_default=False)] = None,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Of a page")] = DEFAULT_CHUNK_TOKENS,
+    hbm: Annotated[str, typer.Option(help="What a device has for pages")] = "40GiB",
+    host: Annotated[str, typer.Option(help="The arena")] = "512GiB",
+    disk: Annotated[str, typer.Option(help="The disk tier")] = "4TiB",
+    json: Annotated[bool, typer.Option("--json", help="Write one JSON document")] = False,
+) -> None:
+    """What a model's KV takes: by layer group, for a token and for a session, and how many sessions fit.
+
+    A session is what its next turn needs; of a sliding window that is its last pages, of a recurrent state
+    one snapshot."""
+    sizes = sizing.group_sizes(_config(model), dtype=dtype)
+    needed = [each.session_bytes(tokens, chunk_tokens) for each in sizes]
+    everything = [each.all_bytes(tokens, chunk_tokens) for each in sizes]
+    capacities = {"hbm": parse_size(hbm), "host": parse_size(host), "disk": parse_size(disk)}
+    fits = {tier: sizing.fitting(capacity, needed) for tier, capacity in capacities.items()}
+    if json:
+        groups = [
+            {
+                "kind": each.group.kind.value,
+                "layers": len(each.group.layers),
+                "window": each.group.window,
+                "token_bytes": each.token_bytes,
+                "state_bytes": each.state_bytes,
+                "session_bytes": session,
+            }
+            for each, session in zip(sizes, needed, strict=True)
+        ]
+        document = {"model": model, "tokens": tokens, "groups": groups, "session_bytes": sum(needed)}
+        show.write_json({**document, "all_tokens_bytes": sum(everything), "sessions_that_fit": fits})
+        return
+    rows = [
+        (
+            each.group.kind.value.replace("_", " ")
+            + (f" {each.group.window:,}" if each.group.window else ""),
+            f"{len(each.group.layers):,}",
+            format_size(each.token_bytes) if each.token_bytes else "–",
+            format_size(each.state_bytes) if each.state_bytes else "–",
+            format_size(session),
+        )
+        for each, session in zip(sizes, needed, strict=True)
+    ]
+    per_token = sum(each.token_bytes for each in sizes)
+    total_state = sum(each.state_bytes for each in sizes)
+    state = format_size(total_state) if total_state else "–"
+    rows.append(("all", "", format_size(per_token), state, format_size(sum(needed))))
+    show.table(("layers that keep", "layers", "a token", "a state", f"a session of {tokens:,}"), rows)
+    if sum(everything) > sum(needed):
+        share = sum(needed) / sum(everything)
+        show.line(
+            f"keeping every token: {format_size(sum(everything))}; what is needed is {share:.2f} of that"
+        )
+    show.line(f"{batch:,} sessions: {format_size(batch * sum(needed))}")
+    show.line("")
+    show.table(
+        ("tier", "capacity", "sessions that fit", f"{batch:,} fit"),
+        [
+            (tier, format_size(capacities[tier]), f"{count:,}", "yes" if count >= batch else "no")
+            for tier, count in fits.items()
+        ],
+    )
+
+
+def _kept(size: sizing.GroupSize) -> str:
+    window = size.group.window
+    return size.group.kind.value.replace("_", " ") + (f" {window:,}" if window else "")
+
+
+def _config(model: str) -> Any:
+    if model in sizing.PRESETS:
+        return sizing.PRESETS[model]
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        config = json_module.loads(path.read_text("utf-8"))
+    except OSError as error:
+        known = ", ".join(sizing.PRESETS)
+        raise UsageError(f"cannot read {path} ({error.strerror}); known models are {known}") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is no JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"{path} holds no JSON object")
+    return config

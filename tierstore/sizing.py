@@ -1,0 +1,167 @@
+"""How many bytes a model's KV takes: by layer group, for a token and for a session. Pure, and without torch.
+
+What layers remember is read from a Hugging Face ``config.json``, or from one of ``PRESETS``: the shapes of
+models that are served often, from their published configurations. A session is what its next turn needs:
+every token of full attention and latents, of a window the pages that cover its last tokens, of a recurrent
+state one snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tierstore.errors import SpecError
+from tierstore.spec import DEFAULT_CHUNK_TOKENS, DTYPE_BITS, LayerGroup, LayerKind
+
+_STATE_BYTES = 4  # a number of a recurrent state: kept as float32, whatever the model's dtype
+
+
+def _dense(layers: int, heads: int, kv_heads: int, head_dim: int, **more: Any) -> dict[str, Any]:
+    shape = {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    return {**shape, "head_dim": head_dim, "dtype": "bfloat16", **more}
+
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "llama-2-7b": _dense(32, 32, 32, 128, dtype="float16"),
+    "llama-3-8b": _dense(32, 32, 8, 128),
+    "llama-3-70b": _dense(80, 64, 8, 128),
+    "mixtral-8x7b": _dense(32, 32, 8, 128),
+    "qwen2.5-0.5b": _dense(24, 14, 2, 64),
+    "qwen3-8b": _dense(36, 32, 8, 128),
+    "qwen3-32b": _dense(64, 64, 8, 128),
+    "qwen3-30b-a3b": _dense(48, 32, 4, 128),
+    "qwen3-next-80b-a3b": _dense(
+        48,
+        16,
+        2,
+        256,
+        full_attention_interval=4,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+    ),
+    "gemma-3-27b": _dense(62, 32, 16, 128, sliding_window=1024, sliding_window_pattern=6),
+    "gpt-oss-120b": _dense(36, 64, 8, 64, sliding_window=128, sliding_window_pattern=2),
+    "deepseek-v3": _dense(61, 128, 128, 128, kv_lora_rank=512, qk_rope_head_dim=64),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSize:
+    """Of one layer group. ``token_bytes`` are added by each token, ``state_bytes`` are the group's whole
+    state."""
+
+    group: LayerGroup
+    token_bytes: float
+    state_bytes: int
+
+    def session_bytes(self, tokens: int, chunk_tokens: int = DEFAULT_CHUNK_TOKENS) -> int:
+        """That the next turn of a session of so many tokens needs, in whole pages."""
+        pages = -(-tokens // chunk_tokens)
+        window = self.group.window
+        if window is not None:
+            # The last tokens seen may begin and end inside of pages.
+            pages = min(pages, -(-(window - 1) // chunk_tokens) + 1)
+        return int(pages * chunk_tokens * self.token_bytes) + (self.state_bytes if tokens else 0)
+
+    def all_bytes(self, tokens: int, chunk_tokens: int = DEFAULT_CHUNK_TOKENS) -> int:
+        """The same where every token is kept."""
+        return int(-(-tokens // chunk_tokens) * chunk_tokens * self.token_bytes) + self.state_bytes
+
+
+def group_sizes(config: Mapping[str, Any], *, dtype: str | None = None) -> list[GroupSize]:
+    """By layer group. ``dtype`` overrides the model's own. Raises :class:`SpecError` for what is not
+    understood.
+
+    >>> [group] = group_sizes(PRESETS["llama-3-8b"])
+    >>> group.token_bytes, group.session_bytes(100_000)
+    (131072.0, 13111394304)
+    """
+    config = config.get("text_config") or config
+    kv_dtype = str(dtype or config.get("dtype") or config.get("torch_dtype") or "float32")
+    bits = DTYPE_BITS.get(kv_dtype)
+    if bits is None:
+        raise SpecError(f"unknown KV dtype {kv_dtype!r} (known: {', '.join(DTYPE_BITS)})")
+    sizes = []
+    for group in _groups(config):
+        vectors = len(group.layers) * group.planes * group.kv_heads
+        per_token = vectors * group.head_dim * bits / 8 if not group.state_bytes else 0.0
+        sizes.append(GroupSize(group, per_token, len(group.layers) * group.state_bytes))
+    return sizes
+
+
+def _groups(config: Mapping[str, Any]) -> list[LayerGroup]:
+    layers = _count(config, "num_hidden_layers")
+    if config.get("kv_lora_rank"):
+        width = _count(config, "kv_lora_rank") + int(config.get("qk_rope_head_dim") or 0)
+        return [LayerGroup(LayerKind.MLA_LATENT, tuple(range(layers)), 1, width)]
+    heads = _count(config, "num_attention_heads")
+    kv_heads = int(config.get("num_key_value_heads") or heads)
+    head_dim = int(config.get("head_dim") or _count(config, "hidden_size") // heads)
+    kinds = _layer_kinds(config, layers)
+    groups = []
+    for kind in dict.fromkeys(kinds):
+        members = tuple(at for at, each in enumerate(kinds) if each is kind)
+        if kind is LayerKind.RECURRENT_STATE:
+            groups.append(LayerGroup(kind, members, state_bytes=_state_bytes(config)))
+        else:
+            window = _window(config, kind)
+            groups.append(LayerGroup(kind, members, kv_heads, head_dim, window))
+    return groups
+
+
+_KINDS = {
+    "full_attention": LayerKind.FULL_ATTENTION,
+    "sliding_attention": LayerKind.SLIDING_WINDOW,
+    "chunked_attention": LayerKind.CHUNKED_ATTENTION,
+    "linear_attention": LayerKind.RECURRENT_STATE,
+}
+
+
+def _layer_kinds(config: Mapping[str, Any], layers: int) -> list[LayerKind]:
+    named = config.get("layer_types")
+    if named is not None:
+        unknown = sorted({str(each) for each in named} - _KINDS.keys())
+        if unknown or len(named) != layers:
+            raise SpecError(f"config.json: layer_types names {unknown or len(named)}: not understood")
+        return [_KINDS[each] for each in named]
+    if every := config.get("full_attention_interval"):
+        recurrent = LayerKind.RECURRENT_STATE
+        return [LayerKind.FULL_ATTENTION if (at + 1) % every == 0 else recurrent for at in range(layers)]
+    windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
+    if windowed and (every := config.get("sliding_window_pattern")):
+        window = LayerKind.SLIDING_WINDOW
+        return [LayerKind.FULL_ATTENTION if (at + 1) % every == 0 else window for at in range(layers)]
+    return [LayerKind.SLIDING_WINDOW if windowed else LayerKind.FULL_ATTENTION] * layers
+
+
+def _window(config: Mapping[str, Any], kind: LayerKind) -> int | None:
+    if kind is LayerKind.SLIDING_WINDOW:
+        return _count(config, "sliding_window")
+    if kind is LayerKind.CHUNKED_ATTENTION:
+        return _count(config, "attention_chunk_size")
+    return None
+
+
+def _state_bytes(config: Mapping[str, Any]) -> int:
+    """Of a gated delta layer: a matrix for each value head, and the convolution's last inputs."""
+    keys = _count(config, "linear_num_key_heads") * _count(config, "linear_key_head_dim")
+    values = _count(config, "linear_num_value_heads") * _count(config, "linear_value_head_dim")
+    matrix = values * _count(config, "linear_key_head_dim")
+    convolution = (2 * keys + values) * (_count(config, "linear_conv_kernel_dim") - 1)
+    return (matrix + convolution) * _STATE_BYTES
+
+
+def _count(config: Mapping[str, Any], name: str) -> int:
+    value = config.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise SpecError(f"config.json: {name} is {value!r}: a number of at least 1 is needed")
+    return value
+
+
+def fitting(capacity: int, session_bytes: Iterable[int]) -> int:
+    """How many sessions find room."""
+    return capacity // max(sum(session_bytes), 1)
