@@ -1,9 +1,10 @@
 """Reading a pack from its beginning to its end, checked as it comes: from a file, a pipe, whatever gives
 bytes.
 
-A block is handed out once its table's seal and every one of its pages have been checked. While that goes on,
-the next block is read into the other of two buffers, so a pack of any size takes two blocks of memory. What a
-pack declares is allocated after it was compared with the format's limits, and touched as bytes come.
+A block is handed out once its table's seal and every one of its pages have been checked. While the caller
+uses it, the next is checked, and while that goes on, the one after it is read. There are two buffers, so a
+pack of any size takes two blocks of memory. What a pack declares is allocated after it was compared with the
+format's limits, and touched as bytes come.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from tierstore.units import MIB, round_up
 
 ANYBODY = Trust()
 _INDEX_READ_BYTES = MIB  # an index is taken as it comes: what is declared may not be there
+_BUFFERS = 2  # one is with the caller and then read into, one is checked
 _HASHERS = min(os.cpu_count() or 1, 4)
 
 Wanted = Callable[[int, int], bool]
@@ -54,12 +56,14 @@ Wanted = Callable[[int, int], bool]
 
 @dataclass(frozen=True)
 class Block:
-    """Pages ``first … first + count`` of a pack, as they were when it was made. ``pages`` are their bytes,
+    """Pages ``first … first + count`` of a pack, as they were when it was made; ``seal`` is the digest that
+    their table was sealed with. ``pages`` are their bytes,
     one after the other, until the next block is asked for; None where they were not wanted, and not read."""
 
     number: int
     first: int
     count: int
+    seal: bytes
     checksums: Sequence[int]
     digests: Sequence[bytes]
     pages: memoryview | None
@@ -78,8 +82,8 @@ class PackReader:
 
     def __init__(self, file: Any, manifest: Manifest, verifier: Verifier, digest: bytes) -> None:
         self.manifest = manifest
-        self.digest = digest
-        """In the last seal that was checked."""
+        self.head_seal = digest
+        self._seal = digest  # the last that was checked
         self._file = file
         self._verifier = verifier
         self._buffers: dict[int, npt.NDArray[np.uint8]] = {}  # of odd and of even blocks
@@ -102,24 +106,29 @@ class PackReader:
         """Each block, then the footer. Where pages ``first … first + count`` are not ``wanted``, and the file
         can be positioned, only their table is read and checked. Raises :class:`PackError` for the first thing
         that is wrong, behind blocks that were right."""
-        manifest = self.manifest
-        reading = asyncio.ensure_future(self._read_block(0, wanted))
+        count = self.manifest.blocks
+        reading = asyncio.ensure_future(self._read_block(0, wanted, None))
+        checking = asyncio.ensure_future(self._checked(0, reading))
         try:
-            for number in range(manifest.blocks):
-                raw = await reading
-                if number + 1 < manifest.blocks:
-                    reading = asyncio.ensure_future(self._read_block(number + 1, wanted))
-                yield await self._checked(number, raw)
+            for number in range(count):
+                if number + 1 < count:
+                    reading = asyncio.ensure_future(self._read_block(number + 1, wanted, reading))
+                block = await checking
+                if number + 1 < count:
+                    checking = asyncio.ensure_future(self._checked(number + 1, reading))
+                yield block
         finally:
-            await _ended(reading)
+            await _ended(reading, checking)
         await self._check_footer()
 
     def dup(self) -> int:
         """Another descriptor of the pack's file."""
         return os.dup(self._file.fileno())
 
-    async def _read_block(self, number: int, wanted: Wanted) -> _Raw:
+    async def _read_block(self, number: int, wanted: Wanted, before: asyncio.Future[_Raw] | None) -> _Raw:
         manifest = self.manifest
+        if before is not None:
+            await before
         count, page_bytes = manifest.pages_of(number), manifest.page_bytes
         first, nbytes = number * manifest.block_pages, round_up(count * page_bytes, ALIGNMENT)
         try:
@@ -127,22 +136,22 @@ class PackReader:
             if not wanted(first, count) and await self._file.seekable():
                 await self._file.seek(nbytes, io.SEEK_CUR)
                 return _Raw(table, None)
-            if number % 2 not in self._buffers:
+            if number % _BUFFERS not in self._buffers:
                 whole = round_up(min(manifest.block_pages, manifest.pages) * page_bytes, ALIGNMENT)
-                self._buffers[number % 2] = np.empty(whole, np.uint8)
-            pages = self._buffers[number % 2].data[:nbytes]
+                self._buffers[number % _BUFFERS] = np.empty(whole, np.uint8)
+            pages = self._buffers[number % _BUFFERS].data[:nbytes]
             await _read_into(self._file, pages)
         except PackError as error:
             raise PackError(f"{error}, behind {first:,} of {manifest.pages:,} pages") from None
         return _Raw(table, pages)
 
-    async def _checked(self, number: int, raw: _Raw) -> Block:
-        manifest = self.manifest
+    async def _checked(self, number: int, reading: asyncio.Future[_Raw]) -> Block:
+        raw, manifest = await reading, self.manifest
         first, count = number * manifest.block_pages, manifest.pages_of(number)
         entries_end = SEAL.size + count * ENTRY.itemsize
         table = raw.table[SEAL.size : entries_end]
         _check_zeros(raw.table[entries_end:])
-        self.digest = _check_seal(raw.table, block_digest(self.digest, table), self._verifier)
+        self._seal = _check_seal(raw.table, block_digest(self._seal, table), self._verifier)
         checksums, digests = decode_table(table)
         pages = raw.pages
         if pages is not None:
@@ -152,14 +161,14 @@ class PackReader:
             if found != list(zip(checksums, digests, strict=True)):
                 bad = next(at for at, pair in enumerate(found) if pair != (checksums[at], digests[at]))
                 raise PackError(f"the pack is damaged: page {first + bad:,} is not what it was")
-        return Block(number, first, count, checksums, digests, pages)
+        return Block(number, first, count, self._seal, checksums, digests, pages)
 
     async def _check_footer(self) -> None:
         footer = await _read(self._file, FOOTER_BYTES)
         if footer[: FOOTER.size] != FOOTER.pack(FOOTER_MAGIC, self.manifest.pages):
             raise PackError("the pack is damaged: its footer is of other pages")
-        digest = footer_digest(self.digest, footer[: FOOTER.size])
-        self.digest = _check_seal(footer[FOOTER.size :], digest, self._verifier)
+        digest = footer_digest(self._seal, footer[: FOOTER.size])
+        _check_seal(footer[FOOTER.size :], digest, self._verifier)
         if await self._file.read(1):
             raise PackError("the pack is damaged: something follows its end")
 
@@ -253,9 +262,8 @@ async def _read_into(file: Any, view: memoryview) -> None:
         done += count
 
 
-async def _ended(task: asyncio.Future[Any]) -> None:
-    """Wait for a read whose result nobody wants any more: its thread writes to a buffer."""
-    task.cancel()
-    await asyncio.wait([task])
-    if not task.cancelled():
-        task.exception()
+async def _ended(*tasks: asyncio.Future[Any]) -> None:
+    """End what nobody wants the result of any more."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -46,6 +46,7 @@ from tierstore.units import round_up
 
 NO_SIGNER = Signer()
 _BUFFERS = 3
+_SYNC_BLOCKS = 4
 
 Progress = Callable[[int, int], None]
 
@@ -79,7 +80,7 @@ async def export_pack(
         raise UsageError(f"{path} is there already: choose another name, or remove it")
     held = [await _held(store, prompt) for prompt in prompts]
     manifest = Manifest.of(store.spec, held, signer.public)
-    export = _Export(store, manifest, signer, progress)
+    export = _Export(store, manifest, signer, progress, syncs=path is not None)
     if path is None:
         async with open_file(sys.stdout.fileno(), "wb") as file:
             await export.run(file, 0)
@@ -114,11 +115,11 @@ async def _resumable(part: Path, manifest: Manifest, export: _Export) -> int:
         async with open_pack(part, Trust(manifest.signer)) as reader:
             if reader.manifest.head != manifest.head:
                 raise UsageError(f"{part} is of other pages than these: remove it, or leave --resume out")
-            export.digest = reader.digest
+            export.digest = reader.head_seal
             async with aclosing(reader.blocks()) as blocks:
                 async for block in blocks:
                     good = block.number + 1
-                    export.digest = reader.digest
+                    export.digest = block.seal
                     export.resumed_pages += block.count
     except PackError:
         pass  # as far as it is good it is kept, and the rest is written once more
@@ -145,15 +146,20 @@ class _Buffer:
 
 
 class _Export:
-    """One pack being written. ``digest`` is that of the last seal."""
+    """One pack being written. ``digest`` is that of the last seal. ``syncs``: to a file that can be synced;
+    that is begun while later blocks are hashed."""
 
-    def __init__(self, store: Store, manifest: Manifest, signer: Signer, progress: Progress | None) -> None:
+    def __init__(
+        self, store: Store, manifest: Manifest, signer: Signer, progress: Progress | None, *, syncs: bool
+    ) -> None:
         self.digest = b""
         self.resumed_pages = 0
         self._store = store
         self._manifest = manifest
         self._signer = signer
         self._progress = progress
+        self._syncs = syncs
+        self._syncing: list[asyncio.Future[None]] = []
 
     async def run(self, file: Any, done: int) -> None:
         """Write all behind the first ``done`` blocks."""
@@ -176,12 +182,12 @@ class _Export:
                 await self._load(number, buffer)
                 before = writing[-1] if writing else None
                 writing.append(asyncio.create_task(self._write(file, number, buffer, before)))
-            for task in writing:
+            for task in [*writing, *self._syncing]:
                 await task
         finally:
             for task in writing:
                 task.cancel()
-            await asyncio.gather(*writing, return_exceptions=True)
+            await asyncio.gather(*writing, *self._syncing, return_exceptions=True)
         footer = FOOTER.pack(FOOTER_MAGIC, manifest.pages)
         self.digest = footer_digest(self.digest, footer)
         await file.write(footer + self._seal())
@@ -225,6 +231,10 @@ class _Export:
         nbytes = round_up(count * page_bytes, ALIGNMENT)
         buffer.memory[count * page_bytes : nbytes] = 0
         await file.write(pages[:nbytes])
+        if self._syncs and number % _SYNC_BLOCKS == 0 and all(task.done() for task in self._syncing):
+            for task in self._syncing:
+                task.result()
+            self._syncing = [asyncio.ensure_future(asyncio.to_thread(os.fdatasync, file.fileno()))]
         if self._progress is not None:
             self._progress(count, count * page_bytes)
 
