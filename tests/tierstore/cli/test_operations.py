@@ -26,6 +26,7 @@ from tierstore.daemon.metrics import StatsCollector
 from tierstore.daemon.settings import HELP, Settings
 from tierstore.daemon.stats import BOUNDS_S, LatencyStats, Slowest
 from tierstore.errors import StoreUnavailableError
+from tierstore.stats import ClusterStats
 from tierstore.wire import keys, messages
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -351,6 +352,32 @@ def test_the_unit_starts_with_the_example_settings():
     assert settings.listen[0].startswith(f"ipc:///run/{service['RuntimeDirectory']}/")
     assert str(settings.disk).startswith(f"/var/lib/{service['StateDirectory']}/")
     assert float(service["TimeoutStopSec"]) > settings.drain_s
+
+
+@pytest.mark.parametrize("name", ["grafana.json", "alerts.yml"])
+def test_dashboards_and_alerts_ask_for_metrics_that_there_are(daemon, name):
+    text = (DOCS / "deploy" / name).read_text()
+    with Operator(daemon.url) as operator:
+        stats = operator.stats()
+    cluster = ClusterStats("mooncake://x", True, "", "tcp", 0.0, {})
+    known: dict[str, set[str]] = {}
+    for metric in StatsCollector(lambda: replace(stats, cluster=cluster)).collect():
+        endings = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(metric.type, [""])
+        labels = {label for sample in metric.samples for label in sample.labels} | {"instance"}
+        known.update({metric.name + ending: labels for ending in endings})
+    asked = set(re.findall(r"\btierstore_\w+", text))
+    assert asked, "nothing is asked for"
+    assert asked <= known.keys()
+    for label, metric_name in re.findall(r"by \((\w+)\) \(rate\((tierstore_\w+)", text):
+        assert label in known[metric_name], (label, metric_name)
+
+
+def test_the_dashboard_can_be_read():
+    document = json.loads((DOCS / "deploy" / "grafana.json").read_text())
+    assert len({panel["id"] for panel in document["panels"]}) == len(document["panels"]) > 5
+    for panel in document["panels"]:
+        assert panel["targets"], panel["title"]
+        assert panel["gridPos"]["x"] + panel["gridPos"]["w"] <= 24
 
 
 def test_the_operators_document_names_every_metric_and_setting(daemon):
