@@ -27,7 +27,8 @@ import tierstore
 from tierstore import copying
 from tierstore.cluster import orders as o
 from tierstore.cluster.objects import HEADER_BYTES, PageObject, page_objects
-from tierstore.cluster.pool import Memory, Pool, PoolError, PoolOptions, open_pool
+from tierstore.cluster.pool import NOT_THERE, Memory, Pool, PoolError, PoolOptions, open_pool
+from tierstore.cluster.recent import Recent
 from tierstore.cluster.staging import Lane, Staging
 from tierstore.errors import TierStoreError, UsageError
 from tierstore.keys import KEY_BYTES, TOKEN_BYTES, Identity, PageKey, Prompt
@@ -39,6 +40,7 @@ from tierstore.wire.framing import LENGTH
 _QUEUED_PAGES = 256  # to be published; more are dropped
 _MOST_NAMES = 2048  # asked about at once
 _KNOWN_NAMES = 1 << 16
+_KNOWN_S = 30.0
 _MOST_STORES = 8
 _MOST_IDENTITIES = 512  # of a store's session, which keeps them all
 _LOOKUP_S = 2.0
@@ -58,7 +60,7 @@ class Agent:
         self._tell = tell
         self._staging = Staging(begin.staging_bytes)
         self._stores = Stores(begin.daemon)
-        self._known: OrderedDict[str, None] = OrderedDict()  # names that are in the pool, by our own doing
+        self._known: Recent[str] = Recent(_KNOWN_S, _KNOWN_NAMES)  # names that are in the pool
         self._known_lock = threading.Lock()
         self._lookers = ThreadPoolExecutor(2, "tierstore-look")
         self._bringers = ThreadPoolExecutor(2, "tierstore-bring")
@@ -133,7 +135,7 @@ class Agent:
             places = lane.places(part)
             sizes = self._pool.get([each.name for each in part], places)
             came = [size == each.nbytes for size, each in zip(sizes, part, strict=True)]
-            if not all(came):
+            if not all(size in (each.nbytes, NOT_THERE) for size, each in zip(sizes, part, strict=True)):
                 lane.sound = False
                 counts["poisoned_lanes"] += 1
             leading = [*came, False].index(False)
@@ -222,10 +224,7 @@ class Agent:
     def _note_known(self, objects: Sequence[PageObject]) -> None:
         with self._known_lock:
             for each in objects:
-                self._known[each.name] = None
-                self._known.move_to_end(each.name)
-            while len(self._known) > _KNOWN_NAMES:
-                self._known.popitem(last=False)
+                self._known.note(each.name)
 
 
 class Stores:

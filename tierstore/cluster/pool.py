@@ -13,6 +13,9 @@ from tierstore.errors import StoreUnavailableError, UsageError
 Memory = tuple[int, int]
 """Address and bytes."""
 
+NOT_THERE = 0
+"""Instead of an object's size."""
+
 
 class PoolError(StoreUnavailableError):
     """The pool does not answer, or not in a way that can be understood."""
@@ -28,8 +31,9 @@ class Pool(Protocol):
         """Raises :class:`PoolError`."""
 
     def get(self, names: Sequence[str], into: Sequence[Memory]) -> list[int]:
-        """Have objects written to memory: the size of each, less than 0 for what did not come. Memory of a
-        call that did not bring all of them may be written to later. Raises :class:`PoolError`."""
+        """Have objects written to memory: the size of each, ``NOT_THERE`` for what the pool does not have
+        (its memory is left alone), less than 0 for what did not come. Memory of a call in which something did
+        not come may be written to later. Raises :class:`PoolError`."""
 
     def put(self, names: Sequence[str], of: Sequence[Memory]) -> list[bool]:
         """Which of them are there now; for others there was no room. A name that exists keeps its bytes.

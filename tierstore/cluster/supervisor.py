@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,6 +20,7 @@ import msgspec
 
 from tierstore.cluster import orders as o
 from tierstore.cluster.pool import check_url
+from tierstore.cluster.recent import Recent
 from tierstore.core.prompts import PromptView
 from tierstore.errors import UsageError
 from tierstore.planner import Way
@@ -35,6 +36,7 @@ _BACK_OFF_S = (0.1, 5.0)
 _LIVED_S = 2.0  # after such a life the next one begins without much delay
 _HOPELESS_S = 60.0  # between two trials of what cannot work, until somebody installs something
 _ABSENT_S = 2.0  # for which a page that was not there is not asked for again
+_PUBLISHED_S = 60.0  # for which a prompt that was published is not told of again
 _REMEMBERED = 1 << 14
 _MOST_UNREAD_BYTES = 16 << 20  # that an agent has not read
 _LATE = 3  # looks that came late, in …
@@ -94,8 +96,8 @@ class Cluster:
         )
         self._getter = _Agent(begin, self._counts)
         self._putter = _Agent(begin, self._counts)
-        self._absent: OrderedDict[tuple[bytes, bytes], float] = OrderedDict()
-        self._published: OrderedDict[tuple[bytes, bytes], None] = OrderedDict()
+        self._absent: Recent[tuple[bytes, bytes]] = Recent(_ABSENT_S, _REMEMBERED)
+        self._published: Recent[tuple[bytes, bytes, int]] = Recent(_PUBLISHED_S, _REMEMBERED)
         self._bringing: dict[tuple[bytes, bytes], asyncio.Future[int]] = {}
         self._late: list[float] = []
         self._paused_until = 0.0
@@ -141,7 +143,7 @@ class Cluster:
         if not self._shares(view) or left < self._options.min_tokens or now < self._paused_until:
             return 0
         key = (view.registration.identity.digest, view.chunk(first)[0])
-        if self._absent.get(key, 0.0) > now:
+        if key in self._absent:
             return 0
         looked = self._getter.ask(lambda number: o.Look(number, _pages(view), first), self._options.look_s)
         if looked is None:
@@ -154,9 +156,7 @@ class Cluster:
         self._pause_s = _PAUSE_S[0]
         self._counts["looks"] += 1
         if chunks <= 0:
-            self._absent[key] = now + _ABSENT_S
-            while len(self._absent) > _REMEMBERED:
-                self._absent.popitem(last=False)
+            self._absent.note(key)
         return max(chunks, 0)
 
     def _note_late(self, now: float) -> None:
@@ -221,14 +221,10 @@ class Cluster:
     def _publish(self, view: PromptView, chunks: int) -> None:
         if chunks <= 0 or not self._shares(view):
             return
-        key = (view.registration.identity.digest, view.chunk(chunks - 1)[0])
-        if key in self._published:
-            self._published.move_to_end(key)
-            return
-        if self._putter.tell(o.Publish(_pages(view, chunks), chunks)):
-            self._published[key] = None
-            while len(self._published) > _REMEMBERED:
-                self._published.popitem(last=False)
+        # By one agent: its queue ends with it.
+        key = (view.registration.identity.digest, view.chunk(chunks - 1)[0], self._putter.pid)
+        if key not in self._published and self._putter.tell(o.Publish(_pages(view, chunks), chunks)):
+            self._published.note(key)
 
     def _shares(self, view: PromptView) -> bool:
         return not view.loose and not view.registration.identity.tenant
@@ -304,7 +300,10 @@ class _Agent:
         back_off_s = _BACK_OFF_S[0]
         while True:
             began = time.monotonic()
-            await self._live()
+            try:
+                await self._live()
+            except OSError as error:  # no process, no descriptor: later there may be
+                self.trouble = f"its agent cannot be started: {error.strerror}"
             self.counts["agent_ends"] += 1
             if time.monotonic() - began > _LIVED_S:
                 back_off_s = _BACK_OFF_S[0]
@@ -317,13 +316,17 @@ class _Agent:
         with theirs:
             number = theirs.fileno()
             command = [sys.executable, "-m", "tierstore.cluster.agent", str(number)]
-            process = subprocess.Popen(
-                command,
-                pass_fds=[number],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
+            try:
+                process = subprocess.Popen(
+                    command,
+                    pass_fds=[number],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
+            except OSError:
+                ours.close()
+                raise
         reader, writer = await asyncio.open_connection(sock=ours)
         self.pid = process.pid
         watch = asyncio.get_running_loop().create_task(self._watch(process))

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from tierstore.cluster.pool import Memory, Pool, PoolError, PoolOptions
+from tierstore.cluster.pool import NOT_THERE, Memory, Pool, PoolError, PoolOptions
 
 _LOOK_S = 0.01
 
@@ -59,7 +59,7 @@ class FakePool(Pool):
         sizes = []
         for data, to in zip(objects, into, strict=True):
             if data is None:
-                sizes.append(-704)
+                sizes.append(NOT_THERE)
                 continue
             size = len(data)
             if faults.get("flip"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 import random
 import signal
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 
 from tests.tierstore.cluster.hosts import SPEC, Host, alive, check, prompt, show
+from tierstore.cluster import supervisor
 from tierstore.keys import Identity
 from tierstore.testing.fake_pool import set_faults
 from tierstore.testing.pages import pages_of
@@ -193,6 +196,64 @@ def test_an_agent_that_crashes_is_started_again(start, pool):
     other.wait_online()
     assert other.bring(prompt(1)) == (128, 128)
     assert other.stats().service.reserved_bytes == 0
+
+
+def test_what_the_pool_has_lost_meanwhile_is_no_failed_call(start, pool):
+    """Objects that were there when it was asked are not when they are got: what comes before them does come,
+    and the memory is used again."""
+    one, other = start(), start()
+    one.save(prompt(1))
+    published(one, 8)
+    with other.store() as store:
+        for _ in range(6):  # more than would wear staging memory out
+            with store.lookup(prompt(1)) as hit:
+                assert hit.remote_tokens == 128
+                for each in pool.glob("ts1-*"):
+                    each.rename(each.with_name(f"away-{each.name}"))
+                assert store.bring(hit, deadline_s=5).wait(30) == 0
+                for each in pool.glob("away-*"):
+                    each.rename(each.with_name(each.name.removeprefix("away-")))
+    assert other.bring(prompt(1)) == (128, 128)
+    counts = other.counts()
+    assert "poisoned_lanes" not in counts
+    assert "agent_ends" not in counts
+
+
+def test_what_the_pool_has_lost_is_published_again_by_the_next_agent(start, pool):
+    one = start()
+    one.save(prompt(1))
+    published(one, 8)
+    for each in pool.glob("ts1-*"):
+        each.unlink()
+    for agent in one.agents():
+        os.kill(agent, signal.SIGKILL)
+    one.wait_for(lambda stats: stats.cluster.counts.get("agent_ends", 0) == 2)
+    one.wait_online()
+    with one.store() as store:
+        store.lookup(prompt(1)).release()
+    published(one, 16)
+    assert start().bring(prompt(1)) == (128, 128)
+
+
+def test_an_agent_that_cannot_be_started_is_tried_again(monkeypatch):
+    """The supervisor outlives a moment without processes, and leaks nothing."""
+    tries = []
+
+    def no_process(*args, **kwargs):
+        tries.append(args)
+        raise OSError(errno.EAGAIN, "no process")
+
+    monkeypatch.setattr(supervisor.subprocess, "Popen", no_process)
+
+    async def run():
+        cluster = supervisor.Cluster(supervisor.ClusterOptions("fake:///tmp"), "ipc:///none")
+        cluster.start()
+        while len(tries) < 4:  # two agents, twice
+            await asyncio.sleep(0.01)
+        assert "no process" in cluster.stats().trouble
+        await cluster.stop()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
 
 
 def test_agents_end_with_their_daemon(start):

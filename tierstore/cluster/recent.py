@@ -1,0 +1,44 @@
+"""What has been seen of late. Pure."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+class Recent(Generic[_Key]):
+    """Keys that were noted less than ``seconds`` ago, ``most`` of them. What is seen of a pool is not true
+    for long: its pages go when they like, and a master that is started again has none.
+
+    >>> at = [0.0]
+    >>> seen: Recent[str] = Recent(60.0, 2, clock=lambda: at[0])
+    >>> seen.note("a")
+    >>> "a" in seen, "b" in seen
+    (True, False)
+    >>> at[0] = 60.0
+    >>> "a" in seen
+    False
+    """
+
+    def __init__(self, seconds: float, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = seconds
+        self._most = most
+        self._clock = clock
+        self._ends: OrderedDict[_Key, float] = OrderedDict()
+
+    def __contains__(self, key: _Key) -> bool:
+        return self._ends.get(key, 0.0) > self._clock()
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def note(self, key: _Key) -> None:
+        """It is seen now. The longest unseen one gives way."""
+        self._ends[key] = self._clock() + self._seconds
+        self._ends.move_to_end(key)
+        if len(self._ends) > self._most:
+            self._ends.popitem(last=False)
