@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -57,6 +58,28 @@ def test_pages_behind_a_prefix_that_is_held(start):
     other.save(prompt(1, pages=30), again=False)
     assert other.bring(prompt(1, pages=200)) == (170 * 16, 200 * 16)
     assert other.counts()["brought_pages"] == 170
+
+
+_GET_ONE_OF_TWO = """
+import ctypes, os
+from tierstore.cluster.pool import PoolOptions, open_pool
+pool = open_pool(PoolOptions("mooncake://MASTER"))
+memory = ctypes.create_string_buffer(bytes(range(100)) * 2, 200)
+at = ctypes.addressof(memory)
+assert pool.put(["there"], [(at, 100)]) == [True]
+ctypes.memset(at, 0, 200)
+assert pool.get(["there", "not there"], [(at, 100), (at + 100, 100)]) == [100, 0]
+assert memory.raw == bytes(range(100)) + bytes(100)
+print("as expected", flush=True)
+os._exit(0)
+"""
+
+
+def test_an_object_that_is_not_there_is_no_failure(network):
+    """Beside one that is: the memory for it is left alone."""
+    command = [*inside(2), sys.executable, "-c", _GET_ONE_OF_TWO.replace("MASTER", MASTER)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "as expected" in done.stdout, done.stderr
 
 
 def test_a_lender_that_stops_and_goes_on_changes_no_byte(network, start):
