@@ -162,6 +162,24 @@ def test_a_master_that_dies_is_a_miss_and_comes_back(network, start):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(300)
+def test_a_master_that_lost_everything_is_given_it_again(network, start):
+    """What was published before is published once more, when it is asked for a minute later."""
+    one, other = start(1), start(2)
+    publish(one, prompt(1))
+    network.kill_master()
+    network.kill_lender()
+    network.start_master()
+    network.start_lender()
+    ends = time.monotonic() + 150
+    while other.bring(prompt(1))[1] == 0:
+        assert time.monotonic() < ends, (one.stats().cluster, other.stats().cluster)
+        with one.store() as store:
+            assert check(store, prompt(1)) == 128
+        time.sleep(1)
+
+
+@pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_ten_minutes_of_kills(network, start):
     """Of master, lender, agents and daemons: no wrong byte, no call beyond its deadline and .1 s, nothing
