@@ -61,7 +61,7 @@ class Agent:
         self._staging = Staging(begin.staging_bytes)
         self._stores = Stores(begin.daemon)
         self._known: Recent[str] = Recent(_KNOWN_S, _KNOWN_NAMES)  # names that are in the pool
-        self._known_lock = threading.Lock()
+        self._known_lock = threading.Lock()  # guards it, and the count of those to be published
         self._lookers = ThreadPoolExecutor(2, "tierstore-look")
         self._bringers = ThreadPoolExecutor(2, "tierstore-bring")
         self._publishing: queue.Queue[tuple[o.PromptPages, int, int]] = queue.Queue()
@@ -164,14 +164,14 @@ class Agent:
     def _queue(self, order: o.Publish) -> None:
         objects = _objects(order.pages, self._secret)[: order.count]
         with self._known_lock:
-            new = [at for at, each in enumerate(objects) if each.name not in self._known]
-        if not new:
-            return
-        if self._queued_pages + len(new) > _QUEUED_PAGES and self._queued_pages:
-            self._count(Counter(dropped_pages=len(new)))
-            return
-        self._queued_pages += len(new)
-        self._publishing.put((order.pages, order.count, len(new)))
+            new = sum(each.name not in self._known for each in objects)
+            full = self._queued_pages and self._queued_pages + new > _QUEUED_PAGES
+            if new and not full:
+                self._queued_pages += new
+        if full:
+            self._count(Counter(dropped_pages=new))
+        elif new:
+            self._publishing.put((order.pages, order.count, new))
 
     def _publish_all(self) -> None:
         while True:
@@ -183,7 +183,8 @@ class Agent:
                 counts["failed_calls"] += 1
             except TierStoreError:
                 counts["failed_loads"] += 1
-            self._queued_pages -= queued
+            with self._known_lock:
+                self._queued_pages -= queued
             self._count(counts)
 
     def _publish(self, pages: o.PromptPages, count: int, counts: Counter[str]) -> None:

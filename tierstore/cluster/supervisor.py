@@ -340,7 +340,7 @@ class _Agent:
             watch.cancel()
             writer.close()
             process.kill()
-            process.wait()  # in a moment
+            await asyncio.to_thread(process.wait)  # a driver may keep it for a while
             for asked in self._asked.values():
                 if not asked.answer.done():
                     asked.answer.set_result(0)
