@@ -10,6 +10,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import torch
+
 from tierstore.errors import UsageError
 from tierstore_engine.build import LoadedModel, load_model
 from tierstore_engine.engine import Engine
@@ -225,6 +227,7 @@ class _Experiment:
             sizes.pool_pages,
             sizes.host_bytes,
             sizes.disk_bytes,
+            torch.get_num_threads(),
             dict(settings.throttle),
         )
         with tempfile.TemporaryDirectory(prefix="tierstore-bench-") as scratch:

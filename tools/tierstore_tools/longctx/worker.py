@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """What the process runs: ``store`` is the directory, the rest as in the parent."""
+    """What the process runs: ``store`` is the directory, the rest as in the parent. ``threads`` are torch's:
+    with others the last bits of what is computed behind a hit may be others."""
 
     model: str
     device: str
@@ -39,6 +40,7 @@ class Job:
     pool_pages: int
     host_bytes: int
     disk_bytes: int
+    threads: int
     throttle: dict[str, float] = field(default_factory=dict)
 
 
@@ -72,11 +74,14 @@ def _read_result(file: Path) -> tuple[Answer, list[bytes]]:
 
 
 def main(job_file: str, result_file: str) -> None:
+    import torch
+
     from tierstore_engine.build import load_model
     from tierstore_tools.longctx.session import ask, open_engine, page_digests
     from tierstore_tools.longctx.settings import Sizes
 
     job = msgspec.json.decode(Path(job_file).read_bytes(), type=Job)
+    torch.set_num_threads(job.threads)
     model = load_model(
         job.model, device=job.device, dtype=job.dtype, kv_dtype=job.kv_dtype, kv_scales=job.kv_scales
     )
