@@ -7,6 +7,7 @@ state one snapshot."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 from tierstore.errors import SpecError
 from tierstore.spec import DEFAULT_CHUNK_TOKENS, DTYPE_BITS, LayerGroup, LayerKind
 
+# Fields of models whose layers differ, where no list says which is which.
+_MIXED = re.compile(r"mamba_|ssm_|attn_layer_(period|offset)|hybrid_override_pattern|linear_attn_config")
 _STATE_BYTES = 4  # a number of a recurrent state: kept as float32, whatever the model's dtype
 
 
@@ -95,6 +98,8 @@ def group_sizes(config: Mapping[str, Any], *, dtype: str | None = None) -> list[
 
 def _groups(config: Mapping[str, Any]) -> list[LayerGroup]:
     layers = _count(config, "num_hidden_layers")
+    if config.get("layer_types") is None and (odd := sorted(name for name in config if _MIXED.match(name))):
+        raise SpecError(f"config.json: {', '.join(odd)}: how such layers remember is not understood")
     if config.get("kv_lora_rank"):
         width = _count(config, "kv_lora_rank") + int(config.get("qk_rope_head_dim") or 0)
         return [LayerGroup(LayerKind.MLA_LATENT, tuple(range(layers)), 1, width)]
@@ -131,11 +136,19 @@ def _layer_kinds(config: Mapping[str, Any], layers: int) -> list[LayerKind]:
     if every := config.get("full_attention_interval"):
         recurrent = LayerKind.RECURRENT_STATE
         return [LayerKind.FULL_ATTENTION if (at + 1) % every == 0 else recurrent for at in range(layers)]
-    windowed = config.get("sliding_window") and config.get("use_sliding_window", True)
-    if windowed and (every := config.get("sliding_window_pattern")):
-        window = LayerKind.SLIDING_WINDOW
-        return [LayerKind.FULL_ATTENTION if (at + 1) % every == 0 else window for at in range(layers)]
-    return [LayerKind.SLIDING_WINDOW if windowed else LayerKind.FULL_ATTENTION] * layers
+    full, window, chunk = LayerKind.FULL_ATTENTION, LayerKind.SLIDING_WINDOW, LayerKind.CHUNKED_ATTENTION
+    if config.get("attention_chunk_size"):  # Llama 4: layers without RoPE attend to everything
+        with_rope = config.get("no_rope_layers") or [
+            (at + 1) % int(config.get("no_rope_layer_interval") or 4) for at in range(layers)
+        ]
+        return [chunk if rope else full for rope in with_rope]
+    if not config.get("sliding_window") or not config.get("use_sliding_window", True):
+        return [full] * layers
+    every = config.get("sliding_window_pattern") or (2 if config.get("model_type") == "gemma2" else None)
+    if every:
+        return [full if (at + 1) % every == 0 else window for at in range(layers)]
+    first = int(config.get("max_window_layers") or 0)  # Qwen2: those before it have none
+    return [window if at >= first else full for at in range(layers)]
 
 
 def _window(config: Mapping[str, Any], kind: LayerKind) -> int | None:

@@ -66,11 +66,35 @@ def test_a_state_does_not_grow():
         ({"layer_types": ["full_attention"] * 31 + ["mamba"]}, "mamba"),
         ({"dtype": "complex64"}, "unknown KV dtype"),
         ({"layer_types": ["chunked_attention"] * 32}, "attention_chunk_size"),
+        ({"attn_layer_period": 8, "mamba_d_state": 16}, "attn_layer_period, mamba_d_state"),
+        ({"hybrid_override_pattern": "M-M*"}, "hybrid_override_pattern"),
     ],
 )
 def test_what_is_not_understood_is_said(change, message):
     with pytest.raises(SpecError, match=message):
         group_sizes({**LLAMA, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "layers"),
+    [
+        ({"model_type": "gemma2", "sliding_window": 4096}, {"full_attention": 16, "sliding_window": 16}),
+        ({"attention_chunk_size": 8192}, {"full_attention": 8, "chunked_attention": 24}),
+        (
+            {"attention_chunk_size": 8192, "no_rope_layers": [0] + [1] * 31},
+            {"full_attention": 1, "chunked_attention": 31},
+        ),
+        (
+            {"sliding_window": 4096, "use_sliding_window": True, "max_window_layers": 28},
+            {"full_attention": 28, "sliding_window": 4},
+        ),
+        ({"sliding_window": 4096, "use_sliding_window": False}, {"full_attention": 32}),
+        ({"sliding_window": 4096}, {"sliding_window": 32}),
+    ],
+)
+def test_which_layers_keep_what(change, layers):
+    sizes = group_sizes({**LLAMA, **change})
+    assert {each.group.kind.value: len(each.group.layers) for each in sizes} == layers
 
 
 def test_the_command(tmp_path):
