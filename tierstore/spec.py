@@ -23,7 +23,7 @@ from __future__ import annotations
 import enum
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -205,6 +205,20 @@ class KVSpec:
     def token_bytes(self) -> float:
         """KV bytes that one token adds, all layers."""
         return self.page_bytes / self.chunk_tokens
+
+    def split(self) -> tuple[KVSpec, ...]:
+        """One spec for each layer group, in the order of ``groups``: pages of their own, of the same chunks.
+        A spec of one group is its own only part.
+
+        >>> full, window = LayerGroup(LayerKind.FULL_ATTENTION, (1,), 1, 64), LayerGroup(
+        ...     LayerKind.SLIDING_WINDOW, (0,), 1, 64, window=512
+        ... )
+        >>> [part.page_bytes for part in KVSpec((full, window), "float16").split()]
+        [16384, 16384]
+        """
+        if len(self.groups) == 1:
+            return (self,)
+        return tuple(replace(self, groups=(group,)) for group in self.groups)
 
     def layer(self, layer: int) -> ByteRange:
         """Where layer ``layer`` (the model's own index) lies within a page."""

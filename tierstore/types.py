@@ -102,10 +102,20 @@ def checked_session(session: str | None) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupPages:
+    """HBM pages of one layer group's pool, of chunks ``first, first + 1, …`` of a prompt."""
+
+    first: int = 0
+    pages: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Loaded:
     """What a load brought: the first ``tokens`` tokens. ``pages`` are HBM pages, each owned once by the
-    caller (none for buffers); ``moved_bytes`` is the payload that had to be copied."""
+    caller (none for buffers); ``moved_bytes`` is the payload that had to be copied. Where there are several
+    layer groups, ``groups`` has the pages of each, and ``pages`` are those of the first."""
 
     tokens: int
     pages: tuple[int, ...] = ()
     moved_bytes: int = 0
+    groups: tuple[GroupPages, ...] = ()

@@ -11,6 +11,12 @@ Pages are ints: indices into ``pool``, the engine's HBM page pool. Who may touch
 * ``save`` publishes a private page whose chunk is complete: it stays where it is, becomes read-only, and
   after ``release`` it is cached until its room is needed. Publishing moves no byte on the engine's thread.
 
+**Layer groups.** A model whose layers remember the past in different ways has a pool of pages for each group
+of them (``pools``), and what a hit needs of a group is its rule's (``rules``, see :mod:`tierstore.groups`).
+Group 0 is the one that every token before the hit is needed of, where there is one. Verbs about pages take
+the ``group`` that they are about. With several groups a hit is a whole number of chunks, and its load brings
+of each group what the hit needs (``Loaded.groups``); all of these pages are shared and read-only.
+
 No verb raises because the cache is full, slow or broken: fewer tokens come back, or nothing is stored.
 None of them blocks on a colder tier: whatever has to be waited for is a
 :class:`~tierstore.transfer.Transfer`. All are called from the engine's one thread.
@@ -22,6 +28,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from tierstore.groups import GroupRule
 from tierstore.keys import Prompt, TokenIds
 from tierstore.planner import Plan
 from tierstore.stats import StoreStats
@@ -39,7 +46,13 @@ class Hit(Protocol):
 
     @property
     def by_tier(self) -> Mapping[str, int]:
-        """The same tokens by the fastest tier that holds them: ``{"hbm": …, "host": …, "disk": …}``."""
+        """The same tokens by the fastest tier that holds them: ``{"hbm": …, "host": …, "disk": …}``. Of
+        several layer groups the slowest tier counts that a page which is needed lies in."""
+
+    @property
+    def branch(self) -> int:
+        """How many leading tokens the groups hold of which every token is needed: at least ``tokens``. Where
+        it is more, the others lack what a hit there needs: a place worth saving them."""
 
     def prefetch(self, *, deadline_s: float | None = None) -> Transfer[int]:
         """Bring what is on disk into host memory; the result is the tokens now above disk."""
@@ -51,7 +64,18 @@ class Hit(Protocol):
 class Connector(ABC):
     """The adapter between the bundled engine and a store."""
 
-    pool: PagePool
+    pools: tuple[PagePool, ...]
+    """By layer group."""
+
+    @property
+    def pool(self) -> PagePool:
+        """The first group's."""
+        return self.pools[0]
+
+    @property
+    def rules(self) -> tuple[GroupRule, ...]:
+        """What hits need of each layer group."""
+        return tuple(GroupRule.of(pool.spec.groups[0]) for pool in self.pools)
 
     @abstractmethod
     def prompt(self, tokens: TokenIds) -> Prompt:
@@ -112,6 +136,7 @@ class Connector(ABC):
         pages: Sequence[int],
         *,
         first: int,
+        group: int = 0,
         hint: Hint | None = None,
         session: str | None = None,
     ) -> Transfer[int]:
@@ -119,26 +144,27 @@ class Connector(ABC):
         behind the engine's back. Chunks before ``first`` must have been saved or loaded before; the last
         page may hold the prompt's incomplete last chunk. The engine must not write to a saved page again;
         the result is the number of tokens stored below HBM. ``hint`` and ``session`` are advice to the
-        store's policy (see :mod:`tierstore.types`) and change nothing else; no pages may carry them, too."""
+        store's policy (see :mod:`tierstore.types`) and change nothing else; no pages may carry them, too. Of
+        a group that needs not every token, any chunks may be saved, whole ones only."""
 
     @abstractmethod
     def finish(self, session: str) -> None:
         """This session is over: the pages that only it has used may leave first."""
 
     @abstractmethod
-    def allocate(self, count: int) -> list[int] | None:
+    def allocate(self, count: int, *, group: int = 0) -> list[int] | None:
         """``count`` private pages, evicting cached ones where needed; None when that many cannot be had."""
 
     @abstractmethod
-    def release(self, pages: Sequence[int]) -> None:
+    def release(self, pages: Sequence[int], *, group: int = 0) -> None:
         """The engine is done with these pages (one call for each time it came to own one)."""
 
     @abstractmethod
-    def evict(self, count: int) -> int:
+    def evict(self, count: int, *, group: int = 0) -> int:
         """Drop up to ``count`` cached pages from HBM (colder copies stay); how many were dropped."""
 
     @abstractmethod
-    def available(self) -> int:
+    def available(self, *, group: int = 0) -> int:
         """Pages that ``allocate`` could hand out now: free ones and cached ones that nobody uses."""
 
     @abstractmethod

@@ -28,6 +28,7 @@ class NoHit:
 
     tokens: int = 0
     by_tier: Mapping[str, int] = field(default_factory=dict)
+    branch: int = 0
 
     def prefetch(self, *, deadline_s: float | None = None) -> Transfer[int]:
         return Transfer.completed(0)
@@ -37,10 +38,10 @@ class NoHit:
 
 
 class NoStore(Connector):
-    """The engine on its own: a pool of pages, nothing reused."""
+    """The engine on its own: a pool of pages (for each layer group), nothing reused."""
 
-    def __init__(self, pool: PagePool, identity: Identity) -> None:
-        self.pool = pool
+    def __init__(self, pools: PagePool | Sequence[PagePool], identity: Identity) -> None:
+        self.pools = (pools,) if isinstance(pools, PagePool) else tuple(pools)
         self._identity = identity
 
     def prompt(self, tokens: TokenIds) -> Prompt:
@@ -77,6 +78,7 @@ class NoStore(Connector):
         pages: Sequence[int],
         *,
         first: int,
+        group: int = 0,
         hint: Hint | None = None,
         session: str | None = None,
     ) -> Transfer[int]:
@@ -85,17 +87,17 @@ class NoStore(Connector):
     def finish(self, session: str) -> None:
         """Nothing is kept anyhow."""
 
-    def allocate(self, count: int) -> list[int] | None:
-        return self.pool.allocate(count)
+    def allocate(self, count: int, *, group: int = 0) -> list[int] | None:
+        return self.pools[group].allocate(count)
 
-    def release(self, pages: Sequence[int]) -> None:
-        self.pool.free(pages)
+    def release(self, pages: Sequence[int], *, group: int = 0) -> None:
+        self.pools[group].free(pages)
 
-    def evict(self, count: int) -> int:
+    def evict(self, count: int, *, group: int = 0) -> int:
         return 0
 
-    def available(self) -> int:
-        return self.pool.free_pages
+    def available(self, *, group: int = 0) -> int:
+        return self.pools[group].free_pages
 
     def stats(self) -> StoreStats | None:
         return None
@@ -110,7 +112,7 @@ class StoreConnector(Connector):
     def __init__(self, store: Store) -> None:
         if store.pool is None:
             raise UsageError("the bundled engine needs a store with a page pool")
-        self.pool = store.pool
+        self.pools = (store.pool,)
         self.store = store
 
     def prompt(self, tokens: TokenIds) -> Prompt:
@@ -160,6 +162,7 @@ class StoreConnector(Connector):
         pages: Sequence[int],
         *,
         first: int,
+        group: int = 0,
         hint: Hint | None = None,
         session: str | None = None,
     ) -> Transfer[int]:
@@ -168,16 +171,16 @@ class StoreConnector(Connector):
     def finish(self, session: str) -> None:
         self.store.finish(session)
 
-    def allocate(self, count: int) -> list[int] | None:
+    def allocate(self, count: int, *, group: int = 0) -> list[int] | None:
         return self.store.allocate_hbm(count)
 
-    def release(self, pages: Sequence[int]) -> None:
+    def release(self, pages: Sequence[int], *, group: int = 0) -> None:
         self.store.release_hbm(pages)
 
-    def evict(self, count: int) -> int:
+    def evict(self, count: int, *, group: int = 0) -> int:
         return self.store.evict("hbm", count)
 
-    def available(self) -> int:
+    def available(self, *, group: int = 0) -> int:
         return self.store.available_hbm()
 
     def stats(self) -> StoreStats | None:
@@ -191,7 +194,7 @@ def open_connector(
     spec: KVSpec,
     identity: Identity,
     *,
-    pool_pages: int,
+    pool_pages: int | Sequence[int],
     store: str | None,
     host_bytes: int = DEFAULT_HOST_BYTES,
     disk_bytes: int = DEFAULT_DISK_BYTES,
@@ -199,15 +202,23 @@ def open_connector(
     model_name: str = "",
     mounts: Sequence[MountedPack] = (),
 ) -> Connector:
-    """A page pool of ``pool_pages`` pages on ``device`` and the connector to ``store``: the address of a
+    """A page pool of ``pool_pages`` pages on ``device`` (a pool for each layer group: as many numbers as the
+    spec has groups) and the connector to ``store``: the address of a
     daemon (``ipc://PATH``, ``tcp://HOST:PORT``), a directory for an embedded store, or None to compute
     without one. ``model_name`` is what people call the model, ``mounts`` are packs to find pages in, too.
     Raises what :func:`tierstore.open` and :func:`tierstore.connect` raise."""
     if mounts and store is None:
         raise UsageError("a mounted pack stands behind a store: say which")
-    pool = open_pool(spec, pool_pages, device=device)
+    counts = [pool_pages] if isinstance(pool_pages, int) else list(pool_pages)
+    parts = spec.split()
+    if len(counts) != len(parts):
+        raise UsageError(f"the model has {len(parts)} layer groups, and there are {len(counts)} pool sizes")
+    pools = [open_pool(part, count, device=device) for part, count in zip(parts, counts, strict=True)]
     if store is None:
-        return NoStore(pool, identity)
+        return NoStore(pools, identity)
+    if len(pools) > 1:
+        raise UsageError("a store for several layer groups is not built yet")
+    [pool] = pools
     if "://" in store:
         connected = tierstore.connect(
             store, spec, identity=identity, pool=pool, model_name=model_name, mounts=mounts

@@ -4,8 +4,9 @@ import pytest
 
 import tierstore
 from tierstore.errors import UsageError
+from tierstore.groups import GroupRule
 from tierstore.keys import Identity
-from tierstore.spec import KVSpec
+from tierstore.spec import KVSpec, LayerGroup, LayerKind
 from tierstore.tiers.hbm import PagePool
 from tierstore_connectors.bundled import NoStore, StoreConnector, open_connector
 from tierstore_connectors.testing import TOKENS, ConnectorTests
@@ -62,3 +63,26 @@ def test_a_store_without_a_pool_is_refused():
         pytest.raises(UsageError, match="page pool"),
     ):
         StoreConnector(store)
+
+
+FULL = LayerGroup(LayerKind.FULL_ATTENTION, (1,), 1, 32)
+WINDOW = LayerGroup(LayerKind.SLIDING_WINDOW, (0, 2), 1, 32, window=40)
+GROUPS = KVSpec((FULL, WINDOW), "float32", 16)
+
+
+def test_each_layer_group_has_a_pool_and_a_rule():
+    connector = open_connector(GROUPS, Identity.of(GROUPS, model="m"), pool_pages=(4, 6), store=None)
+    assert [pool.spec for pool in connector.pools] == list(GROUPS.split())
+    assert connector.pool is connector.pools[0]
+    assert connector.rules == (GroupRule.all(), GroupRule.window(39))
+    pages = connector.allocate(5, group=1)
+    assert pages == [0, 1, 2, 3, 4]
+    assert (connector.available(group=1), connector.available()) == (1, 4)
+    connector.release(pages, group=1)
+    assert connector.available(group=1) == 6
+    connector.close()
+
+
+def test_a_pool_is_missing():
+    with pytest.raises(UsageError, match="2 layer groups"):
+        open_connector(GROUPS, Identity.of(GROUPS, model="m"), pool_pages=4, store=None)

@@ -54,6 +54,11 @@ class Hit:
         return f"Hit({self.tokens} tokens, {self.by_tier})"
 
     @property
+    def branch(self) -> int:
+        """How far all layer groups of which every token is needed go: of one group, as far as the hit."""
+        return self.tokens
+
+    @property
     def num_pages(self) -> int:
         """Pages of the hit, the one it ends inside of included: as many buffers take a load."""
         return -(-self.tokens // self.chunk_tokens)
