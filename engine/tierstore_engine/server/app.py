@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -21,7 +20,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-import msgspec
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -39,12 +37,14 @@ from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.server.admission import Admission, Place
 from tierstore_engine.server.chat import ChatTemplate
 from tierstore_engine.server.errors import ApiError, bad_request
+from tierstore_engine.server.http import Exchange, not_routed, require_key
 from tierstore_engine.server.metrics import ServerMetrics, Snapshot
 from tierstore_engine.server.requests import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
     R,
+    TokenizeRequest,
     checked_hint,
     parse,
 )
@@ -55,9 +55,6 @@ from tierstore_engine.tokenizer import Tokenizer
 
 SESSION_HEADER = "x-session-id"
 
-_JSON = "application/json"
-_BODY_S = 30.0  # for a body to arrive
-_DISCARDED_BODIES = 32  # of a body that is too large, read so that its sender can hear the answer
 _STATS_S = 2.0
 
 _log = logging.getLogger(__name__)
@@ -178,12 +175,13 @@ class Server:
             routes=[
                 Route("/v1/completions", _Endpoint(self, "completions", self._completions), methods=["POST"]),
                 Route("/v1/chat/completions", _Endpoint(self, "chat", self._chat), methods=["POST"]),
+                Route("/tokenize", _Endpoint(self, "tokenize", self._tokenize), methods=["POST"]),
                 Route("/v1/models", _Endpoint(self, "models", self._models), methods=["GET"]),
                 Route("/v1/models/{name:path}", _Endpoint(self, "models", self._model), methods=["GET"]),
                 Route("/health", _Endpoint(self, "health", self._health, public=True), methods=["GET"]),
                 Route("/metrics", _Endpoint(self, "metrics", self._metrics, public=True), methods=["GET"]),
             ],
-            exception_handlers={HTTPException: _not_routed},
+            exception_handlers={HTTPException: not_routed},
         )
 
     async def drain(self) -> bool:
@@ -200,24 +198,27 @@ class Server:
 
     def authorize(self, request: Request) -> None:
         """Raises :class:`ApiError` (401) without the right key."""
-        if self.settings.api_key is None:
-            return
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(
-            key.strip().encode(), self.settings.api_key.encode()
-        ):
-            raise ApiError(401, "this server wants an API key: send Authorization: Bearer KEY")
+        if self.settings.api_key is not None:
+            require_key(request, self.settings.api_key)
 
     # -- small answers -------------------------------------------------------------------------------
 
-    async def _models(self, exchange: _Exchange) -> None:
+    async def _models(self, exchange: Exchange) -> None:
         await exchange.reply(200, {"object": "list", "data": [self._model_object()]})
 
-    async def _model(self, exchange: _Exchange) -> None:
+    async def _model(self, exchange: Exchange) -> None:
         self._check_model(exchange.request.path_params["name"])
         await exchange.reply(200, self._model_object())
 
-    async def _health(self, exchange: _Exchange) -> None:
+    async def _tokenize(self, exchange: Exchange) -> None:
+        with self.admission.place():
+            request = parse(await exchange.body(self.settings.max_body_bytes), TokenizeRequest)
+            self._check_model(request.model)
+            tokens = await asyncio.to_thread(self._tokens_of, request)
+            document = {"count": len(tokens), "max_model_len": self._positions, "tokens": tokens}
+            await exchange.reply(200, document)
+
+    async def _health(self, exchange: Exchange) -> None:
         if self.engine.failed is not None:
             await exchange.reply(503, {"status": "failed"})
         elif self.admission.draining:
@@ -225,7 +226,7 @@ class Server:
         else:
             await exchange.reply(200, {"status": "ok"})
 
-    async def _metrics(self, exchange: _Exchange) -> None:
+    async def _metrics(self, exchange: Exchange) -> None:
         engine = await asyncio.wait_for(self.engine.call(lambda engine: engine.stats()), _STATS_S * 10)
         store = await asyncio.to_thread(self._store.stats)
         snapshot = Snapshot(engine, store, self.admission.requests, self.admission.tokens, self.engine.errors)
@@ -251,15 +252,15 @@ class Server:
 
     # -- generation ----------------------------------------------------------------------------------
 
-    async def _completions(self, exchange: _Exchange) -> None:
+    async def _completions(self, exchange: Exchange) -> None:
         await self._generate(exchange, CompletionRequest, TextAnswer, self._text_plan)
 
-    async def _chat(self, exchange: _Exchange) -> None:
+    async def _chat(self, exchange: Exchange) -> None:
         await self._generate(exchange, ChatRequest, ChatAnswer, self._chat_plan)
 
     async def _generate(
         self,
-        exchange: _Exchange,
+        exchange: Exchange,
         kind: type[R],
         answers: type[Answer],
         plan_of: Callable[[R, str | None], Plan],
@@ -304,16 +305,26 @@ class Server:
 
     def _chat_plan(self, request: ChatRequest, session: str | None) -> Plan:
         self._check_choices(request.n)
-        if self._template is None:
-            raise bad_request("this model has no chat template: use /v1/completions, or --chat-template")
-        text = self._template.render(request.messages, request.chat_template_kwargs)
-        prompts = [self._tokenizer.encode(text, begin=False)]
+        prompts = [self._chat_tokens(request)]
         room = self._room(prompts)
         asked = request.max_completion_tokens or request.max_tokens
         tokens = min(room, self.settings.max_new_tokens) if asked is None else self._new_tokens(asked, room)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         params = request.sampling(max_new_tokens=tokens, logprobs=logprobs)
         return Plan(prompts, params, request.samples, request, session)
+
+    def _tokens_of(self, request: TokenizeRequest) -> list[int]:
+        return (
+            self._tokenizer.encode(request.prompt)
+            if request.prompt is not None
+            else self._chat_tokens(request)
+        )
+
+    def _chat_tokens(self, request: ChatRequest | TokenizeRequest) -> list[int]:
+        if self._template is None:
+            raise bad_request("this model has no chat template: use /v1/completions, or --chat-template")
+        text = self._template.render(request.messages or [], request.chat_template_kwargs)
+        return self._tokenizer.encode(text, begin=False)
 
     def _room(self, prompts: list[list[int]]) -> int:
         """The new tokens that fit behind all of them. Raises :class:`RequestError` if none do."""
@@ -342,7 +353,7 @@ class Server:
         return await self.engine.submit(plan.add)
 
     async def _whole(
-        self, exchange: _Exchange, job: Job, choices: _Choices, answer: Answer, watch: _Watch, *, n: int
+        self, exchange: Exchange, job: Job, choices: _Choices, answer: Answer, watch: _Watch, *, n: int
     ) -> None:
         async for output in job:
             choices.note(output)
@@ -351,7 +362,7 @@ class Server:
             await exchange.reply(200, answer.whole(choices.best(n), choices.usage()))
 
     async def _stream(
-        self, exchange: _Exchange, job: Job, choices: _Choices, answer: Answer, watch: _Watch
+        self, exchange: Exchange, job: Job, choices: _Choices, answer: Answer, watch: _Watch
     ) -> None:
         opened: set[int] = set()
         await exchange.start_events()
@@ -380,7 +391,7 @@ class Server:
             raise ApiError(503, "the server is shutting down", retry_after_s=1)
 
     @asynccontextmanager
-    async def _watched(self, exchange: _Exchange) -> AsyncIterator[_Watch]:
+    async def _watched(self, exchange: Exchange) -> AsyncIterator[_Watch]:
         """Ends the watch's job when the client leaves, or takes too long."""
         watch = _Watch()
 
@@ -406,85 +417,7 @@ class Server:
                 await listener
 
 
-Handler: TypeAlias = "Callable[[_Exchange], Awaitable[None]]"
-
-
-class _Exchange:
-    """One HTTP request and its answer."""
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.request = Request(scope, receive)
-        self.status = 0  # once it has been sent
-        self._receive = receive
-        self._send = send
-        self._scope = scope
-        self._started = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self._started
-
-    async def body(self, limit: int) -> bytes:
-        """Raises :class:`ApiError` for a body that is too large (413), too slow (408) or no JSON (415)."""
-        kind = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        try:
-            body = await asyncio.wait_for(self._read(limit), _BODY_S)
-        except asyncio.TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {_BODY_S:g} s") from None
-        if body is None:
-            raise ApiError(413, f"the body is larger than the {limit} bytes that are taken")
-        if kind != _JSON:
-            raise ApiError(415, f"the body must be JSON: send Content-Type: {_JSON}")
-        return body
-
-    async def _read(self, limit: int) -> bytes | None:
-        parts, total = [], 0
-        async for part in self.request.stream():
-            total += len(part)
-            if total <= limit:
-                parts.append(part)
-            elif total > _DISCARDED_BODIES * limit:
-                return None
-            else:
-                parts.clear()
-        return b"".join(parts) if total <= limit else None
-
-    async def hang_up(self) -> None:
-        """Returns when the client has left."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-
-    async def reply(self, status: int, document: object, headers: dict[str, str] | None = None) -> None:
-        await self.send(Response(msgspec.json.encode(document), status, headers, _JSON))
-
-    async def fail(self, error: ApiError) -> None:
-        headers = {}
-        if error.retry_after_s is not None:
-            headers["retry-after"] = str(error.retry_after_s)
-        if error.status == 401:
-            headers["www-authenticate"] = "Bearer"
-        if error.status in (408, 413):
-            headers["connection"] = "close"  # what is left of the body is not read
-        await self.reply(error.status, error.body, headers)
-
-    async def send(self, response: Response) -> None:
-        self.status = response.status_code
-        await response(self._scope, self._receive, self._send)
-
-    async def start_events(self) -> None:
-        self.status = 200
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-
-    async def event(self, document: Json | None) -> None:
-        if document is not None:
-            await self._part(b"data: " + msgspec.json.encode(document) + b"\n\n", more=True)
-
-    async def end_events(self) -> None:
-        await self._part(b"data: [DONE]\n\n", more=False)
-
-    async def _part(self, data: bytes, *, more: bool) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+Handler: TypeAlias = Callable[[Exchange], Awaitable[None]]
 
 
 class _Endpoint:
@@ -497,7 +430,7 @@ class _Endpoint:
         self._public = public
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = _Exchange(scope, receive, send)
+        exchange = Exchange(scope, receive, send)
         try:
             if not self._public:
                 self._server.authorize(exchange.request)
@@ -522,13 +455,6 @@ def _api_error(error: Exception) -> ApiError:
             return ApiError(500, str(error))
     _log.error("a request failed", exc_info=error)
     return ApiError(500, "the server made a mistake; its log says more")
-
-
-async def _not_routed(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    what = "does not exist" if error.status_code == 404 else f"does not take {request.method}"
-    body = ApiError(error.status_code, f"{request.url.path} {what}").body
-    return Response(msgspec.json.encode(body), error.status_code, error.headers, _JSON)
 
 
 def _session(http: Request, request: GenerationRequest) -> str | None:

@@ -15,6 +15,7 @@ from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.server.errors import ApiError, bad_request
 
 R = TypeVar("R", bound="GenerationRequest")
+P = TypeVar("P", bound="GenerationRequest | TokenizeRequest")
 
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 20)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
@@ -204,7 +205,20 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
             raise bad_request("top_logprobs needs logprobs: true", param="top_logprobs")
 
 
-def parse(body: bytes, kind: type[R]) -> R:
+class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """``POST /tokenize``, as with vLLM: the token ids that a prompt, or a chat, would have."""
+
+    model: str
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    chat_template_kwargs: dict[str, str | bool | int | float | None] | None = None
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise bad_request("give either a prompt or messages", param="prompt")
+
+
+def parse(body: bytes, kind: type[P]) -> P:
     """Raises :class:`ApiError` (400) with one sentence that names the field."""
     try:
         request = msgspec.json.decode(body, type=kind)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import socket
 import sys
 from dataclasses import dataclass
 from typing import TextIO
-
-import uvicorn
 
 from tierstore.errors import TierStoreError, UsageError
 from tierstore.packs import MountedPack
@@ -28,9 +25,9 @@ from tierstore_engine.build import (
 )
 from tierstore_engine.drafting import Drafter, PromptLookup
 from tierstore_engine.engine import Engine
-from tierstore_engine.heap import freeze_heap
 from tierstore_engine.server.app import Server
 from tierstore_engine.server.chat import ChatTemplate, load_template
+from tierstore_engine.server.http import listen_at, serve_app
 from tierstore_engine.server.settings import ServerSettings
 from tierstore_engine.settings import EngineSettings
 
@@ -79,7 +76,7 @@ def run(options: ServeOptions, *, err: TextIO | None = None) -> None:
     spec = opened.config.kv_spec()
     options.engine.check_chunk(spec.chunk_tokens)
     pages = _pool_pages(options, opened, spec)
-    listener = _listen(options.server)
+    listener = listen_at(options.server.host, options.server.port)
     with contextlib.closing(listener):
         engine = _build(options, opened, pages)
         try:
@@ -136,60 +133,17 @@ async def _serve(
     err: TextIO,
 ) -> None:
     server = Server(engine, options.server, template)
-    config = uvicorn.Config(
-        server.app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
-    )
-    http = uvicorn.Server(config)
-    ending: list[asyncio.Task[None]] = []
 
-    async def end() -> None:
+    async def drain() -> None:
         if not await server.drain():
             _log.warning("requests were cut off: drain_s (%g) was not enough", options.server.drain_s)
-        http.should_exit = True
 
-    def on_signal() -> None:
-        if ending:
-            http.should_exit = http.force_exit = True  # the second time: at once
-        else:
-            ending.append(asyncio.create_task(end()))
-
-    async def announce() -> None:
-        while not http.started:
-            await asyncio.sleep(0.01)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, on_signal)  # in place of uvicorn's, which would not drain
-        freeze_heap()
-        host, port = listener.getsockname()[:2]
-        name = f"[{host}]" if ":" in host else host
-        print(f"{options.server.model_name} at http://{name}:{port}/v1", file=err, flush=True)
-
-    announcing = asyncio.create_task(announce())
     try:
-        await http.serve(sockets=[listener])
+        await serve_app(
+            server.app, listener, drain=drain, announce=f"{options.server.model_name} at", err=err
+        )
     finally:
-        announcing.cancel()
         await asyncio.to_thread(server.close)
-
-
-def _listen(settings: ServerSettings) -> socket.socket:
-    """Before anything else is done: an address in use is said at once."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise UsageError(f"cannot listen at {settings.host}: {error.strerror or error}") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise UsageError(
-            f"cannot listen at {settings.host}:{settings.port}: {error.strerror or error}"
-        ) from error
-    return listener
 
 
 def _pool_pages(options: ServeOptions, opened: OpenModel, spec: KVSpec) -> int | None:

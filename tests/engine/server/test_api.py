@@ -72,6 +72,17 @@ def test_several_prompts_and_samples(live: Live, engine: Engine) -> None:
     assert answer.usage.completion_tokens == 8 * 12
 
 
+def test_tokenize(live: Live, tiny: LoadedModel) -> None:
+    """The ids that are answered continue as the text does."""
+    for asked, text in ({"prompt": PROMPT}, PROMPT), ({"messages": MESSAGES}, CHAT):
+        answer = live.http.post("/tokenize", json={"model": "tiny", **asked}).json()
+        assert answer["tokens"] == tiny.tokenizer.encode(text, begin="prompt" in asked)
+        assert answer["count"] == len(answer["tokens"])
+    both = live.http.post("/tokenize", json={"model": "tiny", "prompt": "a", "messages": MESSAGES})
+    assert both.status_code == 400
+    assert "either a prompt or messages" in both.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("prompt", [[1, 2, 3], [[1, 2, 3]]])
 def test_token_ids(prompt: Any, live: Live, engine: Engine) -> None:
     answer = live.client.completions.create(model="tiny", prompt=prompt, max_tokens=12, temperature=0)

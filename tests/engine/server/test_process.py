@@ -157,7 +157,8 @@ def test_a_port_in_use(run_command: Run) -> None:
 
 
 def test_a_missing_package_is_one_line(run_command: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "tierstore_engine.server.run", raising=False)
+    for name in ("run", "http"):
+        monkeypatch.delitem(sys.modules, f"tierstore_engine.server.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     code, _, err = run_command("serve", "--model", "tiny")
     assert code == 1

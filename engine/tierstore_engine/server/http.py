@@ -1,0 +1,185 @@
+"""HTTP without an engine: one request and its answer, errors as OpenAI has them, listening, ending in order.
+
+The engine's server and ``tierstore-proxy`` stand on it. It imports neither torch nor the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TextIO
+
+import msgspec
+import uvicorn
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tierstore.errors import UsageError
+from tierstore_engine.heap import freeze_heap
+from tierstore_engine.server.errors import ApiError
+
+JSON = "application/json"
+
+_BODY_S = 30.0  # for a body to arrive
+_DISCARDED_BODIES = 32  # of a body that is too large, read so that its sender can hear the answer
+
+
+class Exchange:
+    """One HTTP request and its answer."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.request = Request(scope, receive)
+        self.status = 0  # once it has been sent
+        self._receive = receive
+        self._send = send
+        self._scope = scope
+        self._started = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    async def body(self, limit: int) -> bytes:
+        """Raises :class:`ApiError` for a body that is too large (413), too slow (408) or no JSON (415)."""
+        kind = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        try:
+            body = await asyncio.wait_for(self._read(limit), _BODY_S)
+        except asyncio.TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {_BODY_S:g} s") from None
+        if body is None:
+            raise ApiError(413, f"the body is larger than the {limit} bytes that are taken")
+        if kind != JSON:
+            raise ApiError(415, f"the body must be JSON: send Content-Type: {JSON}")
+        return body
+
+    async def _read(self, limit: int) -> bytes | None:
+        parts, total = [], 0
+        async for part in self.request.stream():
+            total += len(part)
+            if total <= limit:
+                parts.append(part)
+            elif total > _DISCARDED_BODIES * limit:
+                return None
+            else:
+                parts.clear()
+        return b"".join(parts) if total <= limit else None
+
+    async def hang_up(self) -> None:
+        """Returns when the client has left."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def reply(self, status: int, document: object, headers: dict[str, str] | None = None) -> None:
+        await self.send(Response(msgspec.json.encode(document), status, headers, JSON))
+
+    async def fail(self, error: ApiError) -> None:
+        headers = {}
+        if error.retry_after_s is not None:
+            headers["retry-after"] = str(error.retry_after_s)
+        if error.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        if error.status in (408, 413):
+            headers["connection"] = "close"  # what is left of the body is not read
+        await self.reply(error.status, error.body, headers)
+
+    async def send(self, response: Response) -> None:
+        self.status = response.status_code
+        await response(self._scope, self._receive, self._send)
+
+    async def start_events(self) -> None:
+        self.status = 200
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def event(self, document: Mapping[str, object] | None) -> None:
+        if document is not None:
+            await self._part(b"data: " + msgspec.json.encode(document) + b"\n\n", more=True)
+
+    async def end_events(self) -> None:
+        await self._part(b"data: [DONE]\n\n", more=False)
+
+    async def _part(self, data: bytes, *, more: bool) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def require_key(request: Request, api_key: str) -> None:
+    """Raises :class:`ApiError` (401) without the right key."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), api_key.encode()):
+        raise ApiError(401, "this server wants an API key: send Authorization: Bearer KEY")
+
+
+async def not_routed(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    what = "does not exist" if error.status_code == 404 else f"does not take {request.method}"
+    body = ApiError(error.status_code, f"{request.url.path} {what}").body
+    return Response(msgspec.json.encode(body), error.status_code, error.headers, JSON)
+
+
+def listen_at(host: str, port: int) -> socket.socket:
+    """A listening socket, made before anything else is done: an address in use is said at once. Port 0 is any
+    free one. Raises :class:`UsageError`."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise UsageError(f"cannot listen at {host}: {error.strerror or error}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise UsageError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
+    return listener
+
+
+async def serve_app(
+    app: ASGIApp,
+    listener: socket.socket,
+    *,
+    drain: Callable[[], Awaitable[None]],
+    announce: str,
+    err: TextIO,
+) -> None:
+    """Serve until SIGTERM or SIGINT, and then until ``drain`` is through; a second signal ends at once. A
+    line that begins with ``announce`` says on ``err`` where it listens."""
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
+    )
+    http = uvicorn.Server(config)
+    ending: list[asyncio.Task[None]] = []
+
+    async def end() -> None:
+        await drain()
+        http.should_exit = True
+
+    def on_signal() -> None:
+        if ending:
+            http.should_exit = http.force_exit = True  # the second time: at once
+        else:
+            ending.append(asyncio.create_task(end()))
+
+    async def announce_address() -> None:
+        while not http.started:
+            await asyncio.sleep(0.01)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal)  # in place of uvicorn's, which would not drain
+        freeze_heap()
+        host, port = listener.getsockname()[:2]
+        name = f"[{host}]" if ":" in host else host
+        print(f"{announce} http://{name}:{port}/v1", file=err, flush=True)
+
+    announcing = asyncio.create_task(announce_address())
+    try:
+        await http.serve(sockets=[listener])
+    finally:
+        announcing.cancel()
