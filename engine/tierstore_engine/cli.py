@@ -139,6 +139,16 @@ def serve(
         str, typer.Option(help="Of a hit: both-ends|one-way (whichever is faster)|load|compute")
     ] = "both-ends",
     max_sequences: Annotated[int, typer.Option(help="Computed at a time")] = 32,
+    schedule: Annotated[
+        str, typer.Option(help="Whose prompt first: cache (least left to compute)|fcfs (oldest)")
+    ] = "cache",
+    overtake_s: Annotated[
+        float, typer.Option(help="Seconds that cache lets a request wait longer than fcfs, at most")
+    ] = 10.0,
+    ttft_slo_s: Annotated[
+        float | None,
+        typer.Option(help="Refuse what cannot have its first token within these seconds", show_default=False),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Of one continuation at most")] = 4096,
     max_requests: Annotated[int, typer.Option(help="Worked on or waiting at a time; others get 429")] = 512,
     max_queued_tokens: Annotated[int, typer.Option(help="Prompt tokens of those")] = 4_000_000,
@@ -173,12 +183,19 @@ def serve(
         max_queued_tokens=max_queued_tokens,
         max_new_tokens=max_new_tokens,
         request_s=request_s,
+        ttft_slo_s=ttft_slo_s,
         drain_s=drain_s,
     )
     options = ServeOptions(
         model=model,
         server=server,
-        engine=EngineSettings(prefill_chunk=prefill_chunk, max_sequences=max_sequences, plan=plan),
+        engine=EngineSettings(
+            prefill_chunk=prefill_chunk,
+            max_sequences=max_sequences,
+            plan=plan,
+            schedule=schedule,
+            overtake_s=overtake_s,
+        ),
         store=store,
         host_bytes=parse_size(host_bytes),
         disk_bytes=parse_size(disk_bytes),

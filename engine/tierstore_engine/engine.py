@@ -22,7 +22,7 @@ from tierstore_connectors.base import Connector
 from tierstore_engine.batch import build_step, finishing
 from tierstore_engine.beams import BeamGroup, BeamHypothesis, BeamParams, BeamSearch
 from tierstore_engine.drafting import Drafter
-from tierstore_engine.errors import RequestError
+from tierstore_engine.errors import DeadlineError, RequestError
 from tierstore_engine.keeper import PageKeeper
 from tierstore_engine.outputs import Completion, FinishReason, RequestId, StepLogprobs, StepOutput
 from tierstore_engine.prefill_timer import PrefillTimer
@@ -49,7 +49,9 @@ class EngineStats:
     """Counts since the start, and how many requests are where now.
 
     Of ``drafted_tokens`` (guessed by a drafter) ``accepted_tokens`` were right. ``shared_pages`` is how many
-    pages more there would be without sharing among forked requests.
+    pages more there would be without sharing among forked requests. ``late_requests`` were refused because
+    of their deadlines. By ``longest_overtaken_s`` at most a request has waited longer than first come, first
+    served would have let it.
     """
 
     steps: int
@@ -63,6 +65,8 @@ class EngineStats:
     shared_pages: int
     available_pages: int
     total_pages: int
+    late_requests: int
+    longest_overtaken_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,7 @@ class Engine:
         )
         self._prefills = PrefillTimer(connector)
         self.settings.check_chunk(self._keeper.chunk_tokens)
-        self._scheduler = Scheduler(self._keeper, self.settings)
+        self._scheduler = Scheduler(self._keeper, self.settings, prefill=lambda: self._prefills.prefill)
         self._drafter = drafter
         self._sequences: dict[RequestId, Sequence] = {}
         self._followers: dict[RequestId, list[Sequence]] = {}  # by what they are going to share with
@@ -110,7 +114,7 @@ class Engine:
         self._cancelled: list[StepOutput] = []
         self._next_id = 0
         self._steps = self._computed_tokens = self._generated_tokens = self._preemptions = 0
-        self._drafted_tokens = self._accepted_tokens = 0
+        self._drafted_tokens = self._accepted_tokens = self._late_requests = 0
         self._last_progress = time.monotonic()
         self._thread: EngineThread | None = None
 
@@ -124,10 +128,14 @@ class Engine:
         session: str | None = None,
         hint: Hint | None = None,
         save: bool = True,
+        priority: int = 0,
+        ttft_slo_s: float | None = None,
     ) -> RequestId:
         """Queue a request. ``session`` is any name of the conversation that it is part of, see
         :meth:`finish`; ``hint`` is what is known of its future; without ``save`` its pages are not kept.
-        Raises :class:`RequestError` when it can never be served."""
+        Lower priorities come first. Raises :class:`RequestError` when it can never be served, and
+        :class:`DeadlineError` when its first token cannot be there within ``ttft_slo_s`` seconds, by what
+        waits, what of it is held, and how fast prompts are computed."""
         started = time.monotonic()
         params = params or SamplingParams()
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
@@ -136,7 +144,12 @@ class Engine:
         sequence.session = checked_session(session)
         sequence.hint = hint
         sequence.no_save = not save
+        sequence.priority = priority
+        if ttft_slo_s is not None:
+            sequence.deadline_s = started + ttft_slo_s
         self._scheduler.add(sequence)
+        if ttft_slo_s is not None:
+            self._check_deadline(sequence, ttft_slo_s)
         self._last_progress = time.monotonic()
         return sequence.request_id
 
@@ -212,6 +225,26 @@ class Engine:
                 f"pages of {pool.spec.chunk_tokens} tokens, but the pool has {pool.num_pages}"
             )
 
+    def _check_deadline(self, sequence: Sequence, slo_s: float) -> None:
+        """Take a request out again that would be late. Raises :class:`DeadlineError`."""
+        expected = self._scheduler.expect(sequence)
+        if expected is None or expected.seconds <= slo_s:
+            return
+        self._drop(sequence)
+        self._late_requests += 1
+        about = f"its first token is wanted within {slo_s:g} s"
+        if expected.alone_s > slo_s:
+            raise DeadlineError(
+                f"{about}, but at {expected.tokens_per_s:.0f} tokens/s the prompt alone takes "
+                f"{expected.alone_s:.3g} s: ask with a longer deadline or a shorter prompt",
+                None,
+            )
+        raise DeadlineError(
+            f"{about}, but with what waits before it, it is to be expected in {expected.seconds:.3g} s: try "
+            "again later",
+            expected.seconds - slo_s,
+        )
+
     # -- stepping ------------------------------------------------------------------------------------
 
     @property
@@ -229,6 +262,7 @@ class Engine:
             outputs += self._advance(item, wait=not plan.batch)
         if not plan and self._scheduler.has_work:
             self._idle()
+        self._scheduler.ended()
         for output in outputs:
             if output.request_id in self._mailboxes:
                 self._mailboxes[output.request_id].append(output)
@@ -310,6 +344,8 @@ class Engine:
             shared_pages=self._keeper.shared_pages,
             available_pages=self.connector.available(),
             total_pages=self.connector.pool.num_pages,
+            late_requests=self._late_requests,
+            longest_overtaken_s=self._scheduler.longest_overtaken_s,
         )
 
     def close(self) -> None:

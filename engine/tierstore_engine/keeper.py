@@ -78,11 +78,14 @@ class PageKeeper:
             sequence.arriving = self.connector.pool.arrivals(sequence.pages).pending
         return sequence.arriving
 
-    def admit(self, sequence: Sequence) -> bool:
+    def look_up(self, sequence: Sequence) -> Hit:
+        """What the store holds of a sequence that waits, under a lease: to be admitted with, or released."""
+        return self.connector.lookup(sequence.prompt, max_tokens=len(sequence.tokens) - 1)
+
+    def admit(self, sequence: Sequence, hit: Hit) -> bool:
         """Give a waiting sequence its pages and start loading what the store holds of it: it is *loading* or
-        *running* then. False, and nothing changed, when there is no room."""
-        hit = self.connector.lookup(sequence.prompt, max_tokens=len(sequence.tokens) - 1)
-        plan = self._planned(sequence, hit)
+        *running* then. False, and nothing changed but that the hit is released, when there is no room."""
+        plan = self.planned(sequence, hit)
         in_hbm = hit.by_tier.get("hbm", 0)
         both = plan.meet > in_hbm
         loaded = in_hbm if both else plan.tokens
@@ -107,7 +110,8 @@ class PageKeeper:
             sequence.state = SequenceState.LOADING
         return True
 
-    def _planned(self, sequence: Sequence, hit: Hit) -> Plan:
+    def planned(self, sequence: Sequence, hit: Hit) -> Plan:
+        """How much of a hit is going to be used."""
         in_hbm = hit.by_tier.get("hbm", 0)
         if self._plan == "load" or hit.tokens == in_hbm:
             return Plan(hit.tokens, 0, 0.0, 0.0, None)

@@ -1,4 +1,4 @@
-"""What waits is prepared: pages on disk come to host memory before their request is admitted."""
+"""What waits is looked up and prepared: its pages on disk come to host memory before it is admitted."""
 
 from __future__ import annotations
 
@@ -6,12 +6,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tierstore.transfer import Transfer
-from tierstore_connectors.base import Connector, Hit
+from tierstore_connectors.base import Hit
+from tierstore_engine.keeper import PageKeeper
 from tierstore_engine.outputs import RequestId
 from tierstore_engine.sequence import Sequence
 
 _AHEAD_BYTES = 256 << 20  # on their way or held, for requests that wait
-_AHEAD_REQUESTS = 16  # that are looked up; those behind them are not
+_AHEAD_REQUESTS = 16  # that are prepared; those behind them are not
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a lookup found for a request: ``tokens`` that need no computing, after a load of ``load_s``
+    seconds, and ``shared_pages`` that are in HBM and need no room."""
+
+    tokens: int
+    shared_pages: int
+    load_s: float
 
 
 @dataclass(slots=True)
@@ -25,20 +36,30 @@ class _Ahead:
 
 
 class LookAhead:
-    """Looks up the oldest waiting requests, once each, and prefetches what is on disk, in their order, as
-    far as that is worth loading. Belongs to the engine's thread."""
+    """Looks up requests that wait, and prefetches what is on disk for the first of them, once each, in their
+    order, as far as that is worth loading. Belongs to the engine's thread."""
 
-    def __init__(self, connector: Connector) -> None:
-        self._connector = connector
-        self._token_bytes = connector.pool.spec.page_bytes / connector.pool.spec.chunk_tokens
+    def __init__(self, keeper: PageKeeper) -> None:
+        self._keeper = keeper
+        self._connector = keeper.connector
+        self._token_bytes = self._connector.pool.spec.page_bytes / self._connector.pool.spec.chunk_tokens
         self._ahead: dict[RequestId, _Ahead] = {}
         self._bytes = 0
 
     def __len__(self) -> int:
         return len(self._ahead)
 
+    def held(self, sequence: Sequence, hit: Hit | None = None) -> Held:
+        """What is held of it now, by ``hit`` or a lookup of its own."""
+        found = self._keeper.look_up(sequence) if hit is None else hit
+        plan = self._keeper.planned(sequence, found)
+        in_hbm = min(found.by_tier.get("hbm", 0), plan.tokens)
+        if hit is None:
+            found.release()
+        return Held(plan.tokens, in_hbm // self._keeper.chunk_tokens, plan.load_s)
+
     def look(self, waiting: Iterable[Sequence]) -> None:
-        """Prepare those of ``waiting``, oldest first, that there is room for."""
+        """Prepare those of ``waiting``, first ones first, that there is room for."""
         if not self._connector.keeps:
             return
         for sequence in waiting:
@@ -59,7 +80,7 @@ class LookAhead:
         return bringing is not None and not bringing.done
 
     def _begin(self, sequence: Sequence) -> None:
-        hit = self._connector.lookup(sequence.prompt, max_tokens=len(sequence.tokens) - 1)
+        hit = self._keeper.look_up(sequence)
         plan = self._connector.plan(hit, len(sequence.tokens), block=0)
         wanted = max(hit.by_tier.get("disk", 0) - plan.declined.get("disk", 0), 0)
         transfer = hit.prefetch() if wanted else None

@@ -1,10 +1,11 @@
-"""How fast prompts are computed, as the planner is told it."""
+"""How fast prompts are computed, as the planner and the scheduler are told it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 
+from tierstore.planner import Prefill, PrefillEstimate
 from tierstore_connectors.base import Connector
 from tierstore_engine.scheduler import Work
 
@@ -16,7 +17,9 @@ class PrefillTimer:
     timed together from there to there, and only where they are one sequence's."""
 
     def __init__(self, connector: Connector) -> None:
+        self.prefill: Prefill | None = None  # the speed so far
         self._connector = connector
+        self._estimate = PrefillEstimate()
         self._waits = connector.pool.overlaps
         self._began = 0.0
         self._first = self._stop = 0  # tokens of the steps that are under way
@@ -48,4 +51,6 @@ class PrefillTimer:
         if self._sequence is not None:
             seconds = time.monotonic() - self._began
             self._connector.computed(self._stop - self._first, self._first, seconds)
+            self._estimate.computed(self._stop - self._first, self._first, seconds)
+            self.prefill = self._estimate.prefill()
             self._sequence = None

@@ -1,8 +1,15 @@
 """Who computes what in the next step: continuous batching with chunked prefill, under a token budget.
 
-Decoding comes first, one token per sequence, then prefill chunks as far as the budget goes, oldest request
-first in both. Of requests with a common beginning that nobody has computed yet, one computes it and the
-others wait for its pages. When decoding runs out of pages the youngest admitted sequence gives way.
+Decoding comes first, one token per sequence, then prefill chunks as far as the budget goes. With ``fcfs`` the
+oldest request is first in both, with ``cache`` prefills go by what is left to compute
+(:mod:`tierstore_engine.ordering`). Of requests with a common beginning that nobody has computed yet, one
+computes it and the others wait for its pages. When decoding runs out of pages the youngest admitted sequence
+gives way. "Old" and "young" are by priority, and then by age.
+
+With ``cache`` a request is admitted shortly before its turn and not as soon as there is a place: what it is
+overtaken by is decided late, and its pages are the cache's until then. A request whose pages do not fit
+stands in nobody's way, as long as it may be overtaken; after that whatever is younger waits, and the youngest
+gives its pages away.
 
 On a GPU a load is taken over while its bytes are on their way, layer by layer. A sequence whose pages are
 still *arriving* is computed beside the batch of the others, never in it, so nobody waits for its pages: each
@@ -14,16 +21,30 @@ the device waits for each layer. Once its pages are there and no partial step is
 
 from __future__ import annotations
 
+import math
+import time
 from bisect import insort
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
+from tierstore.planner import Prefill
 from tierstore_engine.keeper import PageKeeper, wait_briefly
 from tierstore_engine.look_ahead import LookAhead
+from tierstore_engine.ordering import Entry, Place, Turn, common_chunks, passed, turns
+from tierstore_engine.outputs import RequestId
 from tierstore_engine.sequence import Sequence, SequenceState
 from tierstore_engine.settings import EngineSettings
 
 _LOAD_POLL_S = 0.005
 _ROOM_POLL_S = 0.001
+_ORDERED = 128  # requests that are put in order; those behind them wait
+_LOOKUPS = 8  # of requests that wait, at a step
+_LOADS = 4  # admitted and on their way from the store, beside what is computed
+_LOOKED_AT = 16  # requests that wait for their turn, or have no room, until no more are looked at
+_STALE_S = 1.0  # after that one is looked up again
+_PACE_STEPS = 64
+_ANY_SPEED = Prefill(1e-4)  # as long as none was measured: what counts is the order
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,35 +75,93 @@ class Plan:
         return bool(self.batch or self.beside)
 
 
-class Scheduler:
-    """Two queues, both by age: *waiting* sequences hold no pages, *admitted* ones are loading or running."""
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """When the first token of a request is to be expected: ``seconds`` from now, of which ``alone_s`` are its
+    own. ``tokens_per_s`` is the speed that prompts are computed at."""
 
-    def __init__(self, keeper: PageKeeper, settings: EngineSettings) -> None:
+    seconds: float
+    alone_s: float
+    tokens_per_s: float
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """A sequence whose prompt is not computed yet, and what is known of it."""
+
+    sequence: Sequence
+    entry: Entry
+    shared_pages: int = 0
+    load_s: float = 0.0
+    looked_at: float = -math.inf
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has no page yet."""
+        return self.sequence.state is SequenceState.WAITING
+
+
+@dataclass(slots=True)
+class _Step:
+    """The last step: when it was planned, what it computed of prompts (``tokens`` after ``behind`` others),
+    for whose sake, and who had no room."""
+
+    at: float
+    tokens: int = 0
+    behind: float = 0.0
+    shares: dict[Place, float] = field(default_factory=dict)
+    blocked: frozenset[Place] = frozenset()
+
+
+class Scheduler:
+    """Two queues by place: *waiting* sequences hold no pages, *admitted* ones are loading or running."""
+
+    def __init__(
+        self,
+        keeper: PageKeeper,
+        settings: EngineSettings,
+        *,
+        prefill: Callable[[], Prefill | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``prefill`` is how fast prompts are computed, as far as it was measured."""
         self.waiting: list[Sequence] = []
         self.admitted: list[Sequence] = []
+        self.longest_overtaken_s = 0.0  # of those that have their first token
         self._keeper = keeper
         self._settings = settings
-        self._ahead = LookAhead(keeper.connector)
+        self._by_cache = settings.schedule == "cache"
+        self._prefill = prefill
+        self._clock = clock
+        self._ahead = LookAhead(keeper)
         self._refused_at: int | None = None  # pages available when the oldest waiting one was refused
+        self._prompts: dict[RequestId, _Prompt] = {}
+        self._turns: dict[RequestId, int] = {}  # of admitted prompts, as they were ordered last
+        self._sakes: dict[RequestId, Place] = {}  # whom an admitted prompt is computed for, if not itself
+        self._blocked: set[Place] = set()  # those that had no room
+        self._step: _Step | None = None
+        self._pace: deque[tuple[int, float, float]] = deque(maxlen=_PACE_STEPS)
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.admitted)
 
     def add(self, sequence: Sequence) -> None:
-        insort(self.waiting, sequence, key=_age)
+        insort(self.waiting, sequence, key=_place)
+        self._note(sequence)
 
     def adopt(self, sequence: Sequence) -> None:
         """Take in a sequence that shares another one's pages. Where all places are taken it gives them back
         and waits."""
         if len(self.admitted) < self._settings.max_sequences:
-            insort(self.admitted, sequence, key=_age)
+            insort(self.admitted, sequence, key=_place)
         else:
             self._keeper.leave(sequence, save=False)
             self.add(sequence)
 
     def remove(self, sequence: Sequence, *, save: bool = True) -> None:
         """Take a sequence out for good, saving what it has (or not) and giving its pages back."""
+        self._forget(sequence)
         if sequence in self.admitted:
             self._keeper.leave(sequence, save=save)
             self.admitted.remove(sequence)
@@ -92,10 +171,36 @@ class Scheduler:
             self._ahead.forget(sequence)
         sequence.state = SequenceState.FINISHED
 
+    def expect(self, sequence: Sequence) -> Expectation | None:
+        """When a waiting sequence would have its first token if nobody came after it; None as long as nothing
+        was measured. Requests that have their prompt computed and wait for no place are not looked at."""
+        if not self._pace:
+            return None
+        prompts = self._ordered_prompts()
+        own = self._prompts[sequence.request_id]
+        if not any(prompt is own for prompt in prompts):
+            prompts.append(own)
+        now = self._clock()
+        for prompt in prompts:
+            if prompt.looked_at == -math.inf and prompt.waits:
+                self._look_up(prompt, now)
+        speed, seconds = self._speed(), own.load_s
+        for turn in self._order(prompts, now):
+            seconds += turn.seconds
+            if turn.entry is own.entry:
+                break
+        entry = own.entry
+        alone_s = own.load_s + speed.seconds(entry.tokens - entry.held, entry.held)
+        return Expectation(seconds, alone_s, entry.tokens / speed.seconds(entry.tokens))
+
     def plan(self) -> Plan:
         """The next step's work; every token of it has a page. Admits, settles loads and parks on the way."""
+        self.ended()
         self._settle()
-        self._admit()
+        if self._by_cache:
+            self._admit_by_cache()
+        else:
+            self._admit()
         self._settle()  # what was in HBM has loaded at once
         arriving = [s for s in self.admitted if s.partial is not None or self._keeper.arriving(s)]
         plan = Plan(self._work([s for s in self.admitted if s not in arriving]), [])
@@ -106,6 +211,7 @@ class Scheduler:
             plan.batch.extend(self._work(arriving))
         if not plan and self.waiting and self.admitted and all(s.held for s in self.admitted):
             self._park()  # they wait for one another, and for the pages that they hold
+        self._begin(plan)
         return plan
 
     def wait(self) -> None:
@@ -136,24 +242,217 @@ class Scheduler:
             room = self._keeper.available()
             if self.admitted and room == self._refused_at:
                 break  # nothing has changed: do not ask the store again at every step
-            if not self._keeper.admit(sequence):
+            if not self._keeper.admit(sequence, self._keeper.look_up(sequence)):
                 self._refused_at = room
                 break
-            self._ahead.forget(sequence)
-            insort(self.admitted, self.waiting.pop(place), key=_age)
+            self._admitted(sequence)
         self._ahead.look(self.waiting[place:])
+
+    def _admitted(self, sequence: Sequence) -> None:
+        self._ahead.forget(sequence)
+        self.waiting.remove(sequence)
+        insort(self.admitted, sequence, key=_place)
 
     def _computed_by_another(self, sequence: Sequence) -> bool:
         """Whether somebody is just computing, or loading, how this one's prompt begins: it is admitted when
         it can have those pages, and takes no part in the same work until then."""
-        if not self._keeper.keeps:
-            return False
-        return any(
-            not other.no_save
-            and other.remaining > 1
-            and other.computed < _common_chunks(sequence, other) * self._keeper.chunk_tokens
-            for other in self.admitted
+        return self._computing_for(sequence) is not None
+
+    def _common(self, one: Sequence, other: Sequence) -> int:
+        """Leading tokens that both have, in full chunks."""
+        return common_chunks(one.prompt.keys, other.prompt.keys) * self._keeper.chunk_tokens
+
+    # -- by cache ------------------------------------------------------------------------------------
+
+    def _admit_by_cache(self) -> None:
+        """Admit those that are next, as far as the next two steps go."""
+        now = self._clock()
+        prompts = self._ordered_prompts()
+        self._refresh(prompts, now)
+        self._turns.clear()
+        self._sakes.clear()
+        self._blocked.clear()
+        by_place = {prompt.entry.place: prompt for prompt in prompts}
+        waiting: list[Sequence] = []
+        tokens = 0
+        for turn in self._order(prompts, now):
+            prompt = by_place[turn.entry.place]
+            place, sequence = prompt.entry.place, prompt.sequence
+            if not prompt.waits:
+                tokens += self._take_turn(sequence, place)
+                continue
+            computing = self._computing_for(sequence)
+            if computing is not None:
+                tokens += self._take_turn(computing, place)
+            elif tokens < 2 * self._settings.batch_tokens and self._loads < _LOADS:
+                if self._ahead.bringing(sequence):
+                    pass
+                elif self._took_room(prompt):
+                    tokens += self._take_turn(sequence, place)
+                    continue
+                elif place in self._blocked and self._overdue(prompt.entry):
+                    break  # nobody takes what it waits for
+            waiting.append(sequence)
+            if len(waiting) >= _LOOKED_AT:
+                break
+        if len(self.admitted) >= self._settings.max_sequences:
+            self._blocked.update(prompt.entry.place for prompt in prompts if prompt.waits)
+        self._relieve()
+        self._ahead.look(waiting)
+
+    @property
+    def _loads(self) -> int:
+        return sum(sequence.state is SequenceState.LOADING for sequence in self.admitted)
+
+    def _ordered_prompts(self) -> list[_Prompt]:
+        """Those that are looked at: all that are admitted, and the first that wait."""
+        admitted = [s for s in self.admitted if s.request_id in self._prompts]
+        prompts = [self._prompts[s.request_id] for s in (*admitted, *self.waiting[:_ORDERED])]
+        for prompt in prompts:
+            prompt.entry.held = max(prompt.entry.held, prompt.sequence.computed)
+        return prompts
+
+    def _order(self, prompts: list[_Prompt], now_s: float) -> Iterator[Turn]:
+        return turns(
+            [prompt.entry for prompt in prompts],
+            self._speed(),
+            chunk_tokens=self._keeper.chunk_tokens,
+            bound_s=self._settings.overtake_s if self._by_cache else 0.0,
+            now_s=now_s,
         )
+
+    def _refresh(self, prompts: list[_Prompt], now: float) -> None:
+        """Look up those that are new, and those of which it was long ago, a few at a time."""
+        stale = [prompt for prompt in prompts if prompt.waits and now - prompt.looked_at > _STALE_S]
+        stale.sort(key=lambda prompt: prompt.looked_at)
+        for prompt in stale[:_LOOKUPS]:
+            self._look_up(prompt, now)
+
+    def _look_up(self, prompt: _Prompt, now: float) -> None:
+        held = self._ahead.held(prompt.sequence)
+        prompt.entry.held, prompt.shared_pages, prompt.load_s = held.tokens, held.shared_pages, held.load_s
+        prompt.looked_at = now
+
+    def _take_turn(self, sequence: Sequence, sake: Place) -> int:
+        """Its prompt is computed next, for the sake of the request at a place; the tokens that takes. Those
+        of a load under way are none yet: others are computed meanwhile."""
+        if sequence.request_id in self._turns:
+            self._sakes[sequence.request_id] = min(sake, self._sakes[sequence.request_id])
+            return 0
+        self._turns[sequence.request_id] = len(self._turns)
+        self._sakes[sequence.request_id] = sake
+        return sequence.remaining if sequence.state is SequenceState.RUNNING else 0
+
+    def _computing_for(self, sequence: Sequence) -> Sequence | None:
+        """Who is just computing, or loading, how this one's prompt begins."""
+        if not self._keeper.keeps:
+            return None
+        for other in self.admitted:
+            if not other.no_save and other.remaining > 1 and other.computed < self._common(sequence, other):
+                return other
+        return None
+
+    def _took_room(self, prompt: _Prompt) -> bool:
+        """Admit it if there is a place and pages; note it as blocked otherwise."""
+        sequence, entry = prompt.sequence, prompt.entry
+        pages = self._keeper.pages_for(entry.tokens) - prompt.shared_pages
+        full = len(self.admitted) >= self._settings.max_sequences
+        if not full and pages <= self._keeper.available():
+            hit = self._keeper.look_up(sequence)
+            held = self._ahead.held(sequence, hit)
+            gone = entry.held - held.tokens > self._keeper.chunk_tokens
+            prompt.shared_pages, prompt.load_s = held.shared_pages, held.load_s
+            entry.held, prompt.looked_at = held.tokens, self._clock()
+            if gone:
+                hit.release()
+                return False  # its turn is another one: at the next step
+            if self._keeper.admit(sequence, hit):
+                self._admitted(sequence)
+                return True
+        self._blocked.add(entry.place)
+        return False
+
+    def _overdue(self, entry: Entry) -> bool:
+        return entry.overtaken_s >= self._settings.overtake_s
+
+    def _relieve(self) -> None:
+        """Take the pages of the youngest where somebody older has waited long enough for them."""
+        overdue = any(
+            place in self._blocked and place < self.admitted[-1].place
+            for place in (p.entry.place for p in self._prompts.values() if self._overdue(p.entry))
+            if self.admitted
+        )
+        if overdue and not self._keeper.parking:
+            self._park()
+
+    # -- time ----------------------------------------------------------------------------------------
+
+    def _note(self, sequence: Sequence) -> None:
+        """It waits for its prompt to be computed, or to be had again."""
+        if sequence.request_id in self._prompts:
+            return
+        keys = sequence.prompt.keys if self._keeper.keeps and not sequence.no_save else []
+        entry = Entry(sequence.place, keys, len(sequence.tokens))
+        if len(sequence.tokens) == sequence.prompt_tokens:
+            entry.deadline_s = sequence.deadline_s
+        self._prompts[sequence.request_id] = _Prompt(sequence, entry)
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Its prompt is computed, or it goes. What it has computed is held for the others."""
+        prompt = self._prompts.pop(sequence.request_id, None)
+        if prompt is None:
+            return
+        self.longest_overtaken_s = max(self.longest_overtaken_s, prompt.entry.overtaken_s)
+        if not self._by_cache:
+            return
+        if sequence.no_save or not self._keeper.keeps:
+            return
+        for other in self._prompts.values():
+            common = min(self._common(other.sequence, sequence), sequence.computed, other.entry.tokens - 1)
+            other.entry.held = max(other.entry.held, common)
+
+    def _begin(self, plan: Plan) -> None:
+        """A step is about to be computed."""
+        step = self._step = _Step(self._clock(), blocked=frozenset(self._blocked))
+        prefills = [item for item in (*plan.batch, *plan.beside) if item.sequence.request_id in self._prompts]
+        step.tokens = sum(item.tokens for item in prefills)
+        for item in prefills:
+            sequence = item.sequence
+            share = item.tokens / step.tokens
+            place = self._sakes.get(sequence.request_id, sequence.place)
+            step.shares[place] = step.shares.get(place, 0.0) + share
+            step.behind += share * item.start
+
+    def ended(self) -> None:
+        """The last step has ended, if that was not said before: those that were overtaken by it are told how
+        long, and how fast it was is noted."""
+        step, self._step = self._step, None
+        if step is None:
+            return
+        for sequence in self.admitted:
+            if sequence.remaining <= 1 and sequence.request_id in self._prompts:
+                self._forget(sequence)
+        took_s = self._clock() - step.at
+        if step.tokens:
+            self._pace.append((step.tokens, step.behind, took_s))
+        youngest = self.admitted[-1].place if self.admitted else None
+        entries = [prompt.entry for prompt in self._prompts.values()]
+        for place, share in step.shares.items():
+            passed([entry for entry in entries if entry.place not in step.blocked], place, share * took_s)
+        if youngest is not None:
+            passed([entry for entry in entries if entry.place in step.blocked], youngest, took_s)
+
+    def _speed(self) -> Prefill:
+        """How fast prompts are computed beside everything else: the shape is measured on lone steps, the pace
+        on all."""
+        shape = self._prefill() or _ANY_SPEED
+        expected_s = sum(shape.seconds(tokens, behind) for tokens, behind, _ in self._pace)
+        if not expected_s:
+            return shape
+        pace = sum(took_s for _, _, took_s in self._pace) / expected_s
+        return Prefill(shape.token_s * pace, shape.pair_s * pace)
+
+    # -- the step's work -----------------------------------------------------------------------------
 
     def _work(self, sequences: list[Sequence]) -> list[Work]:
         """One step of ``sequences``, by age."""
@@ -213,6 +512,9 @@ class Scheduler:
 
     def _prefills(self, sequences: list[Sequence], budget: int) -> list[Work]:
         work = []
+        if self._by_cache:
+            last = len(self._turns)
+            sequences = sorted(sequences, key=lambda s: self._turns.get(s.request_id, last))
         for sequence in sequences:
             if sequence.state is not SequenceState.RUNNING or sequence.remaining <= 1:
                 continue
@@ -229,21 +531,8 @@ class Scheduler:
     def _requeue(self, sequence: Sequence) -> None:
         self.admitted.remove(sequence)
         self._refused_at = None
-        insort(self.waiting, sequence, key=_age)
+        self.add(sequence)
 
 
-def _common_chunks(one: Sequence, other: Sequence) -> int:
-    """How many leading chunks have equal keys: a key stands for all tokens up to its end."""
-    low, high = 0, min(len(one.prompt.keys), len(other.prompt.keys))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one.prompt.keys[middle - 1] == other.prompt.keys[middle - 1]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def _age(sequence: Sequence) -> tuple[int, int]:
-    """What was forked is as old as what it was forked from."""
-    return sequence.root, sequence.request_id
+def _place(sequence: Sequence) -> Place:
+    return sequence.place

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import math
 import random
 import time
 from collections import Counter, deque
@@ -85,6 +86,8 @@ class Sequence:
         added: float,
     ) -> None:
         self.request_id = request_id
+        self.priority = 0  # lower ones come first
+        self.deadline_s = math.inf  # when its first token is due, by the monotonic clock
         self.root = request_id  # of the request that it was forked from, or its own
         self.session: str | None = None  # what the request is part of, if that is known
         self.hint: Hint | None = None  # what the caller knows of its pages' future
@@ -120,6 +123,11 @@ class Sequence:
             f"Sequence({self.request_id}, {self.state.value}, {self.computed}/{len(self.tokens)} computed, "
             f"{len(self.pages)} pages)"
         )
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """Where first come, first served has it. What was forked is as old as what it was forked from."""
+        return self.priority, self.root, self.request_id
 
     @property
     def remaining(self) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from tierstore.errors import UsageError
 
 PLANS = ("both-ends", "one-way", "load", "compute")
+SCHEDULES = ("cache", "fcfs")
 PREFILL_BACKENDS = ("auto", "kernels", "library")
 
 
@@ -17,13 +19,18 @@ class EngineSettings:
     ``max_batch_tokens`` (0: one prefill chunk beside decoding) bounds a step. ``plan`` says what becomes of a
     hit: it is loaded as far as that is faster than computing, from its back while the front is computed
     (``both-ends``) or before the rest is (``one-way``); ``load`` and ``compute`` do the one or the other
-    whatever it takes. On a GPU ``prefill_backend`` is ``kernels`` (this package's), ``library`` (torch's) or
-    ``auto``: what measures faster, by length of the past. Raises :class:`UsageError`."""
+    whatever it takes. ``schedule`` says whose prompt is computed first: what has least left to compute
+    (``cache``, :mod:`tierstore_engine.ordering`), but nobody waits more than ``overtake_s`` seconds longer
+    for it than with ``fcfs``: first come, first served. On a GPU ``prefill_backend`` is ``kernels`` (this
+    package's), ``library`` (torch's) or ``auto``: what measures faster, by length of the past. Raises
+    :class:`UsageError`."""
 
     prefill_chunk: int = 1024
     max_sequences: int = 32
     max_batch_tokens: int = 0
     plan: str = "both-ends"
+    schedule: str = "cache"
+    overtake_s: float = 10.0
     prefill_backend: str = "auto"
 
     def __post_init__(self) -> None:
@@ -31,6 +38,10 @@ class EngineSettings:
             raise UsageError("prefill_chunk and max_sequences must be positive")
         if self.plan not in PLANS:
             raise UsageError(f"plan must be one of {', '.join(PLANS)}, not {self.plan!r}")
+        if self.schedule not in SCHEDULES:
+            raise UsageError(f"schedule must be one of {', '.join(SCHEDULES)}, not {self.schedule!r}")
+        if not 0 <= self.overtake_s < math.inf:
+            raise UsageError(f"overtake_s must be seconds, 0 or more, not {self.overtake_s}")
         if self.prefill_backend not in PREFILL_BACKENDS:
             raise UsageError(
                 f"prefill_backend must be one of {', '.join(PREFILL_BACKENDS)}, not {self.prefill_backend!r}"

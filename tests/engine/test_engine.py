@@ -72,7 +72,7 @@ def test_a_closed_stream_gives_its_pages_back(tiny: LoadedModel, engine_of: Engi
 
 
 def test_cancel(tiny: LoadedModel, engine_of: EngineOf) -> None:
-    engine = engine_of(tiny, max_sequences=1)
+    engine = engine_of(tiny, max_sequences=1, schedule="fcfs")
     running, waiting = engine.add(TEXT, GREEDY), engine.add("waits", GREEDY)
     text = "".join(output.text for _ in range(5) for output in engine.step())
     assert engine.cancel(running)

@@ -70,6 +70,7 @@ def test_what_waits_is_brought_up_from_disk_before_it_is_admitted(
     stored.store.evict("hbm")
     stored.store.evict("host")
     other = stored.engine.add([7] * 300, SamplingParams(max_new_tokens=40, ignore_eos=True))
+    stored.engine.step()
     waiting = stored.engine.add(oracle.prompt, GREEDY)
     stored.engine.step()
     ends = time.monotonic() + 30
@@ -96,6 +97,7 @@ def test_a_request_that_goes_while_it_waits_holds_nothing(
     stored.store.evict("hbm")
     stored.store.evict("host")
     stored.engine.add([7] * 300, GREEDY)
+    stored.engine.step()
     waiting = stored.engine.add(oracle.prompt, GREEDY)
     stored.engine.step()
     assert len(stored.engine._scheduler._ahead) == 1

@@ -17,7 +17,7 @@ from tierstore_engine.outputs import RequestId
 from tierstore_engine.sampling import Choice, SamplingParams
 from tierstore_engine.scheduler import Scheduler, Work
 from tierstore_engine.sequence import Sequence, SequenceState
-from tierstore_engine.settings import EngineSettings
+from tierstore_engine.settings import SCHEDULES, EngineSettings
 from tierstore_engine.tokenizer import ByteTokenizer
 
 CHUNK = 4
@@ -36,6 +36,8 @@ settings = st.builds(
     prefill_chunk=st.sampled_from([4, 8, 20]),
     max_sequences=st.integers(1, 5),
     max_batch_tokens=st.sampled_from([0, 30]),
+    schedule=st.sampled_from(SCHEDULES),
+    overtake_s=st.sampled_from([0.0, 0.5, 10.0]),
 )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -32,6 +33,7 @@ from tierstore.errors import TierStoreError, UsageError
 from tierstore.tiers.device import DeviceMemoryError
 from tierstore.types import checked_session
 from tierstore_engine.engine import Engine, EngineStalledError, check_tokens
+from tierstore_engine.errors import DeadlineError
 from tierstore_engine.outputs import Completion, FinishReason, RequestId, StepOutput
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.server.admission import Admission, Place
@@ -69,6 +71,7 @@ class Plan:
     samples: int
     request: GenerationRequest
     session: str | None
+    ttft_slo_s: float | None
 
     @property
     def tokens(self) -> int:
@@ -89,7 +92,13 @@ class Plan:
         cache, seed = self.request.cache, self.params.seed
         params = self.params if seed is None else replace(self.params, seed=seed + number)
         first = engine.add(
-            prompt, params, session=self.session, hint=checked_hint(cache), save=not cache.no_save
+            prompt,
+            params,
+            session=self.session,
+            hint=checked_hint(cache),
+            save=not cache.no_save,
+            priority=self.request.priority,
+            ttft_slo_s=self.ttft_slo_s,
         )
         others = range(1, self.samples)
         return [
@@ -301,7 +310,7 @@ class Server:
             max_new_tokens=self._new_tokens(asked_tokens, room),
             logprobs=0 if request.logprobs is None and best_of else request.logprobs,
         )
-        return Plan(prompts, params, request.samples, request, session)
+        return Plan(prompts, params, request.samples, request, session, self._slo_s(request))
 
     def _chat_plan(self, request: ChatRequest, session: str | None) -> Plan:
         self._check_choices(request.n)
@@ -311,7 +320,10 @@ class Server:
         tokens = min(room, self.settings.max_new_tokens) if asked is None else self._new_tokens(asked, room)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         params = request.sampling(max_new_tokens=tokens, logprobs=logprobs)
-        return Plan(prompts, params, request.samples, request, session)
+        return Plan(prompts, params, request.samples, request, session, self._slo_s(request))
+
+    def _slo_s(self, request: GenerationRequest) -> float | None:
+        return self.settings.ttft_slo_s if request.ttft_slo_s is None else request.ttft_slo_s
 
     def _tokens_of(self, request: TokenizeRequest) -> list[int]:
         return (
@@ -447,6 +459,10 @@ def _api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
+        case DeadlineError(retry_after_s=None):
+            return ApiError(503, str(error))
+        case DeadlineError(retry_after_s=after_s):
+            return ApiError(429, str(error), retry_after_s=max(math.ceil(after_s or 0.0), 1))
         case UsageError():
             return bad_request(str(error))
         case EngineStalledError() | EngineClosedError() | DeviceMemoryError():

@@ -85,6 +85,7 @@ class _SnapshotCollector(Collector):
             ("drafted_tokens", "Guessed ahead", engine.drafted_tokens),
             ("accepted_tokens", "Guessed rightly", engine.accepted_tokens),
             ("preemptions", "Sequences that gave their pages away for a while", engine.preemptions),
+            ("late_requests", "Refused because of their deadlines", engine.late_requests),
             ("step_errors", "Steps that failed", snapshot.step_errors),
         ):
             yield CounterMetricFamily(f"{_PREFIX}_{name}", help, value=count)
@@ -96,6 +97,7 @@ class _SnapshotCollector(Collector):
             ("pages", "Of the page pool", engine.total_pages),
             ("available_pages", "Free, or cached and unused", engine.available_pages),
             ("shared_pages", "Saved by sharing among forks", engine.shared_pages),
+            ("longest_overtaken_seconds", "Of a request, by others' prompts", engine.longest_overtaken_s),
         ):
             yield GaugeMetricFamily(f"{_PREFIX}_{name}", help, value=value)
         if snapshot.store is not None:

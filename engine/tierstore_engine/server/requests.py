@@ -53,8 +53,9 @@ class KVTransferParams(Struct, forbid_unknown_fields=True):
 
 
 class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both kinds of completion take. ``top_k``, ``min_p``, ``ignore_eos``, ``stop_token_ids`` and
-    ``kv_transfer_params`` are not OpenAI's; vLLM has them, too."""
+    """What both kinds of completion take. ``top_k``, ``min_p``, ``ignore_eos``, ``stop_token_ids``,
+    ``priority`` (lower ones come first) and ``kv_transfer_params`` are not OpenAI's; vLLM has them, too.
+    ``ttft_slo_s`` is this server's: a request whose first token cannot be there by then is refused."""
 
     model: str
     n: Count = 1
@@ -74,6 +75,8 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     stream_options: StreamOptions | None = None
     user: str | None = None
     kv_transfer_params: KVTransferParams | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
+    ttft_slo_s: Annotated[float, Meta(gt=0, le=86400)] | None = None
 
     @property
     def cache(self) -> CacheHints:

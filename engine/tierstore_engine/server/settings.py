@@ -18,8 +18,9 @@ class ServerSettings:
     one only loopback addresses are served. ``max_requests`` HTTP requests are worked on or wait at a time,
     with ``max_queued_tokens`` prompt tokens among them (a single one may have more); beyond that clients are
     told to come back. A request may have a body of ``max_body_bytes``, ``max_choices`` continuations (prompts
-    times ``n`` or ``best_of``) of ``max_new_tokens`` tokens each, and take ``request_s`` seconds. SIGTERM
-    waits ``drain_s`` seconds for what is under way.
+    times ``n`` or ``best_of``) of ``max_new_tokens`` tokens each, and take ``request_s`` seconds. One whose
+    first token cannot be there within ``ttft_slo_s`` seconds, or its own, is refused at once. SIGTERM waits
+    ``drain_s`` seconds for what is under way.
     """
 
     model_name: str
@@ -33,6 +34,7 @@ class ServerSettings:
     max_choices: int = 128
     max_new_tokens: int = 4096
     request_s: float = 600.0
+    ttft_slo_s: float | None = None
     drain_s: float = 30.0
 
     def __post_init__(self) -> None:
@@ -49,6 +51,8 @@ class ServerSettings:
         for name in ("max_requests", "max_queued_tokens", "max_choices", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.ttft_slo_s is not None and not self.ttft_slo_s > 0:
+            raise UsageError(f"ttft_slo_s must be positive, not {self.ttft_slo_s}; leave it out for none")
         if self.request_s <= 0 or self.drain_s < 0:
             raise UsageError("request_s must be positive, and drain_s must not be negative")
 

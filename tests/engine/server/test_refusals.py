@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -73,6 +75,8 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("completions", {**GOOD, "logit_bias": {"300": 1}}, 400, "logit_bias names token 300"),
     ("completions", {**GOOD, "user": "u" * 300}, 400, "1 to 256 characters"),
     ("completions", {**GOOD, "prompt": "\ud800"}, 400, "not JSON"),
+    ("completions", {**GOOD, "priority": 2**40}, 400, "priority: Expected `int` <="),
+    ("completions", {**GOOD, "ttft_slo_s": 0}, 400, "ttft_slo_s: Expected `float` > 0"),
     ("chat/completions", {**CHAT, "messages": []}, 400, "messages: Expected"),
     (
         "chat/completions",
@@ -160,6 +164,33 @@ def test_too_many_tokens(tiny: LoadedModel, engine_of: EngineOf, serve: Serve) -
         live.client.completions.create(model="tiny", prompt="x" * 90, max_tokens=1)
     live.wait_until_idle()
     live.client.completions.create(model="tiny", prompt="x" * 300, max_tokens=1)  # alone it may have more
+
+
+def test_what_would_be_late_is_refused(tiny: LoadedModel, engine_of: EngineOf, serve: Serve) -> None:
+    live = serve(engine_of(tiny, max_sequences=1))
+    prompt = {**GOOD, "prompt": "x" * 800, "ttft_slo_s": 1e-9}
+    assert post(live, "completions", prompt).status_code == 200  # nothing is known yet
+    alone = post(live, "completions", prompt)
+    assert alone.status_code == 503
+    assert "retry-after" not in alone.headers
+    message = alone.json()["error"]["message"]
+    alone_s = float(re.search(r"the prompt alone takes ([\d.e+-]+) s", message)[1])  # type: ignore[index]
+    with (
+        live.client.completions.create(**_client(LONG), stream=True) as stream,
+        ThreadPoolExecutor(8) as threads,
+    ):
+        next(iter(stream))
+        others = [threads.submit(post, live, "completions", {**GOOD, "prompt": "y" * 800}) for _ in range(8)]
+        wait_for(lambda: live.stats().waiting == 8)
+        late = post(live, "completions", {**prompt, "prompt": "z" * 800, "ttft_slo_s": 4 * alone_s})
+        assert late.status_code == 429
+        assert int(late.headers["retry-after"]) >= 1
+        assert "with what waits before it" in late.json()["error"]["message"]
+        patient = post(live, "completions", {**prompt, "ttft_slo_s": 3600})
+        assert patient.status_code == 200
+        assert all(other.result().status_code == 200 for other in others)
+    assert live.stats().late_requests == 2
+    assert "tierstore_engine_late_requests_total 2.0" in live.http.get("/metrics").text
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,0 +1,237 @@
+"""Whose prompt is computed next. Pure: nothing here reads a clock, moves a page or asks a store.
+
+First come, first served lets a question of 50 tokens wait behind a document of 100,000. The mean time to the
+first token is least when what is quickest to finish comes first, and what the cache holds decides how quick
+that is. So prompts are ordered by **what is left to compute**, not by how much of them is held: a long match
+may have a long rest.
+
+**Groups.** Prompts that share a beginning which nobody has computed yet share its cost: ten questions about
+one document are one document's work and ten answers. The waiting prompts are a tree of beginnings, each node
+so many seconds of computing, and a node comes after its parent. Which order has the least mean is a solved
+problem (W. A. Horn, 1972): the subtree that ends most requests a second comes first, then the best of what is
+left. A node absorbs its best child for as long as that makes it better.
+
+**Ageing.** A request is *overtaken* while something is computed that first come, first served would have put
+behind it. Each counts the seconds for which it was, and nothing overtakes it that takes longer than what is
+left of ``bound_s``. Whatever else is computed before it, first come, first served computes before it as well:
+so no request waits more than ``bound_s`` longer than it would have. A deadline lowers what is left.
+
+**Priorities** are classes: a lower number comes first, and "first come" is by class and then by age.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
+from typing import TypeAlias
+
+from tierstore.keys import PageKey
+from tierstore.planner import Prefill
+
+Place: TypeAlias = tuple[int, int, int]
+"""Where first come, first served has a request: its priority, its age, and its number."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """A prompt that is not computed yet. ``keys`` are of its full chunks (none where others cannot have its
+    pages), ``held`` leading tokens need no computing. ``deadline_s`` is when its first token is due."""
+
+    place: Place
+    keys: list[PageKey]
+    tokens: int
+    held: int = 0
+    deadline_s: float = math.inf
+    overtaken_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """``entry`` is next, and takes ``seconds`` beyond what those before it have computed."""
+
+    entry: Entry
+    seconds: float
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """The tokens ``start … stop`` that some prompts share. With its absorbed children: ``entries`` end in
+    ``seconds``, in that order, and ``heap`` has what follows."""
+
+    stop: int
+    parent: _Node | None
+    entries: list[Entry] = field(default_factory=list)
+    held: int = 0
+    own_s: float = 0.0
+    seconds: float = 0.0
+    heap: list[tuple[float, Place, _Node]] = field(default_factory=list)
+    done: bool = False
+
+    @property
+    def rate(self) -> float:
+        """Requests that end a second."""
+        if self.seconds:
+            return len(self.entries) / self.seconds
+        return math.inf if self.entries else 0.0
+
+    def offer(self, child: _Node) -> None:
+        heapq.heappush(self.heap, (-child.rate, min(entry.place for entry in child.entries), child))
+
+    def absorb(self) -> None:
+        """Take in children for as long as that makes the rate no worse."""
+        while self.heap and -self.heap[0][0] >= self.rate:
+            _, _, child = heapq.heappop(self.heap)
+            self.entries += child.entries
+            self.seconds += child.seconds
+            self.heap += child.heap
+            heapq.heapify(self.heap)
+
+
+def turns(
+    entries: Iterable[Entry], prefill: Prefill, *, chunk_tokens: int, bound_s: float, now_s: float
+) -> Iterator[Turn]:
+    """``entries`` in the order to compute them. Lazy: the first costs a sort, each a pass over the rest.
+
+    >>> short, long = Entry((0, 1, 1), [], 100), Entry((0, 0, 0), [], 9000)
+    >>> order = turns([long, short], Prefill(0.001), chunk_tokens=64, bound_s=1.0, now_s=0.0)
+    >>> [turn.entry.tokens for turn in order]
+    [100, 9000]
+    """
+    waiting = sorted(entries, key=attrgetter("place"))
+    ranked: list[Entry] = []
+    leaves: dict[Place, _Node] = {}
+    for _, some in groupby(waiting, key=lambda entry: entry.place[0]):
+        ranked += _ranked(list(some), prefill, chunk_tokens, leaves)
+    slack = _slack(waiting, leaves, bound_s, now_s)
+    while ranked:
+        # What may still overtake whoever is before a place, in the order of places.
+        least, limits = math.inf, {}
+        for entry in waiting:
+            limits[entry.place] = least
+            least = min(least, slack[entry.place])
+        turn = next(
+            Turn(entry, seconds)
+            for entry in ranked  # the first of all in line always passes
+            if (seconds := _path_s(leaves[entry.place])) <= limits[entry.place]
+        )
+        ranked.remove(turn.entry)
+        waiting.remove(turn.entry)
+        _finish(leaves[turn.entry.place])
+        for entry in waiting:
+            if entry.place < turn.entry.place:
+                slack[entry.place] -= turn.seconds
+        yield turn
+
+
+def passed(entries: Iterable[Entry], place: Place, seconds: float) -> None:
+    """So many seconds were spent for the request at ``place``: all before it were overtaken for as long."""
+    for entry in entries:
+        if entry.place < place:
+            entry.overtaken_s += seconds
+
+
+def common_chunks(one: Sequence[PageKey], other: Sequence[PageKey]) -> int:
+    """How many leading chunks have equal keys: a key stands for all tokens up to its end."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[middle - 1] == other[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _ranked(
+    entries: Sequence[Entry], prefill: Prefill, chunk_tokens: int, leaves: dict[Place, _Node]
+) -> list[Entry]:
+    """``entries`` in the order of the least mean, and the node at which each one ends."""
+    root, nodes = _tree(entries, chunk_tokens, leaves)
+    for node in reversed(nodes):  # children before their parents
+        parent = node.parent
+        assert parent is not None
+        start = max(parent.stop, min(node.held, node.stop))
+        node.own_s = node.seconds = prefill.seconds(node.stop - start, start)
+        parent.held = max(parent.held, node.held)
+    for node in reversed(nodes):
+        node.absorb()
+        assert node.parent is not None
+        node.parent.offer(node)
+    ranked = list(root.entries)
+    while root.heap:
+        _, _, node = heapq.heappop(root.heap)
+        ranked += node.entries
+        root.heap += node.heap
+        heapq.heapify(root.heap)
+    return ranked
+
+
+def _tree(
+    entries: Sequence[Entry], chunk_tokens: int, leaves: dict[Place, _Node]
+) -> tuple[_Node, list[_Node]]:
+    """The tree of shared beginnings, and its nodes with parents first. Neighbours in the order of keys share
+    most, so one stack of open nodes is enough."""
+    root = _Node(0, None)
+    stack, before, inner = [root], None, []
+    for entry in sorted(entries, key=lambda entry: (entry.keys, entry.tokens, entry.place)):
+        shared = common_chunks(before.keys, entry.keys) * chunk_tokens if before is not None else 0
+        while stack[-1].stop > shared:
+            last = stack.pop()
+            if stack[-1].stop < shared:
+                middle = _Node(shared, stack[-1])
+                inner.append(middle)
+                last.parent = middle
+                stack.append(middle)
+        leaf = _Node(entry.tokens, stack[-1], [entry], min(entry.held, entry.tokens))
+        leaves[entry.place] = leaf
+        stack.append(leaf)
+        before = entry
+    children: dict[_Node, list[_Node]] = {}
+    for node in [*inner, *(leaves[entry.place] for entry in entries)]:
+        assert node.parent is not None
+        children.setdefault(node.parent, []).append(node)
+    nodes, at = list(children.get(root, ())), 0
+    while at < len(nodes):
+        nodes += children.get(nodes[at], ())
+        at += 1
+    return root, nodes
+
+
+def _path_s(leaf: _Node) -> float:
+    """What is left to compute up to here."""
+    seconds, node = 0.0, leaf
+    while node.parent is not None and not node.done:
+        seconds += node.own_s
+        node = node.parent
+    return seconds
+
+
+def _finish(leaf: _Node) -> None:
+    node = leaf
+    while node.parent is not None and not node.done:
+        node.done = True
+        node = node.parent
+
+
+def _slack(
+    waiting: Sequence[Entry], leaves: dict[Place, _Node], bound_s: float, now_s: float
+) -> dict[Place, float]:
+    """How long each may still be overtaken. A deadline that first come, first served would miss counts no
+    more."""
+    slack = {entry.place: bound_s - entry.overtaken_s for entry in waiting}
+    if any(entry.deadline_s < math.inf for entry in waiting):
+        at = now_s
+        for entry in waiting:
+            at += _path_s(leaves[entry.place])
+            _finish(leaves[entry.place])
+            if at <= entry.deadline_s:
+                slack[entry.place] = min(slack[entry.place], entry.deadline_s - at)
+        for leaf in leaves.values():
+            node: _Node | None = leaf
+            while node is not None and node.done:
+                node.done, node = False, node.parent
+    return slack
