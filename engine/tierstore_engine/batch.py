@@ -27,7 +27,7 @@ def build_step(work: Sequence[Work], pool: PagePool) -> Step:
         for row in range(end - 1 - len(item.draft), end)
     ]
     return Step(
-        spans=tuple(Span(item.sequence.pages, item.start, item.start + item.tokens) for item in work),
+        spans=tuple(Span((item.sequence.pages,), item.start, item.start + item.tokens) for item in work),
         tokens=[
             token for item in work for token in (*item.sequence.tokens[item.start : item.stop], *item.draft)
         ],

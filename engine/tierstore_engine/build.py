@@ -172,7 +172,7 @@ def build_engine(
         model_name=model_name,
         mounts=mounts,
     )
-    runner = make_runner(model, connector.pool, settings)
+    runner = make_runner(model, [connector.pool], settings)
     return Engine(runner, model.tokenizer, connector, settings, drafter=drafter)
 
 
@@ -209,14 +209,15 @@ def build_draft_model(
         device=draft.device,
     )
     return DraftModel(
-        make_runner(draft, connector.pool, settings), connector, tokens=tokens, settings=settings
+        make_runner(draft, [connector.pool], settings), connector, tokens=tokens, settings=settings
     )
 
 
-def make_runner(model: LoadedModel, pool: PagePool, settings: EngineSettings) -> Runner:
-    """The model over ``pool``, on the pool's device."""
-    attention = make_attention(pool, model.config)
-    runnable = Model(model.config, model.weights, attention, device=model.device)
+def make_runner(model: LoadedModel, pools: Sequence[PagePool], settings: EngineSettings) -> Runner:
+    """The model over a pool for each of its layer groups, on their device."""
+    attentions = [make_attention(pool, model.config) for pool in pools]
+    runnable = Model(model.config, model.weights, attentions, device=model.device)
+    attention, pool = attentions[0], pools[0]
     if isinstance(attention, CudaAttention) and isinstance(pool, DevicePool):
         from tierstore_engine.device import CudaRunner
 

@@ -7,13 +7,14 @@ transformers 5 writes ``rope_parameters`` and ``dtype`` where 4.x wrote ``rope_t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
 import msgspec
 import xxhash
 
-from tierstore.spec import DEFAULT_CHUNK_TOKENS, KVSpec
+from tierstore.spec import DEFAULT_CHUNK_TOKENS, DTYPE_BITS, KVSpec, LayerGroup, LayerKind
 from tierstore_engine.errors import ModelError
 from tierstore_engine.kv_format import KVFormat
 
@@ -42,8 +43,59 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention (MLA): of each token one vector is kept, ``rank + rope_dim`` wide, from
+    which all heads' keys and values follow. Queries are made by way of ``query_rank`` numbers, if any."""
+
+    rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    query_rank: int | None = None
+
+    @property
+    def width(self) -> int:
+        return self.rank + self.rope_dim
+
+
+STATE_ALIGN = 64
+"""Bytes: each tensor of a state begins at a multiple of that within its page."""
+
+
+@dataclass(frozen=True)
+class DeltaConfig:
+    """A gated delta rule layer: its state is a matrix ``key_dim × value_dim`` of each value head (float32),
+    and the last ``conv_width - 1`` inputs of a causal convolution (in the model's dtype)."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values of all heads."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def state_bytes(self, dtype: str) -> int:
+        """Of one layer: the convolution's inputs, then the matrices."""
+        inputs = self.channels * (self.conv_width - 1) * DTYPE_BITS[dtype] // 8
+        return _aligned(inputs) + _aligned(self.value_heads * self.key_dim * self.value_dim * 4)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // STATE_ALIGN) * STATE_ALIGN
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """A Llama-family decoder. ``windows`` has one entry per layer: attended tokens, or None for all."""
+    """A decoder. ``windows`` has one entry per layer: attended tokens, or None for all.
+
+    ``kinds`` says for each layer how it remembers the past; ``windows`` then has the attention chunks, too.
+    Models whose layers all have K and V of all tokens in their pages leave it empty: whatever their windows
+    are, there is one layer group.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -64,6 +116,11 @@ class ModelConfig:
     windows: tuple[int | None, ...] = ()
     eos_ids: tuple[int, ...] = ()
     kv: KVFormat = field(default_factory=KVFormat)
+    # What follows was added later: at its default it is left out of the digest, so that the pages of models
+    # that have none of it stay theirs.
+    kinds: tuple[LayerKind, ...] = ()
+    latent: LatentConfig | None = None
+    delta: DeltaConfig | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -76,22 +133,72 @@ class ModelConfig:
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
 
+    def kind(self, layer: int) -> LayerKind:
+        return self.kinds[layer] if self.kinds else LayerKind.FULL_ATTENTION
+
+    @cached_property
+    def groups(self) -> tuple[LayerGroup, ...]:
+        """The layer groups: those that need every token first."""
+        members: dict[tuple[LayerKind, int | None], list[int]] = {}
+        for layer in range(self.layers):
+            window = self.window(layer) if self.kind(layer) in _WINDOWED else None
+            members.setdefault((self.kind(layer), window), []).append(layer)
+        ordered = sorted(members.items(), key=lambda item: _ORDER.index(item[0][0]))
+        return tuple(self._group(kind, window, tuple(layers)) for (kind, window), layers in ordered)
+
+    def _group(self, kind: LayerKind, window: int | None, layers: tuple[int, ...]) -> LayerGroup:
+        if kind is LayerKind.RECURRENT_STATE:
+            assert self.delta is not None
+            return LayerGroup(kind, layers, state_bytes=self.delta.state_bytes(self.dtype))
+        if kind is LayerKind.MLA_LATENT:
+            assert self.latent is not None
+            return LayerGroup(kind, layers, 1, self.latent.width)
+        return LayerGroup(kind, layers, self.kv_heads, self.head_dim, window)
+
+    @cached_property
+    def states(self) -> frozenset[int]:
+        """The layer groups that are recurrent states."""
+        found = enumerate(self.groups)
+        return frozenset(at for at, group in found if group.kind is LayerKind.RECURRENT_STATE)
+
+    def group_of(self, layer: int) -> int:
+        """The layer group that ``layer`` is in."""
+        return self._group_of[layer]
+
+    @cached_property
+    def _group_of(self) -> dict[int, int]:
+        return {layer: at for at, group in enumerate(self.groups) for layer in group.layers}
+
     def kv_spec(self, *, chunk_tokens: int = DEFAULT_CHUNK_TOKENS) -> KVSpec:
-        """The page layout. KV is kept for all tokens, also in layers that only attend to a window."""
-        return KVSpec.uniform(
-            layers=self.layers,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            dtype=self.kv.codes[0].dtype if self.kv.quantised else self.dtype,
+        """The page layout of all layer groups."""
+        return KVSpec(
+            self.groups,
+            self.kv.codes[0].dtype if self.kv.quantised else self.dtype,
+            chunk_tokens,
             value_dtype=self.kv.codes[1].dtype if self.kv.keys != self.kv.values else None,
             scaled=self.kv.dynamic,
-            chunk_tokens=chunk_tokens,
         )
 
     def digest(self) -> str:
         """A short hex digest of every field that changes what the model computes, besides how KV is kept."""
-        fields = {name: value for name, value in asdict(self).items() if name not in ("eos_ids", "kv")}
-        return xxhash.xxh3_128_hexdigest(msgspec.json.encode(sorted(fields.items())))
+        values = asdict(self)
+        for unused in ("eos_ids", "kv"):
+            del values[unused]
+        names = [each.name for each in fields(self)]
+        for each in fields(self)[names.index("kv") + 1 :]:
+            if values[each.name] == each.default:
+                del values[each.name]
+        return xxhash.xxh3_128_hexdigest(msgspec.json.encode(sorted(values.items())))
+
+
+_WINDOWED = (LayerKind.SLIDING_WINDOW, LayerKind.CHUNKED_ATTENTION)
+_ORDER = (
+    LayerKind.FULL_ATTENTION,
+    LayerKind.MLA_LATENT,
+    LayerKind.SLIDING_WINDOW,
+    LayerKind.CHUNKED_ATTENTION,
+    LayerKind.RECURRENT_STATE,
+)
 
 
 def config_from_hf(raw: Mapping[str, Any], *, dtype: str | None = None) -> ModelConfig:

@@ -171,7 +171,7 @@ def _prefill_ranges(
     def seconds(past: int, ranges: LibraryRanges) -> float:
         attention.library_at = ranges
         pages = list(range(-(-(past + chunk) // attention.chunk_tokens)))
-        spans = [Span(pages, past, past + chunk)]
+        spans = [Span((pages,), past, past + chunk)]
         batch = BatchLayout.of(spans, chunk_tokens=attention.chunk_tokens, device=pool.device)
         return timed(lambda: attention.attend(0, queries, batch))
 

@@ -132,7 +132,7 @@ class _Bucket:
 
         def step() -> torch.Tensor:
             tokens, positions = on_device["tokens"].long(), on_device["positions"].long()
-            return model.forward(StepInput(tokens, positions, layout, everything))
+            return model.forward(StepInput(tokens, positions, (layout,), everything))
 
         # And with it all that the capture reads. It does not know this bucket: in a circle of references the
         # device's memory would wait for the collector.

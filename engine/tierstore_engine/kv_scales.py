@@ -69,10 +69,10 @@ def measure_ranges(model: LoadedModel, tokens: Sequence[int]) -> Ranges:
 
     config, spec = model.config, model.kv_spec()
     pool = PagePool(spec, pages_for_tokens(spec, len(tokens)))
-    runner = make_runner(model, pool, EngineSettings())
+    runner = make_runner(model, [pool], EngineSettings())
     for start in range(0, len(tokens), _STEP_TOKENS):
         stop = min(start + _STEP_TOKENS, len(tokens))
-        span = Span(range(pool.num_pages), start, stop)
+        span = Span((range(pool.num_pages),), start, stop)
         runner.compute(Step((span,), tokens[start:stop], [stop - start - 1], COMPLETED, spec.chunk_tokens))
     # The last page's rest is zeros: nothing was in this memory before.
     shape = (pool.num_pages, config.layers, 2, config.kv_heads, -1)

@@ -16,20 +16,21 @@ from tierstore_engine.weights import LayerWeights, ModelWeights
 
 
 class Model:
-    """A Llama-family decoder over paged KV. Not thread-safe: its attention owns buffers."""
+    """A Llama-family decoder over paged KV, with a backend for each layer group. Not thread-safe: these own
+    buffers."""
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, attention: Attention, *, device: str
+        self, config: ModelConfig, weights: ModelWeights, attentions: Sequence[Attention], *, device: str
     ) -> None:
         self.config = config
         self.device = device
         self._weights = weights
-        self._attention = attention
-        self._pointwise = attention.pointwise(config)
+        self._attentions = [attentions[config.group_of(layer)] for layer in range(config.layers)]
+        self._pointwise = attentions[0].pointwise(config)
         self._rope = Rope(config.rope, config.head_dim, device=device)
 
     def compute(self, step: Step) -> torch.Tensor:
-        return self.forward(step.on(self.device))
+        return self.forward(step.on(self.device, states=self.config.states))
 
     def sample(self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> list[Choice]:
         return sample(logits, draws, rows).choices()
@@ -46,7 +47,7 @@ class Model:
 
     @torch.inference_mode()
     def advance(self, partial: PartialStep, layers: range) -> torch.Tensor | None:
-        step = partial.input or partial.step.on(self.device)
+        step = partial.input or partial.step.on(self.device, states=self.config.states)
         hidden = partial.hidden if partial.hidden is not None else self._weights.embed[step.tokens]
         partial.input, partial.hidden = step, self._through(step, hidden, layers)
         return self._logits(step, partial.hidden) if layers.stop == self.config.layers else None
@@ -60,7 +61,9 @@ class Model:
         for index in layers:
             layer = weights[index]
             step.arrivals.wait(index)
-            attended = self._attend(index, layer, normed, rotations, step.layout)
+            attended = self._attend(
+                index, layer, normed, rotations, step.layouts[self.config.group_of(index)]
+            )
             hidden, normed = pointwise.add_norm(
                 hidden, linear(attended, layer.o, layer.o_bias), layer.mlp_norm
             )
@@ -91,5 +94,6 @@ class Model:
         if layer.q_norm is not None and layer.k_norm is not None:
             norm = self._pointwise.norm
             queries, keys = norm(queries, layer.q_norm), norm(keys, layer.k_norm)
-        queries = self._attention.rotate_and_write(index, (queries, keys, values), rotations, layout)
-        return self._attention.attend(index, queries, layout).view(len(hidden), -1)
+        attention = self._attentions[index]
+        queries = attention.rotate_and_write(index, (queries, keys, values), rotations, layout)
+        return attention.attend(index, queries, layout).view(len(hidden), -1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,14 +17,19 @@ from tierstore_engine.sampling import Choice, Draw
 @dataclass(frozen=True, slots=True)
 class StepInput:
     """One step's flattened batch. ``tokens`` and ``positions`` are int64 ``[tokens]``, in the order of
-    ``layout.spans``; ``logit_rows`` (int64) names the rows whose logits are wanted. ``arrivals`` are those of
-    its pages that are still on their way."""
+    the spans; ``layouts`` has one for each layer group; ``logit_rows`` (int64) names the rows whose logits
+    are wanted. ``arrivals`` are those of its pages that are still on their way."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
-    layout: BatchLayout
+    layouts: tuple[BatchLayout, ...]
     logit_rows: torch.Tensor
     arrivals: CopyFence = COMPLETED
+
+    @property
+    def layout(self) -> BatchLayout:
+        """Of the first layer group."""
+        return self.layouts[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +42,18 @@ class Step:
     arrivals: CopyFence
     chunk_tokens: int
 
-    def on(self, device: str) -> StepInput:
-        """As tensors."""
+    def on(self, device: str, *, states: Collection[int] = ()) -> StepInput:
+        """As tensors. ``states`` are the layer groups that are recurrent states."""
+        layouts = tuple(
+            BatchLayout.of_states(self.spans, device=device, group=group)
+            if group in states
+            else BatchLayout.of(self.spans, chunk_tokens=self.chunk_tokens, device=device, group=group)
+            for group in range(len(self.spans[0].tables))
+        )
         return StepInput(
             tokens=numbers_on(self.tokens, device),
             positions=positions_of(self.spans, device=device),
-            layout=BatchLayout.of(self.spans, chunk_tokens=self.chunk_tokens, device=device),
+            layouts=layouts,
             logit_rows=numbers_on(self.logit_rows, device),
             arrivals=self.arrivals,
         )

@@ -165,7 +165,7 @@ def engine_of() -> Callable[..., Engine]:
         connector = NoStore(PagePool(spec, pool_pages), model.identity(spec))
         settings.setdefault("prefill_chunk", 128)
         runnable = Model(
-            model.config, model.weights, make_attention(connector.pool, model.config), device="cpu"
+            model.config, model.weights, [make_attention(connector.pool, model.config)], device="cpu"
         )
         engines.append(
             Engine(runnable, model.tokenizer, connector, EngineSettings(**settings), drafter=drafter)
@@ -219,7 +219,7 @@ def stored_engine(tmp_path: Path) -> Iterator[Callable[..., Stored]]:
             path, spec, identity=model.identity(spec), pool=pool, host_bytes=host_bytes, disk_bytes=16 << 20
         )
         attention = make_attention(pool, model.config)
-        runnable = Model(model.config, model.weights, attention, device="cpu")
+        runnable = Model(model.config, model.weights, [attention], device="cpu")
         settings.setdefault("prefill_chunk", 64)
         settings.setdefault("plan", "load")  # these models compute faster than some disks load
         engine = Engine(

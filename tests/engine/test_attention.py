@@ -73,9 +73,9 @@ def run(
         q = torch.randn(new, config.heads, config.head_dim, generator=generator)
         k, v = torch.randn(2, past + new, config.kv_heads, config.head_dim, generator=generator)
         if past:
-            write(attention, k[:past], v[:past], Span(table, 0, past))
-        write(attention, k[past:], v[past:], Span(table, past, past + new))
-        spans.append(Span(table, past, past + new))
+            write(attention, k[:past], v[:past], Span((table,), 0, past))
+        write(attention, k[past:], v[past:], Span((table,), past, past + new))
+        spans.append(Span((table,), past, past + new))
         queries.append(q)
         expected.append(plain(q, k, v, config.window(1)))
     batch = BatchLayout.of(spans, chunk_tokens=CHUNK, device="cpu")
@@ -112,7 +112,7 @@ def test_half_precision_pages(dtype: str) -> None:
     attention = make_attention(PagePool(config.kv_spec(chunk_tokens=CHUNK), PAGES), config)
     half = getattr(torch, dtype)
     q, k, v = (torch.randn(21, heads, 16).to(half) for heads in (4, 2, 2))
-    span = Span(list(range(6)), 0, 21)
+    span = Span((list(range(6)),), 0, 21)
     write(attention, k, v, span)
     out = attention.attend(1, q, BatchLayout.of([span], chunk_tokens=CHUNK, device="cpu"))
     assert out.dtype is half
@@ -125,7 +125,7 @@ def test_pages_have_the_documented_layout() -> None:
     pool = PagePool(config.kv_spec(chunk_tokens=CHUNK), 3)
     attention = make_attention(pool, config)
     k, v = torch.randn(2, CHUNK, 2, 8)
-    write(attention, k, v, Span([2], 0, CHUNK))
+    write(attention, k, v, Span(([2],), 0, CHUNK))
     for plane, written in enumerate((k, v)):
         for head in range(2):
             tile = pool.spec.tile(1, plane, head)

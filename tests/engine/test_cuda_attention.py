@@ -56,7 +56,7 @@ def engine_over(
 ) -> Engine:
     spec = model.kv_spec(chunk_tokens=CHUNK)
     connector = NoStore(PagePool(spec, 64), model.identity(spec))
-    runnable = Model(model.config, model.weights, attend(connector.pool, model.config), device="cpu")
+    runnable = Model(model.config, model.weights, [attend(connector.pool, model.config)], device="cpu")
     return Engine(runnable, model.tokenizer, connector, EngineSettings(prefill_chunk=48, **settings))
 
 
@@ -197,10 +197,12 @@ class Backends:
         self.theirs = CpuAttention(self.pools[1], self.config)
         order = torch.randperm(40, generator=torch.Generator().manual_seed(seed)).tolist()
         lengths = [(0, 40), (77, 1), (16, 25), (31, 1), (100, 7), (295, 9)]
-        self.spans = [Span([order.pop() for _ in range(-(-sum(n) // CHUNK))], n[0], sum(n)) for n in lengths]
+        self.spans = [
+            Span(([order.pop() for _ in range(-(-sum(n) // CHUNK))],), n[0], sum(n)) for n in lengths
+        ]
         for span in self.spans:
             if span.start:
-                self.write(Span(span.block_table, 0, span.start))
+                self.write(Span(span.tables, 0, span.start))
 
     def numbers(self, tokens: int, heads: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(tokens * 100 + heads)
@@ -271,7 +273,7 @@ def test_chunks_in_splits_are_launched_within_bounds(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr("tierstore_engine.attention.cuda._MOST_PARTS", bound)
         both = Backends()
         long = both.spans[5]
-        spans = [Span(long.block_table, stop - 4, stop) for stop in (270, 290, 304)] + [both.spans[4]]
+        spans = [Span(long.tables, stop - 4, stop) for stop in (270, 290, 304)] + [both.spans[4]]
         launcher = both.ours_launcher
         launcher.launches.clear()
         found.append(both.ours.attend(0, both.numbers(19, 6), both.batch(spans)))
@@ -298,9 +300,9 @@ def test_merging_with_attention_over_other_keys() -> None:
     both = Backends()
     table, length = both.spans[4].block_table, 100
     queries = both.numbers(1, 6)
-    whole = both.ours.attend(0, queries, both.batch([Span(table, length - 1, length)]))
-    here = both.ours.attend_with_lse(0, queries, both.batch([Span(table[:2], 31, 32)]))
-    there = both.ours.attend_with_lse(0, queries, both.batch([Span(table[2:], length - 33, length - 32)]))
+    whole = both.ours.attend(0, queries, both.batch([Span((table,), length - 1, length)]))
+    here = both.ours.attend_with_lse(0, queries, both.batch([Span((table[:2],), 31, 32)]))
+    there = both.ours.attend_with_lse(0, queries, both.batch([Span((table[2:],), length - 33, length - 32)]))
     merged, _ = both.ours.merge(here, there)
     torch.testing.assert_close(merged, whole, atol=2e-3, rtol=2e-3)
 

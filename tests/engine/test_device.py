@@ -100,7 +100,7 @@ def open_run(model: LoadedModel, pool: PagePool, path: Path | None = None) -> Ru
 
 def run_over(store: Store, model: LoadedModel, pool: PagePool) -> Run:
     attention = CpuAttention(pool, model.config)
-    runnable = Model(model.config, model.weights, attention, device="cpu")
+    runnable = Model(model.config, model.weights, [attention], device="cpu")
     runner = DeferredRunner(runnable, pool) if isinstance(pool, DevicePool) else runnable
     settings = EngineSettings(prefill_chunk=32, max_sequences=4, plan="load")
     return Run(Engine(runner, model.tokenizer, StoreConnector(store), settings), store)
@@ -465,7 +465,7 @@ def test_the_kernels_on_a_device_that_defers(loaded: Callable[..., LoadedModel])
     attention = CudaAttention(
         torch.from_numpy(pool.array), model.config, ExecutorLauncher(), chunk_tokens=CHUNK
     )
-    run.engine.model = DeferredRunner(Model(model.config, model.weights, attention, device="cpu"), pool)
+    run.engine.model = DeferredRunner(Model(model.config, model.weights, [attention], device="cpu"), pool)
     told, _ = run.ask([PROMPTS[1]])
     run.forget_in_hbm()
     again, reused = run.ask([PROMPTS[1]])

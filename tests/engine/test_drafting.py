@@ -194,7 +194,7 @@ def draft_of(loaded: Callable[..., LoadedModel]) -> Callable[..., DraftModel]:
             connector = StoreConnector(
                 tierstore.open(None, spec, identity=identity, pool=pool, host_bytes=16 << 20)
             )
-        runner = Model(model.config, model.weights, make_attention(pool, model.config), device="cpu")
+        runner = Model(model.config, model.weights, [make_attention(pool, model.config)], device="cpu")
         made.append(DraftModel(runner, connector, settings=EngineSettings(prefill_chunk=64)))
         return made[-1]
 

@@ -64,7 +64,7 @@ def test_library_beside_the_other_backends(windowed: bool) -> None:
     ours.library_at = LibraryRanges(((0, 50),))
     order = torch.randperm(24, generator=torch.Generator().manual_seed(2)).tolist()
     spans = [
-        Span([order.pop() for _ in range(-(-stop // CHUNK))], start, stop)
+        Span(([order.pop() for _ in range(-(-stop // CHUNK))],), start, stop)
         for start, stop in ((0, 40), (33, 34), (16, 41), (60, 67), (5, 7))
     ]
     batch = BatchLayout.of(spans, chunk_tokens=CHUNK, device="cpu")

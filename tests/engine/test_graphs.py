@@ -71,8 +71,8 @@ def runner_over(model: LoadedModel, pool: PagePool, *, max_sequences: int, graph
     pages = torch.from_numpy(pool.array)
     attention = CudaAttention(pages, model.config, ExecutorLauncher(2), chunk_tokens=CHUNK)
     if not graphs:
-        return Model(model.config, model.weights, attention, device="cpu")
-    runner = GraphRunner(model.config, model.weights, attention, device="cpu")
+        return Model(model.config, model.weights, [attention], device="cpu")
+    runner = GraphRunner(model.config, model.weights, [attention], device="cpu")
     runner.graphs = DecodeGraphs(runner, attention, Rerun(), max_sequences=max_sequences, width=20)
     return runner
 
@@ -147,9 +147,9 @@ def test_short_sequences_launch_blocks_for_short_ones(
     generator = np.random.default_rng(6)
     pool.array.view(np.float16)[:] = generator.standard_normal(pool.array.view(np.float16).shape)
     attention = CudaAttention(torch.from_numpy(pool.array), model.config, Watching(), chunk_tokens=CHUNK)
-    plain = Model(model.config, model.weights, attention, device="cpu")
+    plain = Model(model.config, model.weights, [attention], device="cpu")
     graphs = DecodeGraphs(plain, attention, Rerun(), max_sequences=2, width=20)
-    short, long = Span(list(range(8)), 120, 121), Span(list(range(20)), 300, 301)
+    short, long = Span((list(range(8)),), 120, 121), Span((list(range(20)),), 300, 301)
 
     def replayed(*spans: Span) -> torch.Tensor:
         grids.clear()
@@ -172,7 +172,7 @@ def test_what_is_not_replayed_is_counted(model: LoadedModel) -> None:
     pool = PagePool(model.kv_spec(chunk_tokens=CHUNK), 8)
     runner = runner_over(model, pool, max_sequences=2)
     assert isinstance(runner, GraphRunner)
-    one = Span([0], 3, 4)
+    one = Span(([0],), 3, 4)
 
     class OnTheirWay:
         pending = True
@@ -183,11 +183,11 @@ def test_what_is_not_replayed_is_counted(model: LoadedModel) -> None:
         return Step(spans, [1] * len(spans), list(range(rows)), arrivals, CHUNK)  # type: ignore[arg-type]
 
     for refused in (
-        step(Span([0], 0, 4)),
+        step(Span(([0],), 0, 4)),
         step(one, rows=0),
         step(one, arrivals=OnTheirWay()),
         step(one, one, one, rows=3),
-        step(Span(list(range(21)), 3, 4)),
+        step(Span((list(range(21)),), 3, 4)),
     ):
         assert runner.graphs.compute(refused) is None
     assert runner.graphs.eager == {
@@ -210,7 +210,7 @@ def test_a_table_is_written_again_when_it_is_another(model: LoadedModel) -> None
     for pages, start in ((table, 5), (table, 15), ([7, 3], 20), ([7, 4], 20), (table, 6)):
         if start == 15:
             table += [8]
-        step = Step((Span(pages, start, start + 1),), [9], [0], COMPLETED, CHUNK)
+        step = Step((Span((pages,), start, start + 1),), [9], [0], COMPLETED, CHUNK)
         assert torch.equal(replaying.compute(step), plain.compute(step))
 
 
@@ -227,7 +227,7 @@ def test_capturing_and_dropping_need_no_collector(model: LoadedModel) -> None:
             enabled.append(gc.isenabled())
             return super().record(step)
 
-    plain = Model(model.config, model.weights, attention, device="cpu")
+    plain = Model(model.config, model.weights, [attention], device="cpu")
     graphs = DecodeGraphs(plain, attention, Watching(), max_sequences=2, width=20)
     assert enabled == [False, False]
     assert gc.isenabled()

@@ -94,7 +94,7 @@ def attention_over(config: ModelConfig) -> tuple[Attention, PagePool]:
 
 
 def write(attention: Attention, k: torch.Tensor, v: torch.Tensor, table: list[int], start: int) -> None:
-    span = Span(table, start, start + len(k))
+    span = Span((table,), start, start + len(k))
     attention.write(1, k, v, BatchLayout.of([span], chunk_tokens=CHUNK, device="cpu"))
 
 
@@ -128,7 +128,7 @@ def test_attention_over_codes(
     if past:
         write(attention, k[:past], v[:past], table, 0)
     write(attention, k[past:], v[past:], table, past)
-    batch = BatchLayout.of([Span(table, past, past + new)], chunk_tokens=CHUNK, device="cpu")
+    batch = BatchLayout.of([Span((table,), past, past + new)], chunk_tokens=CHUNK, device="cpu")
     out = attention.attend(1, q, batch).double()
 
     kept_k, kept_v = (kept(k, config.kv.keys), kept(v, config.kv.values))
@@ -164,7 +164,7 @@ def test_how_tokens_came_leaves_no_trace_in_pages(
         done += step
     for array in (pool.array, by_steps.array):
         assert array[5].any()
-    span = BatchLayout.of([Span(table, 22, 23)], chunk_tokens=CHUNK, device="cpu")
+    span = BatchLayout.of([Span((table,), 22, 23)], chunk_tokens=CHUNK, device="cpu")
     q = torch.randn(1, 4, 16, generator=generator)
     assert torch.equal(attention.attend(1, q, span), other.attend(1, q, span))
     assert np.array_equal(pool.array[:5], by_steps.array[:5])  # the sixth has room that a draft was in

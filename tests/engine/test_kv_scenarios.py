@@ -46,9 +46,7 @@ def token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = CpuAttention.attend
 
     def alone(self: CpuAttention, layer: int, queries: torch.Tensor, batch: BatchLayout) -> torch.Tensor:
-        spans = [
-            Span(span.block_table, at, at + 1) for span in batch.spans for at in range(span.start, span.stop)
-        ]
+        spans = [Span(span.tables, at, at + 1) for span in batch.spans for at in range(span.start, span.stop)]
         layouts = (BatchLayout.of([span], chunk_tokens=STORED_CHUNK, device="cpu") for span in spans)
         rows = (attend(self, layer, queries[row : row + 1], each) for row, each in enumerate(layouts))
         return torch.cat(list(rows))

@@ -24,9 +24,9 @@ from tierstore_engine.step import Step
 from tierstore_engine.weights import _allocate
 
 CHUNK = 16
-DECODING, ANOTHER = Span([3, 1, 7], 40, 41), Span([2], 5, 6)
-CHUNK_OF_PREFILL = Span([4, 5, 6, 8], 16, 50)
-BEHIND_A_LONG_PAST = Span(list(range(16)), 250, 256)
+DECODING, ANOTHER = Span(([3, 1, 7],), 40, 41), Span(([2],), 5, 6)
+CHUNK_OF_PREFILL = Span(([4, 5, 6, 8],), 16, 50)
+BEHIND_A_LONG_PAST = Span((list(range(16)),), 250, 256)
 
 
 class Nowhere(Launcher):
@@ -47,7 +47,7 @@ def run(spans: tuple[Span, ...], library: LibraryRanges = NOWHERE) -> tuple[torc
     pool = torch.empty((16, page_bytes), dtype=torch.uint8, device="meta")
     attention = CudaAttention(pool, tiny, launcher, chunk_tokens=CHUNK)
     attention.library_at = library
-    model = Model(tiny, _allocate(tiny, "meta"), attention, device="meta")
+    model = Model(tiny, _allocate(tiny, "meta"), [attention], device="meta")
     counts = [span.tokens for span in spans]
     rows = [sum(counts[: place + 1]) - 1 for place in range(len(spans))]
     logits = model.compute(Step(spans, [0] * sum(counts), rows, COMPLETED, CHUNK))

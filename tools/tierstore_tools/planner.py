@@ -107,7 +107,7 @@ class _Bench:
         self._engines = {}
         for plan in PLANS:
             settings = EngineSettings(prefill_chunk=prefill_chunk, plan=plan)
-            runner = make_runner(model, pool, settings)
+            runner = make_runner(model, [pool], settings)
             self._engines[plan] = Engine(runner, model.tokenizer, connector, settings)
 
     def close(self) -> None:

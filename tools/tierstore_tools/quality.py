@@ -130,10 +130,10 @@ def _logits(model: LoadedModel, document: Sequence[int], chunk: int) -> Iterator
     """Of every token, chunk by chunk."""
     spec = model.kv_spec()
     pool = PagePool(spec, pages_for_tokens(spec, len(document)))
-    runner = make_runner(model, pool, EngineSettings())
+    runner = make_runner(model, [pool], EngineSettings())
     for start in range(0, len(document), chunk):
         stop = min(start + chunk, len(document))
-        span = Span(range(pool.num_pages), start, stop)
+        span = Span((range(pool.num_pages),), start, stop)
         yield runner.compute(
             Step((span,), document[start:stop], range(stop - start), COMPLETED, spec.chunk_tokens)
         )

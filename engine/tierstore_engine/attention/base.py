@@ -6,7 +6,9 @@ The pool of the hbm tier *is* the KV memory. Seen by a backend it is::
 
 (of codes, with each layer's scales behind them, where KV is quantised: :mod:`tierstore_engine.kv_format`)
 and a sequence's tokens ``64 i … 64 i + 63`` (for 64-token chunks) live in the page that its block table
-names at ``i``. Which pages those are must not matter: the same contents give the same bits.
+names at ``i``. Which pages those are must not matter: the same contents give the same bits. A model whose
+layers remember the past in several ways has a pool, a table and a backend for each layer group, and a table
+names no page (``NO_PAGE``) for what no token of its group can see any more.
 """
 
 from __future__ import annotations
@@ -24,14 +26,26 @@ from tierstore_engine.moving import to_device
 from tierstore_engine.pointwise import Pointwise
 from tierstore_engine.rope import rotate
 
+NO_PAGE = -1
+"""In a block table: the chunk's page has been given back."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The tokens ``start … stop`` of one sequence, computed in this step; those before are in pages."""
+    """The tokens ``start … stop`` of one sequence, computed in this step; those before are in pages.
 
-    block_table: Sequence[int]  # one page per chunk, at least up to ``stop``
+    ``tables`` has a block table for each layer group, of one page per chunk, at least up to ``stop``; that of
+    a recurrent state has the one page that the sequence's state is in.
+    """
+
+    tables: tuple[Sequence[int], ...]
     start: int
     stop: int
+
+    @property
+    def block_table(self) -> Sequence[int]:
+        """Of the first group."""
+        return self.tables[0]
 
     @property
     def tokens(self) -> int:
@@ -40,10 +54,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """Where a step's flattened tokens are: rows of the batch in the order of ``spans``.
+    """Where a step's flattened tokens are in the pages of one layer group: rows of the batch in the order of
+    ``spans``.
 
     ``pages`` and ``offsets`` (int64 ``[tokens]``) say where each new token's KV goes; ``block_tables`` holds
-    each span's table as an int64 tensor.
+    each span's table as an int64 tensor. Of a recurrent state there is nothing for each token: the first two
+    are empty, and a table has the state's page.
     """
 
     spans: tuple[Span, ...]
@@ -52,13 +68,21 @@ class BatchLayout:
     offsets: torch.Tensor
 
     @classmethod
-    def of(cls, spans: Sequence[Span], *, chunk_tokens: int, device: str) -> BatchLayout:
-        tables = tuple(numbers_on(span.block_table, device) for span in spans)
+    def of(cls, spans: Sequence[Span], *, chunk_tokens: int, device: str, group: int = 0) -> BatchLayout:
+        """Of a layer group with KV."""
+        tables = tuple(numbers_on(span.tables[group], device) for span in spans)
         positions = positions_of(spans, device=device)
         owners = torch.cat(
             [table[_chunks_of(span, chunk_tokens, device)] for table, span in zip(tables, spans, strict=True)]
         )
         return cls(tuple(spans), tables, owners, positions % chunk_tokens)
+
+    @classmethod
+    def of_states(cls, spans: Sequence[Span], *, device: str, group: int) -> BatchLayout:
+        """Of a layer group with recurrent states."""
+        tables = tuple(numbers_on(span.tables[group], device) for span in spans)
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        return cls(tuple(spans), tables, nothing, nothing)
 
 
 class Attention(ABC):

@@ -38,8 +38,10 @@ class _FloatPages(KVPages):
     def __init__(self, pool: PagePool, config: ModelConfig, gathered: int) -> None:
         dtype: torch.dtype = getattr(torch, config.dtype)
         chunk = pool.spec.chunk_tokens
-        shape = (pool.num_pages, config.layers, 2, config.kv_heads, chunk, config.head_dim)
+        [group] = pool.spec.groups
+        shape = (pool.num_pages, len(group.layers), group.planes, group.kv_heads, chunk, group.head_dim)
         self._kv = torch.from_numpy(pool.array).view(dtype).view(shape)
+        self._place = {layer: place for place, layer in enumerate(group.layers)}
         self._buffer: torch.Tensor | None = None  # what is read, where it is not float32 already
         if dtype is not torch.float32:
             self._buffer = torch.empty((2, config.kv_heads, gathered * chunk, config.head_dim), dtype=dtype)
@@ -47,14 +49,14 @@ class _FloatPages(KVPages):
     def put(
         self, layer: int, plane: int, pages: torch.Tensor, offsets: torch.Tensor, new: torch.Tensor
     ) -> None:
-        self._kv[:, layer, plane][pages, :, offsets] = new
+        self._kv[:, self._place[layer], plane][pages, :, offsets] = new
 
     def gather(self, layer: int, pages: torch.Tensor, out: torch.Tensor) -> None:
         target = out if self._buffer is None else self._buffer[:, :, : out.shape[2]]
         for plane in range(2):
             for head in range(out.shape[1]):
                 rows = target[plane, head].view(len(pages), -1, out.shape[-1])
-                torch.index_select(self._kv[:, layer, plane, head], 0, pages, out=rows)
+                torch.index_select(self._kv[:, self._place[layer], plane, head], 0, pages, out=rows)
         if target is not out:
             out.copy_(target)
 
