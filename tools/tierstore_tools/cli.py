@@ -394,6 +394,94 @@ def routing(
 
 
 @app.command()
+def scenarios(
+    scenario: Annotated[str, typer.Argument(help="batch|longctx|online|stream|all, or several with commas")],
+    targets: Annotated[
+        str | None,
+        typer.Option(
+            help="ours, ours+store, vllm, vllm+store, transformers; default: all that can be had, or none "
+            "beside --url"
+        ),
+    ] = None,
+    url: Annotated[
+        list[str] | None, typer.Option(help="An OpenAI endpoint that runs already; may be repeated")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help="A Hugging Face folder, or a random Llama made here: small-text, tiny-text")
+    ] = "small-text",
+    vllm_python: Annotated[Path | None, typer.Option(help="The Python of an environment with vLLM")] = None,
+    tokens: Annotated[int, typer.Option(min=256, help="Of the longest prompt, its answer included")] = 4096,
+    pool_tokens: Annotated[int, typer.Option(min=256, help="Of KV that each server has room for")] = 16_384,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="That each computes with; default: one core is the clients'")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="batch: requests")] = 24,
+    answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer")] = 32,
+    rate: Annotated[str, typer.Option(help="online: requests a second, comma-separated")] = "0.5,1",
+    seconds: Annotated[float, typer.Option(min=0.1, help="online: for each rate")] = 30.0,
+    trace: Annotated[
+        Path | None, typer.Option(help="online: and the arrivals of this trace, which replay reads, too")
+    ] = None,
+    block_tokens: Annotated[int, typer.Option(min=1, help="That a block of the trace stands for")] = 64,
+    slo_ttft: Annotated[float, typer.Option(min=0, help="online: seconds to the first token, at most")] = 1.0,
+    slo_itl: Annotated[float, typer.Option(min=0, help="online: seconds per later token, at most")] = 0.1,
+    rounds: Annotated[int, typer.Option(min=1, help="longctx: prompts; medians are reported")] = 3,
+    slow_readers: Annotated[int, typer.Option(min=1, help="stream: beside 4 quick ones")] = 28,
+    request_s: Annotated[float, typer.Option(min=0.1, help="Seconds for one request at most")] = 180.0,
+    host_bytes: Annotated[str, typer.Option(help="Arena of a store's daemon")] = "2GiB",
+    disk_bytes: Annotated[str, typer.Option(help="Disk cap of a store's daemon")] = "8GiB",
+    seed: Annotated[int, typer.Option(help="Asks the same again")] = 0,
+    directory: Annotated[Path | None, typer.Option("--dir", help="Where; default: a temporary one")] = None,
+    json: JsonOption = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a PNG")] = None,
+) -> None:
+    """What clients see of OpenAI servers: ours with and without a store, vLLM, a transformers loop, a URL."""
+    import os
+    import tempfile
+
+    from tierstore_tools.scenarios import command, settings
+    from tierstore_tools.scenarios import targets as servers
+    from tierstore_tools.scenarios.runs import Slo
+
+    if directory is not None:
+        _make_writable(directory)
+    urls = tuple(url or ())
+    if targets is None:
+        targets = "" if urls else ",".join(servers.KNOWN)
+    with tempfile.TemporaryDirectory(prefix="tierstore-bench-", dir=directory) as scratch:
+        command.run(
+            settings.Scenarios(
+                scenarios=settings.SCENARIOS if scenario == "all" else tuple(scenario.split(",")),
+                targets=tuple(filter(None, targets.split(","))),
+                urls=urls,
+                model=model,
+                vllm=vllm_python,
+                room=servers.Room(
+                    pool_tokens,
+                    tokens,
+                    threads or max(len(os.sched_getaffinity(0)) - 1, 1),
+                    parse_size(host_bytes),
+                    parse_size(disk_bytes),
+                ),
+                requests=requests,
+                answer_tokens=answer,
+                rates_per_s=_numbers("--rate", rate),
+                seconds=seconds,
+                trace=trace,
+                block_tokens=block_tokens,
+                slo=Slo(slo_ttft, slo_itl),
+                rounds=rounds,
+                slow_readers=slow_readers,
+                request_s=request_s,
+                seed=seed,
+                directory=Path(scratch),
+            ),
+            json=json,
+            plot=plot,
+        )
+
+
+@app.command()
 def cluster_plan(
     hosts: Annotated[str, typer.Option(help="Numbers of hosts")] = "10,100,1000",
     requests_per_s: Annotated[float, typer.Option(help="To each host")] = 2.0,

@@ -17,6 +17,7 @@ from typing import Any
 from tierstore.errors import TierStoreError, UsageError
 
 VOCAB = 320
+PRINTABLE = 94  # token ids below are printable ASCII, one character each
 _SEED = 20261121
 _POSITIONS = 131_072
 _BASE = {
@@ -100,14 +101,9 @@ def _mla() -> Any:
     return DeepseekV2ForCausalLM(config)
 
 
-_KINDS: dict[str, Callable[[], Any]] = {
-    "tiny": _llama,
-    "tiny-6-layers": lambda: _llama(num_hidden_layers=6),
-    "tiny-gemma": _gemma,
-    "tiny-opt": _opt,
-    "tiny-mla": _mla,
-    # Large enough that prefill costs far more than vLLM's own work per step: 26 M parameters.
-    "small": lambda: _llama(
+def _small() -> Any:
+    """Large enough that prefill costs far more than an engine's own work per step: 26 M parameters."""
+    return _llama(
         hidden_size=512,
         intermediate_size=1536,
         num_hidden_layers=8,
@@ -115,7 +111,24 @@ _KINDS: dict[str, Callable[[], Any]] = {
         num_key_value_heads=4,
         head_dim=64,
         initializer_range=0.05,
-    ),
+    )
+
+
+def _text(model: Any) -> Any:
+    """Answers in printable ASCII only: with every token a server has text to send."""
+    model.lm_head.weight.data[PRINTABLE:] = 0
+    return model
+
+
+_KINDS: dict[str, Callable[[], Any]] = {
+    "tiny": _llama,
+    "tiny-text": lambda: _text(_llama()),
+    "tiny-6-layers": lambda: _llama(num_hidden_layers=6),
+    "tiny-gemma": _gemma,
+    "tiny-opt": _opt,
+    "tiny-mla": _mla,
+    "small": _small,
+    "small-text": lambda: _text(_small()),
 }
 KINDS = tuple(_KINDS)
 

@@ -1,0 +1,242 @@
+"""``scenarios`` from the command line: start targets one after the other, measure, show, write."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tierstore.errors import TierStoreError, UsageError
+from tierstore.units import format_size
+from tierstore_tools import machine, report
+from tierstore_tools.report import Phases
+from tierstore_tools.scenarios import runs
+from tierstore_tools.scenarios.load import Arrival
+from tierstore_tools.scenarios.runs import Agreement, BatchRow, LongRow, OnlineRow, StreamRow
+from tierstore_tools.scenarios.settings import PAUSE_S, Scenarios
+from tierstore_tools.scenarios.targets import Left, Target, Workshop
+from tierstore_tools.vllm import models
+
+R = TypeVar("R")
+
+
+@dataclass(slots=True)
+class Result:
+    """``left_out`` could not be had here, ``failed`` did not do what it was to do."""
+
+    batch: list[BatchRow] = field(default_factory=list)
+    longctx: list[LongRow] = field(default_factory=list)
+    online: list[OnlineRow] = field(default_factory=list)
+    stream: list[StreamRow] = field(default_factory=list)
+    left_out: list[Left] = field(default_factory=list)
+    failed: list[Left] = field(default_factory=list)
+
+
+def run(settings: Scenarios, *, json: str | None, plot: Path | None) -> None:
+    """Raises :class:`UsageError` for what does not exist, and :class:`TierStoreError` when no target can be
+    had, or (after what the others did was shown and written) when one failed."""
+    report.require_targets(json, plot)
+    arrivals = {rate: settings.arrivals(rate) for rate in settings.rates_per_s}
+    result = Result()
+    targets = list(_targets(settings, result.left_out))
+    if not targets:
+        whys = "; ".join(f"{each.name}: {each.why}" for each in result.left_out)
+        raise TierStoreError(f"there is no target to measure: {whys}")
+    agreement = Agreement()
+    with report.phases() as phases:
+        for target in targets:
+            try:
+                with closing(target):
+                    with phases.phase(f"{target.name}: start", measurable=False):
+                        target.start()
+                    _Measured(settings, arrivals, target, agreement, phases, result).run()
+            except UsageError:
+                raise
+            except TierStoreError as error:
+                result.failed.append(Left(target.name, str(error)))
+    _show(result, settings, to_stderr=json == "-")
+    document = {"machine": machine.describe(), "settings": _described(settings), **asdict(result)}
+    report.write_json(document, json)
+    if plot is not None and any((result.batch, result.longctx, result.online, result.stream)):
+        from tierstore_tools.scenarios import plot as drawing
+
+        drawing.draw(result, f"{settings.model} on {machine.describe()['cpu']}", plot)
+    if result.failed:
+        raise TierStoreError("; ".join(each.why for each in result.failed))
+
+
+def _targets(settings: Scenarios, left_out: list[Left]) -> Iterator[Target]:
+    yield from (Target(url, url) for url in settings.urls)
+    workshop: Workshop | None = None
+    for name in settings.targets:
+        why = Workshop.why_not(name, settings.vllm)
+        if why is not None:
+            left_out.append(Left(name, why))
+            continue
+        if workshop is None:
+            workshop = Workshop(_model(settings), settings.room, settings.directory, settings.vllm)
+        yield workshop.make(name)
+
+
+def _model(settings: Scenarios) -> Path:
+    if settings.model in models.KINDS:
+        return models.make(settings.model, settings.directory / settings.model)
+    folder = Path(settings.model)
+    if not (folder / "config.json").exists():
+        raise UsageError(f"{folder} is no Hugging Face folder, and none of {', '.join(models.KINDS)}")
+    return folder
+
+
+@dataclass(slots=True)
+class _Measured:
+    """All scenarios against one target, the one that restarts it last."""
+
+    settings: Scenarios
+    arrivals: dict[float, dict[str, list[Arrival]]]
+    target: Target
+    agreement: Agreement
+    phases: Phases
+    result: Result
+
+    def run(self) -> None:
+        for name, scenario in (
+            ("batch", self._batch),
+            ("online", self._online),
+            ("stream", self._stream),
+            ("longctx", self._longctx),
+        ):
+            if name in self.settings.scenarios:
+                scenario()
+
+    def _batch(self) -> None:
+        work = partial(runs.batch, self.target, self.settings.batch(), agreement=self.agreement)
+        self.result.batch.append(self._phase("batch", work))
+
+    def _online(self) -> None:
+        for rate, processes in self.arrivals.items():
+            for name, arrivals in processes.items():
+                work = partial(runs.online, self.target, name, rate, arrivals, self.settings.slo)
+                self.result.online.append(self._phase(f"online, {name}, {rate:g} a second", work))
+
+    def _stream(self) -> None:
+        for slow in (0, self.settings.slow_readers):
+            work = partial(runs.stream, self.target, *self.settings.readers(slow), pause_s=PAUSE_S)
+            self.result.stream.append(self._phase(f"stream, {slow} slow readers", work))
+
+    def _longctx(self) -> None:
+        work = partial(runs.longctx, self.target, self.settings.long(), agreement=self.agreement)
+        self.result.longctx += self._phase("longctx", work)
+
+    def _phase(self, text: str, work: Callable[..., Coroutine[Any, Any, R]]) -> R:
+        with self.phases.phase(f"{self.target.name}: {text}") as phase:
+            return asyncio.run(work(request_s=self.settings.request_s, progress=phase.update))
+
+
+def _described(settings: Scenarios) -> dict[str, object]:
+    described = {
+        name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()
+    }
+    del described["directory"]
+    return described
+
+
+def _show(result: Result, settings: Scenarios, *, to_stderr: bool) -> None:
+    if result.batch:
+        report.table(
+            f"batch: {settings.requests} requests about a few documents, all at once",
+            (
+                "target",
+                "tokens/s",
+                "prompt/s",
+                "held",
+                "KV reserved",
+                "used",
+                "memory",
+                "same",
+                "failed",
+            ),
+            [
+                (
+                    row.target,
+                    f"{row.output_tokens_per_s:.0f}",
+                    f"{row.prompt_tokens_per_s:,.0f}",
+                    report.percent(row.hit_rate),
+                    "–" if row.kv_peak_tokens is None else f"{row.kv_peak_tokens:,.0f}",
+                    report.percent(row.kv_used),
+                    "–" if row.peak_memory_bytes is None else format_size(row.peak_memory_bytes),
+                    report.percent(row.same_answers),
+                    f"{row.failed}",
+                )
+                for row in result.batch
+            ],
+            to_stderr=to_stderr,
+        )
+    if result.longctx:
+        report.table(
+            "longctx: time to first token",
+            ("target", "case", "prompt", "held", "found in", "TTFT", "slowest", "speed-up", "same"),
+            [
+                (
+                    row.target,
+                    row.case,
+                    f"{row.prompt_tokens:,}",
+                    f"{row.cached_tokens:,}",
+                    row.found,
+                    report.seconds(row.ttft_s),
+                    report.seconds(row.slowest_ttft_s),
+                    f"{row.speedup:.1f}×",
+                    report.percent(row.same_answers),
+                )
+                for row in result.longctx
+            ],
+            to_stderr=to_stderr,
+        )
+    if result.online:
+        slo = settings.slo
+        report.table(
+            f"online: good is a first token within {report.seconds(slo.ttft_s)} and a mean of "
+            f"{report.seconds(slo.itl_s)} for the later ones",
+            ("target", "arrivals", "good/s", "good", "TTFT p50", "p99", "ITL p50", "p99", "held", "failed"),
+            [
+                (
+                    row.target,
+                    f"{row.arrivals} {row.rate_per_s:g}/s",
+                    f"{row.goodput_per_s:.2f}",
+                    report.percent(row.slo_met),
+                    report.seconds(row.ttft_p50_s),
+                    report.seconds(row.ttft_p99_s),
+                    report.seconds(row.itl_p50_s),
+                    report.seconds(row.itl_p99_s),
+                    report.percent(row.hit_rate),
+                    f"{row.failed}",
+                )
+                for row in result.online
+            ],
+            to_stderr=to_stderr,
+        )
+    if result.stream:
+        report.table(
+            f"stream: gaps between tokens of {result.stream[0].quick_readers} quick readers",
+            ("target", "slow readers", "ITL p50", "p99", "longest", "jitter", "memory", "failed"),
+            [
+                (
+                    row.target,
+                    f"{row.slow_readers}",
+                    report.seconds(row.itl_p50_s),
+                    report.seconds(row.itl_p99_s),
+                    report.seconds(row.itl_max_s),
+                    report.seconds(row.jitter_s),
+                    "–" if row.peak_memory_bytes is None else format_size(row.peak_memory_bytes),
+                    f"{row.failed}",
+                )
+                for row in result.stream
+            ],
+            to_stderr=to_stderr,
+        )
+    console = report.stderr if to_stderr else report.stdout
+    for each in result.left_out:
+        console.print(f"left out: {each.name}: {each.why}", markup=False, highlight=False)

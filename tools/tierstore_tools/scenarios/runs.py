@@ -1,0 +1,339 @@
+"""The four scenarios, each against one endpoint: load in, one row of figures out.
+
+Each is bounded: in requests by its load, in time by ``request_s`` for every request, of which the arrivals'
+last is the last to start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tierstore.errors import TierStoreError
+from tierstore_tools.scenarios.endpoint import Ask, Endpoint, Reply, connected
+from tierstore_tools.scenarios.load import Arrival, tokens
+from tierstore_tools.scenarios.targets import Target, memory_bytes, reserved_tokens
+
+Progress = Callable[[float], None]
+_SAMPLE_S = 0.1
+_WARM_UP_TOKENS = 128
+_WARM_UP_ANSWER = 4
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """``kv_peak_tokens`` is the most that the server reserved KV for, ``kv_used`` the share of what it
+    reserved that the requests being answered needed (above 1 where they share pages); None where it does not
+    say. ``peak_memory_bytes`` is of its processes and their daemon, None where it runs elsewhere;
+    ``same_answers`` the share of answers equal to the first target's."""
+
+    target: str
+    requests: int
+    failed: int
+    seconds_s: float
+    output_tokens_per_s: float
+    prompt_tokens_per_s: float
+    hit_rate: float
+    kv_peak_tokens: float | None
+    kv_used: float | None
+    peak_memory_bytes: int | None
+    same_answers: float
+
+
+@dataclass(frozen=True, slots=True)
+class LongRow:
+    """Medians over ``rounds`` prompts. ``found`` says where the server says it found the prompt."""
+
+    target: str
+    case: str
+    prompt_tokens: int
+    cached_tokens: int
+    found: str
+    rounds: int
+    ttft_s: float
+    slowest_ttft_s: float
+    speedup: float
+    same_answers: float
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """A request is good when its first token and the mean of its later ones are as quick as this."""
+
+    ttft_s: float
+    itl_s: float
+
+    def met(self, reply: Reply) -> bool:
+        return reply.error is None and reply.ttft_s <= self.ttft_s and reply.itl_s <= self.itl_s
+
+
+@dataclass(frozen=True, slots=True)
+class OnlineRow:
+    """``goodput_per_s``: requests that met the SLO, a second of the run. ITL is over all gaps."""
+
+    target: str
+    arrivals: str
+    rate_per_s: float
+    requests: int
+    failed: int
+    seconds_s: float
+    goodput_per_s: float
+    slo_met: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    itl_p50_s: float
+    itl_p99_s: float
+    hit_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRow:
+    """Gaps of the quick readers, beside so many slow ones. ``jitter_s`` is their standard deviation."""
+
+    target: str
+    quick_readers: int
+    slow_readers: int
+    failed: int
+    itl_p50_s: float
+    itl_p99_s: float
+    itl_max_s: float
+    jitter_s: float
+    peak_memory_bytes: int | None
+
+
+class Agreement:
+    """What was answered first to each request: targets that serve one model ought to say the same."""
+
+    def __init__(self) -> None:
+        self._first: dict[Ask, str] = {}
+
+    def share(self, replies: Sequence[Reply]) -> float:
+        """Of whole answers, those equal to the first one to their request."""
+        whole = [reply for reply in replies if reply.error is None]
+        same = [self._first.setdefault(reply.ask, reply.text) == reply.text for reply in whole]
+        return statistics.fmean(same) if same else 0.0
+
+
+async def batch(
+    target: Target, asks: Sequence[Ask], *, request_s: float, agreement: Agreement, progress: Progress
+) -> BatchRow:
+    """Send everything at once. Raises :class:`TierStoreError` when nothing is answered."""
+    async with _warm(target, request_s) as endpoint, _watched(target, endpoint) as watch:
+        begun = time.perf_counter()
+        replies = await _all([endpoint.ask(ask) for ask in asks], progress)
+        seconds = time.perf_counter() - begun
+    whole = _whole(target, replies)
+    return BatchRow(
+        target.name,
+        len(replies),
+        len(replies) - len(whole),
+        seconds,
+        sum(reply.generated_tokens for reply in whole) / seconds,
+        sum(reply.prompt_tokens for reply in whole) / seconds,
+        _hit_rate(whole),
+        watch.kv_peak_tokens,
+        watch.kv_used,
+        watch.peak_memory_bytes,
+        agreement.share(replies),
+    )
+
+
+async def longctx(
+    target: Target, prompts: Sequence[Ask], *, request_s: float, agreement: Agreement, progress: Progress
+) -> list[LongRow]:
+    """Ask each prompt cold and again; where a daemon keeps pages, also after the server's restart and after
+    that of both. Raises :class:`TierStoreError` when an answer does not come."""
+    rows: list[LongRow] = []
+    cases = ["cold", "again", *(["server restarted", "both restarted"] if target.restartable else [])]
+    for number, case in enumerate(cases):
+        if "restarted" in case:
+            await asyncio.to_thread(target.restart, daemon=case.startswith("both"))
+        async with _warm(target, request_s) as endpoint:
+            replies = [await endpoint.ask(ask) for ask in prompts]
+        failed = next((reply.error for reply in replies if reply.error), None)
+        if failed is not None:
+            raise TierStoreError(f"{target.name}: a prompt was not answered ({case}): {failed}")
+        rows.append(_long_row(target, case, replies, rows[0].ttft_s if rows else None, agreement))
+        progress((number + 1) / len(cases))
+    return rows
+
+
+async def online(
+    target: Target,
+    name: str,
+    rate_per_s: float,
+    arrivals: Sequence[Arrival],
+    slo: Slo,
+    *,
+    request_s: float,
+    progress: Progress,
+) -> OnlineRow:
+    """Send each request when it is due, whatever is under way. Raises :class:`TierStoreError` when nothing is
+    answered."""
+    async with _warm(target, request_s) as endpoint:
+        begun = time.perf_counter()
+
+        async def ask(arrival: Arrival) -> Reply:
+            await asyncio.sleep(begun + arrival.at_s - time.perf_counter())
+            return await endpoint.ask(arrival.ask)
+
+        replies = await _all([ask(arrival) for arrival in arrivals], progress)
+        seconds = time.perf_counter() - begun
+    whole = _whole(target, replies)
+    good = sum(slo.met(reply) for reply in replies)
+    ttft = [reply.ttft_s for reply in whole]
+    gaps = [gap for reply in whole for gap in reply.gaps_s] or [0.0]
+    return OnlineRow(
+        target.name,
+        name,
+        rate_per_s,
+        len(replies),
+        len(replies) - len(whole),
+        seconds,
+        good / seconds,
+        good / len(replies),
+        float(np.percentile(ttft, 50)),
+        float(np.percentile(ttft, 99)),
+        float(np.percentile(gaps, 50)),
+        float(np.percentile(gaps, 99)),
+        _hit_rate(whole),
+    )
+
+
+async def stream(
+    target: Target,
+    quick: Sequence[Ask],
+    slow: Sequence[Ask],
+    *,
+    pause_s: float,
+    request_s: float,
+    progress: Progress,
+) -> StreamRow:
+    """Let quick readers read beside slow ones, which pause after each piece and have small buffers. Slow
+    ones that are not done when the quick ones are get the rest of their ``request_s``. Raises
+    :class:`TierStoreError` when nothing is answered."""
+    async with _warm(target, request_s) as endpoint, _watched(target, endpoint) as watch:
+        beside = [asyncio.create_task(endpoint.ask(ask, pause_s=pause_s)) for ask in slow]
+        replies = await _all([endpoint.ask(ask) for ask in quick], progress)
+        slow_replies = await asyncio.gather(*beside)
+    whole = _whole(target, replies)
+    gaps = [gap for reply in whole for gap in reply.gaps_s] or [0.0]
+    return StreamRow(
+        target.name,
+        len(quick),
+        len(slow),
+        len(quick) - len(whole) + sum(reply.error is not None for reply in slow_replies),
+        float(np.percentile(gaps, 50)),
+        float(np.percentile(gaps, 99)),
+        max(gaps),
+        statistics.pstdev(gaps),
+        watch.peak_memory_bytes,
+    )
+
+
+@dataclass(slots=True)
+class _Watch:
+    """Samples of a server while it works: its reserved KV beside what the answers under way need."""
+
+    reserved: list[float] = field(default_factory=list)
+    needed: list[float] = field(default_factory=list)
+    memory: list[int] = field(default_factory=list)
+
+    @property
+    def kv_peak_tokens(self) -> float | None:
+        return max(self.reserved, default=None)
+
+    @property
+    def kv_used(self) -> float | None:
+        held = [(need, have) for need, have in zip(self.needed, self.reserved, strict=True) if need and have]
+        return sum(need for need, _ in held) / sum(have for _, have in held) if held else None
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        return max(self.memory, default=None)
+
+
+@asynccontextmanager
+async def _watched(target: Target, endpoint: Endpoint) -> AsyncIterator[_Watch]:
+    watch = _Watch()
+
+    async def look() -> None:
+        while True:
+            needed = endpoint.answering_tokens()
+            reserved = reserved_tokens(await endpoint.metrics())
+            if reserved is not None:
+                watch.reserved.append(reserved)
+                watch.needed.append(needed)
+            if target.pids():
+                watch.memory.append(await asyncio.to_thread(memory_bytes, target.pids()))
+            await asyncio.sleep(_SAMPLE_S)
+
+    looking = asyncio.create_task(look())
+    try:
+        yield watch
+    finally:
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+
+
+@asynccontextmanager
+async def _warm(target: Target, request_s: float) -> AsyncIterator[Endpoint]:
+    async with connected(target.url, request_s=request_s) as endpoint:
+        await endpoint.warm_up(Ask(tokens(time.time_ns(), _WARM_UP_TOKENS), _WARM_UP_ANSWER))
+        yield endpoint
+
+
+async def _all(asking: Sequence[Coroutine[Any, Any, Reply]], progress: Progress) -> list[Reply]:
+    done = 0
+
+    async def one(coroutine: Coroutine[Any, Any, Reply]) -> Reply:
+        nonlocal done
+        reply = await coroutine
+        done += 1
+        progress(done / len(asking))
+        return reply
+
+    return await asyncio.gather(*map(one, asking))
+
+
+def _whole(target: Target, replies: Sequence[Reply]) -> list[Reply]:
+    whole = [reply for reply in replies if reply.error is None]
+    if not whole:
+        raise TierStoreError(f"{target.name}: no request was answered: {replies[0].error}")
+    return whole
+
+
+def _long_row(
+    target: Target, case: str, replies: Sequence[Reply], cold_s: float | None, agreement: Agreement
+) -> LongRow:
+    times = [reply.ttft_s for reply in replies]
+    tiers = Counter[str]()
+    for reply in replies:
+        tiers.update(reply.cached_by_tier)
+    ttft = statistics.median(times)
+    cached = int(statistics.median(reply.cached_tokens for reply in replies))
+    found = tiers.most_common(1)[0][0] if tiers else ("cache" if cached else "nowhere")
+    return LongRow(
+        target.name,
+        case,
+        replies[0].prompt_tokens,
+        cached,
+        found,
+        len(replies),
+        ttft,
+        max(times),
+        (cold_s or ttft) / ttft,
+        agreement.share(replies),
+    )
+
+
+def _hit_rate(replies: Sequence[Reply]) -> float:
+    return sum(reply.cached_tokens for reply in replies) / sum(reply.prompt_tokens for reply in replies)

@@ -1,0 +1,310 @@
+"""The servers that are measured: how each is started, restarted and ended. All listen at loopback.
+
+A target has a server, and with a store a daemon beneath it that outlives it: restarting the server alone
+leaves pages in the daemon's host tier, restarting both leaves them on disk. All have room for as many tokens
+of KV, compute in float32, and with as many threads.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from tierstore.errors import TierStoreError, UsageError
+from tierstore.spec import KVSpec
+from tierstore_tools.vllm.daemon import DaemonProcess
+from tierstore_tools.vllm.engine import ENVIRONMENT, connector_options
+
+STORED = "+store"
+OURS, VLLM, TRANSFORMERS = "ours", "vllm", "transformers"
+KNOWN = (OURS, OURS + STORED, VLLM, VLLM + STORED, TRANSFORMERS)
+_START_S = 300.0
+_END_S = 60.0
+_LOOK_S = 0.05
+_LOG_TAIL_LINES = 5
+_SERVER = "from tierstore_engine.cli import main; main()"
+_PAGE_TOKENS = 64  # of our pages, and of the blocks that vLLM is given
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What every target gets: pages (or batches) of ``pool_tokens`` tokens, prompts with their answers up to
+    ``max_tokens``, so many threads to compute with; a daemon's tiers in bytes."""
+
+    pool_tokens: int
+    max_tokens: int
+    threads: int
+    host_bytes: int
+    disk_bytes: int
+
+    def __post_init__(self) -> None:
+        if self.max_tokens > self.pool_tokens:
+            raise UsageError(f"--pool-tokens is at least --tokens: {self.max_tokens}")
+
+    @property
+    def rows(self) -> int:
+        """Of a static batch, each of which has room for the longest."""
+        return max(self.pool_tokens // self.max_tokens, 1)
+
+
+class Target:
+    """A server to measure at ``url``: here one that runs already, and stays. ``restartable``: it has a
+    daemon, and may be restarted without it or with it."""
+
+    def __init__(self, name: str, url: str, *, restartable: bool = False) -> None:
+        self.name = name
+        self.url = url
+        self.restartable = restartable
+
+    def pids(self) -> tuple[int, ...]:
+        """The processes that were started for it."""
+        return ()
+
+    def start(self) -> None:
+        """Raises :class:`TierStoreError` when it does not start."""
+
+    def restart(self, *, daemon: bool) -> None:
+        """End the server, with ``daemon`` what is beneath it too, and start it again."""
+        raise AssertionError("it was not started here")
+
+    def close(self) -> None:
+        """End it, and remove what it had. Idempotent."""
+
+
+class Started(Target):
+    """One that runs here: ``command`` starts the server, over ``daemon`` where there is one."""
+
+    def __init__(
+        self,
+        name: str,
+        port: int,
+        command: list[str],
+        *,
+        threads: int,
+        daemon: DaemonProcess | None,
+        scratch: Path,
+    ) -> None:
+        super().__init__(name, f"http://127.0.0.1:{port}", restartable=daemon is not None)
+        self._port = port
+        self._command = command
+        self._threads = threads
+        self._daemon = daemon
+        self._log: IO[bytes] = tempfile.TemporaryFile(dir=scratch)  # noqa: SIM115  # closed in close
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def pids(self) -> tuple[int, ...]:
+        found = [] if self._process is None else [self._process.pid]
+        if self._daemon is not None and self._daemon.process is not None:
+            found.append(self._daemon.process.pid)
+        return tuple(found)
+
+    def start(self) -> None:
+        if self._daemon is not None:
+            self._daemon.start()
+        self._start_server()
+
+    def restart(self, *, daemon: bool) -> None:
+        self._end_server()
+        if self._daemon is not None:
+            self._daemon.wait_written()
+            if daemon:
+                self._daemon.restart()
+        self._start_server()
+
+    def close(self) -> None:
+        self._end_server()
+        if self._daemon is not None:
+            self._daemon.close()
+        self._log.close()
+
+    def _start_server(self) -> None:
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=self._log,
+            env=_environment(self._threads),
+            start_new_session=True,
+        )
+        ends = time.monotonic() + _START_S
+        while not _listens(self._port):
+            if self._process.poll() is not None or time.monotonic() > ends:
+                raise TierStoreError(f"{self.name} does not start: {self._last_words()}")
+            time.sleep(_LOOK_S)
+
+    def _end_server(self) -> None:
+        if self._process is None:
+            return
+        self._process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # whatever it has left behind
+        self._process.wait(_END_S)
+        self._process = None
+
+    def _last_words(self) -> str:
+        self._log.seek(0)
+        lines = self._log.read().decode(errors="replace").strip().splitlines()
+        return " | ".join(lines[-_LOG_TAIL_LINES:]) or "it said nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A target that cannot be had here, and why."""
+
+    name: str
+    why: str
+
+
+class Workshop:
+    """Makes targets that serve the checkpoint in ``model``. ``vllm`` is the Python that has vLLM."""
+
+    def __init__(self, model: Path, room: Room, scratch: Path, vllm: Path | None) -> None:
+        self._model = model
+        self._room = room
+        self._scratch = scratch
+        self._vllm = vllm
+
+    @staticmethod
+    def why_not(name: str, vllm: Path | None) -> str | None:
+        """Why ``name`` cannot be had here; None when it can. Raises :class:`UsageError` for a name that
+        stands for nothing, and when ``vllm`` cannot be run."""
+        if name not in KNOWN:
+            raise UsageError(f"there is no target {name!r} (known: {', '.join(KNOWN)}; or --url)")
+        base = name.removesuffix(STORED)
+        if base == VLLM:
+            if vllm is None:
+                return "no environment with vLLM was named (--vllm-python)"
+            return _cannot_import(vllm, ["vllm", *(["tierstore_connectors"] if base != name else [])])
+        wanted = ["starlette", "uvicorn", *(["transformers"] if base == TRANSFORMERS else [])]
+        missing = [package for package in wanted if importlib.util.find_spec(package) is None]
+        return f"{missing[0]} is not installed (pip install 'tierstore[bench]')" if missing else None
+
+    def make(self, name: str) -> Target:
+        """The target, not started."""
+        port, daemon = _free_port(), None
+        if name.endswith(STORED):
+            room = self._room
+            daemon = DaemonProcess(self._scratch, host_bytes=room.host_bytes, disk_bytes=room.disk_bytes)
+        commands = {OURS: self._ours, VLLM: self._vllm_serve, TRANSFORMERS: self._transformers}
+        command = commands[name.removesuffix(STORED)](port, None if daemon is None else daemon.url)
+        return Started(name, port, command, threads=self._room.threads, daemon=daemon, scratch=self._scratch)
+
+    def _ours(self, port: int, store: str | None) -> list[str]:
+        spec = _spec(self._model)
+        pages = -(-self._room.pool_tokens // spec.chunk_tokens)
+        return [
+            *(sys.executable, "-c", _SERVER, "serve", f"--model={self._model}", f"--port={port}"),
+            *("--device=cpu", f"--hbm-bytes={pages * spec.page_bytes}"),
+            *(() if store is None else (f"--store={store}",)),
+        ]
+
+    def _vllm_serve(self, port: int, store: str | None) -> list[str]:
+        room = self._room
+        return [
+            *(str(self._vllm), "-m", "vllm.entrypoints.openai.api_server", f"--model={self._model}"),
+            *("--host=127.0.0.1", f"--port={port}", "--dtype=float32", "--enforce-eager", "--seed=0"),
+            *(f"--max-model-len={room.max_tokens}", f"--max-num-batched-tokens={room.max_tokens}"),
+            *(f"--block-size={_PAGE_TOKENS}", "--enable-prompt-tokens-details"),
+            f"--num-gpu-blocks-override={-(-room.pool_tokens // _PAGE_TOKENS)}",
+            *(() if store is None else ("--kv-transfer-config", json.dumps(connector_options(store)))),
+        ]
+
+    def _transformers(self, port: int, _: str | None) -> list[str]:
+        return [
+            *(sys.executable, "-m", "tierstore_tools.scenarios.static_batches", str(self._model)),
+            *("--port", str(port), "--batch", str(self._room.rows)),
+            *("--max-tokens", str(self._room.max_tokens)),
+        ]
+
+
+def reserved_tokens(metrics: str) -> float | None:
+    """Tokens that a server has reserved KV for, from what it says in its metrics; None where it does not."""
+    found: dict[str, float] = dict(_values(metrics))
+    if "static_batches_kv_slots" in found:
+        return found["static_batches_kv_slots"]
+    if "tierstore_engine_pages" in found:
+        pages = found["tierstore_engine_pages"] - found["tierstore_engine_available_pages"]
+        return pages * _PAGE_TOKENS
+    size = re.search(r'kv_cache_size_tokens="(\d+)"', metrics)
+    if size is not None and "vllm:kv_cache_usage_perc" in found:
+        return found["vllm:kv_cache_usage_perc"] * float(size[1])
+    return None
+
+
+def memory_bytes(pids: Iterable[int]) -> int:
+    """Memory of these processes and all that they started, shared pages counted once (PSS)."""
+    return sum(_pss(each) for pid in pids for each in _family(pid))
+
+
+def _family(pid: int) -> list[int]:
+    found = [pid]
+    with suppress(OSError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            for child in (thread / "children").read_text().split():
+                found += _family(int(child))
+    return found
+
+
+def _pss(pid: int) -> int:
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) << 10
+    return 0  # it has ended
+
+
+def _values(metrics: str) -> Iterable[tuple[str, float]]:
+    for line in metrics.splitlines():
+        name, _, value = line.rpartition(" ")
+        if name and not name.startswith("#"):
+            with suppress(ValueError):
+                yield name.partition("{")[0], float(value)
+
+
+def _spec(model: Path) -> KVSpec:
+    from tierstore_engine.build import open_model
+
+    return open_model(str(model), device="cpu").config.kv_spec()
+
+
+def _cannot_import(python: Path, packages: list[str]) -> str | None:
+    found = "import importlib.util, sys; sys.exit(any(not importlib.util.find_spec(p) for p in sys.argv[1:]))"
+    try:
+        done = subprocess.run(
+            [python, "-c", found, *packages], env=_environment(1), capture_output=True, check=False
+        )
+    except OSError as error:
+        raise UsageError(f"--vllm-python: {python} cannot be run: {error.strerror}") from error
+    return f"{python} has not all of {', '.join(packages)}" if done.returncode else None
+
+
+def _environment(threads: int) -> dict[str, str]:
+    # vLLM would bind its threads, and leave out a core of its own choice: the others do neither.
+    given = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return {**ENVIRONMENT, **os.environ, **given}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return not probe.connect_ex(("127.0.0.1", port))
