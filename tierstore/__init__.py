@@ -29,6 +29,7 @@ from tierstore.keys import Identity, PageKey, Prompt
 from tierstore.policy import DEFAULT_POLICY
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
 from tierstore.store import Hit, Store, lookup_all
+from tierstore.store.store import check_pool
 from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.pinned import Pin
 from tierstore.transfer import Progress, Transfer, TransferState
@@ -100,8 +101,7 @@ def open(
     Raises :class:`UsageError` for capacities that cannot hold a page and
     :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
     """
-    if pool is not None and pool.spec != spec:
-        raise UsageError("the page pool was made for another KV spec than the store's")
+    check_pool(pool, spec)
     _check_mounts(mounts, identity or Identity.of(spec, model="default"))
     backend = open_backend(
         path,
@@ -158,8 +158,7 @@ def connect(
 
     Raises :class:`UsageError` for an address or keys that cannot be used.
     """
-    if pool is not None and pool.spec != spec:
-        raise UsageError("the page pool was made for another KV spec than the store's")
+    check_pool(pool, spec)
     lookup_s = seconds("lookup_s", lookup_s)
     mover_threads = whole_number("mover_threads", mover_threads, least=1)
     if lookup_s <= 0:

@@ -66,8 +66,8 @@ class Identity:
 
     @cached_property
     def whole_pages(self) -> bool:
-        """Whether pages are found whole, by their keys, or not at all: those of an opaque layout, and those
-        with a recurrent state. The page of a partial chunk is not even stored.
+        """Whether pages are found whole, by their keys, or not at all: those of an opaque or a hashed layout,
+        and those with a recurrent state. The page of a partial chunk is not even stored.
 
         An engine that keeps opaque pages makes the keys, too, and they may stand for more than tokens (an
         image, an adapter): equal tokens under another key are another page."""
@@ -133,7 +133,9 @@ class Prompt:
         >>> spec = KVSpec.opaque(4096, chunk_tokens=8) >>> windows = Identity.of(spec, model="m") >>> pages =
         Prompt.loose_pages(windows, bytes(64), [PageKey(b"1" * 16), PageKey(b"2" * 16)], chunk_tokens=8)"""
         if not identity.whole_pages:
-            raise UsageError("pages without a chain are found whole: their layout is opaque, or a state")
+            raise UsageError(
+                "pages without a chain are found whole: their layout is opaque, hashed, or a state"
+            )
         if len(token_bytes) != len(keys) * chunk_tokens * TOKEN_BYTES:
             raise UsageError(
                 f"{len(keys)} loose pages have {chunk_tokens} tokens each, not {len(token_bytes)} bytes"

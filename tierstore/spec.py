@@ -365,8 +365,8 @@ def is_hashed(layout: str) -> bool:
 
 def has_whole_pages(layout: str) -> bool:
     """Whether ``KVSpec.describe()`` gave this line for pages of which no part can be told apart by token: a
-    state is right behind the last token of its chunk, and nowhere else."""
-    return any(f";{kind.value}[" in layout for kind in _STATES)
+    state is right behind the last token of its chunk, and nowhere else; of a hash there are no tokens."""
+    return is_hashed(layout) or any(f";{kind.value}[" in layout for kind in _STATES)
 
 
 def _check_group(group: LayerGroup) -> None:

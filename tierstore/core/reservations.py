@@ -25,7 +25,7 @@ class _Branch:
         self._state = state
         self._loose = loose  # each page is right below the root
         self._depths: dict[Page, int] = {}  # of those of this step
-        self._tracker = HintTracker(state.sessions, hints.hint, hints.session, tenant)
+        self._tracker = HintTracker(state.sessions, hints.hint, hints.session, tenant, loose=loose)
         self._end: Page | None = None
         self._held: Page | None = None  # between two steps: the next one must find it in the tree
         self._step: list[Page] = []

@@ -5,6 +5,7 @@ saved it first, until anybody else saves it or a page behind it; then it belongs
 end makes it leave. So a system prompt stays, however many of the conversations below it are over.
 
 Remembered are, of each session, the last pages that it has come to: the pages before them are their parents.
+Loose pages have no parents, and are remembered one by one.
 What is not remembered is not told: pages that have been unloaded (they are old, and on disk), the sessions
 that were not heard of for an hour when there are too many, and all of it after a restart. Nothing here holds
 a page.
@@ -27,15 +28,17 @@ from tierstore.types import Hint, checked_session
 NOBODY = 0
 MOST_SESSIONS = 1 << 14
 _MOST_ENDS = 8  # of one session: it may go several ways at once
+_MOST_LOOSE = 4096
 _FORGOTTEN_S = 3600.0
 
 
 class _Session:
-    __slots__ = ("ends", "last_s", "number")
+    __slots__ = ("ends", "last_s", "loose", "number")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.ends: list[Page] = []  # the last one saved last
+        self.loose: dict[Page, None] = {}  # likewise, of pages that follow nothing
         self.last_s = 0.0
 
 
@@ -86,6 +89,16 @@ class Sessions:
         ends = [end for end in map(_held, session.ends) if end is not page and not _is_before(end, page)]
         session.ends = [*ends[-_MOST_ENDS + 1 :], page]
 
+    def saved_loose(self, tenant: str, name: str | None, pages: Sequence[Page]) -> None:
+        """A save of a session has come to pages that follow nothing: each is remembered by itself."""
+        session = self._sessions.get((tenant, name)) if name is not None else None
+        if session is not None:
+            for page in pages:
+                session.loose.pop(page, None)
+                session.loose[page] = None
+            while len(session.loose) > _MOST_LOOSE:
+                del session.loose[next(iter(session.loose))]
+
     def finish(self, tenant: str, name: str) -> int:
         """The session is over and forgotten: the pages that nobody else has used leave first. Returns how
         many they are. Raises :class:`~tierstore.errors.UsageError` for a name that is none."""
@@ -96,6 +109,9 @@ class Sessions:
         own: dict[Page, None] = {}
         for end in map(_held, session.ends):
             own.update(dict.fromkeys(own_pages(end, session.number)))
+        own.update(
+            (page, None) for page in session.loose if any(page.copies) and page.session == session.number
+        )
         self.give_hint(list(own), PageHint(Reuse.DONE))
         return len(own)
 
@@ -103,6 +119,7 @@ class Sessions:
         """Let go of pages that have left the tree."""
         for session in self._sessions.values():
             session.ends = list(dict.fromkeys(map(_held, session.ends)))
+            session.loose = {page: None for page in session.loose if any(page.copies)}
 
     def _forget(self, now_s: float) -> None:
         while self._sessions:
@@ -139,8 +156,17 @@ def _is_before(page: Page, other: Page) -> bool:
 class HintTracker:
     """Goes along with one save. Needs the store's lock. ``tenant`` keeps the names of sessions apart."""
 
-    def __init__(self, sessions: Sessions, hint: Hint | None, session: str | None, tenant: str = "") -> None:
+    def __init__(
+        self,
+        sessions: Sessions,
+        hint: Hint | None,
+        session: str | None,
+        tenant: str = "",
+        *,
+        loose: bool = False,
+    ) -> None:
         self._sessions = sessions
+        self._loose = loose
         self._hint = hint
         self._session = session
         self._tenant = tenant
@@ -168,7 +194,9 @@ class HintTracker:
     def saved(self, pages: Sequence[Page]) -> None:
         """These pages, one behind the other, are stored or about to be, and have been noted as used."""
         last = pages[-1] if pages else self._parent
-        if self._number != NOBODY and last is not None:
+        if self._loose:
+            self._sessions.saved_loose(self._tenant, self._session, pages)
+        elif self._number != NOBODY and last is not None:
             self._sessions.saved(self._tenant, self._session, last)
         if self._hint is not None:
             hint = self._hint.facts(self._sessions.clock())

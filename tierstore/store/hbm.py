@@ -19,6 +19,7 @@ from tierstore.stats import Counters, TierStats
 from tierstore.store.buffers import HbmPages
 from tierstore.tiers.hbm import PagePool
 
+NO_MATCH = Match((), 0, 0)
 _GONE_BYTES = 32 << 20  # of pages that have left the tree and may still be remembered somewhere
 
 
@@ -73,7 +74,7 @@ class HbmTier:
     def match(self, request: LookupRequest) -> Match:
         """The leading pages of a prompt that are in HBM. Takes the lock."""
         if self.pool is None:
-            return Match((), 0, 0)
+            return NO_MATCH
         tokens = request.tokens_from(0)
         with self.lock:
             return self.index.tree.match_below(
@@ -85,17 +86,43 @@ class HbmTier:
                 whole=request.identity.whole_pages,
             )
 
+    def match_loose(self, request: LookupRequest) -> dict[int, Page]:
+        """Those of a request's loose pages that are in HBM, by their positions. Takes the lock."""
+        if self.pool is None:
+            return {}
+        with self.lock:
+            pages = enumerate(self._loose(request))
+            return {at: page for at, page in pages if page is not None and page.ready_tier() is Tier.HBM}
+
+    def _loose(self, request: LookupRequest) -> list[Page | None]:
+        """The page of each loose chunk, as far as it is known here."""
+        root, child = self.root(request.identity), self.index.tree.child
+        return [child(root, key, request.chunk(at)) for at, key in enumerate(request.keys)]
+
     def use(self, match: Match, lookup_tokens: int, lease_s: float) -> PageLease:
         """Count a lookup, and lease what it has found here."""
         self.counters.lookups += 1
         self.counters.lookup_tokens += lookup_tokens
         if not match.pages:
             return PageLease()
-        self.leases.expire()
-        held = [(page, Tier.HBM) for page in match.pages if page.copies[Tier.HBM] is not None]
-        lease = self.leases.take(held, lease_s)
+        lease = self._lease(match.pages, lease_s)
         self.index.touch(match.pages, hit=True)
         return lease
+
+    def use_loose(self, here: Mapping[int, Page], request: LookupRequest, lease_s: float) -> PageLease:
+        """:meth:`use` of loose pages."""
+        self.counters.lookups += 1
+        self.counters.lookup_tokens += request.num_tokens
+        if not here:
+            return PageLease()
+        lease = self._lease(here.values(), lease_s)
+        self.index.touch_loose({page: request.depth + at for at, page in here.items()}, hit=True)
+        return lease
+
+    def _lease(self, pages: Iterable[Page], lease_s: float) -> PageLease:
+        self.leases.expire()
+        held = [(page, Tier.HBM) for page in pages if page.copies[Tier.HBM] is not None]
+        return self.leases.take(held, lease_s)
 
     # -- publishing ----------------------------------------------------------------------------------
 
@@ -106,25 +133,29 @@ class HbmTier:
         Returns the pages by position, each under a lease for whoever copies it; fewer when one cannot be
         held, and then nothing behind it either. ``tail_key`` is that of the partial tail. Takes the lock."""
         held: dict[int, Page] = {}
-        tracker = HintTracker(self.sessions, hints.hint, hints.session)
+        tracker = HintTracker(self.sessions, hints.hint, hints.session, loose=request.loose)
         with self.lock, self._let_go_on_error(held):
             self.require_open()
-            page = self.root(request.identity)
-            for chunk in range(first + len(source.hbm_pages)):
+            root = page = self.root(request.identity)
+            for chunk in range(first if request.loose else 0, first + len(source.hbm_pages)):
                 if chunk >= len(request.keys) and request.identity.whole_pages:
                     break  # it could never be found
                 key = request.keys[chunk] if chunk < len(request.keys) else tail_key
                 assert key is not None, "a prompt with a partial tail has a key for it"
                 if chunk == first:
                     tracker.begin(page)
-                page = self.index.add(page, key, request.chunk(chunk))
+                page = self.index.add(root if request.loose else page, key, request.chunk(chunk))
                 if chunk >= first:
                     tracker.comes_to(page)
                     if not self._publish_or_read(page, source, chunk - first):
                         self.index.prune(page)
                         break
                     held[chunk - first] = page
-            self.index.touch(list(held.values()), hit=False)
+            if request.loose:
+                depths = {page: request.depth + first + at for at, page in held.items()}
+                self.index.touch_loose(depths, hit=False)
+            else:
+                self.index.touch(list(held.values()), hit=False)
             tracker.saved(list(held.values()))
             self._forget_gone()
         return held

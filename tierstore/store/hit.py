@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 
 from tierstore.arguments import optional_seconds
@@ -11,6 +12,15 @@ from tierstore.index import LABELS, Match, Page, Tier
 from tierstore.index.leases import PageLease
 from tierstore.store.hbm import HbmTier
 from tierstore.transfer import Transfer, TransferState
+
+
+@dataclass(frozen=True, slots=True)
+class LooseHit:
+    """Of a request for loose pages: the ones that are ``here``, in HBM, by their positions, and those that
+    the backend was asked for."""
+
+    here: Mapping[int, Page]
+    asked: Sequence[int]
 
 
 class Hit:
@@ -30,6 +40,7 @@ class Hit:
         lease: Lease | None,
         patience_s: float,
         remote_tokens: int = 0,
+        loose: LooseHit | None = None,
     ) -> None:
         self._hbm = hbm
         self.backend = backend
@@ -44,9 +55,18 @@ class Hit:
         # Leading pages that are in HBM, under a lease of this process's own. (The backend's lease covers
         # them, too.)
         self.local: tuple[Page, ...] = match.pages if match.tokens >= below else match.pages[:whole]
+        self.positions: Sequence[int] = ()
+        """Of loose pages: which of those asked for the hit's pages are, those in HBM first. Empty for a
+        prompt's prefix."""
+        self.leased_from = 0
+        """The first page that the backend's lease is on: of loose pages, the ones before it are in HBM."""
+        if loose is not None:
+            there = [loose.asked[at] for at in lease.positions] if lease is not None else []
+            self.positions = [*loose.here, *there]
+            self.tokens = len(self.positions) * self.chunk_tokens
+            self.local = tuple(loose.here.values())
+            self.leased_from = len(self.local)
         self.by_tier = self._count()
-        self.positions: Sequence[int] = lease.positions if lease is not None else ()
-        """Of loose pages: which of those asked for the hit's pages are. Empty for a prompt's prefix."""
         self.remote_tokens = max(below + remote_tokens - self.tokens, 0)
         """Behind the hit, that other hosts seem to have. See :meth:`Store.bring`."""
 
@@ -83,8 +103,9 @@ class Hit:
         local = len(self.local)
         runs = [(Tier.HBM.label, min(local * self.chunk_tokens, self.tokens))] if local else []
         position = local
-        while lease is not None and position < min(lease.pages, self.num_pages):
-            tier, run = lease.run_at(position)
+        before = self.leased_from
+        while lease is not None and position < min(before + lease.pages, self.num_pages):
+            tier, run = lease.run_at(position - before)
             start = position * self.chunk_tokens
             runs.append((tier, min(run * self.chunk_tokens, self.tokens - start)))
             position += run
@@ -97,12 +118,19 @@ class Hit:
         if lease is not None and self.backend.holds(lease):
             then(lease)
             return
-        found = self.backend.find(self.request, patience_s=self._patience_s)
+        wanted = self.request
+        if self._request.loose:
+            if self.leased_from == self.num_pages:
+                then(None)
+                return
+            wanted = self._request.part(self.positions[self.leased_from :])
+        found = self.backend.find(wanted, patience_s=self._patience_s)
         found.on_end(lambda: then(self._adopt(found.wait())))
 
     def _adopt(self, lease: Lease | None) -> Lease | None:
         lease = lease if lease is not None and lease.tokens else None
-        if lease is not None and self._request.loose and lease.tokens < self.tokens:
+        below = self.tokens - self.leased_from * self.chunk_tokens
+        if lease is not None and self._request.loose and lease.tokens < below:
             self.backend.release(lease)  # some have left, and the others are not where the hit's were
             lease = None
         with self._hbm.lock:
@@ -131,7 +159,9 @@ class Hit:
             if lease is None:
                 transfer.finish()
                 return
-            brought = self.backend.prefetch(lease, first=first, wait_s=transfer.remaining_s)
+            before = self.leased_from
+            start = max(first - before, 0)
+            brought = self.backend.prefetch(lease, first=start, wait_s=transfer.remaining_s)
             transfer.watch(brought)
 
             def not_wanted() -> None:
@@ -141,7 +171,10 @@ class Hit:
 
             def note() -> None:
                 nonlocal above
-                tokens = min((first + brought.wait()) * self.chunk_tokens, lease.tokens, self.tokens)
+                there = before + min(start + brought.wait(), lease.pages)
+                tokens = min(
+                    there * self.chunk_tokens, before * self.chunk_tokens + lease.tokens, self.tokens
+                )
                 above = max(tokens, min(len(self.local) * self.chunk_tokens, self.tokens))
                 transfer.finish()
 

@@ -99,6 +99,7 @@ class Load(ABC):
         self.pages = hit.num_pages if part.stop is None else part.stop
         self._keeps_hit = part.keeps_hit
         self.page_bytes = backend.page_bytes
+        self._leased_from = hit.leased_from
         self.closed = False  # settled: nothing that arrives now will be handed out
         self._arrived = [position < self.first for position in range(self.pages)]  # the others: not wanted
         self._cut = self.pages
@@ -107,6 +108,7 @@ class Load(ABC):
         self._asked = 0  # windows that have been asked for and not located yet
         self._windows = 0  # … and those that are being copied
         self._next = 0  # the first page not asked for yet
+        self._wanted: list[bool] = []  # of the backend
         self._missing: list[tuple[int, int]] = []  # (first, count): asked for, and there was no room
         self._lease: Lease | None = None
         self._answers: set[Transfer[Located | None]] = set()  # that are waited for
@@ -169,8 +171,8 @@ class Load(ABC):
             local = self._take_local()
             here = sum(self._arrived[self.first :])
             held = {each.position for each in local}
-            wanted = (i for i, there in enumerate(self._arrived) if not there and i not in held)
-            self._next = next(wanted, self.pages)
+            self._wanted = [not there and i not in held for i, there in enumerate(self._arrived)]
+            self._next = self._next_wanted(0)
             self._under_way += bool(local) + (self._next < self.pages)
         self.transfer.advance(here, 0)
         if local:
@@ -180,12 +182,17 @@ class Load(ABC):
         self._step_done()
         return self.transfer
 
+    def _next_wanted(self, start: int) -> int:
+        """The first page from ``start`` on that is wanted of the backend."""
+        return next((at for at in range(start, self.pages) if self._wanted[at]), self.pages)
+
     def _leased(self, lease: Lease | None) -> None:
         self._lease = lease
-        if lease is None:
+        chunk_tokens, before = self.hit.chunk_tokens, self._leased_from
+        if lease is None or self._next < before:  # a loose page has left HBM, and nobody asked for it below
             self._cut_at(self._next)
-        elif lease.tokens < self.hit.tokens:
-            self._cut_at(max(lease.tokens // self.hit.chunk_tokens, self._next))
+        elif before * chunk_tokens + lease.tokens < self.hit.tokens:
+            self._cut_at(max(before + lease.tokens // chunk_tokens, self._next))
         self._ask_for_more()
         self._step_done()
 
@@ -202,11 +209,16 @@ class Load(ABC):
                     again = False
                 else:
                     start = self._next
-                    count = self.backend.window_pages(lease, start) if start < self._cut else 0
+                    count = 0
+                    if start < self._cut:
+                        count = self.backend.window_pages(lease, start - self._leased_from)
                 count = min(count, self._cut - start)
                 if count <= 0:
                     return
-                self._next = max(self._next, start + count)
+                if start == self._next:
+                    there = (at for at in range(start, start + count) if not self._wanted[at])
+                    count = next(there, start + count) - start
+                    self._next = self._next_wanted(start + count)
                 self._asked += 1
                 self._under_way += 1
             self._ask(lease, start, count)
@@ -215,10 +227,10 @@ class Load(ABC):
         remaining = self.transfer.remaining_s
         wait_s = _WAIT_S if remaining is None else min(remaining, _WAIT_S)
         asked = self.hbm.clock()
-        answer = self.backend.locate(lease, start, count, wait_s=wait_s)
+        answer = self.backend.locate(lease, start - self._leased_from, count, wait_s=wait_s)
         self.transfer.watch(answer)
         self._answers.add(answer)
-        tier = lease.run_at(start)[0]
+        tier = lease.run_at(start - self._leased_from)[0]
 
         def located() -> None:
             self._answers.discard(answer)
@@ -269,7 +281,8 @@ class Load(ABC):
     # -- copying -------------------------------------------------------------------------------------
 
     def _copy_in_tasks(self, located: Located, start: int, count: int, asked: float) -> None:
-        in_memory = self._lease is not None and self._lease.run_at(start)[0] == Tier.HOST.label
+        lease, at = self._lease, start - self._leased_from
+        in_memory = lease is not None and lease.run_at(at)[0] == Tier.HOST.label
         in_one_go = in_memory and not located.checksums and self._in_one_go(located.addresses[0])
         step = count if in_one_go else max(_COPY_BYTES // self.page_bytes, 1)
         starts = range(0, count, step)
@@ -298,7 +311,7 @@ class Load(ABC):
             under_way = self._leave_alone(self._fill(targets, addresses), located, window.in_one_go)
         in_time = self.hbm.clock() < located.ends
         if in_time and good < wanted and self._lease is not None:
-            self.backend.suspect(self._lease, first + good)
+            self.backend.suspect(self._lease, first + good - self._leased_from)
         with self.hbm.lock:
             self._copying -= 1
             if not in_time:
@@ -389,7 +402,8 @@ class Load(ABC):
             answer.cancel()
         if state is TransferState.EXPIRED and tokens < wanted:
             lease = self._lease
-            tier = lease.run_at(pages)[0] if lease is not None else Tier.HOST.label
+            at = max(pages - self._leased_from, 0)
+            tier = lease.run_at(at)[0] if lease is not None else Tier.HOST.label
             self.hbm.declined({f"{tier} late": wanted - tokens})
             self.backend.declined({f"{tier} late": wanted - tokens})
         if not self._keeps_hit:
@@ -498,19 +512,21 @@ class HbmLoad(Load):
         self._pool = hbm.pool
         self._hbm_pages = [-1] * self.pages
         self._reserved: dict[int, int] = {}  # position -> page of the pool
-        self._chain: list[Page] = []  # the whole pages; the last is held: all stay in the tree
+        self._chain: list[Page] = []  # the whole pages
+        self._kept: list[Page] = []  # … of which these are held, so that all stay in the tree
         self._moved = 0
 
     def _take_local(self) -> list[_HbmCopy]:
         hbm, request = self.hbm, self.hit.request
-        page = hbm.root(request.identity)
+        root = page = hbm.root(request.identity)
         for position, key in enumerate(request.keys[: self.pages]):
-            page = hbm.index.add(page, key, request.chunk(position))
+            page = hbm.index.add(root if request.loose else page, key, request.chunk(position))
             self._chain.append(page)
             if position >= self.first:
                 self._arrived[position] = self._share(position)
-        if self._chain:
-            hbm.index.hold(self._chain[-1])
+        self._kept = self._chain if request.loose else self._chain[-1:]
+        for page in self._kept:
+            hbm.index.hold(page)
         local = []
         tail = self.pages - 1
         if len(request.keys) < self.pages == len(self.hit.local):
@@ -575,8 +591,8 @@ class HbmLoad(Load):
         behind = [page for page in self._hbm_pages[pages:] if page >= 0]
         self.hbm.release([*behind, *self._reserved.values()])
         self._reserved.clear()
-        if self._chain:
-            self.hbm.index.unhold(self._chain[-1])
+        for page in self._kept:
+            self.hbm.index.unhold(page)
         return Loaded(tokens, tuple(self._hbm_pages[self.first : pages]), self._moved * self.page_bytes)
 
 

@@ -25,8 +25,8 @@ from tierstore.policy import DEFAULT_POLICY
 from tierstore.spec import KVSpec
 from tierstore.stats import StoreStats
 from tierstore.store.buffers import Buffers, HbmPages, PageSource, PageTarget
-from tierstore.store.hbm import HbmTier
-from tierstore.store.hit import Hit
+from tierstore.store.hbm import NO_MATCH, HbmTier
+from tierstore.store.hit import Hit, LooseHit
 from tierstore.store.load import BufferLoad, HbmLoad, Range, TargetLoad
 from tierstore.store.prompts import PromptCache
 from tierstore.store.save import Save, SaveBudget
@@ -88,8 +88,7 @@ class Store:
     ) -> None:
         """A store over any ``backend``, which it closes. ``policy`` orders the pages of ``pool``; ``clock``
         is what the ends of leases are compared with. See :func:`tierstore.connect` for the others."""
-        if pool is not None and pool.spec != spec:
-            raise UsageError("the page pool was made for another KV spec than the store's")
+        check_pool(pool, spec)
         lookup_s = seconds("lookup_s", lookup_s)
         if lookup_s <= 0:
             raise UsageError("lookup_s must be above 0")
@@ -151,8 +150,6 @@ class Store:
         return request if max_tokens is None else request.cut(max(whole_number("max_tokens", max_tokens), 0))
 
     def _loose(self, prompt: Prompt) -> LookupRequest:
-        if self.pool is not None:
-            raise UsageError("pages without a chain are not kept in a page pool: use a store without one")
         data = prompt.token_bytes
         return LookupRequest(
             prompt.identity,
@@ -602,6 +599,13 @@ class Store:
         self.close()
 
 
+def check_pool(pool: PagePool | None, spec: KVSpec) -> None:
+    """Raises :class:`UsageError` for a pool whose pages are not those of ``spec``. Of a hashed layout the
+    engine's own is the same without the hash: it knows tokens."""
+    if pool is not None and replace(pool.spec, hashed=spec.hashed) != spec:
+        raise UsageError("the page pool was made for another KV spec than the store's")
+
+
 def _checked_hbm_pages(pool: PagePool, hbm_pages: Sequence[int]) -> list[int]:
     """Raises :class:`UsageError` for what are no pages of the pool."""
     numbers = whole_numbers("hbm_pages", hbm_pages)
@@ -628,18 +632,25 @@ class _Lookup:
         self._store = store
         self._request = request
         self._ends = began + store.lookup_s
+        self._asked: Sequence[int] = ()  # of loose pages, those that the backend is asked for
         self.answer: Transfer[Lease | None] | None = None
 
     def ask(self, *, caller_receives: bool = False) -> None:
         """Ask for what is below HBM, if there is something to ask for and still time. ``caller_receives``:
         this thread waits for the answer."""
-        if self._store._hbm.match(self._request).tokens < self._request.num_tokens:
-            patience_s = self._ends - time.monotonic()
-            if patience_s > 0:
-                backend = self._store.backend
-                self.answer = backend.find(
-                    self._request, patience_s=patience_s, caller_receives=caller_receives
-                )
+        request, hbm = self._request, self._store._hbm
+        if request.loose:
+            here = hbm.match_loose(request)
+            self._asked = [at for at in range(request.num_chunks) if at not in here]
+            if here and self._asked:
+                request = request.part(self._asked)
+            lacking = bool(self._asked)
+        else:
+            lacking = hbm.match(request).tokens < request.num_tokens
+        patience_s = self._ends - time.monotonic()
+        if lacking and patience_s > 0:
+            backend = self._store.backend
+            self.answer = backend.find(request, patience_s=patience_s, caller_receives=caller_receives)
 
     def hit(self) -> Hit:
         """What was found; waits for it."""
@@ -652,13 +663,22 @@ class _Lookup:
                 store._prompts.remember(request, lease.handle)
             lease = lease if lease.tokens else None
         # Looked at again, because the answer took its time and nothing was held meanwhile.
-        match = hbm.match(request)
+        loose = self._loose_hit() if request.loose else None
+        match = hbm.match(request) if loose is None else NO_MATCH
         with hbm.lock:
-            held = hbm.use(match, request.num_tokens, store.backend.lease_s)
-            hit = Hit(hbm, store.backend, request, match, held, lease, store.lookup_s, remote_tokens)
+            if loose is not None:
+                held = hbm.use_loose(loose.here, request, store.backend.lease_s)
+            else:
+                held = hbm.use(match, request.num_tokens, store.backend.lease_s)
+            hit = Hit(hbm, store.backend, request, match, held, lease, store.lookup_s, remote_tokens, loose)
             for label, tokens in hit.by_tier.items():
                 hbm.counters.hit_tokens[label] += tokens
         return hit
+
+    def _loose_hit(self) -> LooseHit:
+        asked = set(self._asked)
+        here = self._store._hbm.match_loose(self._request)
+        return LooseHit({at: page for at, page in here.items() if at not in asked}, self._asked)
 
     def give_up(self) -> None:
         """Nobody wants to know any more: what is held for the answer is given back, now or when it comes."""

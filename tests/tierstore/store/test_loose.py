@@ -19,6 +19,7 @@ from tests.tierstore.cli.test_operations import run
 from tests.tierstore.daemon.client.conftest import DaemonProcess
 from tierstore import Identity, KVSpec, Prompt, UsageError
 from tierstore.keys import PageKey
+from tierstore.tiers.hbm import PagePool
 
 CHUNK, PAGE_BYTES = 8, 4096
 SPEC = KVSpec.opaque(PAGE_BYTES, chunk_tokens=CHUNK)
@@ -268,3 +269,115 @@ def test_ls_counts_no_prompts_of_pages_that_are_named_by_a_hash(tmp_path):
     [line] = [line for line in out.splitlines() if line.startswith("hashed")]
     assert code == 0
     assert line.split()[1:5] == ["–", identity.digest.hex()[:8], "3", "–"]
+
+
+POOL_PAGES = 24
+
+
+class InPool:
+    """A store whose pages are an engine's: saved from its pool, loaded into it."""
+
+    def __init__(self, path=None):
+        pool = PagePool(SPEC, POOL_PAGES)
+        self.store = tierstore.open(
+            path,
+            SPEC,
+            identity=Identity.of(SPEC, model=f"pool {next(_names)}"),
+            pool=pool,
+            host_bytes=HOST_PAGES * PAGE_BYTES,
+            disk_bytes=64 << 20,
+        )
+        self.array = pool.array
+
+    def save(self, numbers):
+        pages = self.store.allocate_hbm(len(numbers))
+        assert pages is not None
+        for page, number in zip(pages, numbers, strict=True):
+            self.array[page] = list(content(number))
+        stored = self.store.save_hbm(loose(self.store, numbers), pages).wait(30) // CHUNK
+        self.store.release_hbm(pages)
+        return stored
+
+    def load(self, numbers):
+        hit = self.store.lookup(loose(self.store, numbers))
+        there = [numbers[at] for at in hit.positions]
+        loaded = self.store.load(hit).wait(30)
+        assert len(loaded.pages) == len(there)
+        found = {n: self.array[page].tobytes() for n, page in zip(there, loaded.pages, strict=True)}
+        self.store.release_hbm(loaded.pages)
+        return found
+
+
+def test_pages_of_a_pool_come_from_hbm_and_from_below():
+    engine = InPool()
+    with engine.store as store:
+        assert engine.save([1, 2, 3, 4, 5, 6]) == 6
+        assert engine.load([9, 6, 1, 3]) == {n: content(n) for n in (6, 1, 3)}
+        store.evict("hbm", 4)
+        hit = store.lookup(loose(store, [1, 2, 3, 4, 5, 6, 7]))
+        assert hit.by_tier == {"hbm": 2 * CHUNK, "host": 4 * CHUNK}
+        assert sorted(hit.positions) == [0, 1, 2, 3, 4, 5]
+        hit.release()
+        assert engine.load([1, 2, 3, 4, 5, 6, 7]) == {n: content(n) for n in range(1, 7)}
+        with store.lookup(loose(store, [2, 7, 5])) as hit:
+            assert hit.by_tier == {"hbm": 2 * CHUNK}
+        assert store.available_hbm() == POOL_PAGES
+        store.check()
+
+
+def test_pages_that_left_hbm_after_the_lookup_shorten_the_load():
+    engine = InPool()
+    with engine.store as store:
+        engine.save([1, 2, 3])
+        store.evict("hbm", 2)
+        hit = store.lookup(loose(store, [1, 2, 3]))
+        assert hit.by_tier == {"hbm": CHUNK, "host": 2 * CHUNK}
+        hit.release()
+        store.evict("hbm")
+        assert store.load(hit).wait(30).pages == ()
+        assert store.available_hbm() == POOL_PAGES
+        store.check()
+
+
+def test_two_loads_of_the_same_pages_share_them():
+    engine = InPool()
+    with engine.store as store:
+        engine.save(list(range(8)))
+        store.evict("hbm")
+        first = store.lookup(loose(store, list(range(8))))
+        second = store.lookup(loose(store, [6, 2, 4]))
+        some = store.load(second).wait(30)
+        all_of_them = store.load(first).wait(30)
+        assert len(all_of_them.pages) == 8
+        assert set(some.pages) <= set(all_of_them.pages)
+        store.release_hbm([*some.pages, *all_of_them.pages])
+        assert store.available_hbm() == POOL_PAGES
+        store.check()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["save", "look", "hbm", "host", "flush"]),
+            st.lists(st.integers(0, 40), min_size=1, max_size=20, unique=True),
+        ),
+        max_size=14,
+    )
+)
+def test_with_a_pool_any_order_of_things_agrees_with_a_dictionary(tmp_path_factory, steps):
+    engine = InPool(tmp_path_factory.mktemp("pool"))
+    with engine.store as store:
+        saved: set[int] = set()
+        for what, numbers in steps:
+            if what == "save":
+                assert engine.save(numbers) == len(numbers)
+                saved.update(numbers)
+            elif what == "look":
+                assert engine.load(numbers) == {n: content(n) for n in numbers if n in saved}
+            elif what == "hbm":
+                store.evict("hbm", len(numbers))
+            elif store.flush(30) and what == "host":
+                store.evict("host", len(numbers))
+            assert store.available_hbm() == POOL_PAGES
+            store.check()
