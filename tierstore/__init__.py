@@ -21,14 +21,15 @@ from tierstore.arguments import seconds, text, whole_number
 from tierstore.backend import Backend, Registration
 from tierstore.client.backend import RemoteBackend
 from tierstore.client.handshake import Address, CurveKeys
-from tierstore.core.backend import open_backend
+from tierstore.core.backend import LocalBackend, open_core
 from tierstore.core.core import MOVER_THREADS
 from tierstore.core.health import STALL_S
 from tierstore.errors import SpecError, StoreClosedError, StoreUnavailableError, TierStoreError, UsageError
 from tierstore.keys import Identity, PageKey, Prompt
 from tierstore.policy import DEFAULT_POLICY
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
-from tierstore.store import Hit, Store, lookup_all
+from tierstore.store import GroupedHit, GroupedPrompt, GroupedStore, Hit, Store, lookup_all
+from tierstore.store.grouped import group_identity, group_specs
 from tierstore.store.store import check_pool
 from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.pinned import Pin
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Backend",
+    "GroupedHit",
+    "GroupedPrompt",
+    "GroupedStore",
     "Hint",
     "Hit",
     "Identity",
@@ -61,8 +65,10 @@ __all__ = [
     "TransferState",
     "UsageError",
     "connect",
+    "connect_groups",
     "lookup_all",
     "open",
+    "open_groups",
     "open_pool",
 ]
 
@@ -103,7 +109,7 @@ def open(
     """
     check_pool(pool, spec)
     _check_mounts(mounts, identity or Identity.of(spec, model="default"))
-    backend = open_backend(
+    core = open_core(
         path,
         spec.page_bytes,
         host_bytes=host_bytes,
@@ -114,8 +120,9 @@ def open(
         lease_s=lease_s,
         mover_threads=mover_threads,
         stall_s=stall_s,
-        pool=pool,
+        pools=[pool],
     )
+    backend = LocalBackend(core, page_bytes=spec.page_bytes, owns_core=True)
     return Store(
         _mounted(backend, mounts),
         spec,
@@ -125,6 +132,96 @@ def open(
         mover_threads=mover_threads,
         policy=policy,
     )
+
+
+def open_groups(
+    path: str | Path | None,
+    spec: KVSpec,
+    *,
+    identity: Identity | None = None,
+    pools: Sequence[PagePool] | None = None,
+    host_bytes: int = DEFAULT_HOST_BYTES,
+    disk_bytes: int = DEFAULT_DISK_BYTES,
+    policy: str = DEFAULT_POLICY,
+    lease_s: float = 60.0,
+    mover_threads: int = MOVER_THREADS,
+    checkpoint_tokens: int | None = None,
+) -> GroupedStore:
+    """:func:`open` for a model of several layer groups: one host tier and one disk tier for all of them.
+    ``pools`` are the engine's, by group. ``checkpoint_tokens`` is how far apart the save points of a
+    conversation are kept that it has gone on from (None: see :mod:`tierstore.retention`)."""
+    identity = identity or Identity.of(spec, model="default")
+    parts = group_specs(spec)
+    pooled = _by_group(parts, pools)
+    sizes = [part.page_bytes for part in parts]
+    core = open_core(
+        path,
+        max(sizes),
+        host_bytes=host_bytes,
+        disk_bytes=disk_bytes,
+        policy=policy,
+        lease_s=lease_s,
+        mover_threads=mover_threads,
+        pools=pooled,
+    )
+    stores = [
+        Store(
+            LocalBackend(core, page_bytes=part.page_bytes, owns_core=not group),
+            part,
+            identity=group_identity(identity, part),
+            pool=pool,
+            lookup_s=_LOOK_S,
+            mover_threads=mover_threads,
+            policy=policy,
+        )
+        for group, (part, pool) in enumerate(zip(parts, pooled, strict=True))
+    ]
+    return GroupedStore(stores, spec, identity=identity, checkpoint=checkpoint_tokens)
+
+
+def connect_groups(
+    url: str,
+    spec: KVSpec,
+    *,
+    identity: Identity | None = None,
+    pools: Sequence[PagePool] | None = None,
+    lookup_s: float = 0.5,
+    mover_threads: int = 2,
+    keys: str | Path | None = None,
+    server_key: str | Path | None = None,
+    model_name: str = "",
+    checkpoint_tokens: int | None = None,
+) -> GroupedStore:
+    """:func:`connect` for a model of several layer groups: a connection for each of them. The other arguments
+    are those of :func:`open_groups`."""
+    identity = identity or Identity.of(spec, model="default")
+    parts = group_specs(spec)
+    stores = [
+        connect(
+            url,
+            part,
+            identity=group_identity(identity, part),
+            pool=pool,
+            lookup_s=lookup_s,
+            mover_threads=mover_threads,
+            keys=keys,
+            server_key=server_key,
+            model_name=model_name,
+        )
+        for part, pool in zip(parts, _by_group(parts, pools), strict=True)
+    ]
+    return GroupedStore(stores, spec, identity=identity, checkpoint=checkpoint_tokens)
+
+
+def _by_group(parts: Sequence[KVSpec], pools: Sequence[PagePool] | None) -> Sequence[PagePool | None]:
+    """Raises :class:`UsageError` for pools that are not those of the groups."""
+    if pools is None:
+        return [None] * len(parts)
+    if len(pools) != len(parts):
+        raise UsageError(f"the model has {len(parts)} layer groups, and there are {len(pools)} pools")
+    for part, pool in zip(parts, pools, strict=True):
+        check_pool(pool, part)
+    return pools
 
 
 def connect(

@@ -130,8 +130,12 @@ class Prompt:
         many pages come before these, if you know. Raises :class:`UsageError` unless there is a key for each
         chunk.
 
-        >>> spec = KVSpec.opaque(4096, chunk_tokens=8) >>> windows = Identity.of(spec, model="m") >>> pages =
-        Prompt.loose_pages(windows, bytes(64), [PageKey(b"1" * 16), PageKey(b"2" * 16)], chunk_tokens=8)"""
+        >>> spec = KVSpec.opaque(4096, chunk_tokens=8)
+        >>> windows = Identity.of(spec, model="m")
+        >>> keys = [PageKey(b"1" * 16), PageKey(b"2" * 16)]
+        >>> Prompt.loose_pages(windows, bytes(64), keys, chunk_tokens=8)
+        Prompt(16 tokens, 2 full chunks)
+        """
         if not identity.whole_pages:
             raise UsageError(
                 "pages without a chain are found whole: their layout is opaque, hashed, or a state"

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import tierstore
-from tierstore import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES, Store, open_pool
+from tierstore import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES, GroupedHit, GroupedStore, Store, open_pool
 from tierstore import Hit as StoreHit
 from tierstore.errors import UsageError
+from tierstore.groups import GroupRule, Past
 from tierstore.keys import Identity, Prompt, TokenIds
 from tierstore.packs import MountedPack
 from tierstore.planner import Plan
@@ -190,6 +191,80 @@ class StoreConnector(Connector):
         self.store.close()
 
 
+class GroupedConnector(Connector):
+    """The engine over the stores of its model's layer groups."""
+
+    def __init__(self, store: GroupedStore) -> None:
+        self.pools = store.pools
+        self.store = store
+
+    def prompt(self, tokens: TokenIds) -> Prompt:
+        return self.store.prompt(tokens)
+
+    def lookup(self, prompt: Prompt, *, max_tokens: int | None = None) -> Hit:
+        return self.store.lookup(prompt, max_tokens=max_tokens)
+
+    def load(self, hit: Hit, *, deadline_s: float | None = None) -> Transfer[Loaded]:
+        return self.store.load(_grouped(hit), deadline_s=deadline_s)
+
+    def load_part(
+        self, hit: Hit, first: int, stop: int, *, deadline_s: float | None = None, last: bool = False
+    ) -> Transfer[Loaded]:
+        return self.store.load_part(_grouped(hit), first, stop, deadline_s=deadline_s, last=last)
+
+    def plan(self, hit: Hit, prompt_tokens: int, *, block: int) -> Plan:
+        return self.store.plan(_grouped(hit), prompt_tokens, block=block)
+
+    def meet(self, hit: Hit, front: int, back: int) -> int:
+        return self.store.meet(_grouped(hit), front, back)
+
+    def decline(self, hit: Hit, plan: Plan) -> None:
+        self.store.decline(_grouped(hit), plan)
+
+    def computed(self, tokens: int, behind: int, seconds: float) -> None:
+        self.store.computed(tokens, behind, seconds)
+
+    keeps = True
+
+    def save(
+        self,
+        prompt: Prompt,
+        pages: Sequence[int],
+        *,
+        first: int,
+        group: int = 0,
+        hint: Hint | None = None,
+        session: str | None = None,
+    ) -> Transfer[int]:
+        return self.store.save_hbm(prompt, pages, first=first, group=group, hint=hint, session=session)
+
+    def finish(self, session: str) -> None:
+        self.store.finish(session)
+
+    def allocate(self, count: int, *, group: int = 0) -> list[int] | None:
+        return self.store.stores[group].allocate_hbm(count)
+
+    def release(self, pages: Sequence[int], *, group: int = 0) -> None:
+        self.store.stores[group].release_hbm(pages)
+
+    def evict(self, count: int, *, group: int = 0) -> int:
+        return self.store.stores[group].evict("hbm", count)
+
+    def available(self, *, group: int = 0) -> int:
+        return self.store.stores[group].available_hbm()
+
+    def stats(self) -> StoreStats | None:
+        return self.store.stats()
+
+    def close(self) -> None:
+        self.store.close()
+
+
+def _grouped(hit: Hit) -> GroupedHit:
+    assert isinstance(hit, GroupedHit), "the hit is of another connector"
+    return hit
+
+
 def open_connector(
     spec: KVSpec,
     identity: Identity,
@@ -216,15 +291,27 @@ def open_connector(
     pools = [open_pool(part, count, device=device) for part, count in zip(parts, counts, strict=True)]
     if store is None:
         return NoStore(pools, identity)
-    if len(pools) > 1:
-        raise UsageError("a store for several layer groups is not built yet")
+    if len(pools) > 1 or GroupRule.of(spec.groups[0]).past is Past.STATE:
+        if mounts:
+            raise UsageError("packs are mounted for models of one layer group only")
+        if "://" in store:
+            connected = tierstore.connect_groups(
+                store, spec, identity=identity, pools=pools, model_name=model_name
+            )
+            connected.wait_connected(_CONNECT_S)
+            return GroupedConnector(connected)
+        return GroupedConnector(
+            tierstore.open_groups(
+                store, spec, identity=identity, pools=pools, host_bytes=host_bytes, disk_bytes=disk_bytes
+            )
+        )
     [pool] = pools
     if "://" in store:
-        connected = tierstore.connect(
+        single = tierstore.connect(
             store, spec, identity=identity, pool=pool, model_name=model_name, mounts=mounts
         )
-        connected.wait_connected(_CONNECT_S)  # or not: then the engine starts with misses
-        return StoreConnector(connected)
+        single.wait_connected(_CONNECT_S)  # or not: then the engine starts with misses
+        return StoreConnector(single)
     opened = tierstore.open(
         store,
         spec,

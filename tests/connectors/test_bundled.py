@@ -67,7 +67,9 @@ def test_a_store_without_a_pool_is_refused():
 
 FULL = LayerGroup(LayerKind.FULL_ATTENTION, (1,), 1, 32)
 WINDOW = LayerGroup(LayerKind.SLIDING_WINDOW, (0, 2), 1, 32, window=40)
+STATE = LayerGroup(LayerKind.RECURRENT_STATE, (3,), state_bytes=4096)
 GROUPS = KVSpec((FULL, WINDOW), "float32", 16)
+STATES = KVSpec((STATE,), "float32", 16)
 
 
 def test_each_layer_group_has_a_pool_and_a_rule():
@@ -86,3 +88,35 @@ def test_each_layer_group_has_a_pool_and_a_rule():
 def test_a_pool_is_missing():
     with pytest.raises(UsageError, match="2 layer groups"):
         open_connector(GROUPS, Identity.of(GROUPS, model="m"), pool_pages=4, store=None)
+
+
+@pytest.mark.parametrize("spec", [GROUPS, STATES], ids=["windows", "states"])
+def test_a_model_of_several_layer_groups_goes_on_from_its_save_points(spec, tmp_path):
+    connector = open_connector(
+        spec,
+        Identity.of(spec, model="m"),
+        pool_pages=[12] * len(spec.groups),
+        store=str(tmp_path),
+        host_bytes=1 << 20,
+        disk_bytes=16 << 20,
+    )
+    prompt = connector.prompt(TOKENS)
+    for group, rule in enumerate(connector.rules):
+        chunks = rule.pages(64, 16)
+        pages = connector.allocate(len(chunks), group=group)
+        connector.pools[group].array[pages] = 7 + group
+        connector.save(prompt, pages, first=chunks.start, group=group).wait(10)
+        connector.release(pages, group=group)
+        assert connector.available(group=group) == 12
+    hit = connector.lookup(connector.prompt([*TOKENS[:65], 1]))
+    assert hit.tokens == hit.branch == 64
+    loaded = connector.load(hit).wait(10)
+    assert loaded.tokens == 64
+    for group, part in enumerate(loaded.groups):
+        chunks = connector.rules[group].pages(64, 16)
+        assert (part.first, len(part.pages)) == (chunks.start, len(chunks))
+        assert (connector.pools[group].array[list(part.pages)] == 7 + group).all()
+        connector.release(part.pages, group=group)
+        assert connector.evict(12, group=group) == len(chunks)
+    assert connector.stats().tiers["hbm"].pages == 0
+    connector.close()

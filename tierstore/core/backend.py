@@ -898,7 +898,7 @@ def _run_ends(pages: Sequence[Page]) -> list[tuple[Page, Tier]]:
     return [(pages[end - 1], tier) for tier, end in tier_runs(pages)]
 
 
-def open_backend(
+def open_core(
     path: str | FilePath | None,
     page_bytes: int,
     *,
@@ -910,13 +910,14 @@ def open_backend(
     lease_s: float = 60.0,
     mover_threads: int = MOVER_THREADS,
     stall_s: float = STALL_S,
-    pool: PagePool | None = None,
+    pools: Sequence[PagePool | None] = (),
     io: FileIO | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> LocalBackend:
-    """A backend of this process's own, for one store of pages of ``page_bytes``; see :func:`tierstore.open`.
-    ``pool`` is the pool that pages are going to be copied to and from: its device is told of the host tier's
-    memory. ``io`` and ``clock`` are for tests that make the disk fail, or time pass.
+) -> Core:
+    """The core of backends of this process's own, whose pages have up to ``page_bytes``; see
+    :func:`tierstore.open`. ``pools`` are those that pages are going to be copied to and from: their devices
+    are told of the host tier's memory. ``io`` and ``clock`` are for tests that make the disk fail, or time
+    pass.
 
     Raises :class:`UsageError` for capacities that cannot hold a page and
     :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used."""
@@ -950,16 +951,27 @@ def open_backend(
         disk_write_budget=whole_number("disk_write_budget", disk_write_budget, least=0),
         clock=clock,
     )
-    if pool is None or host is None:
-        return LocalBackend(core, page_bytes=page_bytes, owns_core=True)
+    reached = [pool for pool in pools if pool is not None and host is not None and _reaches(core, host, pool)]
+    if reached and host is not None:
+        core.before_giving_back = partial(_unregister, reached, host.address(0))
+    return core
+
+
+def _reaches(core: Core, host: HostTier, pool: PagePool) -> bool:
+    """Whether a pool's device could be told of the host tier's memory."""
     try:
         pool.register(host.address(0), host.capacity_bytes)
     except DeviceError as error:  # copies take the slower way
         size = format_size(host.capacity_bytes)
         _log.warning("the host tier (%s) cannot be pinned, loads go up slowly: %s", size, error)
         core.state.counters.unpinned_arenas += 1
-    core.before_giving_back = partial(pool.unregister, host.address(0))
-    return LocalBackend(core, page_bytes=page_bytes, owns_core=True)
+        return False
+    return True
+
+
+def _unregister(pools: Sequence[PagePool], address: int) -> None:
+    for pool in pools:
+        pool.unregister(address)
 
 
 def _checked_room(name: str, nbytes: int, page_bytes: int) -> int:

@@ -7,6 +7,8 @@ was under way could otherwise end in somebody else's page.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tierstore.backend import PrefixHandle, SaveHints
 from tierstore.core.clients import NEVER, Client, LocalReservation, Path
 from tierstore.core.prompts import PromptView
@@ -67,6 +69,16 @@ class _Branch:
         self._hold(None if last else self._end)
         self._state.forget_gone()
 
+    def about(self, pages: Sequence[Page]) -> None:
+        """The save is of no pages: what it hints is about these loose ones. Those that are done by it leave
+        now, as far as they may: nothing is behind them that would be cut off."""
+        self._tracker.about(pages)
+        for page in pages:
+            for tier in (Tier.HOST, Tier.DISK):
+                if page.done and page.may_leave(tier):
+                    self._state.residency.drop(page, tier)
+                    self._state.counters.evicted_pages[tier.label] += 1
+
     def give_up(self) -> None:
         """The save does not go on."""
         self._step = []
@@ -108,6 +120,8 @@ class ReservationBuilder:
         self._branch = _Branch(state, hints, client.tenant, loose=prompt.loose)
         above = self._before[-1] if self._before else prompt.root(state)
         self._branch.begin(above if self._before is not None else None)
+        if prompt.loose and not chunks:
+            self._branch.about(prompt.pages_in_tree(state))
         if self._before:
             state.access_log.touch(self._before, hit=False)  # whoever saves behind them uses them, too
         self._next = 0  # position

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct, field
 
 from tierstore.keys import TOKEN_BYTES, PageKey
-from tierstore.policy import NO_HINT, PageHint, QueueEntry
+from tierstore.policy import NO_HINT, PageHint, QueueEntry, Reuse
 
 if TYPE_CHECKING:
     from tierstore.tiers.disk.records import PageRecord
@@ -106,6 +106,11 @@ class Page(Struct, gc=False, eq=False):
         """Whether the disk tier has it and no tier in memory."""
         hbm, host, disk = self.copies
         return disk is not None and hbm is None and host is None
+
+    @property
+    def done(self) -> bool:
+        """Whether it was said that nobody is going to ask for it, and nobody has since."""
+        return self.hint.reuse == Reuse.DONE and self.last_use <= self.hinted
 
     def ready_tier(self) -> Tier | None:
         """The fastest tier with a complete copy."""

@@ -204,6 +204,12 @@ class HintTracker:
         self._new.clear()
         self._parent = last
 
+    def about(self, pages: Sequence[Page]) -> None:
+        """Pass the hint on to pages that are not saved now."""
+        if self._hint is not None:
+            hint = self._hint.facts(self._sessions.clock())
+            self._sessions.give_hint(self._about(pages, hint), hint)
+
     def _about(self, pages: Sequence[Page], hint: PageHint) -> list[Page]:
         if hint.reuse < Reuse.UNKNOWN:
             return [page for page in pages if page in self._new or self._is_own(page)]

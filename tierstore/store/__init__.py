@@ -1,4 +1,5 @@
-"""What an engine talks to: one :class:`Store`, its own HBM pages over one backend.
+"""What an engine talks to: one :class:`Store`, its own HBM pages over one backend; or a
+:class:`GroupedStore`, one for each layer group of its model.
 
 How a page travels, and which file moves it::
 
@@ -17,7 +18,8 @@ Three rules keep bytes and bookkeeping together:
 * a disk copy is ready only after its commit, and its place is reused only after the commit that removed it.
 """
 
+from tierstore.store.grouped import GroupedHit, GroupedPrompt, GroupedStore
 from tierstore.store.hit import Hit
 from tierstore.store.store import Store, lookup_all
 
-__all__ = ["Hit", "Store", "lookup_all"]
+__all__ = ["GroupedHit", "GroupedPrompt", "GroupedStore", "Hit", "Store", "lookup_all"]

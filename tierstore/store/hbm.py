@@ -160,6 +160,20 @@ class HbmTier:
             self._forget_gone()
         return held
 
+    def let_go(self, request: LookupRequest, hints: SaveHints) -> None:
+        """Pass a hint on to a request's loose pages, and let those leave that are done by it, as far as they
+        may. Takes the lock."""
+        tracker = HintTracker(self.sessions, hints.hint, hints.session, loose=True)
+        with self.lock:
+            self.require_open()
+            tracker.begin(self.root(request.identity))
+            pages = [page for page in self._loose(request) if page is not None]
+            tracker.about(pages)
+            for page in pages:
+                if page.done and page.may_leave(Tier.HBM):
+                    self._drop(page)
+                    self.counters.evicted_pages[Tier.HBM.label] += 1
+
     @contextmanager
     def _let_go_on_error(self, held: dict[int, Page]) -> Iterator[None]:
         """Give the leases on the HBM copies of ``held`` back if anything is raised."""

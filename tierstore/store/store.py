@@ -46,6 +46,7 @@ _COUNTED_HERE = (
     "not_stored_pages",
     "declined_tokens",
 )
+_DONE = Hint(reuse="done")
 _BRING_S = 2.0  # that pages of other hosts are waited for
 _PROBE_BYTES = 8 << 20  # of a declined tier, read to see how fast it is by now
 _PROBE_WAIT_S = 20.0
@@ -97,6 +98,7 @@ class Store:
         self.pool = pool
         self.lookup_s = lookup_s
         self.backend = backend
+        self.clock = clock
         self._layout = spec.describe()  # compared at every lookup
         self._hbm = HbmTier(pool, spec.page_bytes, policy, clock)
         self._mover = Mover(whole_number("mover_threads", mover_threads, least=1))
@@ -202,7 +204,7 @@ class Store:
         tokens count from the prompt's start. The hit is released by its ``last`` load, or by the caller. In
         whatever order parts are loaded, each is found again once all before it are published, too."""
         self._check_hit(hit)
-        self._checked_pool()
+        self.checked_pool()
         if not 0 <= first <= stop <= hit.num_pages:
             raise UsageError(f"a hit of {hit.num_pages} pages has no pages {first} … {stop}")
         deadline_s = optional_seconds("deadline_s", deadline_s)
@@ -400,7 +402,7 @@ class Store:
     ) -> Transfer[int]:
         """Like :meth:`save`, for pages of the pool that the caller owns: they are published where they are,
         become read-only, and are cached after ``release_hbm``."""
-        pool = self._checked_pool()
+        pool = self.checked_pool()
         hbm_pages = _checked_hbm_pages(pool, hbm_pages)
         hints = SaveHints(hint, session)
         prompt = prompt if isinstance(prompt, Prompt) else self.prompt(prompt)
@@ -439,6 +441,16 @@ class Store:
             hints,
         ).start()
 
+    def let_go(self, prompt: Prompt, session: str) -> None:
+        """Loose pages of a session are not going to be asked for again: those that nobody else has saved
+        leave every tier, at once where nothing holds them, first of all otherwise."""
+        hints = SaveHints(_DONE, session)
+        request = self._request(prompt)
+        if not request.loose:
+            raise UsageError("pages of a chain leave from its end, as the policy says: give a hint")
+        self._hbm.let_go(request, hints)
+        self.backend.reserve(request, 0, 0, hints=hints)
+
     def finish(self, session: str) -> int:
         """A session is over: those of its pages that no other session, and nobody without one, has saved or
         gone on from leave first from now on. Returns how many pages that is. An unknown session has none."""
@@ -464,7 +476,7 @@ class Store:
     def allocate_hbm(self, count: int) -> list[int] | None:
         """``count`` private pages of the pool, evicting cached ones; None when that many cannot be had."""
         self._hbm.require_process()
-        self._checked_pool()
+        self.checked_pool()
         count = whole_number("count", count, least=0)
         with self._hbm.lock:
             return self._hbm.allocate(count)
@@ -472,14 +484,14 @@ class Store:
     def release_hbm(self, hbm_pages: Sequence[int]) -> None:
         """The caller is done with these pages (once for each time it came to own one)."""
         self._hbm.require_process()
-        hbm_pages = _checked_hbm_pages(self._checked_pool(), hbm_pages)
+        hbm_pages = _checked_hbm_pages(self.checked_pool(), hbm_pages)
         with self._hbm.lock:
             self._hbm.release(hbm_pages)
 
     def available_hbm(self) -> int:
         """Pages that ``allocate_hbm`` could find: free ones and cached ones that may leave."""
         self._hbm.require_process()
-        self._checked_pool()
+        self.checked_pool()
         with self._hbm.lock:
             return self._hbm.available()
 
@@ -584,8 +596,8 @@ class Store:
         self._hbm.require_process()
         self._hbm.require_open()
 
-    def _checked_pool(self) -> PagePool:
-        """Raises :class:`UsageError` for a store without a pool."""
+    def checked_pool(self) -> PagePool:
+        """The engine's pool. Raises :class:`UsageError` for a store without one."""
         if self.pool is None:
             raise UsageError("this store has no page pool: give it one, or use buffers")
         return self.pool

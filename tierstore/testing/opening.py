@@ -11,7 +11,7 @@ from tierstore import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES, Identity, KVSpec, 
 from tierstore.backend import Registration
 from tierstore.client.backend import RemoteBackend
 from tierstore.client.handshake import Address, CurveKeys
-from tierstore.core.backend import open_backend
+from tierstore.core.backend import LocalBackend, open_core
 from tierstore.policy import DEFAULT_POLICY
 from tierstore.tiers.disk import FileIO
 from tierstore.tiers.pinned import Pin
@@ -34,18 +34,19 @@ def open_store(
     **options: Any,
 ) -> Store:
     """:func:`tierstore.open` over ``io`` (how files are opened, read and written), by ``clock``."""
-    backend = open_backend(
+    core = open_core(
         path,
         spec.page_bytes,
         host_bytes=host_bytes,
         disk_bytes=disk_bytes,
         policy=policy,
         mover_threads=mover_threads,
-        pool=pool,
+        pools=[pool],
         io=io,
         clock=clock,
         **options,
     )
+    backend = LocalBackend(core, page_bytes=spec.page_bytes, owns_core=True)
     return Store(
         backend,
         spec,

@@ -10,7 +10,7 @@ import tierstore
 from tests.tierstore.daemon.client.conftest import DaemonProcess, wait_until
 from tests.tierstore.packs import conftest as c
 from tierstore import memory
-from tierstore.core.backend import open_backend
+from tierstore.core.backend import LocalBackend, open_core
 from tierstore.keys import Identity
 from tierstore.packs import PackError, Trust, mount
 from tierstore.packs.mounted import MountedBackend
@@ -128,7 +128,8 @@ class TestMountedBackend(BackendTests):
 
         def open_(*, identity, host_pages=64):
             path, nbytes = tmp_path / f"disk {len(opened)}", like.SPEC.page_bytes
-            inner = open_backend(path, nbytes, host_bytes=host_pages * nbytes, disk_bytes=8 << 20)
+            core = open_core(path, nbytes, host_bytes=host_pages * nbytes, disk_bytes=8 << 20)
+            inner = LocalBackend(core, page_bytes=nbytes, owns_core=True)
             opened.append(MountedBackend(inner, mount(tmp_path / "a.tskv")))
             return opened[-1]
 

@@ -13,7 +13,7 @@ from tests.tierstore.daemon.client.conftest import DaemonProcess
 from tierstore.backend import Registration
 from tierstore.client.backend import RemoteBackend
 from tierstore.client.handshake import Address
-from tierstore.core.backend import open_backend
+from tierstore.core.backend import LocalBackend, open_core
 from tierstore.testing.backend import BackendTests
 from tierstore.testing.store import SPEC, StoreTests
 
@@ -96,11 +96,9 @@ class TestLocalBackend(BackendTests):
 
         def open_(*, identity, host_pages=64):
             path = tmp_path / f"disk {len(opened)}"
-            opened.append(
-                open_backend(
-                    path, SPEC.page_bytes, host_bytes=host_pages * SPEC.page_bytes, disk_bytes=8 << 20
-                )
-            )
+            nbytes = SPEC.page_bytes
+            core = open_core(path, nbytes, host_bytes=host_pages * nbytes, disk_bytes=8 << 20)
+            opened.append(LocalBackend(core, page_bytes=nbytes, owns_core=True))
             return opened[-1]
 
         yield open_

@@ -1,0 +1,167 @@
+"""An engine of several layer groups, played: pages whose bytes say which tokens they come behind."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+import tierstore
+from tierstore.groups import Past
+from tierstore.index import Page, Tier
+from tierstore.keys import Identity, encode_tokens
+from tierstore.spec import KVSpec, LayerGroup, LayerKind
+from tierstore.types import Loaded
+
+CHUNK = 16
+FULL = LayerGroup(LayerKind.FULL_ATTENTION, (2,), 1, 32)
+WINDOW = LayerGroup(LayerKind.SLIDING_WINDOW, (4, 5), 1, 32, window=40)
+STATE = LayerGroup(LayerKind.RECURRENT_STATE, (0, 1), state_bytes=3072)
+CHUNKED = LayerGroup(LayerKind.CHUNKED_ATTENTION, (3,), 1, 32, window=64)
+LATENT = LayerGroup(LayerKind.MLA_LATENT, (6,), 1, 48)
+GEMMA = KVSpec((FULL, WINDOW), "float32", CHUNK)
+HYBRID = KVSpec((FULL, STATE), "float32", CHUNK)
+EVERYTHING = KVSpec((FULL, WINDOW, STATE, CHUNKED, LATENT), "float32", CHUNK)
+IDENTITY = Identity.of(GEMMA, model="m")
+
+
+def content(group: int, tokens: Sequence[int], chunk: int, nbytes: int) -> bytes:
+    """The page of a chunk: another one behind any other tokens."""
+    before = encode_tokens(list(tokens[: (chunk + 1) * CHUNK]))
+    return hashlib.shake_128(bytes([group]) + before).digest(nbytes)
+
+
+class Engine:
+    """Saves and loads pages of every group, and looks at their bytes. All pages are given back at once."""
+
+    def __init__(self, spec, path=None, *, store=None, pages=40, host_bytes=4 << 20, **options):
+        self.spec = spec
+        self.pools = [tierstore.open_pool(part, pages) for part in spec.split()]
+        if store is None:
+            identity = Identity.of(spec, model="played")
+            self.store = tierstore.open_groups(
+                path,
+                spec,
+                identity=identity,
+                pools=self.pools,
+                host_bytes=host_bytes,
+                disk_bytes=64 << 20,
+                **options,
+            )
+        else:
+            self.store = store(self.pools)
+        self.rules = self.store.rules
+        self.chains = [group for group, rule in enumerate(self.rules) if rule.past is Past.ALL]
+        self.loose = [group for group, rule in enumerate(self.rules) if rule.past is not Past.ALL]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
+
+    def close(self):
+        self.store.close()
+
+    # -- what an engine does -------------------------------------------------------------------------
+
+    def save(self, group, tokens, chunks, *, prompt=None, session=None):
+        """Save chunks of a group. How many tokens of them are stored."""
+        if not chunks:
+            return 0
+        prompt = prompt if prompt is not None else self.store.prompt(tokens)
+        pages = self.store.allocate_hbm(len(chunks), group=group)
+        assert pages is not None
+        pool = self.pools[group]
+        for page, chunk in zip(pages, chunks, strict=True):
+            pool.array[page] = np.frombuffer(content(group, tokens, chunk, pool.spec.page_bytes), np.uint8)
+        saved = self.store.save_hbm(prompt, pages, first=chunks[0], group=group, session=session)
+        stored = saved.wait(30)
+        self.store.release_hbm(pages, group=group)
+        return stored
+
+    def save_to(self, tokens, end, *, prompt=None, session=None):
+        """Save a prompt, its partial tail included, with a save point behind ``end`` tokens."""
+        prompt = prompt if prompt is not None else self.store.prompt(tokens)
+        for group in self.chains:
+            self.save(group, tokens, range(-(-len(tokens) // CHUNK)), prompt=prompt, session=session)
+        for group in self.loose:
+            chunks = self.rules[group].pages(end, CHUNK)
+            self.save(group, tokens, chunks, prompt=prompt, session=session)
+
+    def lookup(self, tokens, **options):
+        self._tokens = tokens
+        return self.store.lookup(tokens, **options)
+
+    def load(self, hit, **options):
+        """Load what was looked up last, compare its bytes, give it back. How many tokens came."""
+        loaded = self.store.load(hit, **options).wait(30)
+        self.verify(self._tokens, loaded)
+        self.release(loaded)
+        return loaded.tokens
+
+    def verify(self, tokens, loaded: Loaded):
+        for group, part in enumerate(loaded.groups):
+            pool = self.pools[group]
+            for chunk, page in enumerate(part.pages, part.first):
+                expected = content(group, tokens, chunk, pool.spec.page_bytes)
+                assert pool.array[page].tobytes() == expected, f"group {group}, chunk {chunk}"
+
+    def release(self, loaded: Loaded):
+        for group, part in enumerate(loaded.groups):
+            self.store.release_hbm(part.pages, group=group)
+
+    def evict(self, tier):
+        for store in self.store.stores:
+            store.evict(tier)
+
+    # -- looking inside (of an embedded store) ---------------------------------------------------------
+
+    def pages(self, group, tokens, chunks) -> dict[int, list[Page]]:
+        """What the store knows of these chunks, in HBM and below: by chunk."""
+        store, prompt = self.store.stores[group], self.store.prompt(tokens)
+        state = store.backend.core.state
+        found: dict[int, list[Page]] = {chunk: [] for chunk in chunks}
+        for chunk in chunks:
+            if group in self.chains:
+                request = store._request(prompt.chain(group)).cut((chunk + 1) * CHUNK)
+            else:
+                request = store._request(prompt.named(group, [chunk]))
+            with state.lock:
+                below = store.backend._view(request).pages_in_tree(state)
+            with store._hbm.lock:
+                root = store._hbm.root(request.identity)
+                tree = store._hbm.index.tree
+                here = tree.descend(root, request.keys, request.data[: request.nbytes], request.width)
+            count = chunk + 1 if group in self.chains else 1
+            found[chunk] = [pages[-1] for pages in (here, list(below)) if len(pages) == count]
+        return found
+
+    def held(self, group, tokens, chunks) -> set[int]:
+        """Which chunks some tier has."""
+        found = self.pages(group, tokens, chunks)
+        return {
+            chunk for chunk, pages in found.items() if any(page.ready_tier() is not None for page in pages)
+        }
+
+    def forget(self, group, tokens, chunks, tiers=tuple(Tier)) -> None:
+        """Have these pages leave tiers, as far as they may."""
+        store = self.store.stores[group]
+        state = store.backend.core.state
+        for pages in self.pages(group, tokens, chunks).values():
+            for page in pages:
+                for tier in tiers:
+                    lock = store._hbm.lock if tier is Tier.HBM else state.lock
+                    with lock:
+                        if page.may_leave(tier):
+                            drop = store._hbm._drop if tier is Tier.HBM else None
+                            drop(page) if drop is not None else state.residency.drop(page, tier)
+
+    def check(self):
+        """All that is counted twice agrees, and no page of a pool is anybody's."""
+        self.store.flush(30)
+        self.store.check()
+        for store, pool in zip(self.store.stores, self.pools, strict=True):
+            assert store.available_hbm() == pool.num_pages
+            assert store.stats().open_hits == 0

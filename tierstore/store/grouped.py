@@ -1,0 +1,673 @@
+"""One prompt's pages by layer group: a store for each group of a model, and one hit over all of them.
+
+A model whose layers remember the past alike has one kind of pages, and a :class:`~tierstore.Store` keeps
+them. Where layers differ (:mod:`tierstore.groups`) each group has pages of a size of its own, a pool of its
+own in HBM, and a store of its own; the stores share one backend's tiers. What makes them one:
+
+**Names.** Groups of which a hit needs every token are chains, found by tokens like any prompt. Of the others
+only some pages are kept, so what comes before one cannot be asked for: their pages are *loose*. A loose page
+is named by SHA-256, chained over the model's identity and the tokens of all chunks up to its own. The name
+stands where a page has its tokens, so all of its 256 bits are compared. (XXH3 would not do: it can be made to
+collide on purpose, and a chunk's own tokens say nothing of what is before them.)
+
+**A lookup** asks the chains first. How far all of them go is the ``branch``, and the longest hit that there
+can be. What the other groups need of that is asked for next, which mostly is the answer: a prompt goes on
+where an earlier one ended. If it is not, names are asked for from there towards the front, further each
+time, until the longest hit is known by :func:`~tierstore.groups.longest_hit`.
+
+**A load** is one transfer over all groups. What has come in time decides, by the same rule, how long the hit
+is; pages that this needs not are given back. So a group that is late, or whose daemon has gone, shortens the
+hit, and pages of different lengths are never mixed.
+
+**Retention.** A turn's end is superseded once the same session has been saved to a later one: see
+:mod:`tierstore.retention`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, TypeVar
+
+from tierstore.arguments import optional_seconds, whole_number
+from tierstore.errors import UsageError
+from tierstore.groups import GroupRule, Past, longest_hit, page_ranges
+from tierstore.index import LABELS, Tier
+from tierstore.keys import KEY_BYTES, TOKEN_BYTES, Identity, PageKey, Prompt, TokenIds
+from tierstore.planner import Part, Plan
+from tierstore.retention import checkpoint_tokens, superseded
+from tierstore.spec import KVSpec
+from tierstore.stats import StoreStats
+from tierstore.store.hit import Hit
+from tierstore.store.store import Store, lookup_all
+from tierstore.tiers.hbm import PagePool
+from tierstore.transfer import Transfer, TransferState
+from tierstore.types import GroupPages, Hint, Loaded
+
+_NAME_BYTES = 32
+LEAST_TOKENS = _NAME_BYTES // TOKEN_BYTES
+"""A name takes the place of so many tokens: chunks may not be shorter."""
+_SCANNED = 64  # chunks that are asked for at first, where a prompt does not go on at an earlier one's end
+R = TypeVar("R")
+
+_LOOKS = 3  # at what has been found, while some of it leaves
+
+
+def group_specs(spec: KVSpec) -> tuple[KVSpec, ...]:
+    """How the pages of each layer group are kept: of groups that need every token as chains, of the others by
+    names. Raises :class:`UsageError` for chunks that are too short for a name."""
+    parts = [part if _is_chain(part) else replace(part, hashed=True) for part in spec.split()]
+    if any(part.hashed for part in parts) and spec.chunk_tokens < LEAST_TOKENS:
+        raise UsageError(
+            f"pages of windows and states are named by {LEAST_TOKENS} tokens' worth of bytes: "
+            f"chunks of {spec.chunk_tokens} tokens are too short"
+        )
+    return tuple(parts)
+
+
+def group_identity(model: Identity, part: KVSpec) -> Identity:
+    """The identity of one layer group's pages: its model's, with the layout of its own."""
+    return replace(model, layout=part.describe())
+
+
+def _is_chain(part: KVSpec) -> bool:
+    return GroupRule.of(part.groups[0]).past is Past.ALL
+
+
+class GroupedPrompt(Prompt):
+    """A prompt with what names its pages in every layer group. Grows like any; not thread-safe."""
+
+    __slots__ = ("_digest_so_far", "_identities", "_model", "_names", "_others", "points")
+
+    def __init__(self, model: Identity, identities: Sequence[Identity], first: Prompt) -> None:
+        """``identities`` are those of the groups; ``first`` is the prompt under the first of them, whose keys
+        are taken over."""
+        self._model = model
+        self._identities = identities
+        self._others: dict[int, Prompt] = {}  # of further chains, by group
+        self._names: list[bytes] = []
+        self._digest_so_far = model.digest
+        self.points: dict[int, list[int]] = {}
+        """Save points of the conversation that this prompt goes on from, by group, in tokens."""
+        super().__init__(identities[0], chunk_tokens=first.chunk_tokens)
+        self._data += first.token_bytes
+        self.keys.extend(first.keys)
+
+    def extend(self, tokens: TokenIds) -> None:
+        super().extend(tokens)
+        for other in self._others.values():
+            other.extend(tokens)
+
+    def copy(self) -> GroupedPrompt:
+        twin = GroupedPrompt(self._model, self._identities, super().copy())
+        twin._others = {group: other.copy() for group, other in self._others.items()}
+        twin._names, twin._digest_so_far = list(self._names), self._digest_so_far
+        twin.points = {group: list(points) for group, points in self.points.items()}
+        return twin
+
+    def chain(self, group: int) -> Prompt:
+        """The prompt as a group keeps it of which every token is needed."""
+        if not group:
+            return self
+        other = self._others.get(group)
+        if other is None:
+            identity = self._identities[group]
+            other = self._others[group] = Prompt(identity, self.tokens, chunk_tokens=self.chunk_tokens)
+        return other
+
+    def named(self, group: int, chunks: Sequence[int]) -> Prompt:
+        """Some of its whole chunks, ascending, as a group keeps them that needs not every token."""
+        while len(self._names) <= chunks[-1]:
+            chunk = self.chunk(len(self._names))
+            self._digest_so_far = hashlib.sha256(self._digest_so_far + chunk).digest()
+            self._names.append(self._digest_so_far)
+        names = [self._names[chunk] for chunk in chunks]
+        width = self.chunk_tokens * TOKEN_BYTES
+        return Prompt.loose_pages(
+            self._identities[group],
+            b"".join([name.ljust(width, b"\0") for name in names]),
+            [PageKey(name[:KEY_BYTES]) for name in names],
+            chunk_tokens=self.chunk_tokens,
+            pages_before=chunks[0],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What a hit needs of one group: its first pages where the group is a chain, else those of ``chunks``."""
+
+    group: int
+    chain: bool
+    chunks: range
+    hit: Hit
+
+    @property
+    def places(self) -> Sequence[int]:
+        """The chunk of each page, in the order of the hit's."""
+        return self.chunks if self.chain else [self.chunks.start + at for at in self.hit.positions]
+
+    @property
+    def complete(self) -> bool:
+        """Whether all of its pages are held."""
+        return self.hit.num_pages >= len(self.chunks)
+
+    def runs(self) -> list[tuple[str, int]]:
+        """Pages by tier, in the order of the hit's."""
+        left, found = len(self.chunks), []
+        for tier, tokens in self.hit.by_runs():
+            pages = min(-(-tokens // self.hit.chunk_tokens), left)
+            left -= pages
+            found.append((tier, pages))
+        return found
+
+
+class GroupedHit:
+    """``tokens`` leading tokens of a prompt can be loaded: a whole number of chunks, and of each group what
+    a hit of that length needs. ``branch`` is how far the groups go of which every token is needed.
+    ``by_tier`` counts each token by the slowest tier that a page of its chunk which is needed lies in."""
+
+    def __init__(
+        self,
+        tokens: int,
+        branch: int,
+        parts: Sequence[_Part],
+        chunk_tokens: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.tokens = tokens
+        self.branch = branch
+        self.parts = parts
+        self.chunk_tokens = chunk_tokens
+        self._clock = clock
+        self.by_tier = self._count()
+
+    def __repr__(self) -> str:
+        return f"GroupedHit({self.tokens} tokens, {self.by_tier})"
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of a group of which every token is needed."""
+        return self.tokens // self.chunk_tokens
+
+    def _count(self) -> dict[str, int]:
+        slowest = [0] * self.num_pages
+        for part in self.parts:
+            places = iter(part.places)
+            for tier, pages in part.runs():
+                for _ in range(pages):
+                    chunk = next(places)
+                    slowest[chunk] = max(slowest[chunk], _rank(tier))
+        counts = ((label, slowest.count(rank)) for rank, label in enumerate(LABELS))
+        return {label: count * self.chunk_tokens for label, count in counts if count}
+
+    def prefetch(self, *, deadline_s: float | None = None) -> Transfer[int]:
+        """Bring what is on disk into host memory. The result is how many leading tokens are above the disk
+        then: all, or those before the first pages that are not."""
+        brought = [(part, part.hit.prefetch(deadline_s=deadline_s)) for part in self.parts]
+
+        def settle(state: TransferState) -> int:
+            tokens = self.tokens
+            for part, transfer in brought:
+                if state is TransferState.CANCELLED:
+                    transfer.cancel()
+                above = transfer.wait()
+                if part.chain:
+                    tokens = min(tokens, above)
+                elif above < part.hit.tokens:
+                    tokens = min(tokens, part.chunks.start * self.chunk_tokens)
+            return tokens // self.chunk_tokens * self.chunk_tokens
+
+        return _together([transfer for _, transfer in brought], settle, deadline_s, self._clock)
+
+    def release(self) -> None:
+        """Give the leases of all groups back. Repeating it is harmless."""
+        for part in self.parts:
+            part.hit.release()
+
+    def __enter__(self) -> GroupedHit:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class GroupedStore:
+    """The stores of a model's layer groups, as one. Thread-safe.
+
+    Made by :func:`tierstore.open_groups` or :func:`tierstore.connect_groups`. Group ``i`` is the spec's
+    ``i``-th, its pool ``pools[i]``. Everything behaves as a :class:`~tierstore.Store` does: what is full,
+    slow, broken or away is a shorter hit or a miss.
+
+    >>> import tierstore
+    >>> from tierstore.spec import LayerGroup, LayerKind
+    >>> full, window = LayerGroup(LayerKind.FULL_ATTENTION, (1,), 1, 64), LayerGroup(
+    ...     LayerKind.SLIDING_WINDOW, (0,), 1, 64, window=64
+    ... )
+    >>> spec = tierstore.KVSpec((full, window), "float16")
+    >>> pools = [tierstore.open_pool(part, 4) for part in spec.split()]
+    >>> with tierstore.open_groups(None, spec, pools=pools, host_bytes=1 << 20) as store:
+    ...     prompt = store.prompt(range(150))
+    ...     for group, first, pages in ((0, 0, [0, 1]), (1, 1, [0])):
+    ...         pages = store.allocate_hbm(len(pages), group=group)
+    ...         _ = store.save_hbm(prompt, pages, first=first, group=group).wait()
+    ...     with store.lookup(prompt) as hit:
+    ...         hit.tokens, hit.branch
+    (128, 128)
+    """
+
+    def __init__(
+        self, stores: Sequence[Store], spec: KVSpec, *, identity: Identity, checkpoint: int | None = None
+    ) -> None:
+        """``stores`` are those of :func:`group_specs`, which this closes, the first one last. ``checkpoint``
+        is how far apart save points are kept (None: :func:`~tierstore.retention.checkpoint_tokens`)."""
+        self.spec = spec
+        self.stores = tuple(stores)
+        self.rules = tuple(GroupRule.of(part.groups[0]) for part in spec.split())
+        self.identity = identity
+        self.checkpoint_tokens = checkpoint_tokens(spec) if checkpoint is None else checkpoint
+        self._identities = [store.identity for store in stores]
+        self._chains = [group for group, rule in enumerate(self.rules) if rule.past is Past.ALL]
+        self._loose = [group for group, rule in enumerate(self.rules) if rule.past is not Past.ALL]
+        # How far before its end the pages of a hit may lie.
+        reach = (self.rules[group].tokens for group in self._loose)
+        self._reach = max(reach, default=0) + spec.chunk_tokens
+        self.clock = self.stores[0].clock
+        self.planner = self.stores[0].planner
+        for store in self.stores:
+            store.planner = self.planner  # what one group's loads tell of a tier is true of it for all
+
+    def __repr__(self) -> str:
+        return f"GroupedStore({', '.join(map(repr, self.stores))})"
+
+    @property
+    def pools(self) -> tuple[PagePool, ...]:
+        """By group. Raises :class:`UsageError` where there are none."""
+        return tuple(store.checked_pool() for store in self.stores)
+
+    # -- finding -------------------------------------------------------------------------------------
+
+    def prompt(self, tokens: TokenIds) -> GroupedPrompt:
+        """``tokens`` under the model's identity, with what names their pages in each group."""
+        return GroupedPrompt(self.identity, self._identities, self.stores[0].prompt(tokens))
+
+    def lookup(self, prompt: Prompt | TokenIds, *, max_tokens: int | None = None) -> GroupedHit:
+        """The longest hit of at most ``max_tokens`` that all groups can serve, leased in all of them until it
+        is loaded or released, or the leases end."""
+        prompt = self._checked(prompt)
+        limit = len(prompt)
+        if max_tokens is not None:
+            limit = min(max(whole_number("max_tokens", max_tokens), 0), limit)
+        hits = lookup_all(
+            [(self.stores[each], prompt.chain(each)) for each in self._chains], max_tokens=limit
+        )
+        held = [hits]
+        try:
+            branch = min((hit.tokens for hit in hits), default=limit)
+            tokens, loose = self._find(prompt, branch, held)
+            pages = range(tokens // self.spec.chunk_tokens)
+            chains = [_Part(group, True, pages, hit) for group, hit in zip(self._chains, hits, strict=True)]
+            parts = sorted([*chains, *loose], key=lambda part: part.group) if tokens else []
+        except BaseException:
+            _release(hit for some in held for hit in some)
+            raise
+        needed = {id(part.hit) for part in parts}
+        _release(hit for some in held for hit in some if id(hit) not in needed)
+        for group in self._loose if tokens else ():
+            prompt.points[group] = sorted({*prompt.points.get(group, ()), tokens})
+        branch = branch if self._chains else tokens
+        return GroupedHit(tokens, branch, parts, self.spec.chunk_tokens, self.clock)
+
+    def _find(self, prompt: GroupedPrompt, branch: int, held: list[list[Hit]]) -> tuple[int, list[_Part]]:
+        """The longest hit that the chains leave, and what it needs of the other groups. Every hit of a store
+        on the way is in ``held``."""
+        chunk_tokens = self.spec.chunk_tokens
+        length = branch - branch % chunk_tokens
+        there: dict[int, set[int]] = {group: set() for group in self._loose}
+        scanned = False
+        for _ in range(_LOOKS):
+            parts = self._look(prompt, {each: self.rules[each].pages(length, chunk_tokens) for each in there})
+            held.append([part.hit for part in parts])
+            if all(part.complete for part in parts):
+                return length, parts
+            if not scanned:
+                length = self._scan(prompt, length, there, held)
+                scanned = True
+            else:  # some have left meanwhile
+                for part in parts:
+                    there[part.group] -= set(part.chunks).difference(part.places)
+                length = self._longest(there, length)
+            if not length:
+                break
+        return 0, []
+
+    def _scan(
+        self, prompt: GroupedPrompt, length: int, there: Mapping[int, set[int]], held: list[list[Hit]]
+    ) -> int:
+        """The longest hit of at most ``length``. Asks for pages from there towards the front; ``there`` are
+        those that were found, by group."""
+        chunk_tokens = self.spec.chunk_tokens
+        low, step, longest = length // chunk_tokens, _SCANNED, 0
+        # A longer hit than the longest would need pages from here on only.
+        while low and longest - self._reach < low * chunk_tokens:
+            chunks = range(max(low - step, 0), low)
+            low, step = chunks.start, 2 * step
+            parts = self._look(prompt, dict.fromkeys(self._loose, chunks))
+            held.append([part.hit for part in parts])
+            for part in parts:
+                there[part.group].update(part.places)
+            longest = self._longest(there, length)
+        return longest
+
+    def _longest(self, there: Mapping[int, set[int]], limit: int) -> int:
+        chunk_tokens = self.spec.chunk_tokens
+        held = [(self.rules[each], page_ranges(list(found), chunk_tokens)) for each, found in there.items()]
+        return longest_hit(held, limit, align=chunk_tokens)
+
+    def _look(self, prompt: GroupedPrompt, wanted: Mapping[int, range]) -> list[_Part]:
+        """What is held of chunks of each group, where there are any."""
+        asked = [(group, chunks) for group, chunks in wanted.items() if chunks]
+        hits = lookup_all([(self.stores[group], prompt.named(group, chunks)) for group, chunks in asked])
+        return [_Part(group, False, chunks, hit) for (group, chunks), hit in zip(asked, hits, strict=True)]
+
+    def _checked(self, prompt: Prompt | TokenIds) -> GroupedPrompt:
+        if isinstance(prompt, GroupedPrompt):
+            return prompt
+        if isinstance(prompt, Prompt):
+            raise UsageError("a store of several layer groups names pages itself: use its prompt()")
+        return self.prompt(prompt)
+
+    # -- loading -------------------------------------------------------------------------------------
+
+    def load(self, hit: GroupedHit, *, deadline_s: float | None = None) -> Transfer[Loaded]:
+        """Bring a hit into the pools: of each group the pages that the hit needs (``Loaded.groups``). At the
+        deadline it ends with the longest hit that all groups can serve with what has arrived, after
+        ``cancel()`` with none. The hit is released when it ends."""
+        return self.load_part(hit, 0, hit.num_pages, deadline_s=deadline_s, last=True)
+
+    def load_part(
+        self, hit: GroupedHit, first: int, stop: int, *, deadline_s: float | None = None, last: bool = False
+    ) -> Transfer[Loaded]:
+        """:meth:`load` of chunks ``first … stop`` of the groups of which every token is needed. What the
+        others need comes with the part that ends the hit; if that comes short of what any shorter hit needs,
+        its result has no pages. The hit is released with its ``last`` load, or by the caller."""
+        if not 0 <= first <= stop <= hit.num_pages:
+            raise UsageError(f"a hit of {hit.num_pages} pages has no pages {first} … {stop}")
+        deadline_s = optional_seconds("deadline_s", deadline_s)
+        return _Load(self, hit, first, stop).start(deadline_s, last=last)
+
+    # -- planning ------------------------------------------------------------------------------------
+
+    def computed(self, tokens: int, behind: int, seconds: float) -> None:
+        """An engine tells how long a prefill step took: see :meth:`tierstore.Store.computed`."""
+        self.planner.computed(tokens, behind, seconds)
+
+    def plan(self, hit: GroupedHit, prompt_tokens: int | None = None, *, block: int = 0) -> Plan:
+        """Whether to load a hit, by what loads and prefill steps have taken lately: all of it or nothing,
+        since the other groups serve its end only. See :meth:`Store.plan <tierstore.Store.plan>`."""
+        now_s = self.clock()
+        for tier, way in self.stores[0].backend.ways().items():
+            self.planner.told(tier, way, now_s=now_s)
+        nbytes: dict[str, float] = {}
+        for part in hit.parts:
+            page_bytes = self.stores[part.group].spec.page_bytes
+            for tier, pages in part.runs():
+                if tier != Tier.HBM.label:
+                    nbytes[tier] = nbytes.get(tier, 0) + pages * page_bytes
+        tiers = sorted(nbytes, key=_rank) or [Tier.HBM.label]
+        # All tokens are the last tier's: there are none before all that is needed has come.
+        parts = [Part(tier, 0, nbytes[tier]) for tier in tiers[:-1]]
+        parts.append(Part(tiers[-1], hit.tokens, nbytes.get(tiers[-1], 0)))
+        length = hit.tokens + 1 if prompt_tokens is None else prompt_tokens
+        return self.planner.plan(parts, length, now_s=now_s, block=block)
+
+    def meet(self, hit: GroupedHit, front: int, back: int) -> int:
+        """See :meth:`Store.meet <tierstore.Store.meet>`: for pages of groups of which every token is needed,
+        since the others come with the hit's end."""
+        for part in hit.parts:
+            if part.chain:
+                return self.stores[part.group].meet(part.hit, front, back)
+        return back
+
+    def decline(self, hit: GroupedHit, plan: Plan) -> None:
+        """Count what a plan does not use."""
+        for part in hit.parts:
+            if part.chain:
+                self.stores[part.group].decline(part.hit, plan)
+                return
+
+    # -- saving --------------------------------------------------------------------------------------
+
+    def save_hbm(
+        self,
+        prompt: Prompt | TokenIds,
+        hbm_pages: Sequence[int],
+        *,
+        first: int = 0,
+        group: int = 0,
+        hint: Hint | None = None,
+        session: str | None = None,
+    ) -> Transfer[int]:
+        """Publish pages of a group's pool as chunks ``first, first + 1, …`` of ``prompt``, and copy them to
+        the colder tiers. Of a group of which every token is needed, the chunks before ``first`` must have
+        been saved or loaded before. Of the others the last chunk is taken for a save point of ``session``,
+        and what it supersedes leaves. Where prompts part, save without a session: such a place is nobody's
+        turn."""
+        prompt = self._checked(prompt)
+        store = self.stores[group]
+        if group in self._chains:
+            return store.save_hbm(prompt.chain(group), hbm_pages, first=first, hint=hint, session=session)
+        stop = first + len(hbm_pages)
+        if not 0 <= first <= stop <= len(prompt) // self.spec.chunk_tokens:
+            raise UsageError(
+                f"chunks {first} … {stop} are no whole chunks of a prompt of {len(prompt)} tokens"
+            )
+        if not hbm_pages:
+            return Transfer.completed(0)
+        pages = prompt.named(group, range(first, stop))
+        saved = store.save_hbm(pages, hbm_pages, hint=hint, session=session)
+        if session is not None:
+            self._supersede(prompt, group, stop * self.spec.chunk_tokens, session)
+        return saved
+
+    def _supersede(self, prompt: GroupedPrompt, group: int, end: int, session: str) -> None:
+        """Let go of what is not worth keeping since a session has been saved to ``end``."""
+        points = prompt.points.get(group, [])
+        gone = superseded(points, end, self.checkpoint_tokens)
+        prompt.points[group] = kept = sorted({*points, end}.difference(gone))
+        needed = {chunk for point in kept for chunk in self._pages(group, point)}
+        chunks = sorted({chunk for point in gone for chunk in self._pages(group, point)} - needed)
+        if chunks:
+            self.stores[group].let_go(prompt.named(group, chunks), session)
+
+    def _pages(self, group: int, length: int) -> range:
+        return self.rules[group].pages(length, self.spec.chunk_tokens)
+
+    def finish(self, session: str) -> None:
+        """A session is over: the pages that only it has used leave first from now on, in all groups."""
+        for store in self.stores:
+            store.finish(session)
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait until all that was saved is on disk (or was given up); False when ``timeout`` seconds pass for
+        any group."""
+        return all(store.flush(timeout) for store in self.stores)
+
+    # -- room in HBM ---------------------------------------------------------------------------------
+
+    def allocate_hbm(self, count: int, *, group: int = 0) -> list[int] | None:
+        """``count`` private pages of a group's pool, evicting cached ones; None when they cannot be had."""
+        return self.stores[group].allocate_hbm(count)
+
+    def release_hbm(self, hbm_pages: Sequence[int], *, group: int = 0) -> None:
+        """The caller is done with these pages (once for each time it came to own one)."""
+        self.stores[group].release_hbm(hbm_pages)
+
+    # -- seeing and ending ---------------------------------------------------------------------------
+
+    def stats(self) -> StoreStats:
+        """The first group's, with the HBM of all and what is open in any. Those of each group are its
+        store's."""
+        each = [store.stats() for store in self.stores]
+        hbm = [stats.tiers[Tier.HBM.label] for stats in each if Tier.HBM.label in stats.tiers]
+        tiers = dict(each[0].tiers)
+        if hbm:
+            tiers[Tier.HBM.label] = replace(
+                hbm[0],
+                capacity_bytes=sum(tier.capacity_bytes for tier in hbm),
+                used_bytes=sum(tier.used_bytes for tier in hbm),
+                pages=sum(tier.pages for tier in hbm),
+                leased_pages=sum(tier.leased_pages for tier in hbm),
+            )
+        return replace(each[0], tiers=tiers, pending_saves=sum(stats.pending_saves for stats in each))
+
+    def check(self) -> None:
+        """Assert that everything that is counted twice agrees, in every group."""
+        for store in self.stores:
+            store.check()
+
+    def wait_connected(self, timeout: float | None = None) -> bool:
+        """Wait until the backend answers for every group; False when ``timeout`` seconds pass first."""
+        return all(store.wait_connected(timeout) for store in self.stores)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the backend answers for every group."""
+        return all(store.connected for store in self.stores)
+
+    def close(self) -> None:
+        """Finish what is under way and give everything back. Idempotent."""
+        for store in reversed(self.stores):
+            store.close()
+
+    def __enter__(self) -> GroupedStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+@dataclass(slots=True)
+class _Load:
+    """Chunks ``first … stop`` of a hit's chains, and with its end what the other groups need."""
+
+    store: GroupedStore
+    hit: GroupedHit
+    first: int
+    stop: int
+    under_way: list[tuple[_Part, Transfer[Loaded]]] = field(default_factory=list)
+
+    def start(self, deadline_s: float | None, *, last: bool) -> Transfer[Loaded]:
+        ends = self.stop == self.hit.num_pages
+        try:
+            for part in self.hit.parts:
+                store = self.store.stores[part.group]
+                if part.chain:
+                    load = store.load_part(part.hit, self.first, self.stop, deadline_s=deadline_s, last=last)
+                elif ends:
+                    pages = part.hit.num_pages
+                    load = store.load_part(part.hit, 0, pages, deadline_s=deadline_s, last=True)
+                else:
+                    continue
+                self.under_way.append((part, load))
+        except BaseException:
+            for part, load in self.under_way:
+                load.cancel()
+                self._give_back(part, load.wait().pages)
+            raise
+        return _together([load for _, load in self.under_way], self._settle, deadline_s, self.store.clock)
+
+    def _settle(self, state: TransferState) -> Loaded:
+        if state is TransferState.CANCELLED:
+            for _, load in self.under_way:
+                load.cancel()
+        arrived = [(part, load.wait()) for part, load in self.under_way]
+        chunk_tokens = self.hit.chunk_tokens
+        front = self.first * chunk_tokens
+        length = 0 if state is TransferState.CANCELLED else self._length(arrived)
+        if length <= front:
+            length = 0  # there is nothing behind the front
+        groups = [GroupPages(self.first) for _ in self.store.stores]
+        moved = 0
+        for part, loaded in arrived:
+            rule = self.store.rules[part.group]
+            wanted = (
+                range(self.first, length // chunk_tokens) if part.chain else rule.pages(length, chunk_tokens)
+            )
+            wanted = wanted if length else range(0)
+            places = range(self.first, self.stop) if part.chain else part.places
+            by_chunk = dict(zip(places, loaded.pages, strict=False))
+            kept = tuple(by_chunk.pop(chunk) for chunk in wanted)
+            groups[part.group] = GroupPages(wanted.start if kept else self.first, kept)
+            self._give_back(part, list(by_chunk.values()))
+            moved += loaded.moved_bytes
+        tokens = 0 if state is TransferState.CANCELLED else max(length, front)
+        return Loaded(tokens, groups[0].pages, moved, tuple(groups))
+
+    def _length(self, arrived: Sequence[tuple[_Part, Loaded]]) -> int:
+        """The longest hit that all groups can serve with what has arrived."""
+        chunk_tokens = self.hit.chunk_tokens
+        there: dict[int, Sequence[int]] = {}
+        if self.stop == self.hit.num_pages:
+            there = {group: () for group, rule in enumerate(self.store.rules) if rule.past is not Past.ALL}
+        for part, loaded in arrived:
+            count = len(loaded.pages)
+            # Of a chain, what is before the first of these is loaded, or computed, by others.
+            there[part.group] = range(self.first + count) if part.chain else part.places[:count]
+        held = [
+            (self.store.rules[group], page_ranges(places, chunk_tokens)) for group, places in there.items()
+        ]
+        return longest_hit(held, self.stop * chunk_tokens, align=chunk_tokens)
+
+    def _give_back(self, part: _Part, pages: Sequence[int]) -> None:
+        if pages:
+            self.store.stores[part.group].release_hbm(pages)
+
+
+def _together(
+    transfers: Sequence[Transfer[Any]],
+    settle: Callable[[TransferState], R],
+    deadline_s: float | None,
+    clock: Callable[[], float],
+) -> Transfer[R]:
+    """One transfer that ends when all of these have."""
+    progress = [transfer.progress for transfer in transfers]
+    joined: Transfer[R] = Transfer(
+        settle,
+        pages=sum(each.pages for each in progress),
+        nbytes=sum(each.nbytes for each in progress),
+        deadline_s=deadline_s,
+        clock=clock,
+    )
+    lock = threading.Lock()
+    left = len(transfers)
+
+    def ended() -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            joined.finish()
+
+    for transfer in transfers:
+        joined.watch(transfer)
+        transfer.on_end(ended)
+    if not transfers:
+        joined.finish()
+    return joined
+
+
+def _release(hits: Iterable[Hit]) -> None:
+    for hit in hits:
+        hit.release()
+
+
+def _rank(tier: str) -> int:
+    return LABELS.index(tier) if tier in LABELS else len(LABELS) - 1
