@@ -34,7 +34,7 @@ from tierstore.store.store import check_pool
 from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.pinned import Pin
 from tierstore.transfer import Progress, Transfer, TransferState
-from tierstore.types import Hint, Loaded
+from tierstore.types import Hint, Loaded, Promise
 from tierstore.units import GIB, KIB
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ __all__ = [
     "PageKey",
     "PagePool",
     "Progress",
+    "Promise",
     "Prompt",
     "SpecError",
     "Store",

@@ -255,6 +255,10 @@ class Backend(Protocol):
         """The longest held prefix of a prompt, under a lease; None when there was no answer in ``patience_s``
         seconds. ``caller_receives``: this thread waits for the answer at once."""
 
+    def expect(self, request: LookupRequest, *, wait_s: float) -> Transfer[None]:
+        """Somebody has promised to save all whole chunks of this prompt. Ends when they are held, when it is
+        known that nothing comes, or after ``wait_s`` seconds; then they are looked up like any others."""
+
     def window_pages(self, lease: Lease, first: int) -> int:
         """How many pages from ``first`` on are best located at a time."""
 

@@ -76,6 +76,30 @@ class Hint:
         return policy.PageHint(_REUSE[self.reuse], self.priority, now_s + ttl_s)
 
 
+HANDOVER_S = 1.0  # that an engine asks others to wait for what it has promised
+MOST_HANDOVER_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """Whoever has computed a prompt says: the pages of its first ``tokens`` tokens are on their way to the
+    store. An engine that goes on with it waits for them, ``until_s`` seconds at most from when it hears of
+    it, and computes what has not come. Raises :class:`UsageError` for values out of range.
+    """
+
+    tokens: int
+    until_s: float = HANDOVER_S
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.tokens, int) and not isinstance(self.tokens, bool)
+        if not (whole and self.tokens >= 0):
+            raise UsageError(f"a promise is of 0 tokens or more, not {self.tokens!r}")
+        if not (_is_number(self.until_s) and 0 <= self.until_s <= MOST_HANDOVER_S):
+            raise UsageError(
+                f"a promise's until_s lies between 0 and {MOST_HANDOVER_S:g} seconds, not {self.until_s!r}"
+            )
+
+
 _INFERRED = {
     "tool_calls": Hint(ttl_s=600.0, reuse="likely"),  # the result comes back behind this very prompt
     "abort": Hint(reuse="unlikely"),  # somebody hung up, or has changed his mind

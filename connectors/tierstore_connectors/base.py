@@ -34,7 +34,7 @@ from tierstore.planner import Plan
 from tierstore.stats import StoreStats
 from tierstore.tiers.hbm import PagePool
 from tierstore.transfer import Transfer
-from tierstore.types import Hint, Loaded
+from tierstore.types import Hint, Loaded, Promise
 
 
 class Hit(Protocol):
@@ -84,6 +84,11 @@ class Connector(ABC):
     @abstractmethod
     def lookup(self, prompt: Prompt, *, max_tokens: int | None = None) -> Hit:
         """The longest held prefix of ``prompt``, at most ``max_tokens`` long, under a lease."""
+
+    def expect(self, prompt: Prompt, promise: Promise) -> Transfer[None]:
+        """Wait for pages of ``prompt`` that another engine has promised to save, as long as it said: a later
+        lookup finds what has come. Ends at once where nothing can come."""
+        return Transfer.completed(None)
 
     @property
     def remote(self) -> bool:

@@ -17,7 +17,7 @@ from tierstore.spec import KVSpec
 from tierstore.stats import StoreStats
 from tierstore.tiers.hbm import PagePool
 from tierstore.transfer import Transfer
-from tierstore.types import Hint, Loaded
+from tierstore.types import Hint, Loaded, Promise
 from tierstore_connectors.base import Connector, Hit
 
 _CONNECT_S = 2.0  # that opening waits for a daemon
@@ -121,6 +121,9 @@ class StoreConnector(Connector):
 
     def lookup(self, prompt: Prompt, *, max_tokens: int | None = None) -> Hit:
         return self.store.lookup(prompt, max_tokens=max_tokens)
+
+    def expect(self, prompt: Prompt, promise: Promise) -> Transfer[None]:
+        return self.store.expect(prompt, promise)
 
     @property
     def remote(self) -> bool:

@@ -12,6 +12,7 @@ import typer
 
 from tierstore.command_line import one_line_errors
 from tierstore.errors import UsageError
+from tierstore.types import HANDOVER_S
 from tierstore.units import parse_size
 
 if TYPE_CHECKING:
@@ -155,6 +156,9 @@ def serve(
     max_body_bytes: Annotated[str, typer.Option(help="Of a request; larger ones get 413")] = "4MiB",
     request_s: Annotated[float, typer.Option(help="Seconds for one request; then it gets 504")] = 600.0,
     drain_s: Annotated[float, typer.Option(help="Seconds that SIGTERM waits for requests")] = 30.0,
+    handover_s: Annotated[
+        float, typer.Option(help="Seconds that an engine which goes on with a prompt may wait for its pages")
+    ] = HANDOVER_S,
     device: Annotated[str, typer.Option(help="auto|cpu|cuda")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="float32|bfloat16|float16; default: the model's")] = None,
     kv_dtype: Annotated[
@@ -185,6 +189,7 @@ def serve(
         request_s=request_s,
         ttft_slo_s=ttft_slo_s,
         drain_s=drain_s,
+        handover_s=handover_s,
     )
     options = ServeOptions(
         model=model,

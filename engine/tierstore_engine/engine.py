@@ -17,7 +17,7 @@ from typing import TypeAlias
 import torch
 
 from tierstore.errors import TierStoreError
-from tierstore.types import Hint, checked_session
+from tierstore.types import Hint, Promise, checked_session
 from tierstore_connectors.base import Connector
 from tierstore_engine.batch import build_step, finishing
 from tierstore_engine.beams import BeamGroup, BeamHypothesis, BeamParams, BeamSearch
@@ -130,10 +130,12 @@ class Engine:
         save: bool = True,
         priority: int = 0,
         ttft_slo_s: float | None = None,
+        promise: Promise | None = None,
     ) -> RequestId:
         """Queue a request. ``session`` is any name of the conversation that it is part of, see
         :meth:`finish`; ``hint`` is what is known of its future; without ``save`` its pages are not kept.
-        Lower priorities come first. Raises :class:`RequestError` when it can never be served, and
+        Lower priorities come first. ``promise``: another engine has computed the prompt, and its pages are
+        waited for. Raises :class:`RequestError` when it can never be served, and
         :class:`DeadlineError` when its first token cannot be there within ``ttft_slo_s`` seconds, by what
         waits, what of it is held, and how fast prompts are computed."""
         started = time.monotonic()
@@ -147,6 +149,7 @@ class Engine:
         sequence.priority = priority
         if ttft_slo_s is not None:
             sequence.deadline_s = started + ttft_slo_s
+        sequence.promise = promise
         self._scheduler.add(sequence)
         if ttft_slo_s is not None:
             self._check_deadline(sequence, ttft_slo_s)

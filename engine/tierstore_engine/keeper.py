@@ -259,6 +259,7 @@ class PageKeeper:
         saving = self._publish(sequence, stop, hint=_hint(sequence)) if save else None
         if saving is not None and not saving.done:
             self._parking.append(saving)
+        sequence.submitted_tokens = min(sequence.saved_pages, full) * self._chunk if self.keeps else 0
         self._release(sequence.pages)
         sequence.pages = []
         sequence.arriving = False

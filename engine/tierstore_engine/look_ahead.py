@@ -1,4 +1,5 @@
-"""What waits is looked up and prepared: its pages on disk come to host memory before it is admitted."""
+"""What waits is looked up and prepared: its pages on disk come to host memory before it is admitted. Those
+that another engine has promised are waited for."""
 
 from __future__ import annotations
 
@@ -44,6 +45,7 @@ class LookAhead:
         self._connector = keeper.connector
         self._token_bytes = self._connector.pool.spec.page_bytes / self._connector.pool.spec.chunk_tokens
         self._ahead: dict[RequestId, _Ahead] = {}
+        self._promised: dict[RequestId, Transfer[None]] = {}
         self._bytes = 0
 
     def __len__(self) -> int:
@@ -63,11 +65,32 @@ class LookAhead:
         if not self._connector.keeps:
             return
         for sequence in waiting:
-            if sequence.request_id in self._ahead:
+            if self.promised(sequence) or sequence.request_id in self._ahead:
                 continue
             if len(self._ahead) >= _AHEAD_REQUESTS or self._bytes >= _AHEAD_BYTES:
                 return
             self._begin(sequence)
+
+    def promised(self, sequence: Sequence) -> bool:
+        """Whether pages of it are on their way that another engine has promised: it is not admitted before
+        they have come, or the promise's time is over. That is waited for once. To be asked before it is
+        admitted."""
+        promise = sequence.promise
+        if promise is None:
+            return False
+        expected = self._promised.get(sequence.request_id)
+        if expected is None:
+            expected = self._connector.expect(sequence.prompt, promise)
+            self._promised[sequence.request_id] = expected
+        if not expected.done:
+            return True
+        sequence.promise = None
+        del self._promised[sequence.request_id]
+        return False
+
+    def awaited(self) -> Transfer[None] | None:
+        """One of the things that are waited for."""
+        return next(iter(self._promised.values()), None)
 
     def bringing(self, sequence: Sequence) -> bool:
         """Whether pages of other hosts are on their way for it: it is better admitted when they have come. To
@@ -93,6 +116,9 @@ class LookAhead:
 
     def forget(self, sequence: Sequence) -> None:
         """It has been admitted, or has gone: what has not come by now is not brought for its sake."""
+        promised = self._promised.pop(sequence.request_id, None)
+        if promised is not None:
+            promised.cancel()
         ahead = self._ahead.pop(sequence.request_id, None)
         if ahead is None:
             return

@@ -71,6 +71,7 @@ class RequestMetrics:
 @dataclass(frozen=True, slots=True)
 class Completion:
     """A finished request. ``tokens`` has all generated ids, also those of a stop that ``text`` leaves out.
+    ``submitted_tokens`` of the prompt, in whole chunks, are in the store or on their way to it.
 
     ``logits`` is float32 ``[generated, vocab_size]`` when asked for; ``logprobs`` has one entry per token.
     """
@@ -82,6 +83,7 @@ class Completion:
     metrics: RequestMetrics
     logprobs: tuple[StepLogprobs, ...] = ()
     logits: npt.NDArray[np.float32] | None = None
+    submitted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

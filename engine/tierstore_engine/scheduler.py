@@ -182,7 +182,7 @@ class Scheduler:
             prompts.append(own)
         now = self._clock()
         for prompt in prompts:
-            if prompt.looked_at == -math.inf and prompt.waits:
+            if prompt.looked_at == -math.inf and prompt.waits and prompt.sequence.promise is None:
                 self._look_up(prompt, now)
         speed, seconds = self._speed(), own.load_s
         for turn in self._order(prompts, now):
@@ -223,6 +223,10 @@ class Scheduler:
             if sequence.meeting is not None and sequence.meeting.transfer is not None:
                 wait_briefly(sequence.meeting.transfer, _LOAD_POLL_S)
                 return
+        awaited = self._ahead.awaited()
+        if awaited is not None and not self.admitted:
+            wait_briefly(awaited, _LOAD_POLL_S)
+            return
         self._keeper.wait_for_room(_ROOM_POLL_S)
 
     def _settle(self) -> None:
@@ -236,7 +240,7 @@ class Scheduler:
         place = 0
         while place < len(self.waiting) and len(self.admitted) < self._settings.max_sequences:
             sequence = self.waiting[place]
-            if self._computed_by_another(sequence) or self._ahead.bringing(sequence):
+            if self._waits(sequence):
                 place += 1
                 continue
             room = self._keeper.available()
@@ -252,6 +256,11 @@ class Scheduler:
         self._ahead.forget(sequence)
         self.waiting.remove(sequence)
         insort(self.admitted, sequence, key=_place)
+
+    def _waits(self, sequence: Sequence) -> bool:
+        """Whether pages of it come sooner from somewhere else."""
+        promised = self._ahead.promised(sequence)
+        return promised or self._computed_by_another(sequence) or self._ahead.bringing(sequence)
 
     def _computed_by_another(self, sequence: Sequence) -> bool:
         """Whether somebody is just computing, or loading, how this one's prompt begins: it is admitted when
@@ -305,9 +314,10 @@ class Scheduler:
         return sum(sequence.state is SequenceState.LOADING for sequence in self.admitted)
 
     def _ordered_prompts(self) -> list[_Prompt]:
-        """Those that are looked at: all that are admitted, and the first that wait."""
+        """Those that are looked at: all that are admitted, and the first that wait, for nothing promised."""
         admitted = [s for s in self.admitted if s.request_id in self._prompts]
-        prompts = [self._prompts[s.request_id] for s in (*admitted, *self.waiting[:_ORDERED])]
+        waiting = [s for s in self.waiting[:_ORDERED] if not self._ahead.promised(s)]
+        prompts = [self._prompts[s.request_id] for s in (*admitted, *waiting)]
         for prompt in prompts:
             prompt.entry.held = max(prompt.entry.held, prompt.sequence.computed)
         return prompts
@@ -395,6 +405,8 @@ class Scheduler:
         entry = Entry(sequence.place, keys, len(sequence.tokens))
         if len(sequence.tokens) == sequence.prompt_tokens:
             entry.deadline_s = sequence.deadline_s
+        if sequence.promise is not None:
+            entry.held = min(sequence.promise.tokens, entry.tokens - 1)
         self._prompts[sequence.request_id] = _Prompt(sequence, entry)
 
     def _forget(self, sequence: Sequence) -> None:

@@ -23,7 +23,7 @@ import torch
 
 from tierstore.keys import Prompt
 from tierstore.transfer import Transfer
-from tierstore.types import Hint, Loaded
+from tierstore.types import Hint, Loaded, Promise
 from tierstore_engine.meeting import Meeting
 from tierstore_engine.outputs import (
     Completion,
@@ -91,6 +91,8 @@ class Sequence:
         self.root = request_id  # of the request that it was forked from, or its own
         self.session: str | None = None  # what the request is part of, if that is known
         self.hint: Hint | None = None  # what the caller knows of its pages' future
+        self.promise: Promise | None = None  # of another engine, until it was waited for
+        self.submitted_tokens = 0  # in whole chunks, that were given to the store when it left
         self.no_save = False  # whether its pages are kept out of the store
         self.prompt = prompt  # of all tokens whose KV is computed, and at least of the request's own
         self.tokens = list(tokens)
@@ -168,6 +170,7 @@ class Sequence:
         twin.computed = twin.saved_pages = 0
         twin.loading = None
         twin.meeting = None
+        twin.promise = None
         twin.arriving = False
         twin.partial = None
         twin.tally = Tally(time.monotonic(), reused_by_tier=dict(self.tally.reused_by_tier))
@@ -238,6 +241,7 @@ class Sequence:
             metrics=self._metrics(),
             logprobs=tuple(self._logprobs),
             logits=torch.stack(self._logits).numpy() if self._logits else None,
+            submitted_tokens=min(self.submitted_tokens, self.prompt_tokens),
         )
 
     def _note(self, choice: Choice) -> None:

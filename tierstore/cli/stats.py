@@ -97,6 +97,8 @@ def counted(stats: DaemonStats) -> Iterator[tuple[str, str]]:
         "service ": {
             "failed_requests": service.failed_requests,
             "quota_evicted_pages": service.quota_evicted_pages,
+            "promised_lookups": service.promised_lookups,
+            "broken_promises": service.broken_promises,
             "sessions_ended": service.sessions_ended,
         },
         "server ": {

@@ -207,6 +207,43 @@ class RemoteBackend:
             caller_receives=caller_receives,
         )
 
+    def expect(self, request: LookupRequest, *, wait_s: float) -> Transfer[None]:
+        wait_s = min(wait_s, messages.MOST_EXPECT_S)
+        if request.loose or wait_s <= 0 or self.connection.session is None:
+            return Transfer.completed(None)
+        # Its own end: a request that ends unanswered is a sign that the daemon is not well.
+        transfer: Transfer[None] = Transfer(lambda _: None, pages=0, nbytes=0, deadline_s=wait_s)
+
+        def ask() -> None:
+            asked = self._expect(request, transfer.remaining_s or 0.0)
+            transfer.watch(asked)
+            asked.on_end(transfer.finish)
+
+        registering = self._registering(request.identity, request.chunk_tokens)
+        if registering is None:
+            ask()
+        else:
+            transfer.watch(registering)
+            registering.on_end(ask)
+        return transfer
+
+    def _expect(self, request: LookupRequest, wait_s: float) -> Transfer[None]:
+        session = self._session_for(request)
+        if session is None or wait_s <= 0:
+            return Transfer.completed(None)
+
+        def message() -> messages.Lookup:
+            prompt = _part(session, request, request.handle_of(session))
+            return messages.Lookup(0, prompt, 0, 0.0, expect=request.num_tokens, expect_s=wait_s)
+
+        def whole() -> messages.Lookup:
+            request.forget_handle()
+            return message()
+
+        return self.connection.call(
+            session, message(), messages.Found, lambda *_: None, wait_s=wait_s, otherwise=whole
+        )
+
     def _leased(
         self, session: Session, request: LookupRequest, found: messages.Found | None, at: float
     ) -> Lease | None:

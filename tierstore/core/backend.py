@@ -38,6 +38,7 @@ from tierstore.backend import (
     Reservation,
     SaveHints,
 )
+from tierstore.core.arrivals import Waiter
 from tierstore.core.clients import Client, LocalLease, LocalReservation, Path, Refusal
 from tierstore.core.core import MOVER_THREADS, Core, open_tiers
 from tierstore.core.find import find, wake_loose
@@ -193,6 +194,70 @@ class LocalBackend:
             return self._lease(view, self._found(view, limit), limit)
 
         return self._after_disk(self._look_at(view, limit), patience_s, after, otherwise=None)
+
+    def held(self, request: LookupRequest | PromptView, tokens: int) -> int:
+        """How many of the first ``tokens`` tokens of a prompt are in the tree. Nothing is leased or counted.
+        Raises :class:`Refusal`."""
+        view = self._view(request)
+        with self._state.lock:
+            return self._found(view, min(tokens, view.num_tokens)).match.tokens
+
+    def expect(
+        self, request: LookupRequest | PromptView, *, wait_s: float, tokens: int | None = None
+    ) -> Transfer[None]:
+        """``tokens`` (None: all) of the prompt have been promised."""
+        state, client, arrivals = self._state, self.client, self.core.arrivals
+        view = self._view(request)
+        chunks = view.whole_chunks if tokens is None else min(tokens // view.chunk_tokens, view.whole_chunks)
+        limit = chunks * view.chunk_tokens
+        if view.loose or wait_s <= 0 or not limit:
+            return Transfer.completed(None)
+
+        ended = False
+
+        def settle(_: TransferState) -> None:
+            nonlocal ended
+            with state.lock:
+                ended = True
+                client.waiting -= 1
+                arrivals.forget(waiter)
+
+        def look() -> None:
+            with state.lock:
+                over = (
+                    state.closed or client.ended or (not ended and self._waits(view, limit, waiter) is None)
+                )
+            if over:
+                transfer.finish()
+
+        waiter = Waiter(look)
+        transfer: Transfer[None] = Transfer(settle, pages=0, nbytes=0, deadline_s=wait_s)
+        with state.lock:
+            if state.closed:
+                return Transfer.completed(None)
+            client.require_patience()
+            found = self._waits(view, limit, waiter)
+            if found is None:
+                return Transfer.completed(None)
+            client.waiting += 1
+        if found.look_on_disk:  # the promise may be about what follows pages that are on disk only
+            looked = self._after_disk(self._look_at(view, limit), wait_s, lambda: None, otherwise=None)
+            transfer.watch(looked)
+            looked.on_end(look)
+        return transfer
+
+    def _waits(self, view: PromptView, limit: int, waiter: Waiter) -> Found | None:
+        """Have ``waiter`` wait for the first page that is lacking among the first ``limit`` tokens; None, and
+        it does not, where none is. Under the lock."""
+        try:
+            found = self._found(view, limit)
+        except Refusal:
+            return None
+        if found.match.tokens >= limit:
+            return None
+        missing = view.chunk(found.match.tokens // view.chunk_tokens)[0]
+        self.core.arrivals.wait_for((view.registration.identity.digest, missing), waiter)
+        return found
 
     def _found(self, view: PromptView, limit: int) -> Found:
         """What is in the tree of the first ``limit`` tokens. Under the lock. Forgets a path whose pages have
@@ -703,8 +768,11 @@ class LocalBackend:
                 intact = {at: known for at, known in checksums.items() if arrived.get(at) == known}
                 self._state.counters.torn_pages += len(checksums) - len(intact)
                 checksums = intact
-            if len(reservation.pages) <= _AT_ONCE:
-                return Transfer.completed(self._commit(reservation, checksums, 0, _AT_ONCE))
+            at_once = len(reservation.pages) <= _AT_ONCE
+            committed = self._commit(reservation, checksums, 0, _AT_ONCE) if at_once else 0
+        if at_once:
+            self.core.arrivals.wake()
+            return Transfer.completed(committed)
         return self._work(partial(self._commit_in_steps, reservation, checksums), 0)
 
     def _commit_in_steps(self, reservation: LocalReservation, checksums: dict[int, int]) -> int:
@@ -712,6 +780,7 @@ class LocalBackend:
         for start in range(0, len(reservation.pages), _AT_ONCE):
             with self._state.lock:
                 committed += self._commit(reservation, checksums, start, start + _AT_ONCE)
+            self.core.arrivals.wake()
             self._state.yield_lock()
         return committed
 
@@ -728,6 +797,7 @@ class LocalBackend:
             page.checksum = checksums[position]
             committed.append(page)
         state.fills.complete(committed)
+        self.core.arrivals.committed(committed)
         state.counters.saved_pages += len(committed)
         if self.core.write_behind is not None:
             if self.core.write_worth(self.client.tenant).is_given():

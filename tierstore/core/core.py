@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
 from tierstore.backend import Registration
+from tierstore.core.arrivals import Arrivals
 from tierstore.core.clients import Client, Refusal
 from tierstore.core.health import STALL_S, Condition
 from tierstore.core.quotas import Pins, Quotas
@@ -75,6 +76,7 @@ class Core:
             stall_s=stall_s,
             write_bytes_per_day=disk_write_budget,
         )
+        self.arrivals = Arrivals(self.state.lock)
         self.quotas = Quotas(self.state, quotas or {})
         if reserve_bytes is None:
             reserve_bytes = host.capacity_bytes if host is not None else 0

@@ -147,6 +147,10 @@ def _service(stats: DaemonStats) -> Iterator[Metric]:
     yield _counter("failed_requests", "Requests that ended in a bug", service.failed_requests)
     evicted = service.quota_evicted_pages
     yield _counter("quota_evicted_pages", "Pages that left because their tenant was full", evicted)
+    waited = service.promised_lookups
+    yield _counter("promised_lookups", "Lookups that waited for pages somebody had promised", waited)
+    broken = service.broken_promises
+    yield _counter("broken_promises", "Of these, those whose pages had not all come in time", broken)
     for name, help in (
         ("received", "Messages received"),
         ("received_bytes", "Bytes received, without ZMQ's own"),

@@ -39,7 +39,7 @@ from tierstore.keys import KEY_BYTES, TOKEN_BYTES, Identity, PageKey
 from tierstore.planner import CLUSTER, Way
 from tierstore.spec import check_page
 from tierstore.stats import DECLINED
-from tierstore.transfer import Transfer
+from tierstore.transfer import Transfer, TransferState
 from tierstore.types import Hint, Reuse
 from tierstore.wire import messages as p
 
@@ -130,6 +130,8 @@ class Service:
         self._requests: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._failed_requests = 0
+        self._promised_lookups = 0
+        self._broken_promises = 0
         self._latency = {name: Histogram() for name in ("lookup", "load", "save")}
         self._slowest = Slowest()
         self.cluster: Cluster | None = None  # pages of other hosts, where there are any
@@ -199,7 +201,7 @@ class Service:
 
     def _took(self, m: p.Request, started: float) -> None:
         name = _LATENCY_OF.get(type(m))
-        if name is not None:
+        if name is not None and not (isinstance(m, p.Lookup) and m.expect):  # that one waits on purpose
             now = time.perf_counter()
             self._latency[name].add(now - started)
             self._slowest.add(type(m).__name__, now - started, now)
@@ -295,6 +297,36 @@ class Service:
         view = _view(session, m.prompt)
         if m.max_tokens < 0:
             raise Refusal("usage", f"max_tokens is {m.max_tokens}")
+        if m.expect and m.expect_s:
+            expected = self._expect(session, view, m)
+            if not expected.done:
+                self._promised_lookups += 1
+                return self._find_later(session, view, m, wait_s, expected)
+        return self._find(session, view, m, wait_s)
+
+    def _expect(self, session: Session, view: PromptView, m: p.Lookup) -> Transfer[None]:
+        if m.expect < 0 or not 0 <= m.expect_s <= p.MOST_EXPECT_S:
+            raise Refusal(
+                "usage",
+                f"{m.expect} tokens expected within {m.expect_s} s: expect_s lies between 0 and "
+                f"{p.MOST_EXPECT_S:.0f}",
+            )
+        return session.backend.expect(view, tokens=m.expect, wait_s=m.expect_s)
+
+    async def _find_later(
+        self, session: Session, view: PromptView, m: p.Lookup, wait_s: float, expected: Transfer[None]
+    ) -> Reply:
+        """Find a prompt's pages when those that were promised have come, or are late."""
+        await expected
+        self._broken_promises += expected.state is TransferState.EXPIRED
+        found = self._find(session, view, m, wait_s)
+        return found if found is None or isinstance(found, p.Message | PageFrames) else await found
+
+    def _find(
+        self, session: Session, view: PromptView, m: p.Lookup, wait_s: float
+    ) -> Reply | Awaitable[Reply]:
+        if m.expect and not m.max_tokens:  # whoever only waits is not counted as one that has found nothing
+            return p.Found(m.id, 0, 0, 0, [], 0, 0)
         found = session.backend.find(view, patience_s=wait_s, max_tokens=m.max_tokens)
         ways = dict(session.backend.ways())
         if self.cluster is None or self._is_agent(session):
@@ -573,6 +605,8 @@ class Service:
             requests=dict(self._requests),
             refused=dict(self._refused),
             failed_requests=self._failed_requests,
+            promised_lookups=self._promised_lookups,
+            broken_promises=self._broken_promises,
             quota_evicted_pages=quotas.evicted_pages,
             latency={name: histogram.stats() for name, histogram in self._latency.items()},
             slowest_s=self._slowest.stats(time.perf_counter()),

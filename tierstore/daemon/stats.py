@@ -103,6 +103,8 @@ class ServiceStats:
     requests: Mapping[str, int]  # by message
     refused: Mapping[str, int]  # by kind
     failed_requests: int  # by a bug of ours
+    promised_lookups: int  # that waited for pages which somebody had promised
+    broken_promises: int  # of these, those whose pages had not all come when the time was over
     quota_evicted_pages: int
     latency: Mapping[str, LatencyStats]  # of lookup, load, save
     slowest_s: Mapping[str, float]  # by message, in the last minute; the slowest first

@@ -185,6 +185,9 @@ class MountedBackend:
         found.on_end(joined)
         return transfer
 
+    def expect(self, request: LookupRequest, *, wait_s: float) -> Transfer[None]:
+        return self._inner.expect(request, wait_s=wait_s)
+
     def _joined(self, inner: Lease | None, request: LookupRequest, packed: Sequence[int]) -> Lease:
         chunk_tokens = request.chunk_tokens
         inner = inner if inner is not None and inner.tokens else None

@@ -32,7 +32,7 @@ from tierstore.store.prompts import PromptCache
 from tierstore.store.save import Save, SaveBudget
 from tierstore.tiers.hbm import PagePool
 from tierstore.transfer import Transfer
-from tierstore.types import Hint, Loaded
+from tierstore.types import Hint, Loaded, Promise
 
 _CLOSE_S = 5.0  # for saves that are under way
 _COUNTED_HERE = (
@@ -138,6 +138,17 @@ class Store:
         except BaseException:
             lookup.give_up()
             raise
+
+    def expect(self, prompt: Prompt | TokenIds, promise: Promise) -> Transfer[None]:
+        """Wait for pages of ``prompt`` that somebody has promised to save. Ends when all whole chunks of them
+        are held, when the daemon goes, or when the promise's time is over; then look the prompt up. Where
+        nobody keeps promises (a store of this process alone) that is at once, or after that time."""
+        request = self._request(prompt)
+        chunks = min(promise.tokens // self.spec.chunk_tokens, len(request.keys))
+        request = request.cut(chunks * self.spec.chunk_tokens)
+        if not chunks or request.loose or self._hbm.match(request).tokens >= request.num_tokens:
+            return Transfer.completed(None)
+        return self.backend.expect(request, wait_s=promise.until_s)
 
     def _request(self, prompt: Prompt | TokenIds, max_tokens: int | None = None) -> LookupRequest:
         self._require_open()

@@ -17,6 +17,7 @@ from tierstore import Identity
 from tierstore.backend import Backend, KnownPrompt, Lease, LookupRequest, Reservation, SaveHints
 from tierstore.keys import Prompt
 from tierstore.testing.store import CHUNK, SPEC, TOKENS, new_identity, pages_of, wait_until
+from tierstore.transfer import TransferState
 
 _WAIT_S = 30.0
 
@@ -134,6 +135,37 @@ class BackendTests:
         lease = self.find(backend, request)
         assert lease.tokens == 3 * CHUNK
         backend.release(lease)
+
+    def test_promised_pages_are_waited_for_until_the_last_has_come(
+        self, backend: Backend, identity: Identity
+    ) -> None:
+        request, content = request_of(identity, TOKENS), pages_of(TOKENS)
+        whole = request.cut(len(TOKENS) // CHUNK * CHUNK)
+        expected = backend.expect(whole, wait_s=_WAIT_S / 4)
+        parts = [(0, 1), (1, 1), (2, len(content) - 2)]
+        reserved = [self.reserve(backend, request, *part) for part in parts]
+        for part in (2, 0, 1):  # the last one overtakes the others
+            assert not expected.done
+            first, count = parts[part]
+            checksums = self.write(backend, reserved[part], content[first : first + count])
+            assert backend.commit(reserved[part], checksums).wait(_WAIT_S) == count
+        expected.wait(_WAIT_S)
+        assert expected.state is TransferState.DONE
+        assert backend.expect(whole, wait_s=_WAIT_S).wait(_WAIT_S) is None  # they are there
+        lease = self.find(backend, whole)
+        assert lease.tokens == whole.num_tokens
+        backend.release(lease)
+
+    def test_promised_pages_that_never_come_cost_what_was_said(
+        self, backend: Backend, identity: Identity
+    ) -> None:
+        request = request_of(identity, TOKENS).cut(2 * CHUNK)
+        expected = backend.expect(request, wait_s=0.1)
+        assert not expected.done
+        expected.wait(_WAIT_S)
+        assert expected.state is TransferState.EXPIRED
+        assert backend.expect(request, wait_s=_WAIT_S).cancel()
+        backend.check()
 
     def test_an_aborted_reservation_gives_its_room_back(
         self, open_backend: OpenBackend, identity: Identity

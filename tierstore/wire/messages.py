@@ -30,6 +30,7 @@ MAX_LIST_BYTES = 1 << 20  # of identities in one answer
 MAX_FETCH_BYTES = 16 << 20  # asked for in one Fetch, or sent in one Write; more of them may be under way
 
 MOST_WAIT_S = 600.0  # of any request
+MOST_EXPECT_S = 10.0  # that a lookup waits for pages that somebody has promised
 
 PING_S = 1.0  # a client without an arena socket says Ping at least this often …
 SILENCE_S = 5.0  # … and is taken for dead, as is a daemon that does not answer it, after this
@@ -128,7 +129,9 @@ class PromptPart(Message):
 class Lookup(Message):
     """The longest held prefix, leased until :class:`Release`, the lease's end, or the client's. ``released``
     are leases given back on this occasion; ``declined`` is what earlier lookups found and the client did not
-    load: tokens by tier and reason."""
+    load: tokens by tier and reason. ``expect``: so many leading tokens have been promised by whoever computes
+    them, and the answer waits until they are held, ``expect_s`` seconds at most; ``wait_s`` counts from then
+    on."""
 
     id: int
     prompt: PromptPart
@@ -136,6 +139,8 @@ class Lookup(Message):
     wait_s: float
     released: list[int] = []
     declined: dict[str, int] = {}
+    expect: int = 0
+    expect_s: float = 0.0
 
 
 class Found(Message):

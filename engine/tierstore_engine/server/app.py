@@ -31,7 +31,8 @@ from starlette.types import Receive, Scope, Send
 
 from tierstore.errors import TierStoreError, UsageError
 from tierstore.tiers.device import DeviceMemoryError
-from tierstore.types import checked_session
+from tierstore.types import Promise, checked_session
+from tierstore_connectors.common import handover
 from tierstore_engine.engine import Engine, EngineStalledError, check_tokens
 from tierstore_engine.errors import DeadlineError
 from tierstore_engine.outputs import Completion, FinishReason, RequestId, StepOutput
@@ -72,6 +73,7 @@ class Plan:
     request: GenerationRequest
     session: str | None
     ttft_slo_s: float | None
+    promise: Promise | None
 
     @property
     def tokens(self) -> int:
@@ -99,6 +101,7 @@ class Plan:
             save=not cache.no_save,
             priority=self.request.priority,
             ttft_slo_s=self.ttft_slo_s,
+            promise=self.promise,
         )
         others = range(1, self.samples)
         return [
@@ -292,7 +295,9 @@ class Server:
                 if request.stream:
                     await self._stream(exchange, job, choices, answer, watch)
                 else:
-                    await self._whole(exchange, job, choices, answer, watch, n=request.n)
+                    await self._whole(
+                        exchange, job, choices, answer, watch, n=request.n, hands_over=request.hands_over
+                    )
             if not watch.gone and len(choices.completions) == len(choices.ids):
                 self.metrics.served(exchange.seconds, choices.firsts)
 
@@ -310,7 +315,15 @@ class Server:
             max_new_tokens=self._new_tokens(asked_tokens, room),
             logprobs=0 if request.logprobs is None and best_of else request.logprobs,
         )
-        return Plan(prompts, params, request.samples, request, session, self._slo_s(request))
+        return Plan(
+            prompts,
+            params,
+            request.samples,
+            request,
+            session,
+            self._slo_s(request),
+            request.promise(prompts),
+        )
 
     def _chat_plan(self, request: ChatRequest, session: str | None) -> Plan:
         self._check_choices(request.n)
@@ -320,7 +333,15 @@ class Server:
         tokens = min(room, self.settings.max_new_tokens) if asked is None else self._new_tokens(asked, room)
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         params = request.sampling(max_new_tokens=tokens, logprobs=logprobs)
-        return Plan(prompts, params, request.samples, request, session, self._slo_s(request))
+        return Plan(
+            prompts,
+            params,
+            request.samples,
+            request,
+            session,
+            self._slo_s(request),
+            request.promise(prompts),
+        )
 
     def _slo_s(self, request: GenerationRequest) -> float | None:
         return self.settings.ttft_slo_s if request.ttft_slo_s is None else request.ttft_slo_s
@@ -365,13 +386,25 @@ class Server:
         return await self.engine.submit(plan.add)
 
     async def _whole(
-        self, exchange: Exchange, job: Job, choices: _Choices, answer: Answer, watch: _Watch, *, n: int
+        self,
+        exchange: Exchange,
+        job: Job,
+        choices: _Choices,
+        answer: Answer,
+        watch: _Watch,
+        *,
+        n: int,
+        hands_over: bool,
     ) -> None:
         async for output in job:
             choices.note(output)
         if not watch.gone:
             self._check_ended(choices, watch)
-            await exchange.reply(200, answer.whole(choices.best(n), choices.usage()))
+            document = answer.whole(choices.best(n), choices.usage())
+            if hands_over:
+                promised = Promise(choices.firsts[0].submitted_tokens, self.settings.handover_s)
+                document["kv_transfer_params"] = handover.answer(promised)
+            await exchange.reply(200, document)
 
     async def _stream(
         self, exchange: Exchange, job: Job, choices: _Choices, answer: Answer, watch: _Watch

@@ -3,14 +3,14 @@ range: a client that asks for something learns that it does not get it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from tierstore.errors import UsageError
-from tierstore.types import Hint, Reuse
+from tierstore.types import HANDOVER_S, MOST_HANDOVER_S, Hint, Promise, Reuse
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.server.errors import ApiError, bad_request
 
@@ -33,12 +33,15 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
 
 class CacheHints(Struct, forbid_unknown_fields=True, frozen=True):
     """What the caller knows of the future of this prompt's pages (:class:`tierstore.types.Hint`), and whether
-    what is computed may be saved."""
+    what is computed may be saved. ``tokens`` and ``until_s`` are another engine's
+    :class:`~tierstore.types.Promise`."""
 
     ttl_s: Annotated[float, Meta(ge=0)] | None = None
     reuse: Reuse | None = None
     priority: Annotated[int, Meta(ge=-100, le=100)] = 0
     no_save: bool = False
+    tokens: Annotated[int, Meta(ge=0, le=1 << 32)] | None = None
+    until_s: Annotated[float, Meta(ge=0, le=MOST_HANDOVER_S)] | None = None
 
     def hint(self) -> Hint | None:
         if self.ttl_s is None and self.reuse is None and not self.priority:
@@ -47,9 +50,34 @@ class CacheHints(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class KVTransferParams(Struct, forbid_unknown_fields=True):
-    """``{"tierstore": {…}}``, as with vLLM."""
+    """As with vLLM: ``{"tierstore": {…}}``, and the two sides of a hand-over
+    (:mod:`tierstore_connectors.common.handover`). What vLLM's other connectors are told is null here."""
 
     tierstore: CacheHints = CacheHints()
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    remote_engine_id: None = None
+    remote_block_ids: None = None
+    remote_host: None = None
+    remote_port: None = None
+    remote_request_id: None = None
+
+    def check(self, *, whole: bool) -> None:
+        """Raises :class:`ApiError`. ``whole``: the answer comes in one piece, about one continuation."""
+        ours = self.tierstore
+        if self.do_remote_decode and (self.do_remote_prefill or not whole):
+            what = "do_remote_prefill" if self.do_remote_prefill else "stream, n or best_of"
+            raise _no_handover(f"do_remote_decode does not go with {what}")
+        if not self.do_remote_prefill and (ours.tokens is not None or ours.until_s is not None):
+            raise _no_handover("tierstore.tokens and until_s need do_remote_prefill: true")
+
+    @property
+    def promise(self) -> Promise | None:
+        """What another engine has computed."""
+        ours = self.tierstore
+        if not self.do_remote_prefill or not ours.tokens:
+            return None
+        return Promise(ours.tokens, HANDOVER_S if ours.until_s is None else ours.until_s)
 
 
 class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -83,6 +111,24 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
         return self.kv_transfer_params.tierstore if self.kv_transfer_params is not None else CacheHints()
 
     @property
+    def hands_over(self) -> bool:
+        """Whether another engine goes on with the prompt."""
+        return self.kv_transfer_params is not None and self.kv_transfer_params.do_remote_decode
+
+    def promise(self, prompts: Sequence[Sequence[int]]) -> Promise | None:
+        """What another engine has promised of the request's prompt. Raises :class:`ApiError` for what none
+        can promise, and for a hand-over of several prompts."""
+        params = self.kv_transfer_params
+        promise = params.promise if params is not None else None
+        if len(prompts) > 1 and (promise is not None or self.hands_over):
+            raise _no_handover(f"a hand-over is of one prompt, not of {len(prompts)}")
+        if promise is not None and promise.tokens > len(prompts[0]):
+            raise _no_handover(
+                f"tierstore.tokens is {promise.tokens}, but the prompt has {len(prompts[0])} tokens"
+            )
+        return promise
+
+    @property
     def samples(self) -> int:
         """Continuations that are made of each prompt."""
         return self.n
@@ -99,6 +145,8 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
         """Raises :class:`ApiError` for fields that do not go together."""
         if self.stream_options is not None and not self.stream:
             raise bad_request("stream_options are for stream: true", param="stream_options")
+        if self.kv_transfer_params is not None:
+            self.kv_transfer_params.check(whole=not self.stream and self.samples == 1)
 
     def sampling(self, *, max_new_tokens: int, logprobs: int | None) -> SamplingParams:
         """Raises :class:`~tierstore_engine.errors.RequestError` for what cannot work."""
@@ -233,6 +281,10 @@ def parse(body: bytes, kind: type[P]) -> P:
         raise bad_request(f"the body is not JSON: {error}") from None
     request.check()
     return request
+
+
+def _no_handover(why: str) -> ApiError:
+    return bad_request(f"kv_transfer_params: {why}", param="kv_transfer_params")
 
 
 def _token_biases(biases: Mapping[str, float]) -> dict[int, float]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tierstore.errors import UsageError
+from tierstore.types import HANDOVER_S, MOST_HANDOVER_S
 from tierstore.units import KIB, MIB
 
 
@@ -20,7 +21,8 @@ class ServerSettings:
     told to come back. A request may have a body of ``max_body_bytes``, ``max_choices`` continuations (prompts
     times ``n`` or ``best_of``) of ``max_new_tokens`` tokens each, and take ``request_s`` seconds. One whose
     first token cannot be there within ``ttft_slo_s`` seconds, or its own, is refused at once. SIGTERM waits
-    ``drain_s`` seconds for what is under way.
+    ``drain_s`` seconds for what is under way. An engine that goes on with a prompt of this one may wait
+    ``handover_s`` seconds for its pages.
     """
 
     model_name: str
@@ -36,6 +38,7 @@ class ServerSettings:
     request_s: float = 600.0
     ttft_slo_s: float | None = None
     drain_s: float = 30.0
+    handover_s: float = HANDOVER_S
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
@@ -55,6 +58,10 @@ class ServerSettings:
             raise UsageError(f"ttft_slo_s must be positive, not {self.ttft_slo_s}; leave it out for none")
         if self.request_s <= 0 or self.drain_s < 0:
             raise UsageError("request_s must be positive, and drain_s must not be negative")
+        if not 0 <= self.handover_s <= MOST_HANDOVER_S:
+            raise UsageError(
+                f"handover_s must lie between 0 and {MOST_HANDOVER_S:g} seconds, not {self.handover_s:g}"
+            )
 
     @property
     def loopback(self) -> bool:

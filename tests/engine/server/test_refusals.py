@@ -42,6 +42,13 @@ def post(live: Live, path: str, body: Any, **options: Any) -> httpx.Response:
     return live.http.post(f"/v1/{path}", content=content, headers=headers, **options)
 
 
+def handed(ours: Any, **others: Any) -> dict[str, Any]:
+    """A request with what an engine has promised."""
+    return {**GOOD, "kv_transfer_params": {"do_remote_prefill": True, "tierstore": ours, **others}}
+
+
+PREFILL = {**GOOD, "kv_transfer_params": {"do_remote_decode": True}}
+
 BAD: list[tuple[str, Any, int, str]] = [
     ("completions", b"", 400, "not JSON"),
     ("completions", b"{", 400, "not JSON"),
@@ -77,6 +84,20 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("completions", {**GOOD, "prompt": "\ud800"}, 400, "not JSON"),
     ("completions", {**GOOD, "priority": 2**40}, 400, "priority: Expected `int` <="),
     ("completions", {**GOOD, "ttft_slo_s": 0}, 400, "ttft_slo_s: Expected `float` > 0"),
+    ("completions", handed({"tokens": -1}), 400, "kv_transfer_params.tierstore.tokens: Expected `int` >= 0"),
+    ("completions", handed({"tokens": 2**70}), 400, "kv_transfer_params.tierstore.tokens: Expected"),
+    ("completions", handed({"tokens": "64"}), 400, "tokens: Expected `int | null`, got `str`"),
+    ("completions", handed({"tokens": 64}), 400, "tierstore.tokens is 64, but the prompt has 4 tokens"),
+    ("completions", handed({"tokens": 2, "until_s": 1e9}), 400, "until_s: Expected `float` <= 10.0"),
+    ("completions", handed({"tokens": 2, "until_s": -1}), 400, "until_s: Expected `float` >= 0.0"),
+    ("completions", {**handed({"tokens": 2}), "prompt": ["ab", "cd"]}, 400, "of one prompt, not of 2"),
+    ("completions", handed({"tokens": 2}, do_remote_prefill=False), 400, "need do_remote_prefill: true"),
+    ("completions", handed({}, do_remote_decode=True), 400, "does not go with do_remote_prefill"),
+    ("completions", handed({}, remote_host="10.0.0.1"), 400, "remote_host: Expected `null`"),
+    ("completions", handed([]), 400, "kv_transfer_params.tierstore: Expected `object`"),
+    ("completions", {**PREFILL, "stream": True}, 400, "do_remote_decode does not go with stream"),
+    ("completions", {**PREFILL, "n": 2}, 400, "do_remote_decode does not go with stream, n or best_of"),
+    ("completions", {**PREFILL, "prompt": ["ab", "cd"]}, 400, "of one prompt, not of 2"),
     ("chat/completions", {**CHAT, "messages": []}, 400, "messages: Expected"),
     (
         "chat/completions",

@@ -1,0 +1,223 @@
+"""One engine computes a prompt, another goes on with it: two servers over one daemon."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("openai", reason="needs pip install -e '.[dev]'")
+pytest.importorskip("uvicorn")
+
+import httpx
+
+from tierstore_engine.build import LoadedModel, build_engine
+from tierstore_engine.engine import Engine
+from tierstore_engine.settings import EngineSettings
+from tierstore_tools.vllm.daemon import DaemonProcess
+
+from .live import WAIT_S, Live, wait_for
+
+CHUNK = 16
+TOKENS = 699
+WHOLE = TOKENS // CHUNK * CHUNK
+NULLS = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+ASKS = {"do_remote_decode": True, "do_remote_prefill": False, **NULLS}  # as vLLM's proxies say it
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
+    with DaemonProcess(tmp_path, disk=False) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def pair(tiny: LoadedModel, daemon: DaemonProcess, serve: Callable[..., Live]) -> tuple[Live, Live]:
+    """An engine that is to compute prompts, and one that is to go on with them."""
+    return serve(engine_over(tiny, daemon.url)), serve(engine_over(tiny, daemon.url))
+
+
+def engine_over(model: LoadedModel, url: str) -> Engine:
+    settings = EngineSettings(prefill_chunk=64, plan="load")
+    engine = build_engine(model, pool_pages=128, store=url, chunk_tokens=CHUNK, settings=settings)
+    assert engine.connector.store.wait_connected(WAIT_S)  # type: ignore[attr-defined]
+    return engine
+
+
+def a_prompt(number: int) -> list[int]:
+    draw = random.Random(number)
+    return [draw.randrange(250) for _ in range(TOKENS)]
+
+
+def ask(live: Live, prompt: Any, *, max_tokens: int = 8, **fields: Any) -> dict[str, Any]:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    answer = live.http.post("/v1/completions", json={**body, "logprobs": 1, **fields})
+    assert answer.status_code == 200, answer.text
+    document: dict[str, Any] = answer.json()
+    return document
+
+
+def promise(tokens: int = WHOLE, until_s: float = 10.0) -> dict[str, Any]:
+    ours = {"tokens": tokens, "until_s": until_s}
+    return {"do_remote_prefill": True, "do_remote_decode": False, "tierstore": ours}
+
+
+def cached(document: dict[str, Any]) -> int:
+    found: int = document["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
+def check_same(document: dict[str, Any], expected: dict[str, Any]) -> None:
+    [choice], [other] = document["choices"], expected["choices"]
+    assert choice["text"] == other["text"]
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(
+        other["logprobs"]["token_logprobs"], abs=1e-4
+    )
+
+
+class Asked:
+    """A request that is under way on a thread."""
+
+    def __init__(self, live: Live, prompt: list[int], **fields: Any) -> None:
+        self._answers: list[dict[str, Any]] = []
+        self.began = time.monotonic()
+        self._thread = threading.Thread(target=lambda: self._answers.append(ask(live, prompt, **fields)))
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def answer(self) -> dict[str, Any]:
+        self._thread.join(WAIT_S)
+        [answer] = self._answers
+        return answer
+
+
+@pytest.fixture
+def alone(tiny: LoadedModel, serve: Callable[..., Live], engine_of: Callable[..., Engine]) -> Live:
+    """One engine that does both, without a store."""
+    return serve(engine_of(tiny, prefill_chunk=64, pool_pages=128))
+
+
+def test_one_computes_the_other_goes_on(pair: tuple[Live, Live], alone: Live) -> None:
+    prefill, decode = pair
+    for number in range(3):
+        prompt = a_prompt(number)
+        first = ask(prefill, prompt, max_tokens=1, kv_transfer_params=ASKS)
+        params = first["kv_transfer_params"]
+        assert params == promise(until_s=1.0)
+        second = ask(decode, prompt, kv_transfer_params=params)
+        assert cached(second) >= WHOLE
+        expected = ask(alone, prompt)
+        check_same(second, expected)
+        assert first["choices"][0]["text"] == expected["choices"][0]["text"][:1]
+        assert "kv_transfer_params" not in second
+
+
+def test_a_chat_is_handed_over_too(pair: tuple[Live, Live], alone: Live) -> None:
+    prefill, decode = pair
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "What is a page? " * 20}]}
+    chat |= {"temperature": 0, "ignore_eos": True}
+
+    def say(live: Live, **fields: Any) -> dict[str, Any]:
+        answer = live.http.post("/v1/chat/completions", json={**chat, **fields})
+        assert answer.status_code == 200, answer.text
+        document: dict[str, Any] = answer.json()
+        return document
+
+    first = say(prefill, max_completion_tokens=1, max_tokens=1, kv_transfer_params=ASKS)
+    tokens = first["kv_transfer_params"]["tierstore"]["tokens"]
+    assert tokens == first["usage"]["prompt_tokens"] // CHUNK * CHUNK
+    second = say(decode, max_tokens=8, kv_transfer_params=first["kv_transfer_params"])
+    assert cached(second) >= tokens
+    assert second["choices"] == say(alone, max_tokens=8)["choices"]
+
+
+def test_promised_pages_are_waited_for_and_others_go_on(
+    pair: tuple[Live, Live], alone: Live, daemon: DaemonProcess
+) -> None:
+    prefill, decode = pair
+    prompt = a_prompt(10)
+    waiting = Asked(decode, prompt, kv_transfer_params=promise())
+    wait_for(lambda: daemon.stats().service.promised_lookups == 1)
+    ask(decode, a_prompt(11))  # is served meanwhile
+    assert not waiting.done
+    ask(prefill, prompt, max_tokens=1, kv_transfer_params=ASKS)
+    answer = waiting.answer()
+    assert cached(answer) >= WHOLE
+    check_same(answer, ask(alone, prompt))
+    assert daemon.stats().service.broken_promises == 0
+
+
+def test_promised_pages_that_never_come_cost_what_was_said(
+    pair: tuple[Live, Live], alone: Live, daemon: DaemonProcess
+) -> None:
+    _, decode = pair
+    prompt = a_prompt(20)
+    began = time.monotonic()
+    answer = ask(decode, prompt, kv_transfer_params=promise(until_s=0.5))
+    assert time.monotonic() - began >= 0.5
+    assert cached(answer) == 0
+    check_same(answer, ask(alone, prompt))
+    service = daemon.stats().service
+    assert (service.promised_lookups, service.broken_promises) == (1, 1)
+
+
+def test_pages_of_a_part_are_taken_when_the_time_is_over(
+    pair: tuple[Live, Live], alone: Live, daemon: DaemonProcess
+) -> None:
+    prefill, decode = pair
+    prompt = a_prompt(30)
+    ask(prefill, prompt[:320], max_tokens=1)
+    answer = ask(decode, prompt, kv_transfer_params=promise(until_s=0.3))
+    assert 320 <= cached(answer) < 320 + CHUNK
+    check_same(answer, ask(alone, prompt))
+    assert daemon.stats().service.broken_promises == 1
+
+
+def test_a_daemon_that_is_killed_ends_the_wait(
+    pair: tuple[Live, Live], alone: Live, daemon: DaemonProcess
+) -> None:
+    _, decode = pair
+    prompt = a_prompt(40)
+    expected = ask(alone, prompt)
+    waiting = Asked(decode, prompt, kv_transfer_params=promise(until_s=10.0))
+    wait_for(lambda: daemon.stats().service.promised_lookups == 1)
+    daemon.kill()
+    check_same(waiting.answer(), expected)
+    assert time.monotonic() - waiting.began < 10
+    # Without a daemon nothing is promised, and nothing is waited for.
+    answer = ask(decode, prompt, max_tokens=1, kv_transfer_params=ASKS)
+    check_same(ask(decode, prompt, kv_transfer_params=answer["kv_transfer_params"]), expected)
+
+
+def test_a_client_that_hangs_up_while_pages_are_waited_for(
+    pair: tuple[Live, Live], daemon: DaemonProcess
+) -> None:
+    _, decode = pair
+    body = {"model": "tiny", "prompt": a_prompt(50), "max_tokens": 8, "kv_transfer_params": promise()}
+    with pytest.raises(httpx.ReadTimeout):
+        decode.http.post("/v1/completions", json=body, timeout=0.5)
+    decode.wait_until_idle()
+    assert daemon.stats().service.leases == 0
+
+
+def test_nothing_is_held_behind_the_answer(pair: tuple[Live, Live], daemon: DaemonProcess) -> None:
+    prefill, _ = pair
+    for number in range(60, 64):
+        ask(prefill, a_prompt(number), max_tokens=1, kv_transfer_params=ASKS)
+    prefill.wait_until_idle()  # every page of its pool is free, or cached and unused
+
+    def free() -> bool:
+        stats = daemon.stats()
+        service, store = stats.service, stats.store
+        return not (service.leases or service.reservations or service.reserved_bytes or store.open_hits)
+
+    wait_for(free)
+    assert daemon.stats().store.counters["saved_pages"] >= 4 * (WHOLE // CHUNK)

@@ -1,0 +1,68 @@
+"""Who waits for pages that somebody has promised to save: the commit that brings them wakes it, no clock.
+
+A prompt is saved window by window, in steps that overtake one another. So a waiter names the first page that
+it lacks, is called when that one has come, looks at how far its prompt goes by then, and names the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from threading import Lock
+from typing import TypeAlias
+
+from tierstore.index import Page
+from tierstore.keys import PageKey
+
+PageName: TypeAlias = "tuple[bytes, PageKey]"
+"""A page by its identity's digest and its key."""
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """``look`` is called, holding no lock, when the page that it waits for may have come."""
+
+    look: Callable[[], None]
+    page: PageName | None = None
+
+
+class Arrivals:
+    """Guarded by the store's lock, which all but :meth:`wake` want held."""
+
+    def __init__(self, lock: Lock) -> None:
+        self._lock = lock
+        self._waiting: dict[PageName, list[Waiter]] = {}
+        self._due: list[Waiter] = []
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def wait_for(self, page: PageName, waiter: Waiter) -> None:
+        """Have ``waiter`` called, once, when ``page`` has been committed."""
+        self.forget(waiter)
+        waiter.page = page
+        self._waiting.setdefault(page, []).append(waiter)
+
+    def forget(self, waiter: Waiter) -> None:
+        """It does not wait any more."""
+        page, waiter.page = waiter.page, None
+        others = self._waiting.get(page, []) if page is not None else []
+        if waiter in others:
+            others.remove(waiter)
+            if page is not None and not others:
+                del self._waiting[page]
+
+    def committed(self, pages: Iterable[Page]) -> None:
+        """These have come. :meth:`wake` is to be called as soon as the lock is free."""
+        if self._waiting:
+            for page in pages:
+                self._due += self._waiting.pop((page.identity, page.key), ())
+
+    def wake(self) -> None:
+        """Call those whose page has come."""
+        if not self._due:  # whoever adds to it comes here afterwards
+            return
+        with self._lock:
+            due, self._due = self._due, []
+        for waiter in due:
+            waiter.look()
