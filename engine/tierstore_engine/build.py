@@ -161,10 +161,11 @@ def build_engine(
         torch.cuda.empty_cache()  # the pool's size goes by what is free, and so is what torch only keeps
     pages = _fitting_pages(spec, model.device) if pool_pages is None else pool_pages
     check_pool(spec, pages, model.device)
+    counts = group_pages(spec, pages, settings)
     connector = open_connector(
         spec,
         model.identity(spec),
-        pool_pages=pages,
+        pool_pages=counts,
         store=store,
         host_bytes=host_bytes,
         disk_bytes=disk_bytes,
@@ -172,7 +173,7 @@ def build_engine(
         model_name=model_name,
         mounts=mounts,
     )
-    runner = make_runner(model, [connector.pool], settings)
+    runner = make_runner(model, connector.pools, settings)
     return Engine(runner, model.tokenizer, connector, settings, drafter=drafter)
 
 
@@ -223,6 +224,22 @@ def make_runner(model: LoadedModel, pools: Sequence[PagePool], settings: EngineS
 
         return CudaRunner(runnable, attention, pool, settings)
     return runnable
+
+
+def group_pages(spec: KVSpec, pages: int, settings: EngineSettings) -> list[int]:
+    """Pages of each layer group's pool, where the first one's has ``pages``: beside it, windows are as large
+    as the sequences that go on at a time need and a quarter of what all tokens would take, states two for
+    each sequence that can be held, and as many again to be found."""
+    tokens = pages * spec.chunk_tokens
+    counts = [pages]
+    for part in spec.split()[1:]:
+        [group] = part.groups
+        if group.window is None:
+            counts.append(4 * min(pages, settings.max_sequences))
+        else:
+            most = min(tokens, group.window + settings.prefill_chunk + 2 * spec.chunk_tokens)
+            counts.append(min(pages // 4 + 2 * pages_for_tokens(spec, most) + 2, 2 * pages + 2))
+    return counts
 
 
 def pages_for_tokens(spec: KVSpec, tokens: int) -> int:

@@ -16,7 +16,9 @@ from typing import TypeAlias
 
 import torch
 
-from tierstore.errors import TierStoreError
+from tierstore.errors import TierStoreError, UsageError
+from tierstore.groups import Past
+from tierstore.retention import checkpoint_tokens
 from tierstore.types import Hint, Promise, checked_session
 from tierstore_connectors.base import Connector
 from tierstore_engine.batch import build_step, finishing
@@ -101,8 +103,13 @@ class Engine:
         self.connector = connector
         self.settings = settings or EngineSettings()
         self._keeper = PageKeeper(
-            connector, plan=self.settings.plan, prefill_chunk=self.settings.prefill_chunk
+            connector,
+            plan=self.settings.plan,
+            prefill_chunk=self.settings.prefill_chunk,
+            checkpoint_tokens=self._checkpoint_tokens(),
         )
+        if drafter is not None and any(rule.past is Past.STATE for rule in connector.rules):
+            raise UsageError("a model with recurrent states cannot go back to before a draft: use no drafter")
         self._prefills = PrefillTimer(connector)
         self.settings.check_chunk(self._keeper.chunk_tokens)
         self._scheduler = Scheduler(self._keeper, self.settings, prefill=lambda: self._prefills.prefill)
@@ -227,6 +234,7 @@ class Engine:
                 f"the prompt's {len(tokens)} tokens and up to {params.max_new_tokens} new ones need {pages} "
                 f"pages of {pool.spec.chunk_tokens} tokens, but the pool has {pool.num_pages}"
             )
+        self._check_sides(self._max_tokens(len(tokens), params.max_new_tokens) - 1)
 
     def _check_deadline(self, sequence: Sequence, slo_s: float) -> None:
         """Take a request out again that would be late. Raises :class:`DeadlineError`."""
@@ -479,8 +487,10 @@ class Engine:
         return picks
 
     def _share(self, parent: Sequence, child: Sequence) -> None:
-        self._keeper.share(parent, child)
-        self._scheduler.adopt(child)
+        if self._keeper.share(parent, child):
+            self._scheduler.adopt(child)
+        else:
+            self._scheduler.add(child)  # it comes back when there is room, like one that was parked
 
     def _accept(self, pick: _Pick, choices: list[Choice]) -> StepOutput:
         """Append what was chosen, as long as the draft had foreseen it."""
@@ -554,6 +564,7 @@ class Engine:
                 f"{params.max_new_tokens} new ones may need {pages} pages, but the pool has "
                 f"{self.connector.pool.num_pages}"
             )
+        self._check_sides(self._max_tokens(len(tokens), params.max_new_tokens), sequences=params.width)
         first = self._sequence(tokens, of_beam, started)
         first.session = checked_session(session)
         group = BeamGroup(search, [first])
@@ -624,6 +635,22 @@ class Engine:
         finally:
             del self._mailboxes[request_id]
             self.discard(request_id)
+
+    def _checkpoint_tokens(self) -> int:
+        chunk_tokens = self.connector.pool.spec.chunk_tokens
+        if self.settings.checkpoint_tokens is not None:
+            return self.settings.checkpoint_tokens
+        return checkpoint_tokens(self.model.config.kv_spec(chunk_tokens=chunk_tokens))
+
+    def _check_sides(self, tokens: int, *, sequences: int = 1) -> None:
+        """Raises :class:`RequestError` where a layer group beside the first has no room for so many."""
+        for pool, peak in zip(self.connector.pools[1:], self._keeper.side_peaks(tokens), strict=True):
+            if sequences * peak > pool.num_pages:
+                kind = pool.spec.groups[0].kind.value
+                raise RequestError(
+                    f"{tokens} tokens need {sequences * peak} pages of the {kind} layers at a time, but "
+                    f"their pool has {pool.num_pages}"
+                )
 
     def _max_tokens(self, prompt_tokens: int, new_tokens: int) -> int:
         return min(prompt_tokens + new_tokens, self.model.config.max_positions)

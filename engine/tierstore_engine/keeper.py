@@ -14,6 +14,7 @@ from tierstore.types import Hint, Loaded, inferred
 from tierstore_connectors.base import Connector, Hit
 from tierstore_engine.meeting import Meeting
 from tierstore_engine.sequence import Loading, Sequence, SequenceState
+from tierstore_engine.side_groups import SavePoint, SideTable, side_groups
 
 T = TypeVar("T")
 
@@ -29,16 +30,25 @@ class PageKeeper:
 
     Sequences that were forked share pages by reference. Full ones are never written again; the one that is
     not is copied by the first who writes to it, and belongs to the last who has it.
+
+    Pages here are those of the model's first layer group, which needs all of the past. What the groups beside
+    it have is in ``Sequence.sides`` (:mod:`tierstore_engine.side_groups`): they take pages as they go, and
+    are saved where :meth:`step_end` makes steps end.
     """
 
-    def __init__(self, connector: Connector, *, plan: str = "load", prefill_chunk: int = 0) -> None:
-        """``plan`` is one of :data:`~tierstore_engine.settings.PLANS`."""
+    def __init__(
+        self, connector: Connector, *, plan: str = "load", prefill_chunk: int = 0, checkpoint_tokens: int = 0
+    ) -> None:
+        """``plan`` is one of :data:`~tierstore_engine.settings.PLANS`, ``checkpoint_tokens`` how far save
+        points are apart at most in a model of several layer groups (0: none but those that requests make)."""
         self.connector = connector
         self._chunk = connector.pool.spec.chunk_tokens
         self._plan = plan
         self._prefill_chunk = prefill_chunk
         self._parking: deque[Transfer[int]] = deque()  # saves whose end may make pages available
         self._shares: Counter[int] = Counter()  # by page, how many sequences have it beside the first
+        self._sides = side_groups(connector)
+        self._checkpoint = checkpoint_tokens
 
     @property
     def keeps(self) -> bool:
@@ -53,6 +63,10 @@ class PageKeeper:
         """Pages that could be had now."""
         return self.connector.available()
 
+    def room(self) -> tuple[int, ...]:
+        """The same of each layer group."""
+        return tuple(self.connector.available(group=group) for group in range(len(self.connector.pools)))
+
     @property
     def parking(self) -> bool:
         """Whether pages of sequences that have left are still being copied, and come free after that."""
@@ -63,11 +77,33 @@ class PageKeeper:
     @property
     def shared_pages(self) -> int:
         """Pages that are saved by sharing: those that all sequences would have, less those there are."""
-        return self._shares.total()
+        return self._shares.total() + sum(side.shared_pages for side in self._sides)
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold the KV of ``tokens`` tokens."""
         return -(-tokens // self._chunk)
+
+    def side_peaks(self, tokens: int) -> list[int]:
+        """By each group beside the first: the most pages that a sequence of ``tokens`` tokens has at a
+        time."""
+        return [side.peak(tokens, self._prefill_chunk) for side in self._sides]
+
+    def step_end(self, sequence: Sequence, stop: int) -> int:
+        """Where a step that could compute up to ``stop`` has to end: at the next save point, if there is one
+        before."""
+        if not self._sides:
+            return stop
+        points = [point for point in sequence.save_points if point > sequence.computed]
+        if self._checkpoint:
+            points.append((sequence.computed // self._checkpoint + 1) * self._checkpoint)
+        return min([stop, *points])
+
+    def add_save_point(self, sequence: Sequence, tokens: int, *, parts: bool = False) -> None:
+        """Save what a hit of the first ``tokens`` tokens of a sequence needs; ``parts``: since others go on
+        from there, so that it stays when the sequence's session has come further."""
+        if self._sides:
+            point = tokens // self._chunk * self._chunk
+            sequence.save_points[point] = parts or sequence.save_points.get(point, False)
 
     def arriving(self, sequence: Sequence) -> bool:
         """Whether bytes of the sequence's pages are still on their way, although its load was taken over.
@@ -85,6 +121,12 @@ class PageKeeper:
     def admit(self, sequence: Sequence, hit: Hit) -> bool:
         """Give a waiting sequence its pages and start loading what the store holds of it: it is *loading* or
         *running* then. False, and nothing changed but that the hit is released, when there is no room."""
+        if not all(side.room(len(sequence.tokens), self._prefill_chunk) for side in self._sides):
+            hit.release()
+            return False
+        self.add_save_point(sequence, len(sequence.tokens) - 1)
+        if hit.branch - hit.tokens >= self._chunk:
+            self.add_save_point(sequence, hit.branch, parts=True)
         plan = self.planned(sequence, hit)
         in_hbm = hit.by_tier.get("hbm", 0)
         both = plan.meet > in_hbm
@@ -98,7 +140,11 @@ class PageKeeper:
             return self._meet(sequence, hit, plan, fresh)
         if not loaded:
             hit.release()
-            sequence.pages = fresh
+            sides = self._begin_sides(Loaded(0))
+            if sides is None:
+                self._release(fresh)
+                return False
+            sequence.pages, sequence.sides = fresh, sides
             sequence.state = SequenceState.RUNNING
         else:
             started = time.monotonic()
@@ -116,7 +162,10 @@ class PageKeeper:
         if self._plan == "load" or hit.tokens == in_hbm:
             return Plan(hit.tokens, 0, 0.0, 0.0, None)
         if self._plan == "compute":
-            return Plan(in_hbm, 0, 0.0, 0.0, None)
+            return Plan(0 if self._sides else in_hbm, 0, 0.0, 0.0, None)
+        if self._sides:  # a part of the hit would be none: other pages belong to it
+            plan = self.connector.plan(hit, len(sequence.tokens), block=0)
+            return plan if plan.tokens in (0, hit.tokens) else Plan(hit.tokens, 0, 0.0, 0.0, None)
         block = self._prefill_chunk if self._plan == "both-ends" else 0
         return self.connector.plan(hit, len(sequence.tokens), block=block)
 
@@ -184,31 +233,49 @@ class PageKeeper:
         missing = self.pages_for(len(sequence.tokens)) - len(loaded.pages) - len(loading.fresh)
         more = self.connector.allocate(missing) if missing > 0 else []
         sequence.loading = None
-        if more is None:
-            self._release([*loaded.pages, *loading.fresh])
+        sides = self._begin_sides(loaded) if more is not None else None
+        if more is None or sides is None:
+            self._let_go(loaded, [*loading.fresh, *(more or [])], taken=more is not None)
             sequence.state = SequenceState.WAITING
             return
         self._account(sequence, loading, loaded)
         sequence.pages = [*loaded.pages, *loading.fresh, *more]
+        sequence.sides = sides
         sequence.arriving = True
         sequence.restore(loaded.tokens)
         sequence.saved_pages = loaded.tokens // self._chunk
         sequence.state = SequenceState.RUNNING
 
-    def share(self, parent: Sequence, child: Sequence) -> None:
+    def share(self, parent: Sequence, child: Sequence) -> bool:
         """Give ``child``, which has the same tokens, the pages of ``parent``, all of whose KV is computed. No
-        byte moves."""
+        byte moves but those of states. False, and nothing changed, where there is no room for these."""
         assert parent.computed == len(parent.tokens) == len(child.tokens)
+        sides: list[SideTable] = []
+        for side, table in zip(self._sides, parent.sides, strict=True):
+            sides.append(SideTable())
+            if not side.share(table, sides[-1]):
+                self._drop_sides(sides)
+                return False
+        child.sides = sides
         self._shares.update(parent.pages)
         child.pages = list(parent.pages)
         child.arriving = parent.arriving
         child.saved_pages = parent.saved_pages
         child.restore(parent.computed)
         child.state = SequenceState.RUNNING
+        return True
+
+    def grow_sides(self, sequence: Sequence, stop: int) -> bool:
+        """See to it that the next step, up to ``stop``, has pages in the groups beside the first. False where
+        there is no room."""
+        sides = zip(self._sides, sequence.sides, strict=True)
+        return all(side.grow(table, sequence.computed, stop) for side, table in sides)
 
     def grow(self, sequence: Sequence, *, draft_tokens: int = 0) -> bool:
         """See to it that the tokens still to be computed, and ``draft_tokens`` more, have pages that nobody
         else writes to. False, and nothing changed, when there is no room."""
+        if not self.grow_sides(sequence, len(sequence.tokens) + draft_tokens):
+            return False
         pages = sequence.pages
         first = sequence.computed // self._chunk
         shared = [place for place in range(first, len(pages)) if self._shares[pages[place]]]
@@ -235,10 +302,20 @@ class PageKeeper:
         if len(sequence.pages) > keep:
             self._release(sequence.pages[keep:])
             sequence.pages = sequence.pages[:keep]
+        for side, table in zip(self._sides, sequence.sides, strict=True):
+            side.trim(table, len(sequence.tokens))
 
     def save(self, sequence: Sequence) -> Transfer[int] | None:
-        """Publish the pages that have become full since the last call."""
-        return self._publish(sequence, sequence.computed // self._chunk)
+        """Publish the pages that have become full since the last call, and at a save point what goes with
+        them. What the groups beside the first do not need any more is given back."""
+        computed = sequence.computed
+        saving = self._publish(sequence, computed // self._chunk)
+        for side, table in zip(self._sides, sequence.sides, strict=True):
+            side.passed(table, computed)
+        if computed in sequence.save_points or (self._checkpoint and computed % self._checkpoint == 0):
+            parts = sequence.save_points.get(computed, False)
+            self._save_sides(sequence, computed, session=None if parts else sequence.session)
+        return saving
 
     def leave(self, sequence: Sequence, *, save: bool = True) -> None:
         """Save what has been computed (or not), the partial last page too unless it is shared, and give all
@@ -256,12 +333,17 @@ class PageKeeper:
         full = sequence.computed // self._chunk
         if stop > full and (sequence.computed < len(sequence.prompt) or self._shares[sequence.pages[full]]):
             stop = full  # who shares it is going to write to it
+        if self._sides:
+            stop = full  # hits end where pages do
         saving = self._publish(sequence, stop, hint=_hint(sequence)) if save else None
+        if save:
+            self._save_sides(sequence, full * self._chunk, hint=_hint(sequence), session=sequence.session)
+        self._drop_sides(sequence.sides)
         if saving is not None and not saving.done:
             self._parking.append(saving)
         sequence.submitted_tokens = min(sequence.saved_pages, full) * self._chunk if self.keeps else 0
         self._release(sequence.pages)
-        sequence.pages = []
+        sequence.pages, sequence.sides = [], []
         sequence.arriving = False
         sequence.partial = None
         sequence.computed = sequence.saved_pages = 0
@@ -295,8 +377,42 @@ class PageKeeper:
 
     def _abandon(self, loading: Loading) -> None:
         loading.transfer.cancel()
-        loaded = loading.transfer.wait()  # it may have ended before it could be cancelled
-        self._release([*loaded.pages, *loading.fresh])
+        # It may have ended before it could be cancelled.
+        self._let_go(loading.transfer.wait(), loading.fresh)
+
+    def _let_go(self, loaded: Loaded, fresh: list[int], *, taken: bool = False) -> None:
+        """What was loaded is not used; ``taken``: the groups beside the first have given theirs back."""
+        self._release([*loaded.pages, *fresh])
+        if not taken:
+            for side, held in zip(self._sides, loaded.groups[1:], strict=False):
+                side.discard(held)
+
+    def _begin_sides(self, loaded: Loaded) -> list[SideTable] | None:
+        """Tables of the groups beside the first behind what was loaded; None, and all of it given back, where
+        one has no room."""
+        tables = [SideTable() for _ in self._sides]
+        groups = loaded.groups[1:]
+        for number, (side, table) in enumerate(zip(self._sides, tables, strict=True)):
+            held = groups[number] if groups and groups[number].pages else None
+            if not side.begin(table, held, loaded.tokens):
+                self._drop_sides(tables[:number])
+                for other, unused in zip(self._sides[number:], groups[number:], strict=False):
+                    other.discard(unused)
+                return None
+        return tables
+
+    def _drop_sides(self, tables: list[SideTable]) -> None:
+        for side, table in zip(self._sides, tables, strict=False):
+            side.drop(table)
+
+    def _save_sides(
+        self, sequence: Sequence, tokens: int, *, hint: Hint | None = None, session: str | None
+    ) -> None:
+        if sequence.no_save or not tokens:
+            return
+        point = SavePoint(sequence.prompt, tokens, hint, session)
+        for side, table in zip(self._sides, sequence.sides, strict=False):
+            side.save(table, point)
 
     def _release(self, pages: list[int]) -> None:
         """A sequence is done with these pages: the last that has one gives it back."""

@@ -134,7 +134,8 @@ class Scheduler:
         self._prefill = prefill
         self._clock = clock
         self._ahead = LookAhead(keeper)
-        self._refused_at: int | None = None  # pages available when the oldest waiting one was refused
+        self._refused_at: tuple[int, ...] | None = None  # the room when the oldest waiting one was refused
+        self._short = False  # whether a prefill of this plan found no pages in a group beside the first
         self._prompts: dict[RequestId, _Prompt] = {}
         self._turns: dict[RequestId, int] = {}  # of admitted prompts, as they were ordered last
         self._sakes: dict[RequestId, Place] = {}  # whom an admitted prompt is computed for, if not itself
@@ -196,6 +197,7 @@ class Scheduler:
     def plan(self) -> Plan:
         """The next step's work; every token of it has a page. Admits, settles loads and parks on the way."""
         self.ended()
+        self._short = False
         self._settle()
         if self._by_cache:
             self._admit_by_cache()
@@ -211,6 +213,8 @@ class Scheduler:
             plan.batch.extend(self._work(arriving))
         if not plan and self.waiting and self.admitted and all(s.held for s in self.admitted):
             self._park()  # they wait for one another, and for the pages that they hold
+        if not plan and self._short and len(self.admitted) > 1 and not self._keeper.parking:
+            self._park()
         self._begin(plan)
         return plan
 
@@ -243,7 +247,7 @@ class Scheduler:
             if self._waits(sequence):
                 place += 1
                 continue
-            room = self._keeper.available()
+            room = self._keeper.room()
             if self.admitted and room == self._refused_at:
                 break  # nothing has changed: do not ask the store again at every step
             if not self._keeper.admit(sequence, self._keeper.look_up(sequence)):
@@ -358,8 +362,11 @@ class Scheduler:
         if not self._keeper.keeps:
             return None
         for other in self.admitted:
-            if not other.no_save and other.remaining > 1 and other.computed < self._common(sequence, other):
-                return other
+            if not other.no_save and other.remaining > 1:
+                common = self._common(sequence, other)
+                if other.computed < common:
+                    self._keeper.add_save_point(other, common, parts=True)
+                    return other
         return None
 
     def _took_room(self, prompt: _Prompt) -> bool:
@@ -493,7 +500,7 @@ class Scheduler:
         """The next chunk of a sequence, or its newest token."""
         chunk = self._settings.prefill_chunk
         stop = min((sequence.computed // chunk + 1) * chunk, len(sequence.tokens))
-        return Work(sequence, sequence.computed, stop)
+        return Work(sequence, sequence.computed, self._keeper.step_end(sequence, stop))
 
     def _decodes(self, sequences: list[Sequence]) -> list[Work]:
         work = []
@@ -536,6 +543,9 @@ class Scheduler:
             # All of the chunk or nothing: a chunk cut to fit would change the shapes, and so the bits.
             if item.tokens > budget:
                 break
+            if not self._keeper.grow_sides(sequence, item.stop):
+                self._short = True
+                continue  # until others give pages back
             work.append(item)
             budget -= item.tokens
         return work

@@ -33,6 +33,7 @@ from tierstore_engine.outputs import (
     StepLogprobs,
 )
 from tierstore_engine.sampling import Choice, Draw, SamplingParams
+from tierstore_engine.side_groups import SideTable
 from tierstore_engine.step import PartialStep
 from tierstore_engine.stops import StopMatcher
 from tierstore_engine.tokenizer import Detokenizer
@@ -101,6 +102,9 @@ class Sequence:
         self.params = params
         self.state = SequenceState.WAITING
         self.pages: list[int] = []
+        self.sides: list[SideTable] = []  # its pages in the layer groups beside the first
+        # Ends of chunks where all groups are saved, and whether others go on from there.
+        self.save_points: dict[int, bool] = {}
         self.computed = 0
         self.saved_pages = 0
         self.loading: Loading | None = None
@@ -166,7 +170,8 @@ class Sequence:
         twin.prompt = self.prompt.copy()
         twin.tokens = list(self.tokens)
         twin.state = SequenceState.WAITING
-        twin.pages = []
+        twin.pages, twin.sides = [], []
+        twin.save_points = dict(self.save_points)
         twin.computed = twin.saved_pages = 0
         twin.loading = None
         twin.meeting = None

@@ -22,8 +22,10 @@ class EngineSettings:
     whatever it takes. ``schedule`` says whose prompt is computed first: what has least left to compute
     (``cache``, :mod:`tierstore_engine.ordering`), but nobody waits more than ``overtake_s`` seconds longer
     for it than with ``fcfs``: first come, first served. On a GPU ``prefill_backend`` is ``kernels`` (this
-    package's), ``library`` (torch's) or ``auto``: what measures faster, by length of the past. Raises
-    :class:`UsageError`."""
+    package's), ``library`` (torch's) or ``auto``: what measures faster, by length of the past.
+    ``checkpoint_tokens`` is how far apart a model with several layer groups is saved at most, so that hits
+    may begin there (None: by size, :func:`tierstore.retention.checkpoint_tokens`; 0: where requests end and
+    part only). Raises :class:`UsageError`."""
 
     prefill_chunk: int = 1024
     max_sequences: int = 32
@@ -32,12 +34,15 @@ class EngineSettings:
     schedule: str = "cache"
     overtake_s: float = 10.0
     prefill_backend: str = "auto"
+    checkpoint_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.prefill_chunk < 1 or self.max_sequences < 1:
             raise UsageError("prefill_chunk and max_sequences must be positive")
         if self.plan not in PLANS:
             raise UsageError(f"plan must be one of {', '.join(PLANS)}, not {self.plan!r}")
+        if self.checkpoint_tokens is not None and self.checkpoint_tokens < 0:
+            raise UsageError(f"checkpoint_tokens must be 0 or more, not {self.checkpoint_tokens}")
         if self.schedule not in SCHEDULES:
             raise UsageError(f"schedule must be one of {', '.join(SCHEDULES)}, not {self.schedule!r}")
         if not 0 <= self.overtake_s < math.inf:
@@ -67,4 +72,9 @@ class EngineSettings:
             raise UsageError(
                 f"prefill_chunk must be a multiple of the page's {chunk_tokens} tokens, "
                 f"not {self.prefill_chunk}"
+            )
+        if self.checkpoint_tokens is not None and self.checkpoint_tokens % chunk_tokens:
+            raise UsageError(
+                f"checkpoint_tokens must be a multiple of the page's {chunk_tokens} tokens, "
+                f"not {self.checkpoint_tokens}"
             )

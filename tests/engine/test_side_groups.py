@@ -1,0 +1,68 @@
+"""Pages of the layer groups beside the first: what the next token needs is there, and nothing leaks."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tierstore.groups import GroupRule
+from tierstore.keys import Identity
+from tierstore.spec import KVSpec, LayerGroup, LayerKind
+from tierstore.tiers.hbm import PagePool
+from tierstore_connectors.bundled import NoStore
+from tierstore_engine.attention.base import NO_PAGE
+from tierstore_engine.side_groups import SideTable, side_groups
+
+CHUNK = 8
+FULL = LayerGroup(LayerKind.FULL_ATTENTION, (0,), 1, 8)
+STATE = LayerGroup(LayerKind.RECURRENT_STATE, (3,), state_bytes=256)
+
+
+def window(tokens: int) -> LayerGroup:
+    return LayerGroup(LayerKind.SLIDING_WINDOW, (1,), 1, 8, window=tokens)
+
+
+def chunked(tokens: int) -> LayerGroup:
+    return LayerGroup(LayerKind.CHUNKED_ATTENTION, (2,), 1, 8, window=tokens)
+
+
+def without_store(*groups: LayerGroup, pages: int = 64) -> NoStore:
+    spec = KVSpec((FULL, *groups), "float32", CHUNK)
+    return NoStore([PagePool(part, pages) for part in spec.split()], Identity.of(spec, model="m"))
+
+
+def pages_had(table: SideTable) -> set[int]:
+    return {page for page in [*table.pages, table.snapshot] if page != NO_PAGE}
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.one_of(st.integers(1, 40).map(window), st.integers(1, 40).map(chunked), st.just(STATE)),
+    st.lists(st.integers(1, 30), min_size=1, max_size=12),
+    st.booleans(),
+)
+def test_a_sequence_has_what_its_next_token_needs_and_no_more(group, steps, forks):
+    connector = without_store(group)
+    [side] = side_groups(connector)
+    rule = GroupRule.of(group)
+    table, child, computed = SideTable(), SideTable(), 0
+    assert side.begin(table, None, 0)
+    for step in steps:
+        assert side.grow(table, computed, computed + step)
+        peak = side.peak(computed + step, max(steps))
+        assert len(pages_had(table)) <= peak
+        if group is not STATE:
+            needed = rule.needed(computed + 1)
+            places = range(needed.start // CHUNK, -(-(computed + step) // CHUNK))
+            assert NO_PAGE not in [table.pages[place] for place in places]
+        computed += step
+        side.passed(table, computed)
+        assert len(pages_had(table)) <= peak
+    if forks and side.share(table, child):
+        assert side.grow(child, computed, computed + 1)
+        written = child.pages[-1]
+        assert written not in pages_had(table), "two sequences write to one page"
+        side.drop(child)
+    side.drop(table)
+    assert connector.pools[1].free_pages == connector.pools[1].num_pages
+    assert not side.shared_pages
