@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from collections.abc import Sequence as Ints
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -97,7 +97,9 @@ class Engine:
         settings: EngineSettings | None = None,
         *,
         drafter: Drafter | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``clock`` is what requests are scheduled by; deadlines count from what it says in :meth:`add`."""
         self.model = model
         self.tokenizer = tokenizer
         self.connector = connector
@@ -112,7 +114,10 @@ class Engine:
             raise UsageError("a model with recurrent states cannot go back to before a draft: use no drafter")
         self._prefills = PrefillTimer(connector)
         self.settings.check_chunk(self._keeper.chunk_tokens)
-        self._scheduler = Scheduler(self._keeper, self.settings, prefill=lambda: self._prefills.prefill)
+        self._clock = clock
+        self._scheduler = Scheduler(
+            self._keeper, self.settings, prefill=lambda: self._prefills.prefill, clock=clock
+        )
         self._drafter = drafter
         self._sequences: dict[RequestId, Sequence] = {}
         self._followers: dict[RequestId, list[Sequence]] = {}  # by what they are going to share with
@@ -155,7 +160,7 @@ class Engine:
         sequence.no_save = not save
         sequence.priority = priority
         if ttft_slo_s is not None:
-            sequence.deadline_s = started + ttft_slo_s
+            sequence.deadline_s = self._clock() + ttft_slo_s
         sequence.promise = promise
         self._scheduler.add(sequence)
         if ttft_slo_s is not None:

@@ -48,10 +48,12 @@ class Bench:
         self.connector = NoStore(PagePool(SPEC, POOL_PAGES), Identity.of(SPEC, model="none"))
         self.settings = settings
         self.keeper = PageKeeper(self.connector)
-        self.scheduler = Scheduler(self.keeper, settings)
+        self.now_s = 0.0  # a token takes a second
+        self.scheduler = Scheduler(self.keeper, settings, clock=lambda: self.now_s)
         self.sequences: list[Sequence] = []
+        self.first_token_s: dict[RequestId, float] = {}
 
-    def add(self, prompt_tokens: int, new_tokens: int) -> Sequence:
+    def add(self, prompt_tokens: int, new_tokens: int, *, priority: int = 0) -> Sequence:
         tokens = [0] * prompt_tokens
         sequence = Sequence(
             RequestId(len(self.sequences)),
@@ -63,6 +65,7 @@ class Bench:
             stop_ids=frozenset(),
             added=0.0,
         )
+        sequence.priority = priority
         self.sequences.append(sequence)
         self.scheduler.add(sequence)
         return sequence
@@ -76,7 +79,10 @@ class Bench:
         for item in work:
             item.sequence.advance(item.stop)
             self.keeper.save(item.sequence)
+        self.now_s += sum(item.tokens for item in work)
+        self.scheduler.ended()
         for item in ending:
+            self.first_token_s.setdefault(item.sequence.request_id, self.now_s)
             item.sequence.append(NEXT)
             if item.sequence.finish_reason is not None:
                 self.scheduler.remove(item.sequence)
@@ -139,6 +145,51 @@ def test_decoding_goes_on_while_another_prefills() -> None:
     long = bench.add(40, 1)
     while long.state is not SequenceState.FINISHED:
         assert decoding in [item.sequence for item in bench.step()]
+
+
+def test_a_short_prompt_overtakes_a_long_one_that_is_under_way() -> None:
+    bench = Bench(EngineSettings(prefill_chunk=4, max_sequences=3))
+    long = bench.add(40, 1)
+    bench.step()
+    short = bench.add(3, 1)
+    assert [item.sequence for item in bench.step()] == [short]
+    assert 0 < long.computed < 40
+
+
+def test_nobody_overtakes_for_longer_than_the_bound() -> None:
+    bench = Bench(EngineSettings(prefill_chunk=4, max_sequences=3, overtake_s=10.0))
+    long = bench.add(40, 1)
+    bench.step()
+    while len(bench.sequences) < 12:
+        bench.add(4, 1)
+        bench.step()
+    assert bench.first_token_s[long.request_id] <= 40 + 10
+    assert 0 < bench.scheduler.longest_overtaken_s <= 10
+
+
+def test_a_prompt_without_room_stands_in_nobodys_way_for_a_while_and_then_gets_it() -> None:
+    bench = Bench(EngineSettings(prefill_chunk=8, overtake_s=100.0))
+    answering = bench.add(4, 72)
+    bench.step()
+    large = bench.add(4 * POOL_PAGES - 8, 1)
+    small = bench.add(12, 30)
+    while small.computed < 12:
+        bench.step()
+    assert not large.pages
+    while not large.pages:
+        bench.step()
+    assert answering.state is SequenceState.FINISHED or not small.pages  # one of them gave its pages away
+    assert bench.now_s < 250
+
+
+def test_a_lower_priority_number_comes_first_and_is_never_preempted_for_others() -> None:
+    for schedule in SCHEDULES:
+        bench = Bench(EngineSettings(prefill_chunk=4, max_sequences=1, schedule=schedule))
+        usual, urgent = bench.add(4, 1), bench.add(40, 1, priority=-1)
+        assert [item.sequence for item in bench.step()] == [urgent]
+        while bench.scheduler.has_work:
+            bench.step()
+        assert bench.first_token_s[urgent.request_id] < bench.first_token_s[usual.request_id]
 
 
 def test_settings_that_cannot_work() -> None:

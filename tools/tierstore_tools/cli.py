@@ -482,6 +482,56 @@ def scenarios(
 
 
 @app.command()
+def scheduling(
+    trace: Annotated[
+        Path | None, typer.Option(help="Of requests, as replay reads it, for the conversation workload")
+    ] = None,
+    workloads: Annotated[str | None, typer.Option(help="conversation,tree; default: those possible")] = None,
+    model: Annotated[str, typer.Option(help="A Hugging Face folder, or a preset")] = "tiny",
+    requests: Annotated[int, typer.Option(min=2, help="Of each workload at most")] = 2000,
+    scale: Annotated[int, typer.Option(min=1, help="The trace's lengths are divided by it")] = 16,
+    load: Annotated[float, typer.Option(help="Share of what the engine can do that comes in")] = 0.8,
+    pool_tokens: Annotated[int, typer.Option(min=1024, help="Of the engine's page pool")] = 65_536,
+    host_bytes: Annotated[str, typer.Option(help="Capacity of the host tier")] = "64MiB",
+    overtake_s: Annotated[float, typer.Option(help="Of cache: what a request waits longer at most")] = 10.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Repetitions; medians are reported")] = 3,
+    clock: Annotated[str, typer.Option(help="wall, or cpu: processor time, idle times left out")] = "wall",
+    seed: Annotated[int, typer.Option(help="Of what is made up")] = 1,
+    simulated_tokens_per_s: Annotated[
+        float, typer.Option(min=0, help="Prefill of the simulator, at the trace's full lengths; 0: none")
+    ] = 8000.0,
+    simulated_cache: Annotated[int, typer.Option(min=0, help="Tokens that it holds")] = 3_000_000,
+    simulated_overtake_s: Annotated[float, typer.Option(help="Its --overtake-s")] = 60.0,
+    json: JsonOption = None,
+) -> None:
+    """TTFT, hit rate and throughput of scheduling by cache, beside first come, first served."""
+    from tierstore_tools import scheduling as bench
+
+    if workloads is None:
+        workloads = "tree" if trace is None else "conversation,tree"
+    bench.run(
+        bench.Bench(
+            model=model,
+            workloads=tuple(workloads.split(",")),
+            trace=trace,
+            requests=requests,
+            scale=scale,
+            load=load,
+            pool_tokens=pool_tokens,
+            host_bytes=parse_size(host_bytes),
+            overtake_s=overtake_s,
+            rounds=rounds,
+            clock=clock,
+            seed=seed,
+            simulated_tokens_per_s=simulated_tokens_per_s,
+            simulated_cache_tokens=simulated_cache,
+            simulated_overtake_s=simulated_overtake_s,
+        ),
+        json=json,
+    )
+
+
+@app.command()
 def cluster_plan(
     hosts: Annotated[str, typer.Option(help="Numbers of hosts")] = "10,100,1000",
     requests_per_s: Annotated[float, typer.Option(help="To each host")] = 2.0,
