@@ -25,9 +25,10 @@ _EXTRAS = {
 
 
 @contextmanager
-def one_line_errors(program: str) -> Iterator[None]:
+def one_line_errors(program: str, *, extra: str = "") -> Iterator[None]:
     """Ends the process with 2 for bad usage and 1 for a run that failed. Anything else raised in the block
-    is a bug and keeps its traceback."""
+    is a bug and keeps its traceback. ``extra`` installs all that ``program`` needs; without one it depends on
+    what is missing."""
     try:
         try:
             yield
@@ -46,7 +47,7 @@ def one_line_errors(program: str) -> Iterator[None]:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRAS:
             raise
-        extra = _EXTRAS[package]
+        extra = extra or _EXTRAS[package]
         _fail(program, f"this needs {package}, which the extra [{extra}] installs: {install(extra)}", 1)
     except OSError as error:
         _drop_stdout()

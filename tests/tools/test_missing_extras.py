@@ -29,6 +29,7 @@ def run(program, *arguments, missing=EXTRAS, cwd=None):
         "tierstore": "tierstore.cli",
         "tierstore-engine": "tierstore_engine.cli",
         "tierstore-bench": "tierstore_tools.cli",
+        "tierstore-proxy": "tierstore_proxy.cli",
     }[program]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT, ",".join(missing), module, *map(str, arguments)],
@@ -47,6 +48,7 @@ def run(program, *arguments, missing=EXTRAS, cwd=None):
         ("tierstore-engine", ["generate", "--model", "tiny", "--prompt", "x"], EXTRAS, "engine"),
         ("tierstore-engine", ["generate", "--model", "tiny", "--prompt", "x"], ["tokenizers"], "engine"),
         ("tierstore", ["pack", "keygen", "me"], ["cryptography"], "packs"),
+        ("tierstore-proxy", ["--decode", "http://127.0.0.1:1"], ["httpx"], "proxy"),
         ("tierstore-bench", ["longctx", "--tokens", "100"], EXTRAS, "engine"),
         ("tierstore-bench", ["longctx", "--plot", "a.png"], ["matplotlib"], "bench"),
         ("tierstore-bench", ["replay", "--trace", TRACE, "--plot", "a.png"], EXTRAS, "bench"),

@@ -124,6 +124,10 @@ class Operator:
             if not self._wait(min(left, messages.PING_S)) and self._arena is None:
                 self._wire.send(messages.encode(messages.Ping(next(self._ids))))
 
+    def tell(self, message: Message) -> None:
+        """Send a message that has no answer."""
+        self._wire.send(messages.encode(message))
+
     def close(self) -> None:
         """End the session. Idempotent."""
         self._wire.close()

@@ -5,11 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from tierstore_engine.server.errors import ApiError
-from tierstore_engine.server.settings import ServerSettings
 
 _RETRY_S = 1
+
+
+class AdmissionLimits(Protocol):
+    """How many requests, and prompt tokens of these (a single one may have more)."""
+
+    @property
+    def max_requests(self) -> int: ...
+
+    @property
+    def max_queued_tokens(self) -> int: ...
 
 
 class Place:
@@ -37,7 +47,7 @@ class Place:
 class Admission:
     """Counts requests and tokens. Used on one event loop."""
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: AdmissionLimits) -> None:
         self.settings = settings
         self.requests = 0
         self.tokens = 0

@@ -16,18 +16,16 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from tierstore.errors import TierStoreError, UsageError
 from tierstore.tiers.device import DeviceMemoryError
@@ -40,7 +38,7 @@ from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.server.admission import Admission, Place
 from tierstore_engine.server.chat import ChatTemplate
 from tierstore_engine.server.errors import ApiError, bad_request
-from tierstore_engine.server.http import Exchange, not_routed, require_key
+from tierstore_engine.server.http import Endpoint, Exchange, Handler, not_routed
 from tierstore_engine.server.metrics import ServerMetrics, Snapshot
 from tierstore_engine.server.requests import (
     ChatRequest,
@@ -183,15 +181,20 @@ class Server:
         pool = engine.connector.pool
         self._positions = min(self._config.max_positions, pool.num_pages * pool.spec.chunk_tokens)
         self._created = int(time.time())
+
+        def endpoint(name: str, handler: Handler, *, public: bool = False) -> Endpoint:
+            key = None if public else settings.api_key
+            return Endpoint(name, handler, self.metrics, api_key=key, error_of=_api_error)
+
         self.app = Starlette(
             routes=[
-                Route("/v1/completions", _Endpoint(self, "completions", self._completions), methods=["POST"]),
-                Route("/v1/chat/completions", _Endpoint(self, "chat", self._chat), methods=["POST"]),
-                Route("/tokenize", _Endpoint(self, "tokenize", self._tokenize), methods=["POST"]),
-                Route("/v1/models", _Endpoint(self, "models", self._models), methods=["GET"]),
-                Route("/v1/models/{name:path}", _Endpoint(self, "models", self._model), methods=["GET"]),
-                Route("/health", _Endpoint(self, "health", self._health, public=True), methods=["GET"]),
-                Route("/metrics", _Endpoint(self, "metrics", self._metrics, public=True), methods=["GET"]),
+                Route("/v1/completions", endpoint("completions", self._completions), methods=["POST"]),
+                Route("/v1/chat/completions", endpoint("chat", self._chat), methods=["POST"]),
+                Route("/tokenize", endpoint("tokenize", self._tokenize), methods=["POST"]),
+                Route("/v1/models", endpoint("models", self._models), methods=["GET"]),
+                Route("/v1/models/{name:path}", endpoint("models", self._model), methods=["GET"]),
+                Route("/health", endpoint("health", self._health, public=True), methods=["GET"]),
+                Route("/metrics", endpoint("metrics", self._metrics, public=True), methods=["GET"]),
             ],
             exception_handlers={HTTPException: not_routed},
         )
@@ -207,11 +210,6 @@ class Server:
     def close(self) -> None:
         """End the engine's thread; the engine is the caller's again."""
         self.engine.close()
-
-    def authorize(self, request: Request) -> None:
-        """Raises :class:`ApiError` (401) without the right key."""
-        if self.settings.api_key is not None:
-            require_key(request, self.settings.api_key)
 
     # -- small answers -------------------------------------------------------------------------------
 
@@ -460,32 +458,6 @@ class Server:
             watch.end()
             with contextlib.suppress(asyncio.CancelledError):
                 await listener
-
-
-Handler: TypeAlias = Callable[[Exchange], Awaitable[None]]
-
-
-class _Endpoint:
-    """An ASGI application for one route: every error is an answer, and every answer is counted."""
-
-    def __init__(self, server: Server, name: str, handler: Handler, *, public: bool = False) -> None:
-        self._server = server
-        self._name = name
-        self._handler = handler
-        self._public = public
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send)
-        try:
-            if not self._public:
-                self._server.authorize(exchange.request)
-            await self._handler(exchange)
-        except (ClientDisconnect, OSError):
-            self._server.metrics.hang_ups.inc()
-        except Exception as error:  # noqa: BLE001  # whatever it is, the client gets an answer
-            if not exchange.status:
-                await exchange.fail(_api_error(error))
-        self._server.metrics.requests.labels(self._name, str(exchange.status or 499)).inc()
 
 
 def _api_error(error: Exception) -> ApiError:

@@ -10,13 +10,14 @@ import hmac
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import TextIO
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Protocol, TextIO, TypeAlias
 
 import msgspec
 import uvicorn
+from prometheus_client import Counter
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -36,6 +37,7 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.request = Request(scope, receive)
         self.status = 0  # once it has been sent
+        self.ended = False  # once the last part has
         self._receive = receive
         self._send = send
         self._scope = scope
@@ -89,23 +91,73 @@ class Exchange:
         await self.reply(error.status, error.body, headers)
 
     async def send(self, response: Response) -> None:
-        self.status = response.status_code
+        self.status, self.ended = response.status_code, True
         await response(self._scope, self._receive, self._send)
 
+    async def start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Begin an answer of several parts; the names of headers in lower case."""
+        self.status = status
+        await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
+
+    async def part(self, data: bytes, *, more: bool) -> None:
+        """Send on; without ``more`` that was all."""
+        self.ended = not more
+        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
     async def start_events(self) -> None:
-        self.status = 200
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self.start(
+            200, [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        )
 
     async def event(self, document: Mapping[str, object] | None) -> None:
         if document is not None:
-            await self._part(b"data: " + msgspec.json.encode(document) + b"\n\n", more=True)
+            await self.part(b"data: " + msgspec.json.encode(document) + b"\n\n", more=True)
 
     async def end_events(self) -> None:
-        await self._part(b"data: [DONE]\n\n", more=False)
+        await self.part(b"data: [DONE]\n\n", more=False)
 
-    async def _part(self, data: bytes, *, more: bool) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+Handler: TypeAlias = Callable[[Exchange], Awaitable[None]]
+
+
+class Counts(Protocol):
+    """What is counted of exchanges: ``requests`` by endpoint and status."""
+
+    requests: Counter
+    hang_ups: Counter
+
+
+class Endpoint:
+    """An ASGI application for one route: every error is an answer, and every answer is counted. With
+    ``api_key`` requests must have it. ``error_of`` makes an answer of what ``handler`` raises."""
+
+    def __init__(
+        self,
+        name: str,
+        handler: Handler,
+        counts: Counts,
+        *,
+        api_key: str | None,
+        error_of: Callable[[Exception], ApiError],
+    ) -> None:
+        self._name = name
+        self._handler = handler
+        self._counts = counts
+        self._api_key = api_key
+        self._error_of = error_of
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send)
+        try:
+            if self._api_key is not None:
+                require_key(exchange.request, self._api_key)
+            await self._handler(exchange)
+        except (ClientDisconnect, OSError):
+            self._counts.hang_ups.inc()
+        except Exception as error:  # noqa: BLE001  # whatever it is, the client gets an answer
+            if not exchange.status:
+                await exchange.fail(self._error_of(error))
+        self._counts.requests.labels(self._name, str(exchange.status or 499)).inc()
 
 
 def require_key(request: Request, api_key: str) -> None:

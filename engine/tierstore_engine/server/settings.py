@@ -45,7 +45,7 @@ class ServerSettings:
             raise UsageError(f"port must lie between 0 (any free one) and 65535, not {self.port}")
         if self.api_key == "":
             raise UsageError("an api key must not be empty; leave it out to serve without one")
-        if self.api_key is None and not self.loopback:
+        if self.api_key is None and not is_loopback(self.host):
             raise UsageError(
                 f"{self.host} is reached from other machines: give an --api-key, or listen at 127.0.0.1"
             )
@@ -63,10 +63,10 @@ class ServerSettings:
                 f"handover_s must lie between 0 and {MOST_HANDOVER_S:g} seconds, not {self.handover_s:g}"
             )
 
-    @property
-    def loopback(self) -> bool:
-        """Whether only this machine reaches the server."""
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return self.host == "localhost"
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens there."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import httpx
 import openai
 import uvicorn
+from starlette.types import ASGIApp
 
 from tierstore_engine.engine import Engine, EngineStats
 from tierstore_engine.server.app import Server
@@ -20,13 +22,11 @@ from tierstore_engine.server.settings import ServerSettings
 WAIT_S = 60.0  # for what happens at once on a machine that is not busy
 
 
-class Live:
-    """A server that answers at ``url``."""
+class LiveApp:
+    """An application that answers at ``url``; ``opened`` makes it, on the thread that it is for."""
 
-    def __init__(self, engine: Engine, template: ChatTemplate | None, **settings: Any) -> None:
-        self.settings = ServerSettings(model_name="tiny", port=0, **settings)
-        self.own_engine = engine
-        self._template = template
+    def __init__(self, opened: Callable[[], AbstractAsyncContextManager[ASGIApp]]) -> None:
+        self._opened = opened
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._begun = threading.Event()
@@ -37,12 +37,34 @@ class Live:
         self.http = httpx.Client(base_url=self.url, timeout=WAIT_S)
 
     async def _main(self) -> None:
+        async with self._opened() as app:
+            config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
+            self._uvicorn = uvicorn.Server(config)
+            self._uvicorn.capture_signals = _no_signals  # type: ignore[method-assign]
+            self._begun.set()
+            await self._uvicorn.serve(sockets=[self._listener])
+
+    def close(self) -> None:
+        self.client.close()
+        self.http.close()
+        self._uvicorn.should_exit = True
+        self._thread.join(WAIT_S)
+        assert not self._thread.is_alive()
+
+
+class Live(LiveApp):
+    """A server over an engine."""
+
+    def __init__(self, engine: Engine, template: ChatTemplate | None, **settings: Any) -> None:
+        self.settings = ServerSettings(model_name="tiny", port=0, **settings)
+        self.own_engine = engine
+        self._template = template
+        super().__init__(self._serving)
+
+    @asynccontextmanager
+    async def _serving(self) -> AsyncIterator[ASGIApp]:
         self.server = Server(self.own_engine, self.settings, self._template)
-        config = uvicorn.Config(self.server.app, log_config=None, access_log=False, lifespan="off")
-        self._uvicorn = uvicorn.Server(config)
-        self._uvicorn.capture_signals = _no_signals  # type: ignore[method-assign]
-        self._begun.set()
-        await self._uvicorn.serve(sockets=[self._listener])
+        yield self.server.app
         self.server.close()
 
     def stats(self) -> EngineStats:
@@ -61,13 +83,6 @@ class Live:
 
     def wait_until_idle(self) -> None:
         wait_for(self.idle)
-
-    def close(self) -> None:
-        self.client.close()
-        self.http.close()
-        self._uvicorn.should_exit = True
-        self._thread.join(WAIT_S)
-        assert not self._thread.is_alive()
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

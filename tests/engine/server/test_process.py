@@ -2,59 +2,23 @@
 
 from __future__ import annotations
 
-import re
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("openai", reason="needs pip install -e '.[dev]'")
 pytest.importorskip("uvicorn")
 
-import httpx
 import openai
 
 from .live import WAIT_S, wait_for
+from .processes import Process
 
 Run = Callable[..., tuple[int, str, str]]
-
-MAIN = [sys.executable, "-c", "from tierstore_engine.cli import main; main()"]
-MESSAGES: list[Any] = [{"role": "user", "content": "What is a page? " * 20}]
-
-
-class Process:
-    """A server of its own, and a client for it."""
-
-    def __init__(self, *options: str) -> None:
-        command = [*MAIN, "serve", "--model", "tiny", "--device", "cpu", "--port", "0", *options]
-        self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        assert self.popen.stderr is not None
-        self.first = self.popen.stderr.readline()
-        [url] = re.findall(r"http://\S+", self.first)
-        self.client = openai.OpenAI(base_url=url, api_key="key", max_retries=0, timeout=WAIT_S)
-        self.http = httpx.Client(base_url=url.removesuffix("/v1"), timeout=WAIT_S)
-
-    def cached(self) -> int:
-        """Tokens of the same chat that came out of the cache."""
-        answer = self.client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=4)
-        assert answer.usage is not None
-        assert answer.usage.prompt_tokens_details is not None
-        return answer.usage.prompt_tokens_details.cached_tokens or 0
-
-    def metric(self, name: str) -> float:
-        lines = self.http.get("/metrics").text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"tierstore_engine_{name}"))
-
-    def end(self, number: int) -> tuple[int, str]:
-        """Its exit code, and the rest of what it said."""
-        self.popen.send_signal(number)
-        said = self.popen.communicate(timeout=WAIT_S)[1]
-        return self.popen.returncode, said
 
 
 @pytest.fixture
@@ -67,11 +31,7 @@ def process() -> Iterator[Callable[..., Process]]:
 
     yield start
     for each in started:
-        each.client.close()
-        each.http.close()
-        if each.popen.poll() is None:
-            each.popen.kill()
-        each.popen.communicate()
+        each.close()
 
 
 def test_the_cache_outlives_kill_9(process: Callable[..., Process], tmp_path: Path) -> None:

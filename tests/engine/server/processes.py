@@ -1,0 +1,69 @@
+"""``tierstore-engine serve`` and its like, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import httpx
+import openai
+
+from .live import WAIT_S
+
+MESSAGES: list[Any] = [{"role": "user", "content": "What is a page? " * 20}]
+
+
+class ServerProcess:
+    """A program that says on its first line where it serves, and a client for it."""
+
+    def __init__(self, main: str, *options: str) -> None:
+        command = [sys.executable, "-c", f"from {main} import main; main()", *options]
+        # These models are so small that a second thread only costs.
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        assert self.popen.stderr is not None
+        self.first = self.popen.stderr.readline()
+        [url] = re.findall(r"http://\S+", self.first)
+        self.url = url.removesuffix("/v1")
+        self.client = openai.OpenAI(base_url=url, api_key="key", max_retries=0, timeout=WAIT_S)
+        self.http = httpx.Client(base_url=self.url, timeout=WAIT_S)
+
+    def metric(self, name: str) -> float:
+        """The sum of all lines that begin so."""
+        lines = self.http.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+    def end(self, number: int) -> tuple[int, str]:
+        """Its exit code, and the rest of what it said."""
+        self.popen.send_signal(number)
+        said = self.popen.communicate(timeout=WAIT_S)[1]
+        return self.popen.returncode, said
+
+    def close(self) -> None:
+        """Kill it, if it has not ended."""
+        self.client.close()
+        self.http.close()
+        if self.popen.poll() is None:
+            self.popen.kill()
+        self.popen.communicate()
+
+
+class Process(ServerProcess):
+    """An engine's server."""
+
+    def __init__(self, *options: str) -> None:
+        common = ("serve", "--model", "tiny", "--device", "cpu", "--port", "0")
+        super().__init__("tierstore_engine.cli", *common, *options)
+
+    def cached(self) -> int:
+        """Tokens of the same chat that came out of the cache."""
+        answer = self.client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=4)
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+    def metric(self, name: str) -> float:
+        return super().metric(f"tierstore_engine_{name}")

@@ -1,0 +1,381 @@
+"""The proxy's own HTTP: from a client's request to a decode engine's answer, and everything on the way.
+
+::
+
+    place ─ body ─ token ids? ─ who holds it? ─ prefill, if that is worth it ─ decode ─ bytes as they come
+    429/503 413/408/400                          late, failed: without it       503
+
+A task listens for the client's end all the time. When it hangs up, or its time is over, what is under way at
+an engine is cancelled by closing the connection, which is how engines learn of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+import uuid
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+import msgspec
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from tierstore_engine.server.admission import Admission
+from tierstore_engine.server.errors import ApiError
+from tierstore_engine.server.http import JSON, Endpoint, Exchange, Handler, not_routed
+from tierstore_proxy.choice import rank_decode, rank_prefill, worth_handing_over
+from tierstore_proxy.metrics import ProxyMetrics, Way
+from tierstore_proxy.prompts import Api, Asked, Prompt, token_ids
+from tierstore_proxy.residency import DaemonLookups, PromptLookups, Residency, Selector, read_bounded
+from tierstore_proxy.settings import ProxySettings
+from tierstore_proxy.upstream import Upstream, UpstreamError, watch
+
+_REQUEST_ID = "x-request-id"
+# What an engine may want to know of a client. Anything else a client sends is between it and the proxy.
+_UPWARDS = ("accept", "authorization", "traceparent", "tracestate", "x-session-id")
+# What is between an engine and the proxy, or said by the proxy itself.
+_NOT_DOWNWARDS = {
+    *("connection", "keep-alive", "proxy-authenticate", "proxy-connection", "te", "trailer"),
+    *("transfer-encoding", "upgrade", "date", "server", _REQUEST_ID),
+}
+_MOST_PREFILL_BYTES = 4 << 20  # of the answer of a prefill: one token, and what was asked about it
+_MOST_TOKENIZED_BYTES = 64 << 20
+_NOT_TOKENIZED_S = 60.0  # an engine that has no /tokenize is asked again
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Prefilled:
+    """What came of a prefill: ``params`` for the decode engine, or none."""
+
+    way: Way
+    params: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class _Question:
+    """A request for an engine; ``tokens`` are its prompt's."""
+
+    method: str
+    path: str
+    body: bytes | None
+    headers: Mapping[str, str]
+    tokens: int = 0
+
+
+class Proxy:
+    """The API over the engines of ``settings``. On one event loop, from :meth:`start` to :meth:`close`."""
+
+    def __init__(self, settings: ProxySettings) -> None:
+        self.settings = settings
+        self.admission = Admission(settings)
+        self._prefill = [Upstream(url, "prefill") for url in settings.prefill]
+        self._decode = [Upstream(url, "decode") for url in settings.decode]
+        self.metrics = ProxyMetrics([*self._prefill, *self._decode])
+        self._residency = Residency(
+            len(self._decode),
+            [
+                DaemonLookups(PromptLookups(url, settings.identity, *settings.key_files))
+                for url in settings.daemon
+            ],
+            Selector(settings.selector, settings.decode) if settings.selector else None,
+            look_s=settings.look_s,
+        )
+        self._turn = 0
+        self._tokenize_at = 0.0
+        self._watching: asyncio.Task[None] | None = None
+
+        def endpoint(name: str, handler: Handler, *, public: bool = False) -> Endpoint:
+            key = None if public else settings.api_key
+            return Endpoint(name, handler, self.metrics, api_key=key, error_of=_api_error)
+
+        self.app = Starlette(
+            routes=[
+                Route(Api.COMPLETIONS.value, endpoint("completions", self._completions), methods=["POST"]),
+                Route(Api.CHAT.value, endpoint("chat", self._chat), methods=["POST"]),
+                Route("/v1/models", endpoint("models", self._models), methods=["GET"]),
+                Route("/v1/models/{name:path}", endpoint("models", self._models), methods=["GET"]),
+                Route("/health", endpoint("health", self._health, public=True), methods=["GET"]),
+                Route("/metrics", endpoint("metrics", self._metrics, public=True), methods=["GET"]),
+            ],
+            exception_handlers={HTTPException: not_routed},
+        )
+
+    def start(self) -> None:
+        """Begin to watch the engines."""
+        self._watching = asyncio.create_task(watch([*self._prefill, *self._decode]))
+
+    async def drain(self) -> None:
+        """Answer 503 from now on, and wait for what is under way."""
+        if not await self.admission.drain(self.settings.drain_s):
+            _log.warning("requests were cut off: drain_s (%g) was not enough", self.settings.drain_s)
+
+    async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watching
+        await self._residency.close()
+        for engine in (*self._prefill, *self._decode):
+            await engine.close()
+
+    # -- small answers -------------------------------------------------------------------------------
+
+    async def _health(self, exchange: Exchange) -> None:
+        engines = [*self._prefill, *self._decode]
+        if self.admission.draining:
+            status = "draining"
+        elif all(engine.problem for engine in self._decode):
+            status = "down"
+        else:
+            status = "degraded" if any(engine.problem for engine in engines) else "ok"
+        document = {
+            "status": status,
+            "engines": [
+                {
+                    "url": engine.url,
+                    "role": engine.role,
+                    "up": not engine.problem,
+                    "problem": engine.problem,
+                    "requests": engine.requests,
+                    "queued_tokens": engine.tokens,
+                }
+                for engine in engines
+            ],
+            "lookups": self._residency.problems,
+        }
+        await exchange.reply(200 if status in ("ok", "degraded") else 503, document)
+
+    async def _metrics(self, exchange: Exchange) -> None:
+        await exchange.send(Response(self.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST}))
+
+    async def _models(self, exchange: Exchange) -> None:
+        with self.admission.place():
+            headers = _upwards(exchange.request)
+            path = exchange.request.url.path
+            ranked = rank_decode([engine.load for engine in self._decode], [0] * len(self._decode), 0)
+            await self._bound(
+                exchange, self._first_that_answers(exchange, ranked, _Question("GET", path, None, headers))
+            )
+
+    # -- completions ---------------------------------------------------------------------------------
+
+    async def _completions(self, exchange: Exchange) -> None:
+        await self._generate(exchange, Api.COMPLETIONS)
+
+    async def _chat(self, exchange: Exchange) -> None:
+        await self._generate(exchange, Api.CHAT)
+
+    async def _generate(self, exchange: Exchange, api: Api) -> None:
+        with self.admission.place() as place:
+            asked = Asked.parse(api, await exchange.body(self.settings.max_body_bytes))
+            place.take(asked.prompt.length if asked.prompt is not None else 0)
+            await self._bound(exchange, self._answer(exchange, asked))
+            self.metrics.request_s.observe(exchange.seconds)
+
+    async def _bound(self, exchange: Exchange, work: Awaitable[object]) -> None:
+        """Do ``work`` as long as the client is there, and no longer than a request may take. Raises
+        :class:`ApiError` (504), and :class:`ClientDisconnect`."""
+        working = asyncio.ensure_future(work)
+        listening = asyncio.ensure_future(exchange.hang_up())
+        try:
+            await asyncio.wait(
+                (working, listening),
+                timeout=self.settings.request_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if working.done() or exchange.ended:  # a client that has all may leave
+                await working
+            elif listening.done():
+                raise ClientDisconnect
+            else:
+                raise ApiError(504, f"this took longer than the {self.settings.request_s:g} s of one request")
+        finally:
+            for task in (working, listening):
+                task.cancel()
+            await asyncio.gather(working, listening, return_exceptions=True)
+
+    async def _answer(self, exchange: Exchange, asked: Asked) -> None:
+        headers = _upwards(exchange.request)
+        prompt = await self._with_tokens(asked, headers)
+        tokens, held = 0, [0] * len(self._decode)
+        if prompt is not None:
+            tokens, held = prompt.length, await self._residency.held(prompt, asked.model)
+        self._turn += 1
+        ranked = rank_decode([engine.load for engine in self._decode], held, tokens, self._turn)
+        self.metrics.prompt_tokens.inc(tokens)
+        self.metrics.held_tokens.inc(held[ranked[0]])
+        with self._decode[ranked[0]].under_way(tokens):  # it is going to be, and others should know
+            prefilled = await self._prefilled(asked, prompt, held[ranked[0]], headers)
+        self.metrics.went(prefilled.way)
+        question = _Question("POST", asked.api.value, asked.decode_body(prefilled.params), headers, tokens)
+        at = await self._first_that_answers(exchange, ranked, question)
+        if prompt is not None:
+            self._residency.note(prompt, at)
+
+    async def _with_tokens(self, asked: Asked, headers: Mapping[str, str]) -> Prompt | None:
+        """The prompt with its token ids, if somebody can say them who wants to."""
+        prompt = asked.prompt
+        wanted = self._residency.wants_tokens and time.monotonic() >= self._tokenize_at
+        if prompt is None or prompt.tokens is not None or not wanted:
+            return prompt
+        [at, *_] = rank_decode([engine.load for engine in self._decode], [0] * len(self._decode), 0)
+        try:
+            tokens = await asyncio.wait_for(
+                self._tokenized(self._decode[at], asked, headers), self.settings.look_s
+            )
+        except (asyncio.TimeoutError, UpstreamError, ValueError, msgspec.MsgspecError):
+            tokens = None
+        if tokens is None:
+            self.metrics.untokenized.inc()
+            return prompt
+        return replace(prompt, tokens=token_ids(tokens))
+
+    async def _tokenized(self, engine: Upstream, asked: Asked, headers: Mapping[str, str]) -> object:
+        async with engine.ask("POST", "/tokenize", asked.tokenize_body, headers) as answer:
+            if answer.status_code in (404, 405):
+                self._tokenize_at = time.monotonic() + _NOT_TOKENIZED_S
+            if answer.status_code != 200:
+                return None
+            document = msgspec.json.decode(await read_bounded(answer, _MOST_TOKENIZED_BYTES))
+        return document.get("tokens") if isinstance(document, dict) else None
+
+    # -- prefill -------------------------------------------------------------------------------------
+
+    async def _prefilled(
+        self, asked: Asked, prompt: Prompt | None, held: int, headers: Mapping[str, str]
+    ) -> _Prefilled:
+        """Have a prompt computed, if that is worth it. Whatever goes wrong, decode goes on without."""
+        if not self._prefill or prompt is None:
+            return _Prefilled(Way.UNSUITED if prompt is None else Way.NO_PREFILL)
+        if not worth_handing_over(prompt.length, held, self.settings.min_prefill_tokens):
+            return _Prefilled(Way.HELD)
+        begun = time.monotonic()
+        try:
+            found = await asyncio.wait_for(
+                self._ask_prefill(asked.prefill_body, asked.api.value, prompt.length, headers),
+                self.settings.prefill_s,
+            )
+        except asyncio.TimeoutError:
+            return _Prefilled(Way.LATE)
+        except (UpstreamError, ValueError, msgspec.MsgspecError) as error:
+            _log.warning("a prompt is computed where it is continued: %s", error)
+            return _Prefilled(Way.FAILED)
+        if found.way is Way.HANDED_OVER:
+            self.metrics.prefill_s.observe(time.monotonic() - begun)
+        return found
+
+    async def _ask_prefill(
+        self, body: bytes, path: str, tokens: int, headers: Mapping[str, str]
+    ) -> _Prefilled:
+        """The engine with the shortest queue, or the next one where that cannot be reached, or ends."""
+        way = Way.NO_PREFILL
+        for at in rank_prefill([engine.load for engine in self._prefill], self._turn):
+            engine = self._prefill[at]
+            try:
+                with engine.under_way(tokens):
+                    async with engine.ask("POST", path, body, headers) as answer:
+                        if answer.status_code == 503:
+                            way = Way.REFUSED
+                            continue
+                        if answer.status_code != 200:
+                            return _Prefilled(Way.REFUSED)  # the decode engine says why, or does better
+                        document = msgspec.json.decode(await read_bounded(answer, _MOST_PREFILL_BYTES))
+            except UpstreamError as error:
+                if error.sent:
+                    raise
+                continue
+            params = document.get("kv_transfer_params") if isinstance(document, dict) else None
+            return _Prefilled(Way.HANDED_OVER, params if isinstance(params, dict) else None)
+        return _Prefilled(way)
+
+    # -- decode --------------------------------------------------------------------------------------
+
+    async def _first_that_answers(
+        self, exchange: Exchange, ranked: Sequence[int], question: _Question
+    ) -> int:
+        """Pass the answer of the first engine through that gives one: which it was. Another one is asked
+        where one cannot be reached or is about to end, and once where one ended before it began to answer
+        (once: what it was asked may be why). Raises :class:`ApiError` (503)."""
+        problems: list[str] = []
+        broken = 0
+        for at in ranked:
+            engine = self._decode[at]
+            if problems:
+                self.metrics.retried.inc()
+            try:
+                with engine.under_way(question.tokens):
+                    async with engine.ask(
+                        question.method, question.path, question.body, question.headers
+                    ) as answer:
+                        if answer.status_code != 503 or at == ranked[-1]:
+                            await self._pass_through(exchange, answer, question.headers[_REQUEST_ID])
+                            return at
+                        problems.append(f"{engine.url} answers 503")
+            except UpstreamError as error:
+                if exchange.status:
+                    self.metrics.cut_off.inc()
+                    raise
+                problems.append(str(error))
+                broken += error.sent
+                if broken > 1:
+                    break
+        raise ApiError(503, f"no decode engine answers: {'; '.join(problems)}", retry_after_s=1)
+
+    async def _pass_through(self, exchange: Exchange, answer: httpx.Response, request_id: str) -> None:
+        """Raises :class:`UpstreamError` where it ends too early, or does not end; the client's connection is
+        closed then, in the midst of the answer."""
+        await exchange.start(answer.status_code, _downwards(answer, request_id))
+        total, most = 0, self.settings.max_answer_bytes
+        async for part in answer.aiter_raw():
+            if not total:
+                self.metrics.first_byte_s.observe(exchange.seconds)
+            total += len(part)
+            if total > most:
+                raise UpstreamError(f"{answer.url} answers with more than {most} bytes", sent=True)
+            await exchange.part(part, more=True)
+        await exchange.part(b"", more=False)
+
+
+def _upwards(request: Request) -> dict[str, str]:
+    """The headers for an engine. One request has one id on all of its ways."""
+    headers = {name: request.headers[name] for name in _UPWARDS if name in request.headers}
+    given = request.headers.get(_REQUEST_ID, "")
+    return {
+        **headers,
+        _REQUEST_ID: given if re.fullmatch(r"[\w.:-]{1,128}", given, re.ASCII) else uuid.uuid4().hex,
+        "content-type": JSON,
+        "accept-encoding": "identity",
+        "user-agent": "tierstore-proxy",
+    }
+
+
+def _downwards(answer: httpx.Response, request_id: str) -> list[tuple[bytes, bytes]]:
+    """The headers for a client."""
+    dropped = _NOT_DOWNWARDS | {
+        name.strip() for name in answer.headers.get("connection", "").lower().split(",")
+    }
+    lowered = [(name.lower(), value) for name, value in answer.headers.raw]
+    kept = [(name, value) for name, value in lowered if name.decode("latin-1") not in dropped]
+    return [*kept, (_REQUEST_ID.encode(), request_id.encode())]
+
+
+def _api_error(error: Exception) -> ApiError:
+    match error:
+        case ApiError():
+            return error
+        case UpstreamError():
+            return ApiError(502, str(error))
+    _log.error("a request failed", exc_info=error)
+    return ApiError(500, "the proxy made a mistake; its log says more")

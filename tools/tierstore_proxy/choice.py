@@ -1,0 +1,56 @@
+"""Where a request goes: decisions over numbers, without I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What an engine is asked for at the moment by this proxy. ``tokens`` are the prompt tokens of its
+    requests; ``up`` is False while it does not answer."""
+
+    requests: int
+    tokens: int
+    up: bool = True
+
+
+def rank_prefill(loads: Sequence[Load], turn: int = 0) -> list[int]:
+    """The engines that are up, the shortest queue first. Equals take turns, by ``turn``.
+
+    >>> rank_prefill([Load(2, 900), Load(1, 4000), Load(0, 0, up=False)])
+    [0, 1]
+    """
+    return _ranked(loads, [load.tokens for load in loads], turn)
+
+
+def rank_decode(loads: Sequence[Load], held: Sequence[int], tokens: int, turn: int = 0) -> list[int]:
+    """The engines for a prompt of ``tokens`` tokens, of which they hold ``held``, the best first: the one
+    with the least to do, which is the tokens that it does not hold and those of the requests it has. Where
+    all are down it is all of them: asking is the way to find out.
+
+    >>> rank_decode([Load(3, 9000), Load(1, 2000)], [8000, 0], 8000)
+    [0, 1]
+    >>> rank_decode([Load(3, 11000), Load(1, 2000)], [8000, 0], 8000)
+    [1, 0]
+    """
+    if not any(load.up for load in loads):
+        loads = [Load(load.requests, load.tokens) for load in loads]
+    costs = [load.tokens + max(tokens - there, 0) for load, there in zip(loads, held, strict=True)]
+    return _ranked(loads, costs, turn)
+
+
+def worth_handing_over(tokens: int, held: int, least: int) -> bool:
+    """Whether a prompt is computed elsewhere: not for fewer than ``least`` tokens.
+
+    >>> worth_handing_over(4000, 0, 128), worth_handing_over(4000, 3900, 128)
+    (True, False)
+    """
+    return tokens - held >= least
+
+
+def _ranked(loads: Sequence[Load], costs: Sequence[int], turn: int) -> list[int]:
+    count = len(loads)
+    up = [index for index in range(count) if loads[index].up]
+    return sorted(up, key=lambda index: (costs[index], loads[index].requests, (index - turn) % count))

@@ -1,0 +1,140 @@
+"""What a client asks, as far as its way depends on it, and what becomes of it on that way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tierstore_engine.server.errors import bad_request
+
+# As vLLM's own proxies ask a prefill engine: it is to compute for somebody else, and nobody computed for it.
+_FOR_DECODE: Mapping[str, object] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+_HINTS = "tierstore"
+_BYTES_PER_TOKEN = 4  # of text, about
+
+
+_TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFFFF)]
+
+
+class Api(Enum):
+    """By its path."""
+
+    COMPLETIONS = "/v1/completions"
+    CHAT = "/v1/chat/completions"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt. ``tokens`` are its ids (uint32), where they are known; ``text`` stands for it otherwise:
+    what two prompts have in common at their beginnings they have there, too."""
+
+    tokens: npt.NDArray[np.uint32] | None
+    text: bytes
+
+    @property
+    def length(self) -> int:
+        """In tokens; a guess where they are not known."""
+        return len(self.tokens) if self.tokens is not None else -(-len(self.text) // _BYTES_PER_TOKEN)
+
+    @property
+    def content(self) -> bytes:
+        """Four bytes for a token, about."""
+        return self.tokens.tobytes() if self.tokens is not None else self.text
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request for a completion. ``body`` is what came; ``prompt`` is None for several at once, or for one
+    that only an engine understands."""
+
+    api: Api
+    body: bytes
+    fields: Mapping[str, Any]
+    prompt: Prompt | None
+
+    @classmethod
+    def parse(cls, api: Api, body: bytes) -> Asked:
+        """Raises :class:`~tierstore_engine.server.errors.ApiError` (400) for what is no JSON object. Anything
+        else that may be wrong with it the engine says itself."""
+        try:
+            fields = msgspec.json.decode(body)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise bad_request(f"the body is not JSON: {error}") from None
+        if not isinstance(fields, dict):
+            raise bad_request("the body must be a JSON object")
+        return cls(api, body, fields, _prompt(api, fields))
+
+    @property
+    def model(self) -> str:
+        model = self.fields.get("model")
+        return model if isinstance(model, str) else ""
+
+    @property
+    def tokenize_body(self) -> bytes:
+        """The question for its token ids, as vLLM takes it."""
+        names = ("model", "prompt", "messages", "chat_template_kwargs")
+        return msgspec.json.encode({name: self.fields[name] for name in names if name in self.fields})
+
+    @property
+    def prefill_body(self) -> bytes:
+        """The same request for one token, which somebody else is going to continue."""
+        dropped = ("stream_options", "min_tokens", "best_of")
+        fields = {name: value for name, value in self.fields.items() if name not in dropped}
+        fields |= {"stream": False, "max_tokens": 1}
+        fields |= {name: 1 for name in ("max_completion_tokens", "n") if fields.get(name) is not None}
+        fields["kv_transfer_params"] = {**self._hints, **_FOR_DECODE}
+        return msgspec.json.encode(fields)
+
+    def decode_body(self, params: Mapping[str, Any] | None) -> bytes:
+        """The request as it came, with what a prefill engine answered as ``kv_transfer_params``."""
+        if params is None:
+            return self.body
+        mine, theirs = self._hints.get(_HINTS), params.get(_HINTS)
+        both = {_HINTS: {**mine, **theirs}} if isinstance(mine, dict) and isinstance(theirs, dict) else {}
+        return msgspec.json.encode({**self.fields, "kv_transfer_params": {**self._hints, **params, **both}})
+
+    @property
+    def _hints(self) -> dict[str, Any]:
+        """What the client itself says to the store's policy."""
+        given = self.fields.get("kv_transfer_params")
+        hints = given.get(_HINTS) if isinstance(given, dict) else None
+        return {_HINTS: hints} if hints is not None else {}
+
+
+def _prompt(api: Api, fields: Mapping[str, Any]) -> Prompt | None:
+    if api is Api.CHAT:
+        messages = fields.get("messages")
+        # Without the closing bracket: a conversation that goes on begins like itself.
+        return Prompt(None, msgspec.json.encode(messages)[:-1]) if isinstance(messages, list) else None
+    prompt = fields.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list | str):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return Prompt(None, prompt.encode(errors="surrogatepass"))
+    tokens = token_ids(prompt)
+    return Prompt(tokens, b"") if tokens is not None else None
+
+
+def token_ids(value: object) -> npt.NDArray[np.uint32] | None:
+    """A list of token ids as an array; None for anything else.
+
+    >>> token_ids([1, 2]), token_ids([1, "a"])
+    (array([1, 2], dtype=uint32), None)
+    """
+    try:
+        return np.array(msgspec.convert(value, list[_TokenId]), dtype=np.uint32) if value else None
+    except msgspec.ValidationError:
+        return None
