@@ -273,9 +273,6 @@ class GroupedStore:
         self._identities = [store.identity for store in stores]
         self._chains = [group for group, rule in enumerate(self.rules) if rule.past is Past.ALL]
         self._loose = [group for group, rule in enumerate(self.rules) if rule.past is not Past.ALL]
-        # How far before its end the pages of a hit may lie.
-        reach = (self.rules[group].tokens for group in self._loose)
-        self._reach = max(reach, default=0) + spec.chunk_tokens
         self.clock = self.stores[0].clock
         self.planner = self.stores[0].planner
         for store in self.stores:
@@ -352,8 +349,8 @@ class GroupedStore:
         those that were found, by group."""
         chunk_tokens = self.spec.chunk_tokens
         low, step, longest = length // chunk_tokens, _SCANNED, 0
-        # A longer hit than the longest would need pages from here on only.
-        while low and longest - self._reach < low * chunk_tokens:
+        # What a longer hit needs begins no earlier, so one that is found behind ``low`` is the longest.
+        while low and longest < max(low * chunk_tokens, 1):
             chunks = range(max(low - step, 0), low)
             low, step = chunks.start, 2 * step
             parts = self._look(prompt, dict.fromkeys(self._loose, chunks))

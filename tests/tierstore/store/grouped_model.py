@@ -128,8 +128,9 @@ class Engine:
                 request = store._request(prompt.chain(group)).cut((chunk + 1) * CHUNK)
             else:
                 request = store._request(prompt.named(group, [chunk]))
+            view = store.backend._view(request)
             with state.lock:
-                below = store.backend._view(request).pages_in_tree(state)
+                below = view.pages_in_tree(state)
             with store._hbm.lock:
                 root = store._hbm.root(request.identity)
                 tree = store._hbm.index.tree
@@ -138,12 +139,14 @@ class Engine:
             found[chunk] = [pages[-1] for pages in (here, list(below)) if len(pages) == count]
         return found
 
-    def held(self, group, tokens, chunks) -> set[int]:
-        """Which chunks some tier has."""
-        found = self.pages(group, tokens, chunks)
-        return {
-            chunk for chunk, pages in found.items() if any(page.ready_tier() is not None for page in pages)
-        }
+    def held(self, group, tokens, chunks) -> dict[int, Tier]:
+        """The fastest tier of each chunk that some tier has."""
+        held: dict[int, Tier] = {}
+        for chunk, pages in self.pages(group, tokens, chunks).items():
+            tiers = [tier for page in pages if (tier := page.ready_tier()) is not None]
+            if tiers:
+                held[chunk] = min(tiers)
+        return held
 
     def forget(self, group, tokens, chunks, tiers=tuple(Tier)) -> None:
         """Have these pages leave tiers, as far as they may."""

@@ -1,0 +1,131 @@
+"""Any layer groups, saved, evicted and looked up in any order: hits are as long as the rule allows for what
+is held, no longer, and bring what they need and nothing else. Compared with all that was ever saved, and with
+a search that tries every length."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.tierstore.store import grouped_model as model
+from tests.tierstore.store.grouped_model import CHUNK, Engine
+from tierstore.index import Tier
+from tierstore.spec import KVSpec
+from tierstore.store import grouped
+
+LENGTH = 10 * CHUNK + 5
+CHUNKS = LENGTH // CHUNK
+TIERS = list(Tier)
+
+chains = st.sampled_from([(model.FULL,), (model.LATENT,), (model.FULL, model.LATENT)])
+others = st.lists(
+    st.one_of(
+        st.integers(2, 80).map(lambda window: replace(model.WINDOW, window=window)),
+        st.sampled_from([16, 32, 48, 50]).map(lambda window: replace(model.CHUNKED, window=window)),
+        st.just(model.STATE),
+    ),
+    min_size=1,
+    max_size=3,
+    unique_by=lambda group: group.kind,
+)
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("chain"), st.integers(0, 3), st.integers(0, 7), st.integers(1, CHUNKS + 1)),
+        st.tuples(st.just("point"), st.integers(0, 3), st.integers(1, CHUNKS), st.just(0)),
+        st.tuples(st.just("some"), st.integers(0, 3), st.integers(0, 7), st.integers(0, CHUNKS - 1)),
+        st.tuples(st.just("forget"), st.integers(0, 3), st.integers(0, 7), st.integers(0, CHUNKS - 1)),
+        st.tuples(st.just("evict"), st.sampled_from(TIERS), st.integers(0, 7), st.integers(1, 12)),
+        st.tuples(st.just("flush"), st.just(0), st.just(0), st.just(0)),
+        st.tuples(st.just("look"), st.integers(0, 3), st.integers(0, LENGTH), st.booleans()),
+    ),
+    min_size=4,
+    max_size=30,
+)
+
+
+def prompts(parts):
+    """Four prompts that share the first one's beginning, up to ``parts``."""
+    first = list(range(1000, 1000 + LENGTH))
+    return [first, *([*first[:at], *range(at, LENGTH)] for at in parts)]
+
+
+def longest(engine, tokens, limit):
+    """(hit, chunks that all chains have), by trying every length on what the tiers hold."""
+    chunks = range(len(tokens) // CHUNK)
+    held = {group: engine.held(group, tokens, chunks) for group in [*engine.chains, *engine.loose]}
+    runs = [next((c for c in chunks if c not in held[group]), len(chunks)) for group in engine.chains]
+    whole = min([*runs, limit // CHUNK])
+    for count in range(whole, 0, -1):
+        needed = {group: set(engine.rules[group].pages(count * CHUNK, CHUNK)) for group in engine.loose}
+        if all(held[group].keys() >= pages for group, pages in needed.items()):
+            return count * CHUNK, whole, held
+    return 0, whole, held
+
+
+def look(engine, tokens, limit, saved, *, load):
+    expected, whole, held = longest(engine, tokens, limit)
+    for group, there in held.items():
+        assert all(model.content(group, tokens, chunk, 8) in saved[group] for chunk in there)
+    slowest = [
+        max(there[at] for group, there in held.items() if at in engine.rules[group].pages(expected, CHUNK))
+        for at in range(expected // CHUNK)
+    ]
+    hit = engine.lookup(tokens, max_tokens=limit)
+    assert hit.tokens == expected
+    assert hit.by_tier == {tier.label: slowest.count(tier) * CHUNK for tier in TIERS if tier in slowest}
+    assert hit.branch // CHUNK == whole
+    assert hit.tokens <= hit.branch <= limit
+    if not load:
+        hit.release()
+        return
+    loaded = engine.store.load(hit).wait(30)
+    assert loaded.tokens == expected
+    for group, part in enumerate(loaded.groups):
+        wanted = engine.rules[group].pages(expected, CHUNK)
+        assert len(part.pages) == len(wanted)
+        assert not wanted or part.first == wanted.start
+    engine.verify(tokens, loaded)
+    engine.release(loaded)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(chains, others, st.tuples(*[st.integers(0, LENGTH - 1)] * 3), steps)
+def test_any_order_of_things(tmp_path_factory, monkeypatch, chains, others, parts, steps):
+    monkeypatch.setattr(grouped, "_SCANNED", 1)  # as a long prompt is scanned: in several steps
+    spec = KVSpec((*chains, *others), "float32", CHUNK)
+    tokens = prompts(parts)
+    saved = [set() for _ in spec.groups]
+    with Engine(spec, tmp_path_factory.mktemp("any")) as engine:
+
+        def note(group, which, chunks):
+            saved[group].update(model.content(group, tokens[which], chunk, 8) for chunk in chunks)
+
+        for what, which, number, count in steps:
+            group = number % len(spec.groups)
+            if what == "chain":
+                group = engine.chains[number % len(engine.chains)]
+                engine.save(group, tokens[which], range(count))
+                note(group, which, range(min(count, CHUNKS)))
+            elif what == "point":
+                for loose in engine.loose:
+                    chunks = engine.rules[loose].pages(number * CHUNK, CHUNK)
+                    engine.save(loose, tokens[which], chunks)
+                    note(loose, which, chunks)
+            elif what == "some":
+                group = engine.loose[number % len(engine.loose)]
+                chunks = range(count, min(count + 3, CHUNKS))
+                engine.save(group, tokens[which], chunks)
+                note(group, which, chunks)
+            elif what == "forget":
+                engine.forget(group, tokens[which], [count], [TIERS[number % 3]])
+            elif what == "evict":
+                engine.store.stores[group].evict(which.label, count)
+            elif what == "flush":
+                assert engine.store.flush(30)
+            else:
+                look(engine, tokens[which], number, saved, load=count)
+        for each in tokens:
+            look(engine, each, LENGTH, saved, load=True)
+        engine.check()
