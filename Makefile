@@ -17,7 +17,7 @@ SGLANG_VENV ?= .venv-sglang
 SGLANG_BIN  := $(SGLANG_VENV)/bin
 CLUSTER_VENV ?= .venv-cluster
 CLUSTER_BIN  := $(CLUSTER_VENV)/bin
-NATIVE := hatch_build.py tierstore/native/pages.c
+NATIVE := hatch_build.py tierstore/native/pages.c tierstore/native/codec.c
 
 .PHONY: bench test lint types docs suite soak test-vllm soak-vllm test-sglang test-cluster gpu-check gpu-check-here clean
 

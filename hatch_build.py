@@ -1,6 +1,6 @@
-"""Builds the optional compiled part (tierstore/native/pages.c) into whatever is installed.
+"""Builds the optional compiled parts (tierstore/native/*.c) into whatever is installed.
 
-Where there is no C compiler, or it fails, tierstore is installed without it: it does the same, slower, and
+Where there is no C compiler, or it fails, tierstore is installed without them: it does the same, slower, and
 ``tierstore doctor`` says so.
 """
 
@@ -23,13 +23,16 @@ class NativeHook(BuildHookInterface):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         folder = Path(self.root, "tierstore", "native")
-        library = folder / "_pages.so"
-        problem = _compile(folder / "pages.c", library)
-        if problem is not None:
-            library.unlink(missing_ok=True)  # an older one would not be what pages.c says
-            self.app.display_warning(f"tierstore is built without its compiled part: {problem}")
+        for name in ("pages", "codec"):
+            library = folder / f"_{name}.so"
+            problem = _compile(folder / f"{name}.c", library)
+            if problem is not None:
+                library.unlink(missing_ok=True)  # an older one would not be what the source says
+                self.app.display_warning(f"tierstore is built without its compiled part {name}.c: {problem}")
+                continue
+            build_data["artifacts"].append(f"/tierstore/native/{library.name}")
+        if not build_data["artifacts"]:
             return
-        build_data["artifacts"].append("/tierstore/native/_pages.so")
         build_data["pure_python"] = False
         build_data["tag"] = "py3-none-" + sysconfig.get_platform().replace("-", "_").replace(".", "_")
 

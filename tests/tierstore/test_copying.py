@@ -188,5 +188,6 @@ def test_it_can_be_installed_with_a_compiler_and_without(
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("-py3-none-any.whl") != built
     with zipfile.ZipFile(wheel) as archive:
-        assert ("tierstore/native/_pages.so" in archive.namelist()) == built
-        assert "tierstore/native/pages.c" in archive.namelist()
+        for name in ("pages", "codec"):
+            assert (f"tierstore/native/_{name}.so" in archive.namelist()) == built
+            assert f"tierstore/native/{name}.c" in archive.namelist()

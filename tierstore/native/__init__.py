@@ -1,7 +1,7 @@
-"""The compiled part: ``pages.c``, where there was a C compiler when tierstore was installed.
+"""The compiled parts, ``pages.c`` and ``codec.c``, where there was a C compiler when tierstore was installed.
 
-It is optional: :data:`LIBRARY` is None without it, and :mod:`tierstore.copying` then does the same with what
-Python's libraries offer, slower.
+They are optional. :data:`LIBRARY` is None without the one, and :mod:`tierstore.copying` then does the same
+with what Python's libraries offer, slower. So it is with :data:`CODEC` and :mod:`tierstore.codec`.
 """
 
 from __future__ import annotations
@@ -11,19 +11,16 @@ import sys
 from pathlib import Path
 
 FILE = Path(__file__).with_name("_pages.so")
-_INTERFACE = 4  # INTERFACE in pages.c: what lies there may have been built from another version of it
+CODEC_FILE = Path(__file__).with_name("_codec.so")
+# INTERFACE in the sources: what lies there may have been built from another version of them.
+_INTERFACE = 4
+_CODEC_INTERFACE = 1
 
 
 def load(file: Path) -> ctypes.CDLL | None:
-    """The library in ``file``, or None if it is not one that this version can use."""
-    if sys.byteorder != "little":
-        return None
-    try:
-        library = ctypes.CDLL(str(file))
-        interface = library.tierstore_interface
-    except (OSError, AttributeError):  # not built, for another machine, or something else altogether
-        return None
-    if interface() != _INTERFACE:
+    """``pages.c`` as built in ``file``, or None if it is not one that this version can use."""
+    library = _opened(file, "tierstore_interface", _INTERFACE)
+    if library is None:
         return None
     library.tierstore_copy.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
     library.tierstore_copy.restype = None
@@ -49,6 +46,30 @@ def load(file: Path) -> ctypes.CDLL | None:
     return library
 
 
+def load_codec(file: Path) -> ctypes.CDLL | None:
+    """``codec.c``, likewise."""
+    library = _opened(file, "tierstore_codec_interface", _CODEC_INTERFACE)
+    if library is None:
+        return None
+    library.tierstore_encode.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_size_t)
+    library.tierstore_encode.restype = ctypes.c_size_t
+    library.tierstore_decode.argtypes = library.tierstore_encode.argtypes
+    library.tierstore_decode.restype = ctypes.c_int
+    return library
+
+
+def _opened(file: Path, name: str, interface: int) -> ctypes.CDLL | None:
+    if sys.byteorder != "little":
+        return None
+    try:
+        library = ctypes.CDLL(str(file))
+        found = library[name]
+    except (OSError, AttributeError):  # not built, for another machine, or something else altogether
+        return None
+    return library if found() == interface else None
+
+
 LIBRARY = load(FILE)
+CODEC = load_codec(CODEC_FILE)
 LEAST_HASHED = 241  # bytes: it knows XXH3 for long inputs only
 MOST_CHUNK = 4096  # bytes

@@ -78,6 +78,24 @@ def packs(
 
 
 @app.command()
+def codec(
+    model: Annotated[str, typer.Option(help="A Hugging Face folder, or a preset")] = "deep",
+    tokens: Annotated[int, typer.Option(min=1, help="Length of the document")] = 4096,
+    dtype: Annotated[str | None, typer.Option(help="float32|bfloat16|float16; default: the model's")] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option(help="Text to use instead of the standard library's sources")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Repetitions; medians are reported")] = 5,
+    json: JsonOption = None,
+) -> None:
+    """Codecs over a model's KV pages: bytes, GB/s of encoding and decoding, beside general ones."""
+    from tierstore_tools import codecs
+
+    text = None if prompt_file is None else _read_text(prompt_file)
+    codecs.run(model, tokens, dtype=dtype, text=text, rounds=rounds, json=json)
+
+
+@app.command()
 def longctx(
     model: Annotated[str, typer.Option(help="A Hugging Face folder, or a preset")] = "demo",
     tokens: Annotated[int, typer.Option(min=2, help="Length of the prompt")] = 100_000,

@@ -41,9 +41,12 @@ def _package(requirement: str) -> Check:
 
 
 def _compiled_part() -> Check:
-    if native.LIBRARY is None:
+    missing = [
+        name for name, part in (("pages.c", native.LIBRARY), ("codec.c", native.CODEC)) if part is None
+    ]
+    if missing:
         advice = "with a C compiler (gcc), pip install --force-reinstall --no-deps tierstore: faster copies"
-        return warn("compiled part", "not built", advice)
+        return warn("compiled part", f"not built: {', '.join(missing)}", advice)
     return ok("compiled part", "built")
 
 

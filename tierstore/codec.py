@@ -1,0 +1,338 @@
+"""How a cold tier keeps a page in fewer bytes: the codecs, and the protocol that they follow.
+
+A codec turns a page into bytes and back. What a record says of a page (its size, its checksum) is said of the
+page and not of these bytes: whatever has become of them, a page that is not the one that was saved is a miss.
+
+``lossless``
+    For numbers in bfloat16, float16 and float32, whatever engine wrote them. The compiled part
+    (``native/codec.c`` has the format) splits each number in exponent, sign and mantissa, codes the exponents
+    and keeps the rest. It finds out by itself which kind of numbers a block of 8 KiB holds. So an engine
+    that keeps opaque pages has to state nothing, no layout and no identity changes, and a page of several
+    kinds (a state in float32 beside keys in bfloat16) is coded as what it is. A wrong guess costs bytes, and
+    never a bit.
+``zstd``
+    The same split, and Zstandard for the plane of exponents: 3 % smaller, and several times as slow. It needs
+    the package ``zstandard`` (tierstore[codecs]), and stands in for ``lossless`` without the compiled part.
+``fp8``, ``int8``, ``int4``
+    Quantised (:mod:`tierstore.quantised`): not the page, but one close to it. Only pages whose
+    identity says so are kept like that (:func:`identity_codec`).
+
+In a page head_dim is innermost, which already puts numbers of like size side by side. Exponents relative to
+those of their channel were 1 % smaller on real KV, and would take the layout of opaque pages.
+
+>>> lossless = by_name("lossless")
+>>> page = memoryview(np.arange(4096, dtype=np.float32)).cast("B")
+>>> room = memoryview(bytearray(lossless.bound(len(page))))
+>>> stored = lossless.encode(page, room, layout="")
+>>> back = memoryview(bytearray(len(page)))
+>>> lossless.decode(room[:stored], back, layout="") and back == page
+True
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tierstore import native
+from tierstore.errors import SpecError, UsageError
+from tierstore.memory import address_of
+from tierstore.quantised import QUANTISED
+from tierstore.spec import DTYPE_BITS, KVSpec
+
+NONE = "none"  # as a setting: pages are kept as they are
+RAW = 0  # as a number in a record: likewise
+BLOCK_BYTES = 8192
+_WORTH = 15 / 16  # of the page: what is larger than that is kept as it is
+
+Plane = npt.NDArray[np.uint8]
+
+
+class Codec(Protocol):
+    """One way to keep pages. Thread-safe, and without a state."""
+
+    name: str
+    number: int
+    """Of this codec, in the record of a page: never given to another."""
+    lossy: bool
+    """Whether what comes back is only close to what was kept. It is still the same each time."""
+
+    def bound(self, nbytes: int) -> int:
+        """How much room to give :meth:`encode` for a page of ``nbytes``."""
+
+    def encode(self, page: memoryview, room: memoryview, layout: str) -> int:
+        """Write the page's encoded bytes to the beginning of ``room``. Returns how many, or 0 where this
+        codec does not make the page smaller by a sixteenth, or is not for it. ``layout``: of its identity."""
+
+    def decode(self, encoded: memoryview, page: memoryview, layout: str) -> bool:
+        """Fill ``page``. False for bytes that do not make a page of this size, whatever they are: nothing
+        else is written, and nothing else is read."""
+
+
+# -- by the compiled part ------------------------------------------------------------------------------
+
+
+class Lossless:
+    """See the module. Measured on an EPYC core: 4.6 GB/s of decoded and 1.0 GB/s of encoded pages."""
+
+    name = "lossless"
+    number = 1
+    lossy = False
+
+    def bound(self, nbytes: int) -> int:
+        return nbytes + nbytes // BLOCK_BYTES + 32
+
+    def encode(self, page: memoryview, room: memoryview, layout: str) -> int:
+        if native.CODEC is None or room.nbytes < self.bound(page.nbytes):
+            return 0
+        of = address_of(page, writable=False)
+        size = int(
+            native.CODEC.tierstore_encode(address_of(room, writable=True), room.nbytes, of, page.nbytes)
+        )
+        return size if size <= page.nbytes * _WORTH else 0
+
+    def decode(self, encoded: memoryview, page: memoryview, layout: str) -> bool:
+        if native.CODEC is None or not (encoded.nbytes and page.nbytes):
+            return _decode_lossless(encoded, page)
+        of = address_of(encoded, writable=False)
+        return bool(
+            native.CODEC.tierstore_decode(address_of(page, writable=True), page.nbytes, of, encoded.nbytes)
+        )
+
+
+_GROUP = 256
+_SAME = 1
+_KINDS: Mapping[int, tuple[int, int]] = {
+    2: (2, 0),
+    3: (2, 3),
+    4: (4, 0),
+}  # bytes of a number, bits that are kept
+
+
+def _decode_lossless(encoded: memoryview, page: memoryview) -> bool:
+    """What the compiled part does, where a directory has come to a machine without it: 100 times slower."""
+    of, to = np.frombuffer(encoded, np.uint8), np.frombuffer(page, np.uint8)
+    at = 0
+    for start in range(0, len(to), BLOCK_BYTES):
+        taken = _decode_block(of[at:], to[start : start + BLOCK_BYTES])
+        if not taken:
+            return False
+        at += taken
+    return at == len(of)
+
+
+def _decode_block(of: Plane, to: Plane) -> int:
+    """Returns how many bytes of ``of`` it took, or 0."""
+    kind, width = (int(of[0]) & 15, int(of[0]) >> 4) if len(of) else (-1, 0)
+    if kind in (RAW, _SAME):
+        kept = len(to) if kind == RAW else 1
+        if width or len(of) < 1 + kept:
+            return 0
+        to[:] = of[1 : 1 + kept]
+        return 1 + kept
+    if kind not in _KINDS or width > 4 or len(of) < 3:
+        return 0
+    size, kept = _KINDS[kind]
+    groups = len(to) // (_GROUP * size)
+    tail = len(to) - groups * _GROUP * size
+    escapes = int(of[1]) | int(of[2]) << 8
+    table = of[3 : 3 + max((1 << width) - 1, 1)]
+    group_bytes = _GROUP * (size - 1) + 32 * (kept + width)
+    at = 3 + len(table)
+    total = 3 + max((1 << width) - 1, 1) + groups * group_bytes + escapes + tail
+    if len(of) < total:
+        return 0
+    body = of[at : at + groups * group_bytes].reshape(groups, group_bytes)
+    at += groups * group_bytes
+    lower = body[:, : _GROUP * (size - 1)].reshape(groups, size - 1, _GROUP)
+    codes = _unpacked(body[:, _GROUP * (size - 1) + 32 * kept :], width)
+    symbols = np.append(table, np.uint8(0))[codes]
+    if width:
+        escaped = codes == (1 << width) - 1
+        if np.count_nonzero(escaped) != escapes:
+            return 0
+        symbols[escaped] = of[at : at + escapes]
+    elif escapes:
+        return 0
+    if kept:
+        kept_bits = body[:, _GROUP * (size - 1) : _GROUP * (size - 1) + 32 * kept]
+        symbols = (symbols << 3) | _unpacked(kept_bits, kept)
+    planes = [symbols.reshape(-1), *(lower[:, plane].reshape(-1) for plane in range(size - 1))]
+    to[: len(to) - tail] = _joined(planes)
+    to[len(to) - tail :] = of[at + escapes : total]
+    return total
+
+
+def _unpacked(bits: Plane, width: int) -> Plane:
+    """Values of ``width`` bits, 256 in each row of ``bits``."""
+    if width == 0:
+        return np.zeros((len(bits), _GROUP), np.uint8)
+    if width == 3:
+        upper = _unpacked(bits[:, 64:], 1) << 2
+        values: Plane = np.bitwise_or(_unpacked(bits[:, :64], 2), upper, dtype=np.uint8)
+        return values
+    parts = [bits >> shift & ((1 << width) - 1) for shift in range(0, 8, width)]
+    return np.concatenate(parts, axis=1).astype(np.uint8)
+
+
+# -- planes of numbers ---------------------------------------------------------------------------------
+
+
+def _split(numbers: Plane, size: int) -> list[Plane]:
+    """The bytes of numbers of ``size`` bytes, turned left by a bit, plane by plane, exponents first."""
+    word = np.dtype(f"<u{size}")
+    value = numbers.view(word)
+    turned = (value << word.type(1)) | (value >> word.type(8 * size - 1))
+    return [(turned >> word.type(8 * at)).astype(np.uint8) for at in range(size - 1, -1, -1)]
+
+
+def _joined(planes: list[Plane]) -> Plane:
+    """The opposite of :func:`_split`."""
+    size = len(planes)
+    word = np.dtype(f"<u{size}")
+    turned = np.zeros(len(planes[0]), word)
+    for at, plane in enumerate(reversed(planes)):
+        turned |= plane.astype(word) << word.type(8 * at)
+    numbers: Plane = ((turned >> word.type(1)) | (turned << word.type(8 * size - 1))).view(np.uint8)
+    return numbers
+
+
+# -- with Zstandard ------------------------------------------------------------------------------------
+
+
+class Zstd:
+    """Zstandard for the plane of exponents. Raises :class:`UsageError` where it is not installed."""
+
+    name = "zstd"
+    number = 2
+    lossy = False
+
+    def __init__(self) -> None:
+        try:
+            self._zstandard: Any = importlib.import_module("zstandard")
+        except ImportError as error:
+            raise UsageError(
+                "the codec zstd needs the package zstandard: pip install 'tierstore[codecs]'"
+            ) from error
+        self._own = threading.local()  # its contexts belong to one thread each
+
+    def bound(self, nbytes: int) -> int:
+        return nbytes + nbytes // 128 + 1024
+
+    def encode(self, page: memoryview, room: memoryview, layout: str) -> int:
+        size = number_bytes(layout)
+        whole = page.nbytes // size * size
+        upper, *lower = _split(np.frombuffer(page, np.uint8)[:whole], size)
+        if not hasattr(self._own, "compressor"):
+            self._own.compressor = self._zstandard.ZstdCompressor(level=1)
+        frame = self._own.compressor.compress(upper)
+        parts = [bytes([size]), len(frame).to_bytes(4, "little"), frame, *lower, page[whole:]]
+        stored = sum(memoryview(part).nbytes for part in parts)
+        if stored > page.nbytes * _WORTH:
+            return 0
+        at = 0
+        for part in parts:
+            view = memoryview(part).cast("B")
+            room[at : at + view.nbytes] = view
+            at += view.nbytes
+        return stored
+
+    def decode(self, encoded: memoryview, page: memoryview, layout: str) -> bool:
+        if encoded.nbytes < 5 or encoded[0] not in (2, 4):
+            return False
+        size, frame_bytes = encoded[0], int.from_bytes(encoded[1:5], "little")
+        count, tail = divmod(page.nbytes, size)
+        if encoded.nbytes != 5 + frame_bytes + count * (size - 1) + tail:
+            return False
+        frame = encoded[5 : 5 + frame_bytes]
+        if not hasattr(self._own, "decompressor"):
+            self._own.decompressor = self._zstandard.ZstdDecompressor()
+        try:
+            if self._zstandard.get_frame_parameters(frame).content_size != count:
+                return False
+            upper = np.frombuffer(self._own.decompressor.decompress(frame), np.uint8)
+        except self._zstandard.ZstdError:
+            return False
+        if len(upper) != count:
+            return False
+        at = 5 + frame_bytes
+        lower = np.frombuffer(encoded[at : at + count * (size - 1)], np.uint8).reshape(size - 1, count)
+        to = np.frombuffer(page, np.uint8)
+        to[: count * size] = _joined([upper, *lower])
+        page[count * size :] = encoded[at + count * (size - 1) :]
+        return True
+
+
+@lru_cache(maxsize=1024)
+def number_bytes(layout: str) -> int:
+    """How wide the numbers in pages of this layout are taken to be: 2 where it does not say (most KV is)."""
+    try:
+        bits = DTYPE_BITS[KVSpec.parse(layout).dtype]
+    except SpecError:
+        return 2
+    return 4 if bits == 32 else 2
+
+
+# -- by name, by number, by identity -------------------------------------------------------------------
+
+NAMES = (NONE, "lossless", "zstd", "fp8", "int8", "int4")
+
+
+def by_name(name: str) -> Codec | None:
+    """The codec of a setting; None for "none". Raises :class:`UsageError` for a name that is none, and for a
+    codec that cannot be had here."""
+    if name not in NAMES:
+        raise UsageError(f"no codec {name!r} (there are: {', '.join(NAMES)})")
+    if name == NONE:
+        return None
+    if name == "lossless" and native.CODEC is None:
+        try:
+            return _of_number(Zstd.number)
+        except UsageError as error:
+            raise UsageError(
+                "the codec lossless needs tierstore's compiled part (a C compiler when it is installed), or "
+                "in its stead zstandard: pip install 'tierstore[codecs]'"
+            ) from error
+    return _of_number(1 + NAMES[1:].index(name))
+
+
+def by_number(number: int) -> Codec | None:
+    """The codec that a record names; None for one that this version does not know, or cannot use."""
+    try:
+        return _of_number(number)
+    except (KeyError, UsageError):
+        return None
+
+
+@lru_cache(maxsize=16)
+def _of_number(number: int) -> Codec:
+    makers: Mapping[int, Any] = {
+        Lossless.number: Lossless,
+        Zstd.number: Zstd,
+        **{each.number: lambda each=each: each for each in QUANTISED},
+    }
+    codec: Codec = makers[number]()
+    return codec
+
+
+_LOSSY = ";disk="
+
+
+def identity_codec(codec: str, lossy: str) -> str:
+    """``Identity.codec`` of pages that colder tiers may keep by the lossy codec of this name.
+
+    >>> identity_codec("raw", "int8")
+    'raw;disk=int8'
+    """
+    return codec + _LOSSY + lossy
+
+
+def allowed(codec: Codec, identity: str) -> bool:
+    """Whether pages whose ``Identity.codec`` is ``identity`` may be kept by ``codec``."""
+    return not codec.lossy or identity.endswith(_LOSSY + codec.name)
