@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from tierstore.daemon.settings import default_listen
+from tierstore.errors import UsageError
+from tierstore.types import HANDOVER_S, MOST_HANDOVER_S, Promise
 from tierstore_connectors.common.options import checked_options
 
 
@@ -22,7 +24,8 @@ class Settings:
     longest a request waits to learn what the daemon has, ``prefetch_s`` the longest it waits for the disk,
     and ``load_s`` for its blocks. ``fence_s`` is the longest that a step waits for saves which read blocks
     that it is going to write; then they are given up. ``ahead``: how many waiting requests are looked up
-    before vLLM asks for them. ``threads`` copy, in each worker.
+    before vLLM asks for them. ``threads`` copy, in each worker. ``handover_s`` is the longest that an engine
+    which goes on with a prompt of this one waits for its pages.
     """
 
     store: str = field(default_factory=default_listen)
@@ -37,34 +40,49 @@ class Settings:
     fence_s: float = 0.01
     ahead: int = 32
     threads: int = 2
+    handover_s: float = HANDOVER_S
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> Settings:
         """Raises :class:`UsageError` for an unknown key or a wrong value."""
-        return cls(**checked_options("kv_connector_extra_config", cls, extra))
+        settings = cls(**checked_options("kv_connector_extra_config", cls, extra))
+        if settings.handover_s > MOST_HANDOVER_S:
+            raise UsageError(
+                f"kv_connector_extra_config: handover_s is {MOST_HANDOVER_S:g} seconds at most, not "
+                f"{settings.handover_s:g}"
+            )
+        return settings
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
     """``pin``: keep the prompt until a person unpins it. ``ttl_s`` and ``priority`` are hints for the policy.
-    ``no_save``: what this request computes is not stored (it may still be served from the cache)."""
+    ``no_save``: what this request computes is not stored (it may still be served from the cache).
+    ``hands_over``: another engine goes on with the prompt. ``promise``: another engine has computed that much
+    of it (:mod:`tierstore_connectors.common.handover`)."""
 
     pin: bool = False
     no_save: bool = False
     ttl_s: float | None = None
     priority: int = 0
+    hands_over: bool = False
+    promise: Promise | None = None
 
     @classmethod
-    def parse(cls, params: Mapping[str, Any] | None) -> tuple[RequestOptions, str | None]:
+    def parse(
+        cls, params: Mapping[str, Any] | None, *, prompt_tokens: int
+    ) -> tuple[RequestOptions, str | None]:
         """Return the options, and what was wrong with them. They may come from an end user: what is not
         understood is left out, and is no reason to fail a request."""
-        asked = params.get("tierstore") if params else None
-        if asked is None:
+        if not params:
             return cls(), None
+        asked = params.get("tierstore")
+        if asked is None:
+            asked = {}
         if not isinstance(asked, Mapping):
             return cls(), f"kv_transfer_params.tierstore is {type(asked).__name__}, not an object"
-        wrong = sorted(str(name) for name in set(asked) - {each.name for each in fields(cls)})
-        values: dict[str, Any] = {}
+        wrong = sorted(str(name) for name in set(asked) - _KNOWN)
+        values: dict[str, Any] = {"hands_over": params.get("do_remote_decode") is True}
         for name in ("pin", "no_save"):
             value = asked.get(name, False)
             if isinstance(value, bool):
@@ -81,8 +99,20 @@ class RequestOptions:
             values["priority"] = priority
         else:
             wrong.append("priority")
+        if params.get("do_remote_prefill") is True and "tokens" in asked:
+            try:
+                promise = Promise(asked["tokens"], asked.get("until_s", HANDOVER_S))
+                if promise.tokens > prompt_tokens:
+                    wrong.append("tokens (more than the prompt has)")
+                elif promise.tokens:
+                    values["promise"] = promise
+            except UsageError:
+                wrong.append("tokens or until_s")
         problem = f"kv_transfer_params.tierstore: {', '.join(wrong)} not understood" if wrong else None
         return cls(**values), problem
+
+
+_KNOWN = {"pin", "no_save", "ttl_s", "priority", "tokens", "until_s"}
 
 
 def _is_number(value: object) -> bool:

@@ -29,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.core import kv_cache_utils
 
 from tierstore.errors import TierStoreError
+from tierstore_connectors.common import handover
 from tierstore_connectors.common.counters import Counters, added
 from tierstore_connectors.common.guard import ErrorLog, guarded
 from tierstore_connectors.vllm.config import Settings
@@ -54,6 +55,9 @@ _COUNTERS: Mapping[str, str] = {
     "found_tokens": "Tokens that were held",
     "promised_tokens": "Tokens that vLLM was told can be loaded",
     "declined_tokens": "Tokens held on disk that are computed instead, because that is faster",
+    "handed_over_tokens": "Tokens that an engine which goes on with the prompt was promised",
+    "expected_tokens": "Tokens that another engine had promised",
+    "missing_tokens": "Of these, tokens that had not come when the time was over",
     "late_lookups": "Lookups that were not answered in time",
     "loads": "Loads of requests that came in full",
     "loaded_tokens": "Tokens loaded into KV blocks",
@@ -429,17 +433,21 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda self, request, block_ids: (False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        if self._scheduler is not None:
-            self._scheduler.finished(request.request_id)
-        return False, None
+        return self._finished(request)
 
     @guarded(lambda self, request, block_ids: (False, None))
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        if self._scheduler is not None:
-            self._scheduler.finished(request.request_id)
-        return False, None
+        return self._finished(request)
+
+    def _finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """No block is held, whoever goes on with the prompt: pages are found by prompt."""
+        if self._scheduler is None:
+            return False, None
+        promise = self._scheduler.handed_over(request.request_id)
+        self._scheduler.finished(request.request_id)
+        return False, None if promise is None else handover.answer(promise)
 
     @guarded(lambda self: False)
     def reset_cache(self) -> bool | None:

@@ -6,6 +6,8 @@ worker, since a chunk that one of them lacks cannot be loaded. Then pages on dis
 with a deadline, before anything is promised to vLLM: a page that turns out to be damaged is then a shorter
 hit and not a failed load. A lease keeps what was found in place all along.
 
+What another engine has promised to save is waited for first, before anything is asked, as long as it said.
+
 Groups with a sliding window are not brought: vLLM reads the last pages of them only, and those come from disk
 when they are loaded.
 """
@@ -23,6 +25,7 @@ from tierstore.errors import StoreClosedError
 from tierstore.keys import Identity, PageKey, Prompt
 from tierstore.planner import Planner
 from tierstore.transfer import Transfer, TransferState
+from tierstore.types import Promise
 from tierstore_connectors.common.guard import Breaker, ErrorLog
 from tierstore_connectors.vllm.config import Settings
 from tierstore_connectors.vllm.orders import Shard, under_epoch
@@ -52,12 +55,15 @@ class PromptLookup:
         self.late = False  # the daemon did not answer in time
         self.declined = 0  # tokens that are held, and that computing has sooner
         self.extra_s = 0.0  # that the answer may take longer: pages of other hosts are on their way
+        self.promise: Promise | None = None  # of another engine, until it was waited for
+        self.epoch = ""  # under which it is asked for
         self._tokens = tokens
         self._data: bytes | None = None
         self._answered = threading.Event()
         self._lock = threading.Lock()
         self._hits: list[Hit] = []  # guarded by _lock, as is all below
         self._brought: list[Transfer[int]] = []
+        self._expected: list[Transfer[None]] | None = None
         self._found = len(keys) * chunk_tokens  # as far as the answers go
         self._released = False
 
@@ -72,17 +78,32 @@ class PromptLookup:
         with self._lock:
             return 0 if self._released else self._found
 
+    @property
+    def promise_over(self) -> bool:
+        """Whether what was promised has come, or does not come any more."""
+        with self._lock:
+            expected = self._expected
+        return expected is not None and all(transfer.done for transfer in expected)
+
     def wait(self, timeout: float) -> None:
-        """Wait for what comes next: the answer, or pages on their way."""
+        """Wait for what comes next: promised pages, the answer, or pages on their way."""
+        if self.promise is not None:
+            with self._lock:
+                expected = list(self._expected or ())
+            for transfer in expected:
+                if not transfer.done:
+                    with suppress(TimeoutError):
+                        transfer.wait(timeout)
+                    return
         if not self._answered.is_set():
             self._answered.wait(timeout)
             return
         with self._lock:
             brought = list(self._brought)
-        for transfer in brought:
-            if not transfer.done:
+        for bringing in brought:
+            if not bringing.done:
                 with suppress(TimeoutError):
-                    transfer.wait(timeout)
+                    bringing.wait(timeout)
                 return
 
     def tokens(self) -> int | None:
@@ -104,8 +125,11 @@ class PromptLookup:
             self._released = True
             hits, self._hits = self._hits, []
             brought, self._brought = self._brought, []
+            expected, self._expected = self._expected or [], []
         for transfer in brought:
             transfer.cancel()
+        for waiting in expected:
+            waiting.cancel()
         for hit in hits:
             hit.release()
 
@@ -117,6 +141,15 @@ class PromptLookup:
             self._data = self._tokens()
         keys = self.keys[: self._found // self.chunk_tokens]
         return prompt_of(identity, keys, self._data, self.chunk_tokens)
+
+    def expect(self, stores: Sequence[tuple[Store, Identity]], promise: Promise) -> None:
+        """Begin to wait for promised pages in all of these places, unless the lookup was released."""
+        expected = [store.expect(self.prompt(identity), promise) for store, identity in stores]
+        with self._lock:
+            if not self._released:
+                self._expected, expected = expected, []
+        for transfer in expected:
+            transfer.cancel()
 
     def hold(self, hit: Hit, *, instead_of: Hit | None) -> None:
         """Take an answer in."""
@@ -226,19 +259,31 @@ class Lookups:
             for shard in self._shards
             for group in shard.groups
         ]
-        questions = [[_Question(lookup, *place) for place in places] for lookup in lookups]
         self._batches += 1
         for lookup in lookups:
-            lookup.batch, lookup.asked_at = self._batches, self._clock()
-        if any(store.backend.remote for store, _, _ in places):
+            lookup.batch, lookup.asked_at, lookup.epoch = self._batches, self._clock(), epoch
+            if lookup.promise is not None:
+                self._threads.submit(self._expect, lookup, lookup.promise, [place[:2] for place in places])
+        questions = [
+            [_Question(lookup, *place) for place in places] for lookup in lookups if lookup.promise is None
+        ]
+        if questions and any(store.backend.remote for store, _, _ in places):
             self._bringers.submit(self._ask_further, questions)
-        else:
+        elif questions:
             self._threads.submit(self._ask, questions)
 
     def poll(self, lookup: PromptLookup, *, patient: bool) -> int | None:
         """The tokens that a lookup has found; None: poll again in the next step. A lookup without an answer
         after ``lookup_s`` has found nothing. ``patient``: wait for a millisecond or a few."""
         now = self._clock()
+        if lookup.promise is not None:
+            late = now - lookup.asked_at > lookup.promise.until_s + self._settings.lookup_s
+            if not (lookup.promise_over or late):
+                if patient:
+                    lookup.wait(_POLL_S)
+                return None
+            lookup.promise = None
+            self.ask([lookup], lookup.epoch)
         if lookup.first_polled is None:
             lookup.first_polled = now
             lookup.wait(_FIRST_POLL_S if patient else 0)
@@ -263,6 +308,17 @@ class Lookups:
         self._stores.close()
 
     # -- on a thread -----------------------------------------------------------------------------------
+
+    def _expect(
+        self, lookup: PromptLookup, promise: Promise, places: Sequence[tuple[Store, Identity]]
+    ) -> None:
+        try:
+            lookup.expect(places, promise)
+        except StoreClosedError:  # asked of a session that has been given up
+            lookup.expect([], promise)
+        except Exception as error:  # noqa: BLE001  # on this thread it would go unseen
+            self._errors.caught("waiting for promised pages", error)
+            lookup.expect([], promise)
 
     def _ask_further(self, questions: Sequence[Sequence[_Question]]) -> None:
         """Have pages come that other hosts have of these prompts, and ask then."""

@@ -23,6 +23,7 @@ from typing import Any
 
 from tierstore.errors import UsageError
 from tierstore.keys import PageKey, encode_tokens
+from tierstore.types import Promise
 from tierstore_connectors.common.counters import Counters
 from tierstore_connectors.common.guard import ErrorLog, RecentKeys
 from tierstore_connectors.vllm.config import RequestOptions, Settings
@@ -59,7 +60,8 @@ class TrackedRequest:
     ``held`` tokens are in the store as far as the lookup has found; ``local`` are those that vLLM has
     itself. ``known`` chunks have been sent to the workers, ``saved`` need not be saved (any more). ``loads``
     have been promised. ``stale``: some of its KV was computed before everything was forgotten, and nothing of
-    it may be saved. ``uncached``: it is unknown which weights it is computed with."""
+    it may be saved. ``uncached``: it is unknown which weights it is computed with. ``promise`` is another
+    engine's, until it was waited for."""
 
     request: Any  # vLLM's
     options: RequestOptions
@@ -77,11 +79,14 @@ class TrackedRequest:
     stale: bool = False
     uncached: bool = False
     loading: tuple[int, int] | None = None  # from chunk, to chunk
+    promise: Promise | None = None
 
     @classmethod
     def of(cls, request: Any, adapters: AdapterVersions) -> tuple[TrackedRequest, Sequence[str]]:
         """Return it, and what a person should know about it."""
-        options, problem = RequestOptions.parse(request.kv_transfer_params)
+        options, problem = RequestOptions.parse(
+            request.kv_transfer_params, prompt_tokens=request.num_prompt_tokens
+        )
         problems = [problem] if problem else []
         lora, uncached = request.lora_request, False
         adapter: tuple[str, ...] = ()
@@ -91,7 +96,8 @@ class TrackedRequest:
             except UnsupportedError as error:
                 problems.append(str(error))
                 uncached = True
-        return cls(request, options, request_salt(adapter, request.cache_salt), uncached=uncached), problems
+        salt = request_salt(adapter, request.cache_salt)
+        return cls(request, options, salt, uncached=uncached, promise=options.promise), problems
 
     def update_keys(self, groups: Groups) -> int:
         """Have a key for each chunk that vLLM has hashed; how many there are."""
@@ -177,6 +183,7 @@ class SchedulerHalf:
         self._steps = 0
         self._timed: _TimedPrefill | None = None  # that is being computed alone
         self._patient = True  # once a step
+        self._idle = True  # in the last step
 
     def connect(self, shards: Sequence[Shard]) -> None:
         """The workers are ready. Raises :class:`~tierstore.errors.UsageError`."""
@@ -238,7 +245,9 @@ class SchedulerHalf:
         return int((tracked.request.num_tokens - 1) // self.groups.chunk_tokens)
 
     def _poll(self, lookup: PromptLookup) -> int | None:
-        patient, self._patient = self._patient, False
+        # Nobody else is made to wait for what comes from another engine's computing.
+        patient = self._patient and (self._idle or lookup.promise is None)
+        self._patient = self._patient and not patient
         answer = self.lookups.poll(lookup, patient=patient)
         if answer is not None and lookup.late:
             self.counters.add("late_lookups")
@@ -253,6 +262,11 @@ class SchedulerHalf:
         self.counters.add("lookups")
         self.counters.add("lookup_tokens", len(tracked.keys) * chunk_tokens)
         self.counters.add("found_tokens", answer)
+        if tracked.promise is not None:  # it was waited for, once
+            expected = min(tracked.promise.tokens // chunk_tokens, self._most_chunks(tracked)) * chunk_tokens
+            self.counters.add("expected_tokens", expected)
+            self.counters.add("missing_tokens", max(expected - answer, 0))
+            tracked.promise = None
         if tracked.lookup is not None and tracked.lookup.declined:
             self.counters.add("declined_tokens", tracked.lookup.declined)
 
@@ -294,6 +308,7 @@ class SchedulerHalf:
             tokens = request.all_token_ids[: chunks * self.groups.chunk_tokens]
             encode = partial(encode_tokens, tokens)
             tracked.lookup = PromptLookup(tracked.keys[:chunks], encode, self.groups.chunk_tokens)
+            tracked.lookup.promise = tracked.promise
             self._ahead.add(request.request_id)
         if lookups := [each.lookup for each in several if each.lookup is not None]:
             self.lookups.ask(lookups, self.epoch)
@@ -374,7 +389,8 @@ class SchedulerHalf:
         self._preempted(output.preempted_req_ids or ())
         if self._may_load:
             self._look_up_waiting()
-        work = StepWork(self._steps, self.epoch, idle=not output.total_num_scheduled_tokens)
+        self._idle = not output.total_num_scheduled_tokens
+        work = StepWork(self._steps, self.epoch, idle=self._idle)
         self._tables.take(output)
         work.fresh = writable_blocks(self.groups, output)
         work.saves = self._saves(output)
@@ -488,6 +504,20 @@ class SchedulerHalf:
         tracked.known = chunks
 
     # -- ending --------------------------------------------------------------------------------------
+
+    def handed_over(self, request_id: str) -> Promise | None:
+        """What an engine that goes on with a request's prompt is promised, where one does. The pages were
+        given to the workers with the step that completed them, and nothing is held for anybody. To be asked
+        before :meth:`finished`."""
+        tracked = self._tracked.get(request_id)
+        if tracked is None or not tracked.options.hands_over:
+            return None
+        tokens = 0
+        if self.lookups.reachable and not tracked.stale and not tracked.uncached:
+            chunks = min(tracked.saved, tracked.request.num_prompt_tokens // self.groups.chunk_tokens)
+            tokens = chunks * self.groups.chunk_tokens
+        self.counters.add("handed_over_tokens", tokens)
+        return Promise(tokens, self._settings.handover_s)
 
     def finished(self, request_id: str) -> None:
         """A request has ended, one way or another."""

@@ -42,6 +42,7 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
 
     def __post_init__(self):
+        self.num_prompt_tokens = self.num_tokens
         self.hash_blocks()
 
     @property

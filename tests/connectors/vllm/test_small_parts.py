@@ -11,6 +11,8 @@ import pytest
 
 from tierstore.errors import UsageError
 from tierstore.keys import PageKey
+from tierstore.types import Promise
+from tierstore_connectors.common import handover
 from tierstore_connectors.common.counters import Counters, added
 from tierstore_connectors.common.facts import host_device, plain
 from tierstore_connectors.common.guard import Breaker, ErrorLog, RecentKeys, guarded
@@ -64,16 +66,30 @@ def test_settings_are_checked():
             Settings.parse(wrong)
 
 
+def options_of(params):
+    return RequestOptions.parse(params, prompt_tokens=100)
+
+
 def test_request_options_are_taken_as_far_as_they_make_sense():
-    assert RequestOptions.parse(None) == (RequestOptions(), None)
-    assert RequestOptions.parse({"other": 1}) == (RequestOptions(), None)
+    assert options_of(None) == (RequestOptions(), None)
+    assert options_of({"other": 1}) == (RequestOptions(), None)
     asked = {"pin": True, "no_save": True, "ttl_s": 5, "priority": -3}
-    assert RequestOptions.parse({"tierstore": asked}) == (RequestOptions(True, True, 5, -3), None)
-    options, problem = RequestOptions.parse(
-        {"tierstore": {"pin": "yes", "priority": 1000, "ttl_s": -1, "x": 1}}
-    )
+    assert options_of({"tierstore": asked}) == (RequestOptions(True, True, 5, -3), None)
+    options, problem = options_of({"tierstore": {"pin": "yes", "priority": 1000, "ttl_s": -1, "x": 1}})
     assert options == RequestOptions()
     assert all(name in problem for name in ("pin", "priority", "ttl_s", "x"))
+
+
+def test_both_sides_of_a_hand_over_are_understood():
+    asks = {"do_remote_decode": True, "do_remote_prefill": False, "remote_host": None}
+    assert options_of(asks) == (RequestOptions(hands_over=True), None)
+    promise = Promise(64, 0.5)
+    assert options_of(handover.answer(promise)) == (RequestOptions(promise=promise), None)
+    assert options_of(handover.answer(Promise(0))) == (RequestOptions(), None)
+    assert options_of({"do_remote_prefill": True, "tierstore": None}) == (RequestOptions(), None)
+    # Of others' connectors, and of nobody's.
+    assert options_of({"do_remote_prefill": True, "remote_block_ids": [1]}) == (RequestOptions(), None)
+    assert options_of({"tierstore": {"tokens": 64}}) == (RequestOptions(), None)
 
 
 @pytest.mark.parametrize(
@@ -81,10 +97,15 @@ def test_request_options_are_taken_as_far_as_they_make_sense():
 )
 def test_no_request_option_is_an_error(value):
     for name in ("pin", "ttl_s", "no_save", "priority"):
-        options, _ = RequestOptions.parse({"tierstore": {name: value}})
+        options, _ = options_of({"tierstore": {name: value}})
         assert options.ttl_s is None or 0 <= options.ttl_s < float("inf")
         assert isinstance(options.priority, int)
-    assert RequestOptions.parse({"tierstore": value})[0] == RequestOptions()
+    assert options_of({"tierstore": value})[0] == RequestOptions()
+    options, problem = options_of({"do_remote_prefill": True, "tierstore": {"tokens": value}})
+    assert (options.promise, bool(problem)) == (None, True)
+    options, _ = options_of({"do_remote_prefill": True, "tierstore": {"tokens": 64, "until_s": value}})
+    assert options.promise is None or 0 <= options.promise.until_s <= 10
+    assert options_of({"do_remote_decode": value})[0].hands_over is (value is True)
 
 
 def kv_config(*specs, **more):
