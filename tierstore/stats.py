@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from tierstore.core.health import TierHealth
@@ -95,3 +95,58 @@ class ClusterStats:
         """For people."""
         state = "online" if self.online else "offline"
         return f"cluster {self.url}: {state}{f' ({self.trouble})' if self.trouble else ''}"
+
+
+_IN = {"host": ("saved_pages", "disk_read_pages"), "disk": ("disk_written_pages",)}
+_OUT = {"host": ("loaded_pages",), "disk": ("disk_read_pages",)}
+
+
+class StoreRates:
+    """What happened between two snapshots of a store, by second. Without ``before``: since it was opened.
+
+    Pages are what is counted, so bytes per second are pages times the mean room of those that the tier holds
+    now.
+    """
+
+    def __init__(self, now: StoreStats, before: StoreStats | None, seconds: float) -> None:
+        self._now = now
+        self._before = before
+        self._seconds = max(seconds, 1e-9)
+
+    @property
+    def tiers(self) -> Iterable[str]:
+        return self._now.tiers.keys()
+
+    def of(self, name: str) -> float:
+        """Of a counter."""
+        new, old = self._pair(name)
+        assert not isinstance(new, Mapping)
+        assert not isinstance(old, Mapping)
+        return (new - old) / self._seconds
+
+    def by_tier(self, name: str) -> dict[str, float]:
+        """Of a counter that is kept by tier."""
+        new, old = self._pair(name)
+        assert isinstance(new, Mapping)
+        before = old if isinstance(old, Mapping) else {}
+        return {tier: (count - before.get(tier, 0)) / self._seconds for tier, count in new.items()}
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Tokens found over tokens asked for; None where none were."""
+        asked = self.of("lookup_tokens")
+        return sum(self.by_tier("hit_tokens").values()) / asked if asked else None
+
+    def gb_per_s_in(self, tier: str) -> float:
+        return self._gb_per_s(tier, _IN.get(tier, ()))
+
+    def gb_per_s_out(self, tier: str) -> float:
+        return self._gb_per_s(tier, _OUT.get(tier, ()))
+
+    def _gb_per_s(self, tier: str, names: tuple[str, ...]) -> float:
+        stats = self._now.tiers[tier]
+        page_bytes = stats.used_bytes / stats.pages if stats.pages else 0.0
+        return sum(map(self.of, names)) * page_bytes / 1e9
+
+    def _pair(self, name: str) -> tuple[int | float | Mapping[str, int], int | float | Mapping[str, int]]:
+        return self._now.counters[name], self._before.counters[name] if self._before is not None else 0

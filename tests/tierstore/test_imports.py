@@ -13,6 +13,7 @@ ROOT = Path(tierstore.__file__).parent
 ORDER = (
     "cli",
     "daemon",
+    "dashboard",
     "testing",
     "cluster",
     "client",

@@ -52,6 +52,7 @@ def serve(
     quotas: Annotated[str | None, _option("quotas", "NAME=SIZE,…")] = None,
     metrics_port: Annotated[int | None, _option("metrics_port", "PORT")] = None,
     metrics_host: Annotated[str | None, _option("metrics_host", "ADDRESS")] = None,
+    dashboard_token: Annotated[Path | None, _option("dashboard_token", "FILE")] = None,
     events: Annotated[str | None, _option("events", "URL")] = None,
     events_replay: Annotated[str | None, _option("events_replay", "URL")] = None,
     events_topic: Annotated[str | None, _option("events_topic", "TEXT")] = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
@@ -65,13 +66,10 @@ def quantile(latency: LatencyStats, share: float) -> str:
     """The bound below which ``share`` of the requests took; – without any."""
     from tierstore.daemon.stats import BOUNDS_S
 
-    total = sum(latency.counts)
-    if not total:
+    bound = latency.quantile(share)
+    if bound is None:
         return "–"
-    for bound, below in zip(BOUNDS_S, itertools.accumulate(latency.counts), strict=False):
-        if below >= share * total:
-            return f"≤ {1000 * bound:g} ms"
-    return f"> {1000 * BOUNDS_S[-1]:g} ms"
+    return f"> {1000 * BOUNDS_S[-1]:g} ms" if math.isinf(bound) else f"≤ {1000 * bound:g} ms"
 
 
 def slowest(service: ServiceStats) -> str:

@@ -1,7 +1,6 @@
 """``tierstore top``: a daemon, live.
 
-Rates are differences of counters between two snapshots. Pages are what is counted, so bytes per second are
-pages times the mean room of those that the tier holds now.
+Rates are differences of counters between two snapshots.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from tierstore.cli import show
 from tierstore.cli.operator import Connect, Keys, Operator, ServerKey
 from tierstore.cli.stats import health, percent, quantile, slowest
 from tierstore.errors import StoreUnavailableError
+from tierstore.stats import StoreRates
 from tierstore.units import format_size
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 _REFRESH_S = 1.0
 _BAR = 24
 _MOST_CLIENTS = 12
-_IN = {"host": ("saved_pages", "disk_read_pages"), "disk": ("disk_written_pages",)}
-_OUT = {"host": ("loaded_pages",), "disk": ("disk_read_pages",)}
 
 
 def command(
@@ -145,7 +143,7 @@ def view(operator: Operator, now: DaemonStats, before: DaemonStats | None, secon
         "",
         _tiers(now, rates),
         "",
-        show.text(f"hit rate {rates.hit_rate} {period}, {_total_hit_rate(now)} in total"),
+        show.text(f"hit rate {_share(rates.hit_rate)} {period}, {_total_hit_rate(now)} in total"),
         show.text(
             f"lookups/s {rates.of('lookups'):,.1f}, pages on their way to disk {store.pending_writes:,}"
         ),
@@ -161,49 +159,26 @@ def view(operator: Operator, now: DaemonStats, before: DaemonStats | None, secon
     return Group(*lines)
 
 
-class _Rates:
+class _Rates(StoreRates):
     """What happened between two snapshots, by second."""
 
     def __init__(self, now: DaemonStats, before: DaemonStats | None, seconds: float) -> None:
-        self._now = now
-        self._before = before
-        self._seconds = seconds
-
-    def _more(self, name: str) -> Any:
-        """By how much a counter grew: a number, or one for each tier."""
-        new: Any = self._now.store.counters[name]
-        old: Any = self._before.store.counters[name] if self._before is not None else None
-        if isinstance(new, dict):
-            return {tier: count - (old[tier] if old else 0) for tier, count in new.items()}
-        return new - (old or 0)
-
-    def of(self, name: str) -> float:
-        return float(self._more(name)) / self._seconds
-
-    def gb_per_s(self, tier: str, names: tuple[str, ...]) -> float:
-        stats = self._now.store.tiers[tier]
-        page_bytes = stats.used_bytes / stats.pages if stats.pages else 0.0
-        return sum(self.of(name) for name in names) * page_bytes / 1e9
-
-    @property
-    def hit_rate(self) -> str:
-        return percent(sum(self._more("hit_tokens").values()), self._more("lookup_tokens"))
+        super().__init__(now.store, before.store if before is not None else None, seconds)
+        self._latency = now.service.latency
+        self._latency_before = before.service.latency if before is not None else {}
 
     def latency(self, name: str) -> tuple[LatencyStats, float]:
         """Of the requests in between, and how many they were by second."""
-        from tierstore.daemon.stats import LatencyStats
-
-        new = self._now.service.latency[name]
-        counts = new.counts
-        if self._before is not None:
-            old = self._before.service.latency[name].counts
-            counts = tuple(after - before for after, before in zip(new.counts, old, strict=True))
-        return LatencyStats(counts, 0.0), sum(counts) / self._seconds
+        lately = self._latency[name].since(self._latency_before.get(name))
+        return lately, sum(lately.counts) / self._seconds
 
 
 def _total_hit_rate(now: DaemonStats) -> str:
-    counters: Any = now.store.counters
-    return percent(sum(counters["hit_tokens"].values()), counters["lookup_tokens"])
+    return _share(StoreRates(now.store, None, now.uptime_s).hit_rate)
+
+
+def _share(share: float | None) -> str:
+    return percent(share, 1) if share is not None else percent(0, 0)
 
 
 def _table(*columns: str) -> Table:
@@ -228,8 +203,8 @@ def _tiers(now: DaemonStats, rates: _Rates) -> Table:
             format_size(tier.capacity_bytes),
             f"{tier.pages:,}",
             f"{tier.leased_pages:,}",
-            f"{rates.gb_per_s(name, _IN.get(name, ())):.3f}",
-            f"{rates.gb_per_s(name, _OUT.get(name, ())):.3f}",
+            f"{rates.gb_per_s_in(name):.3f}",
+            f"{rates.gb_per_s_out(name):.3f}",
         )
     return table
 

@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 
 from tierstore.backend import Registration
 from tierstore.core.arrivals import Arrivals
+from tierstore.core.busiest import BusyPrefix, busiest
 from tierstore.core.clients import Client, Refusal
 from tierstore.core.health import STALL_S, Condition
 from tierstore.core.quotas import Pins, Quotas
@@ -244,6 +245,10 @@ class Core:
                 counters=asdict(state.counters),
                 curve=curve,
             )
+
+    def busiest(self, count: int) -> list[BusyPrefix]:
+        """The prefixes that are found most often. From any thread; takes some milliseconds."""
+        return busiest(self.state, self.registered, count)
 
     def check(self) -> None:
         """Assert that index, arena and disk agree. For tests and idle moments."""

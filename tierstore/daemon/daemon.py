@@ -41,7 +41,8 @@ from tierstore.wire import keys
 
 if TYPE_CHECKING:
     from tierstore.cluster.supervisor import Cluster
-    from tierstore.daemon.metrics import MetricsServer
+    from tierstore.daemon.http import HttpServer
+    from tierstore.dashboard.site import Site
 
 _log = logging.getLogger(__name__)
 
@@ -134,6 +135,18 @@ def _cluster(settings: Settings, urls: Sequence[Url]) -> Cluster:
     return Cluster(options, local)
 
 
+def _site(settings: Settings) -> Site:
+    """Who may see the page. Raises :class:`UsageError` for a token that cannot be used."""
+    from tierstore.dashboard.site import Site, read_token
+
+    return Site(
+        settings.metrics_host,
+        read_token(settings.dashboard_token),
+        title="tierstore daemon",
+        how="tierstore serve --dashboard-token FILE",
+    )
+
+
 class Daemon:
     """One daemon on the running event loop: ``start()`` it, then ``stop()`` it."""
 
@@ -145,7 +158,7 @@ class Daemon:
         self.server: Server | None = None
         self._events: list[EventPublisher] = []
         self._cluster: Cluster | None = None
-        self._metrics: MetricsServer | None = None
+        self._http: HttpServer | None = None
         self._locks: list[SocketLock] = []
         self._started = time.monotonic()
 
@@ -169,6 +182,7 @@ class Daemon:
                 "server_key without tenants lets nobody in: give --tenants, a directory with .key files"
             )
         cluster = _cluster(settings, urls) if settings.cluster else None
+        site = _site(settings) if settings.metrics_port else None
         for url in urls:
             if url.path is not None:
                 self._locks.append(SocketLock(url.path))
@@ -191,12 +205,16 @@ class Daemon:
         if cluster is not None:
             self._cluster = self.service.cluster = cluster
             cluster.start()
-        if settings.metrics_port:
-            from tierstore.daemon.metrics import MetricsServer  # costs 0.1 s: a quarter of a cold start
-
-            self._metrics = MetricsServer(self.stats)
-            await self._metrics.start(settings.metrics_host, settings.metrics_port)
+        if site is not None:
+            await self._serve_http(self.core, site)
         self.ready = True
+
+    async def _serve_http(self, core: Core, site: Site) -> None:
+        from tierstore.daemon.http import HttpServer  # costs 0.1 s: a quarter of a cold start
+        from tierstore.daemon.page import DaemonPage
+
+        self._http = HttpServer(self.stats, DaemonPage(self.stats, core.busiest).look, site)
+        await self._http.start(self.settings.metrics_host, self.settings.metrics_port)
 
     # -- seeing --------------------------------------------------------------------------------------
 
@@ -239,8 +257,8 @@ class Daemon:
         default the setting) were not enough: then threads may still be at it, and the process should end."""
         self.ready = False
         drain_s = self.settings.drain_s if drain_s is None else drain_s
-        if self._metrics is not None:
-            await self._metrics.close()
+        if self._http is not None:
+            await self._http.close()
         if self._cluster is not None:
             await self._cluster.stop()
         if self.server is not None:

@@ -1,14 +1,8 @@
-"""``/metrics`` for Prometheus, ``/healthz`` and ``/readyz``, all read from one snapshot of the stats.
-
-The server is forty lines of asyncio: it answers GET with one short document and hangs up. The documents are
-made on a thread, because walking all counters takes a millisecond.
-"""
+"""``/metrics`` for Prometheus, read from one snapshot of the stats."""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,13 +13,6 @@ from prometheus_client.registry import Collector
 
 from tierstore.curve import CurveStats
 from tierstore.daemon.stats import BOUNDS_S, DaemonStats, LatencyStats
-from tierstore.errors import UsageError
-
-_log = logging.getLogger(__name__)
-
-_REQUEST_S = 5.0
-_MOST_REQUEST_BYTES = 8192
-_TEXT = "text/plain; charset=utf-8"
 
 
 class StatsCollector(Collector):
@@ -188,59 +175,14 @@ def _histogram(name: str, latency: LatencyStats) -> Metric:
     return family
 
 
-class MetricsServer:
-    """Serves the three documents over HTTP."""
+class MetricsText:
+    """The document itself."""
+
+    content_type = CONTENT_TYPE_LATEST
 
     def __init__(self, stats: Callable[[], DaemonStats]) -> None:
-        self._stats = stats
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(StatsCollector(stats))
-        self._server: asyncio.Server | None = None
 
-    async def start(self, host: str, port: int) -> None:
-        """Raises :class:`UsageError`."""
-        try:
-            self._server = await asyncio.start_server(self._serve, host, port, limit=_MOST_REQUEST_BYTES)
-        except OSError as error:
-            raise UsageError(f"cannot serve metrics at {host}:{port}: {error.strerror}") from error
-
-    @property
-    def port(self) -> int:
-        assert self._server is not None
-        return int(self._server.sockets[0].getsockname()[1])
-
-    async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            await self._server.wait_closed()
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            request = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _REQUEST_S)
-            status, kind, body = await asyncio.get_running_loop().run_in_executor(
-                None, self._document, request
-            )
-            head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\n"
-            writer.write(head.encode() + b"Connection: close\r\n\r\n" + body)
-            await asyncio.wait_for(writer.drain(), _REQUEST_S)
-        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError, asyncio.TimeoutError) as error:
-            _log.debug("a metrics request failed: %s", error)
-        finally:
-            writer.close()
-
-    def _document(self, request: bytes) -> tuple[str, str, bytes]:
-        method, _, rest = request.partition(b" ")
-        path = rest.partition(b" ")[0].partition(b"?")[0]
-        if method != b"GET":
-            return "405 Method Not Allowed", _TEXT, b"GET only\n"
-        if path == b"/metrics":
-            return "200 OK", CONTENT_TYPE_LATEST, generate_latest(self._registry)
-        if path == b"/healthz":
-            line = self._stats().store.health_line or "ok"
-            return "200 OK", _TEXT, f"{line}\n".encode()
-        if path == b"/readyz":
-            ready = self._stats().ready
-            return (
-                ("200 OK", _TEXT, b"ready\n") if ready else ("503 Service Unavailable", _TEXT, b"not ready\n")
-            )
-        return "404 Not Found", _TEXT, b"/metrics, /healthz or /readyz\n"
+    def __call__(self) -> bytes:
+        return generate_latest(self._registry)

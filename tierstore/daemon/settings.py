@@ -58,8 +58,9 @@ HELP: Mapping[str, str] = {
     "server_key": "The daemon's own key file: needed for tcp:// off loopback",
     "tenants": "Directory with the public keys of the clients that are let in, TENANT.key",
     "quotas": "Bytes of the arena by tenant: TENANT=SIZE, comma-separated",
-    "metrics_port": "Serve /metrics, /healthz and /readyz on this port (0: do not)",
+    "metrics_port": "Serve /metrics, /healthz, /readyz and a page to watch on this port (0: do not)",
     "metrics_host": "The address of that port",
+    "dashboard_token": "File with the token that the page asks for (needed off loopback)",
     "events": "Publish KV events as vLLM does, at URL (ipc://PATH or tcp://127.0.0.1:PORT), or MODEL=URL, "
     "comma-separated, for an endpoint of each model (empty: do not)",
     "events_replay": "Where who missed some may ask for them again: URL, or MODEL=URL",
@@ -104,6 +105,7 @@ class Settings:
     quotas: Mapping[str, int] = field(default_factory=dict)
     metrics_port: int = 0
     metrics_host: str = "127.0.0.1"
+    dashboard_token: Path | None = None
     events: Mapping[str, str] = field(default_factory=dict)  # model (empty: all) → URL
     events_replay: Mapping[str, str] = field(default_factory=dict)
     events_topic: str = ""
@@ -346,6 +348,7 @@ _PARSERS: Mapping[str, Callable[[object], object]] = {
     "quotas": _sizes,
     "metrics_port": _port,
     "metrics_host": _text,
+    "dashboard_token": _path,
     "events": _urls,
     "events_replay": _urls,
     "events_topic": _text,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import bisect
 import functools
 import importlib.metadata
+import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -22,6 +24,24 @@ class LatencyStats:
 
     counts: tuple[int, ...]
     sum_s: float
+
+    def since(self, before: LatencyStats | None) -> LatencyStats:
+        """What came after ``before``; None: all of it."""
+        if before is None:
+            return self
+        counts = tuple(new - old for new, old in zip(self.counts, before.counts, strict=True))
+        return LatencyStats(counts, self.sum_s - before.sum_s)
+
+    def quantile(self, share: float) -> float | None:
+        """The least bound below which ``share`` of the requests took, infinite for the last one; None without
+        any."""
+        total = sum(self.counts)
+        if not total:
+            return None
+        for bound, below in zip(BOUNDS_S, itertools.accumulate(self.counts), strict=False):
+            if below >= share * total:
+                return bound
+        return math.inf
 
 
 class Histogram:

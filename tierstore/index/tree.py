@@ -207,6 +207,10 @@ class Tree:
 
     # -- seeing --------------------------------------------------------------------------------------
 
+    def roots(self) -> list[Page]:
+        """What everything is below, one for each identity."""
+        return list(self._roots.values())
+
     def walk(self) -> Iterator[Page]:
         """Every page, parents before children."""
         stack = [page for root in self._roots.values() for page in root.all_children()]

@@ -1,0 +1,190 @@
+"""The daemon's HTTP port: ``/metrics``, ``/healthz``, ``/readyz``, and the page to watch at ``/dashboard/``.
+
+It has a thread and an event loop of its own. So whoever looks at a page, or asks for metrics in a hurry,
+takes nothing from the loop that serves engines but its turns of the interpreter. ``/healthz`` and ``/readyz``
+ask that loop whether it still goes round: a port that answers says nothing of it.
+
+The server answers one request for each connection and hangs up, but for the page's feed. Connections are
+bounded, and who is slow to ask or to read is hung up on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import http
+import http.client
+import io
+import logging
+import threading
+from collections.abc import Awaitable, Callable
+
+from tierstore.daemon.metrics import MetricsText
+from tierstore.daemon.stats import DaemonStats
+from tierstore.dashboard.feed import Feed, TooManyViewersError
+from tierstore.dashboard.site import MOST_BODY_BYTES, Site, WebAnswer, WebRequest
+from tierstore.dashboard.view import Sample
+from tierstore.errors import TierStoreError, UsageError
+
+_log = logging.getLogger(__name__)
+
+_REQUEST_S = 5.0
+_LOOP_S = 5.0  # for the loop that serves engines to come by
+_MOST_REQUEST_BYTES = 8192
+_MOST_CONNECTIONS = 64
+_TEXT = {"Content-Type": "text/plain; charset=utf-8"}
+
+
+class HttpServer:
+    """Serves what ``stats`` and ``look`` give, and ``site`` lets be seen. ``look`` is called on a thread."""
+
+    def __init__(self, stats: Callable[[], DaemonStats], look: Callable[[], Sample], site: Site) -> None:
+        self._stats = stats
+        self._look = look
+        self._site = site
+        self._metrics = MetricsText(stats)
+        self._serving = asyncio.get_running_loop()  # engines
+        self._own: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event
+        self._feed: Feed
+        self._connections = 0
+        self._thread: threading.Thread | None = None
+        self._port: concurrent.futures.Future[int] = concurrent.futures.Future()
+
+    async def start(self, host: str, port: int) -> None:
+        """Raises :class:`UsageError`."""
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._run(host, port)), name="tierstore-http", daemon=True
+        )
+        self._thread.start()
+        try:
+            await asyncio.wrap_future(self._port)
+        except OSError as error:
+            raise UsageError(f"cannot serve metrics at {host}:{port}: {error.strerror}") from error
+
+    @property
+    def port(self) -> int:
+        return self._port.result()
+
+    async def close(self) -> None:
+        """Hang up on everybody."""
+        if self._own is not None and self._thread is not None and self._thread.is_alive():
+            self._own.call_soon_threadsafe(self._stop.set)
+            await asyncio.to_thread(self._thread.join, _LOOP_S)
+
+    # -- the thread ----------------------------------------------------------------------------------
+
+    async def _run(self, host: str, port: int) -> None:
+        self._own = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        self._feed = Feed(lambda: asyncio.to_thread(self._look))
+        try:
+            server = await asyncio.start_server(self._serve, host, port, limit=_MOST_REQUEST_BYTES)
+        except OSError as error:
+            self._port.set_exception(error)
+            return
+        self._feed.start()
+        self._port.set_result(int(server.sockets[0].getsockname()[1]))
+        await self._stop.wait()
+        server.close()
+        await self._feed.close()  # and asyncio.run cancels what is left
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections += 1
+        try:
+            if self._connections > _MOST_CONNECTIONS:
+                await _write(writer, WebAnswer(503, {**_TEXT, "Retry-After": "1"}, b"too many connections\n"))
+                return
+            request = await asyncio.wait_for(_read(reader), _REQUEST_S)
+            answer = await self._answer(request)
+            if answer.follows:
+                await self._follow(writer, answer)
+            else:
+                await asyncio.wait_for(_write(writer, answer), _REQUEST_S)
+        except (
+            OSError, EOFError, ValueError, asyncio.LimitOverrunError, asyncio.TimeoutError,
+            http.client.HTTPException, TierStoreError,
+        ) as error:  # fmt: skip
+            _log.debug("a request by HTTP failed: %s", error)
+        finally:
+            self._connections -= 1
+            writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
+
+    async def _follow(self, writer: asyncio.StreamWriter, answer: WebAnswer) -> None:
+        async def send(event: bytes) -> None:
+            writer.write(event)
+            await writer.drain()
+
+        try:
+            with self._feed.place():
+                await _write(writer, answer)
+                await self._feed.follow(send)
+        except TooManyViewersError as error:
+            await _write(writer, WebAnswer(503, {**_TEXT, "Retry-After": "10"}, f"{error}\n".encode()))
+
+    async def _answer(self, request: WebRequest) -> WebAnswer:
+        page = self._site.answer(request)
+        if page is not None:
+            return page
+        if (refusal := self._site.refusal(request)) is not None:
+            return refusal
+        if request.method != "GET":
+            return WebAnswer(405, _TEXT, b"GET only\n")
+        document = self._documents().get(request.path)
+        if document is None:
+            return WebAnswer(404, _TEXT, b"/dashboard/, /metrics, /healthz or /readyz\n")
+        return await document()
+
+    def _documents(self) -> dict[str, Callable[[], Awaitable[WebAnswer]]]:
+        return {"/metrics": self._metrics_text, "/healthz": self._health, "/readyz": self._readiness}
+
+    async def _metrics_text(self) -> WebAnswer:
+        text = await asyncio.to_thread(self._metrics)
+        return WebAnswer(200, {"Content-Type": MetricsText.content_type}, text)
+
+    async def _health(self) -> WebAnswer:
+        if not await self._loop_goes_round():
+            return WebAnswer(503, _TEXT, f"the event loop has not come by for {_LOOP_S:g} s\n".encode())
+        line = (await asyncio.to_thread(self._stats)).store.health_line or "ok"
+        return WebAnswer(200, _TEXT, f"{line}\n".encode())
+
+    async def _readiness(self) -> WebAnswer:
+        ready = await self._loop_goes_round() and (await asyncio.to_thread(self._stats)).ready
+        return WebAnswer(200, _TEXT, b"ready\n") if ready else WebAnswer(503, _TEXT, b"not ready\n")
+
+    async def _loop_goes_round(self) -> bool:
+        """Whether the loop that serves engines does what it is asked within some seconds."""
+        came: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+        def come() -> None:
+            if came.set_running_or_notify_cancel():  # somebody still waits
+                came.set_result(None)
+
+        try:
+            self._serving.call_soon_threadsafe(come)
+            await asyncio.wait_for(asyncio.wrap_future(came), _LOOP_S)
+        except (RuntimeError, asyncio.TimeoutError):  # it is closed, or does not
+            return False
+        return True
+
+
+async def _read(reader: asyncio.StreamReader) -> WebRequest:
+    """One request. Raises :class:`ValueError` and others for what is none."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    line, _, rest = head.partition(b"\r\n")
+    method, target, _ = line.decode("latin-1").split(" ")
+    headers = {name.lower(): value for name, value in http.client.parse_headers(io.BytesIO(rest)).items()}
+    length = int(headers.get("content-length", "0"))
+    if not 0 <= length <= MOST_BODY_BYTES:
+        raise ValueError(f"a body of {length} bytes")
+    return WebRequest(method, target, headers, await reader.readexactly(length))
+
+
+async def _write(writer: asyncio.StreamWriter, answer: WebAnswer) -> None:
+    headers = dict(answer.headers)
+    if not answer.follows:
+        headers["Content-Length"] = str(len(answer.body))
+    head = [f"HTTP/1.1 {answer.status} {http.HTTPStatus(answer.status).phrase}"]
+    head += [f"{name}: {value}" for name, value in headers.items()]
+    writer.write("\r\n".join([*head, "Connection: close", "", ""]).encode("latin-1") + answer.body)
+    await writer.drain()

@@ -1,0 +1,169 @@
+"""One sample a second, shared by everybody who looks.
+
+However many look, what is watched is asked once a second at most, and each event is encoded once. Who reads
+too slowly misses events, and who does not read for some seconds is hung up on: nothing queues up behind a
+viewer. While nobody looks there is a sample every ten seconds, so that the plots have a past when somebody
+comes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+
+from tierstore.dashboard.view import Number, Sample
+from tierstore.errors import TierStoreError
+
+_log = logging.getLogger(__name__)
+
+MOST_VIEWERS = 16
+_WATCHED_S = 1.0
+_UNWATCHED_S = 10.0
+_PAST_S = 900.0
+_SLOW_S = 5.0
+_RETRY_MS = 1000
+
+
+class TooManyViewersError(TierStoreError):
+    """As many look as may."""
+
+
+class SlowViewerError(TierStoreError):
+    """It has not read for some seconds."""
+
+
+class Feed:
+    """Server-sent events about what ``look()`` returns. Belongs to the event loop that it is started on.
+
+    ``look`` may take as long as it likes: the next one begins after it. What it raises is counted in
+    ``failures`` and logged once in a row; the page says that there is nothing new.
+
+    Example::
+
+        feed = Feed(look)
+        feed.start()
+        with feed.place():  # raises TooManyViewersError
+            await feed.follow(send)  # until send fails, or the feed is closed
+    """
+
+    def __init__(
+        self,
+        look: Callable[[], Awaitable[Sample]],
+        *,
+        most_viewers: int = MOST_VIEWERS,
+        slow_s: float = _SLOW_S,
+        unwatched_s: float = _UNWATCHED_S,
+    ) -> None:
+        self.viewers = 0
+        self.failures = 0
+        self._look = look
+        self._most_viewers = most_viewers
+        self._slow_s = slow_s
+        self._unwatched_s = unwatched_s
+        self._past: deque[tuple[float, dict[str, tuple[Number, ...]]]] = deque()
+        self._latest = b""
+        self._number = 0  # of the latest
+        self._changed = asyncio.Event()  # replaced by a new one with each sample
+        self._came = asyncio.Event()
+        self._closed = False
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to sample, on the running event loop."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def close(self) -> None:
+        """Stop sampling; whoever follows is let go."""
+        self._closed = True
+        self._changed.set()
+        self._came.set()
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """Look on. Raises :class:`TooManyViewersError`."""
+        if self.viewers >= self._most_viewers:
+            raise TooManyViewersError(f"{self.viewers} pages are open already, which is as many as may be")
+        self.viewers += 1
+        self._came.set()
+        try:
+            yield
+        finally:
+            self.viewers -= 1
+
+    async def follow(self, send: Callable[[bytes], Awaitable[None]]) -> None:
+        """Send what there is of the past, then every new sample, until the feed is closed. Raises what
+        ``send`` does, and :class:`SlowViewerError` when it takes too long."""
+        await self._send(send, self._history())
+        seen = 0
+        while not self._closed:
+            changed = self._changed
+            if self._number == seen:
+                await changed.wait()
+                continue
+            seen = self._number
+            await self._send(send, self._latest)
+
+    async def _send(self, send: Callable[[bytes], Awaitable[None]], event: bytes) -> None:
+        sending = asyncio.ensure_future(send(event))
+        try:
+            # Not wait_for: up to Python 3.11 it forgets a cancellation that comes as the sending ends.
+            await asyncio.wait({sending}, timeout=self._slow_s)
+            if not sending.done():
+                raise SlowViewerError(f"a page has not read for {self._slow_s:g} s")
+            sending.result()
+        finally:
+            sending.cancel()
+
+    def _history(self) -> bytes:
+        return f"retry: {_RETRY_MS}\n".encode() + _event("history", list(self._past))
+
+    async def _run(self) -> None:
+        failed = False
+        while not self._closed:
+            began = time.monotonic()
+            try:
+                self._note(await self._look())
+                failed = False
+            except Exception as error:  # noqa: BLE001  # counted and logged: one must not end the looking
+                self.failures += 1
+                if not failed:
+                    _log.warning("the page has nothing new to show: %s", error, exc_info=error)
+                failed = True
+            await asyncio.sleep(max(began + _WATCHED_S - time.monotonic(), 0.05))
+            self._came.clear()
+            if not self.viewers:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._came.wait(), self._unwatched_s - _WATCHED_S)
+
+    def _note(self, sample: Sample) -> None:
+        values = {key: tuple(map(_rounded, numbers)) for key, numbers in sample.values.items()}
+        self._past.append((sample.at_s, values))
+        while self._past[0][0] < sample.at_s - _PAST_S:
+            self._past.popleft()
+        self._latest = _event("sample", (sample.at_s, values, sample.view))
+        self._number += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _event(name: str, document: object) -> bytes:
+    return f"event: {name}\ndata: ".encode() + msgspec.json.encode(document) + b"\n\n"
+
+
+def _rounded(number: Number) -> Number:
+    """To the digits that a plot can show: they are what an event mostly consists of."""
+    if number is None or not math.isfinite(number):
+        return None
+    return float(f"{number:.4g}")

@@ -1,0 +1,102 @@
+"""The parts of a page that are about a store: the same for a daemon, and for an engine that has one in
+itself."""
+
+from __future__ import annotations
+
+from tierstore.core.health import Condition as TierCondition
+from tierstore.core.health import TierHealth
+from tierstore.curve import CurveStats
+from tierstore.dashboard.view import Condition, Curve, Mark, Meter, State, Table
+from tierstore.stats import StoreStats
+from tierstore.units import format_size
+
+_FEW_SAMPLED = 500  # pages in the curve's sample: with fewer its figures are rough
+_STATES = {
+    TierCondition.ONLINE: State.GOOD,
+    TierCondition.READ_ONLY: State.WARNING,
+    TierCondition.OFFLINE: State.BAD,
+}
+
+
+def percent(share: float | None) -> str:
+    return "–" if share is None else f"{100 * share:.1f} %"
+
+
+def meters(stats: StoreStats) -> tuple[Meter, ...]:
+    """How full each tier is."""
+    return tuple(
+        Meter(
+            f"{name} {percent(tier.used_bytes / max(tier.capacity_bytes, 1))}",
+            min(tier.used_bytes / max(tier.capacity_bytes, 1), 1.0),
+            f"{format_size(tier.used_bytes)} of {format_size(tier.capacity_bytes)}, {tier.pages:,} pages, "
+            f"{tier.leased_pages:,} leased",
+        )
+        for name, tier in stats.tiers.items()
+    )
+
+
+def conditions(stats: StoreStats) -> list[Condition]:
+    """Of the tiers that can fail, and of what should never be counted."""
+    found = [
+        Condition(f"{tier} tier", _STATES[health.condition], _health(health))
+        for tier, health in stats.health.items()
+    ]
+    damaged = stats.counters.get("damaged_pages")
+    if damaged:
+        text = (
+            f"{damaged:,} pages on disk had other bytes than were saved, and were misses: see tierstore fsck"
+        )
+        found.append(Condition("pages", State.WARNING, text))
+    if stats.failed_tasks:
+        text = f"{stats.failed_tasks:,} tasks ended in a bug of tierstore: its log has a traceback"
+        found.append(Condition("tierstore", State.WARNING, text))
+    return found
+
+
+def _health(health: TierHealth) -> str:
+    if health.condition is TierCondition.ONLINE:
+        return "read and written"
+    errors = [f"{count} {kind} error{'s' * (count > 1)}" for kind, count in health.errors.items() if count]
+    retry = [] if health.retry_s is None else [f"tries again in {health.retry_s:.0f} s"]
+    return ", ".join(
+        [f"{health.condition.value} for {health.since_s:.0f} s ({health.reason})", *errors, *retry]
+    )
+
+
+def curve(stats: CurveStats) -> Curve:
+    """What more memory would buy."""
+    marks = tuple(Mark(name, tier.capacity_bytes) for name, tier in stats.tiers.items())
+    if not stats.asked_tokens:
+        return Curve((), (), marks, 0.0, "Nothing has been asked for yet, so there is no estimate.")
+    rough = " That is few: the figures are rough." if stats.sampled < _FEW_SAMPLED and stats.rate < 1 else ""
+    return Curve(
+        tuple(point.capacity_bytes for point in stats.points),
+        tuple(point.hit_rate for point in stats.points),
+        marks,
+        stats.ceiling,
+        f"At best {percent(stats.ceiling)}. Estimated for a cache that drops what was used least recently: "
+        f"{stats.asked_tokens:,} tokens asked for lately, a sample of {stats.sampled:,} pages.{rough}",
+    )
+
+
+def worth(stats: CurveStats) -> Table:
+    """The same in numbers."""
+    return Table(
+        "What more memory would buy",
+        ("with", "added", "hit rate then", "points more"),
+        tuple(
+            (
+                f"{'twice' if more.share == 1 else f'{1 + more.share:g} times'} the {name} tier",
+                format_size(more.added_bytes),
+                percent(tier.hit_rate + more.added_hit_rate),
+                f"+{100 * more.added_hit_rate:.1f}",
+            )
+            for name, tier in stats.tiers.items()
+            for more in tier.more
+            if more.share >= 1
+        )
+        if stats.asked_tokens
+        else (),
+        "Nothing has been asked for yet.",
+        note="Of the prompt tokens asked for, found in this tier or a faster one.",
+    )
