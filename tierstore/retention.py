@@ -61,9 +61,8 @@ def superseded(points: Sequence[int], end: int, distance: int) -> list[int]:
     all in tokens. A stretch begins behind a multiple of ``distance`` and ends at the next one. With a
     distance of 0, all earlier ones go."""
     earlier = sorted({point for point in points if point < end})
-    following = [*earlier[1:], end]
     return [
         point
-        for point, after in zip(earlier, following, strict=True)
+        for point, after in zip(earlier, [*earlier[1:], end], strict=False)
         if not distance or -(-point // distance) == -(-after // distance)
     ]

@@ -71,13 +71,9 @@ class _Branch:
 
     def about(self, pages: Sequence[Page]) -> None:
         """The save is of no pages: what it hints is about these loose ones. Those that are done by it leave
-        now, as far as they may: nothing is behind them that would be cut off."""
+        as soon as nothing holds them: there is nothing behind them that would be cut off."""
         self._tracker.about(pages)
-        for page in pages:
-            for tier in (Tier.HOST, Tier.DISK):
-                if page.done and page.may_leave(tier):
-                    self._state.residency.drop(page, tier)
-                    self._state.counters.evicted_pages[tier.label] += 1
+        self._state.eviction.leaving.let_go(pages)
 
     def give_up(self) -> None:
         """The save does not go on."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tierstore.backend import Registration
 from tierstore.core.change_log import ChangeLog
-from tierstore.index import Index, Page, Tier
+from tierstore.index import Index, Leaving, Page, Tier
 from tierstore.index.leases import Leases
 from tierstore.policy import NO_HINT, PageHint, Policy
 from tierstore.stats import Counters
@@ -252,6 +252,12 @@ class Eviction:
         self._host = host
         self._counters = counters
         self._clock = clock
+        self.leaving = Leaving((Tier.HOST, Tier.DISK), self._drop)
+
+    def _drop(self, page: Page, tier: Tier) -> None:
+        if tier is not Tier.DISK or self._access_log.page_table is not None:  # else it is not known yet
+            self._residency.drop(page, tier)
+            self._counters.evicted_pages[tier.label] += 1
 
     def host_slots(self, nbytes: int, count: int) -> list[int]:
         """``count`` host slots for ``nbytes`` each, evicting as the policy says; fewer when all others are

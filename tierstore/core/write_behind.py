@@ -196,6 +196,7 @@ class WriteBehind:
     def _place_next(self, under_way: list[Page]) -> list[Page]:
         with self._state.lock:
             batch = self._queue.take(self._batch_bytes)
+            self._state.eviction.leaving.leave()
         before = len(under_way)
         under_way += batch
         placed = self._placement.give(batch)
@@ -318,6 +319,7 @@ class WriteBehind:
                         state.access_log.pass_hint_on(page)
                 state.residency.stored(some, Tier.DISK)
                 self._queue.finish(some)
+                state.eviction.leaving.leave()
                 state.counters.disk_written_pages += len(some)
                 state.health.written()
                 state.changed.notify_all()

@@ -136,11 +136,16 @@ class WriteQueue:
     # -- out -----------------------------------------------------------------------------------------
 
     def take(self, most_bytes: int) -> list[Page]:
-        """The next pages to write, each to be finished or given up: ``most_bytes``, or one that is larger."""
+        """The next pages to write, each to be finished or given up: ``most_bytes``, or one that is larger.
+        Those that somebody has let go of meanwhile are not."""
         batch: list[Page] = []
         while self._waiting and (not batch or self._waiting[0].nbytes <= most_bytes):
-            batch.append(self._pop())
-            most_bytes -= batch[-1].nbytes
+            page = self._pop()
+            if page in self._state.eviction.leaving:
+                self.finish([page])
+                continue
+            batch.append(page)
+            most_bytes -= page.nbytes
         return batch
 
     def finish(self, pages: Sequence[Page]) -> None:

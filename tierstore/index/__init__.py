@@ -22,8 +22,19 @@ Everything here is pure bookkeeping: no threads, no bytes, no clocks. The store 
 does what it says outside of it.
 """
 
-from tierstore.index.index import Index
+from tierstore.index.index import Index, Leaving
 from tierstore.index.page import LABELS, Copy, Page, Tier
 from tierstore.index.tree import Match, Tree, common_tokens, tier_runs
 
-__all__ = ["LABELS", "Copy", "Index", "Match", "Page", "Tier", "Tree", "common_tokens", "tier_runs"]
+__all__ = [
+    "LABELS",
+    "Copy",
+    "Index",
+    "Leaving",
+    "Match",
+    "Page",
+    "Tier",
+    "Tree",
+    "common_tokens",
+    "tier_runs",
+]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tierstore.index.page import Copy, Page, Tier
@@ -89,6 +89,7 @@ def _facts(copy: Copy) -> PageFacts:
 
 
 _SPARE_HINTS = 1024
+_MOST_LEAVING = 4096
 
 
 class Hints:
@@ -123,6 +124,38 @@ class Hints:
             if page.hint is hint and page.last_use <= page.hinted:
                 page.hint = PageHint(Reuse.DONE, hint.priority)
                 self._eviction.offer_again(page)
+
+
+class Leaving:
+    """Loose pages that somebody has let go of: they leave their tiers as soon as nothing holds them there.
+    (Pages of a chain leave from its end, as the policy says.) ``drop`` lets a copy leave. Not thread-safe."""
+
+    def __init__(self, tiers: Sequence[Tier], drop: Callable[[Page, Tier], None]) -> None:
+        self._tiers = tiers
+        self._drop = drop
+        self._waiting: dict[Page, None] = {}
+
+    def __contains__(self, page: Page) -> bool:
+        return page in self._waiting and page.done
+
+    def let_go(self, pages: Iterable[Page]) -> int:
+        """Let go of those of these pages that are done (see ``Page.done``). How many copies have left."""
+        self._waiting.update((page, None) for page in pages if page.done)
+        while len(self._waiting) > _MOST_LEAVING:  # the policy lets them leave first in any case
+            del self._waiting[next(iter(self._waiting))]
+        return self.leave()
+
+    def leave(self) -> int:
+        """Whatever held them may be gone. How many copies have left."""
+        left = 0
+        for page in list(self._waiting):
+            for tier in self._tiers:
+                if page.done and page.may_leave(tier):
+                    self._drop(page, tier)
+                    left += 1
+            if not page.done or not any(page.copies):
+                del self._waiting[page]
+        return left
 
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from tierstore.backend import LookupRequest, SaveHints
 from tierstore.errors import StoreClosedError
-from tierstore.index import Index, Match, Page, Tier
+from tierstore.index import Index, Leaving, Match, Page, Tier
 from tierstore.index.leases import Leases, PageLease
 from tierstore.index.sessions import HintTracker, Sessions
 from tierstore.keys import Identity, PageKey
@@ -45,6 +45,7 @@ class HbmTier:
         self.published: dict[int, Page] = {}  # pages of the pool that are in the index
         self.pending_saves = 0  # pages
         self.closed = False
+        self._leaving = Leaving([Tier.HBM], self._leave)
         self._pid = os.getpid()
         self._page_bytes = page_bytes
         self._forgotten_bytes = 0  # of the index, at the last _forget_gone()
@@ -161,18 +162,15 @@ class HbmTier:
         return held
 
     def let_go(self, request: LookupRequest, hints: SaveHints) -> None:
-        """Pass a hint on to a request's loose pages, and let those leave that are done by it, as far as they
-        may. Takes the lock."""
+        """Pass a hint on to a request's loose pages, and let those leave that are done by it, as soon as
+        nothing holds them. Takes the lock."""
         tracker = HintTracker(self.sessions, hints.hint, hints.session, loose=True)
         with self.lock:
             self.require_open()
             tracker.begin(self.root(request.identity))
             pages = [page for page in self._loose(request) if page is not None]
             tracker.about(pages)
-            for page in pages:
-                if page.done and page.may_leave(Tier.HBM):
-                    self._drop(page)
-                    self.counters.evicted_pages[Tier.HBM.label] += 1
+            self._leaving.let_go(pages)
 
     @contextmanager
     def _let_go_on_error(self, held: dict[int, Page]) -> Iterator[None]:
@@ -234,6 +232,10 @@ class HbmTier:
         del self.published[hbm_page]
         self.pool.free([hbm_page])
 
+    def _leave(self, page: Page, tier: Tier) -> None:
+        self._drop(page)
+        self.counters.evicted_pages[tier.label] += 1
+
     def _drop_damaged(self, page: Page, tier: Tier) -> None:
         raise AssertionError("pages in HBM are not checked, and never found damaged")
 
@@ -246,10 +248,12 @@ class HbmTier:
                 self.pool.free([hbm_page])
             else:
                 self.index.release_copy(page, Tier.HBM)
+        self._leaving.leave()
 
     def release_copy(self, page: Page) -> None:
         """Give up a hold that is no part of a lookup's lease."""
         self.leases.release_copy(page, Tier.HBM)
+        self._leaving.leave()
 
     def available(self) -> int:
         """Pages of the pool that are free or could be evicted, one after the other."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 import tierstore
-from tests.tierstore.store.grouped_model import GEMMA, HYBRID, IDENTITY, Engine
+from tests.tierstore.store.grouped_model import CHUNK, CHUNKED, FULL, GEMMA, HYBRID, IDENTITY, Engine
 from tierstore import UsageError
+from tierstore.index import Tier
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
+from tierstore.store import grouped
 from tierstore.store.grouped import group_specs
 
 TOKENS = list(range(500, 700))  # 16-token chunks: 12 whole ones and 8 tokens
@@ -94,6 +96,30 @@ def test_a_group_whose_pages_have_left_shortens_the_hit(engine):
         assert (hit.tokens, hit.branch) == (96, 200)
     assert engine.load(engine.lookup(TOKENS)) == 96
     engine.check()
+
+
+def test_the_slowest_page_that_is_needed_counts(tmp_path):
+    with Engine(GEMMA, tmp_path) as engine:
+        engine.save_to(TOKENS[:192], 192)  # of the window, chunks 9, 10 and 11
+        engine.forget(0, TOKENS, [11], [Tier.HBM])
+        engine.forget(1, TOKENS, [9], [Tier.HBM])
+        hit = engine.lookup(TOKENS)
+        assert hit.by_tier == {"hbm": 10 * CHUNK, "host": 2 * CHUNK}
+        assert engine.load(hit) == 192
+        engine.check()
+
+
+def test_an_end_that_needs_nothing_does_not_hide_a_longer_hit(tmp_path, monkeypatch):
+    monkeypatch.setattr(grouped, "_SCANNED", 1)
+    with Engine(KVSpec((FULL, CHUNKED), "float32", CHUNK), tmp_path) as engine:  # attention chunks of 64
+        engine.save_to(TOKENS[:96], 80)
+        with engine.lookup(TOKENS) as hit:
+            assert hit.tokens == 80
+        engine.store.flush(30)
+        engine.forget(1, TOKENS, [4])
+        with engine.lookup(TOKENS) as hit:
+            assert hit.tokens == 64
+        engine.check()
 
 
 def test_a_prompt_of_the_one_store_is_refused(engine):
