@@ -2,6 +2,7 @@
 #   make bench    the 100K-token benchmark with its defaults
 #   make test     lint, types and the test suite
 #   make docs     the documents as a site, in site/
+#   make peers    the daemon beside LMCache's, Mooncake Store and Redis, each where it can be had (3 GB)
 # and one with Python 3.11+ on x86-64 or arm64:
 #   make test-vllm    the vLLM connector against a real vLLM on the CPU, in an environment of its own
 #   make test-sglang  likewise SGLang's storage backend
@@ -11,6 +12,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 INSTALL := $(BIN)/python $(PIP_INSTALL)
+LMCACHE_VENV ?= .venv-lmcache
+MOONCAKE_VENV ?= .venv-mooncake
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN  := $(VLLM_VENV)/bin
 SGLANG_VENV ?= .venv-sglang
@@ -19,10 +22,19 @@ CLUSTER_VENV ?= .venv-cluster
 CLUSTER_BIN  := $(CLUSTER_VENV)/bin
 NATIVE := hatch_build.py tierstore/native/pages.c tierstore/native/codec.c
 
-.PHONY: bench test lint types docs suite soak test-vllm soak-vllm test-sglang test-cluster gpu-check gpu-check-here clean
+.PHONY: bench peers test lint types docs suite soak test-vllm soak-vllm test-sglang test-cluster gpu-check gpu-check-here clean
 
 bench: $(VENV)/bench.stamp
 	$(BIN)/tierstore-bench longctx
+
+# A peer whose environment cannot be built is left out. PEERS="--json out.json" adds options.
+peers: $(VENV)/dev.stamp
+	-$(MAKE) $(LMCACHE_VENV)/stamp
+	-$(MAKE) $(MOONCAKE_VENV)/stamp
+	-$(INSTALL) redis
+	$(BIN)/tierstore-bench peers $(PEERS) \
+		$$(test -e $(LMCACHE_VENV)/stamp && echo --lmcache-python $(LMCACHE_VENV)/bin/python) \
+		$$(test -e $(MOONCAKE_VENV)/stamp && echo --mooncake-python $(MOONCAKE_VENV)/bin/python)
 
 test: lint types suite
 
@@ -114,5 +126,21 @@ $(CLUSTER_VENV)/cluster.stamp: pyproject.toml constraints.txt $(NATIVE) tests/cl
 	$(CLUSTER_BIN)/python -m pip install --quiet --disable-pip-version-check -r tests/cluster/requirements.txt -e '.[serve]'
 	touch $@
 
+# --no-deps: LMCache asks for CUDA's packages, which a CPU has no use for.
+$(LMCACHE_VENV)/stamp: tests/tools/lmcache-requirements.txt
+	$(PYTHON) -m venv $(LMCACHE_VENV)
+	$(LMCACHE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0+cpu \
+		|| $(LMCACHE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0+cpu \
+			--extra-index-url https://download.pytorch.org/whl/cpu
+	$(LMCACHE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	$(LMCACHE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps lmcache==0.5.6
+	touch $@
+
+$(MOONCAKE_VENV)/stamp:
+	$(PYTHON) -m venv $(MOONCAKE_VENV)
+	$(MOONCAKE_VENV)/bin/python -m pip install --quiet --disable-pip-version-check numpy \
+		mooncake-transfer-engine-non-cuda==0.3.13.post1
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(CLUSTER_VENV) tierstore/native/_pages.so site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(LMCACHE_VENV) $(MOONCAKE_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(CLUSTER_VENV) tierstore/native/_pages.so site .mypy_cache .ruff_cache .pytest_cache .hypothesis

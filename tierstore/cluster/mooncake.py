@@ -43,7 +43,7 @@ class MooncakePool(Pool):
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         try:
-            from mooncake.store import MooncakeDistributedStore  # type: ignore[import-not-found]
+            from mooncake.store import MooncakeDistributedStore
         except ImportError as error:
             raise UsageError(f"Mooncake cannot be imported ({error}): {_INSTALL}") from error
         if options.protocol == "rdma" and not options.devices:

@@ -550,6 +550,49 @@ def scheduling(
 
 
 @app.command()
+def peers(
+    page_bytes: Annotated[str, typer.Option(help="Page sizes, comma-separated")] = "1MiB,8MiB",
+    total: Annotated[str, typer.Option(help="Of pages: what each save and load moves")] = "256MiB",
+    rounds: Annotated[int, typer.Option(min=1, help="Over all peers; medians and ranges are reported")] = 3,
+    lookup_tokens: Annotated[int, typer.Option(min=256, help="Of the prompt that is looked up")] = 100_000,
+    settle: Annotated[float, typer.Option(min=0, help="Seconds from the last save to kill -9")] = 5.0,
+    lmcache_python: Annotated[Path | None, typer.Option(help="Of an environment with LMCache")] = None,
+    redis_python: Annotated[
+        Path | None, typer.Option(help="… with redis-py (redis-server: from PATH)")
+    ] = None,
+    mooncake_python: Annotated[Path | None, typer.Option(help="… with Mooncake's transfer engine")] = None,
+    directory: Annotated[Path | None, typer.Option("--dir", help="Where; default: a temporary one")] = None,
+    json: JsonOption = None,
+) -> None:
+    """Our daemon beside LMCache's, Redis and Mooncake: save, load, lookup, what they cost, what stays."""
+    import sys
+    import tempfile
+
+    from tierstore_tools.peers import command
+    from tierstore_tools.peers.daemons import Peer
+    from tierstore_tools.peers.measure import Plan
+
+    if directory is not None:
+        _make_writable(directory)
+    sizes = tuple(parse_size(size) for size in page_bytes.split(","))
+    total_bytes = parse_size(total)
+    for size in sizes:
+        if size % (16 << 10) or not 0 < 4 * size <= total_bytes:
+            raise UsageError(
+                f"a page size is a multiple of 16KiB, and at most a quarter of --total: not {size}"
+            )
+    here = Path(sys.executable)
+    with tempfile.TemporaryDirectory(prefix="tierstore-bench-", dir=directory) as scratch:
+        plan = Plan(sizes, total_bytes, rounds, lookup_tokens, settle, Path(scratch))
+        theirs = {"lmcache": lmcache_python, "redis": redis_python, "mooncake": mooncake_python}
+        command.run(
+            plan,
+            [Peer("tierstore", here), *(Peer(name, python or here) for name, python in theirs.items())],
+            json=json,
+        )
+
+
+@app.command()
 def cluster_plan(
     hosts: Annotated[str, typer.Option(help="Numbers of hosts")] = "10,100,1000",
     requests_per_s: Annotated[float, typer.Option(help="To each host")] = 2.0,

@@ -18,7 +18,6 @@ import importlib.util
 import itertools
 import json
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -37,6 +36,7 @@ from tierstore.errors import TierStoreError, UsageError
 from tierstore.units import format_size
 from tierstore_engine.build import open_model
 from tierstore_tools import machine
+from tierstore_tools.processes import free_port, listens
 from tierstore_tools.report import phases, require_targets, stdout, write_json
 from tierstore_tools.vllm.daemon import DaemonProcess
 
@@ -143,7 +143,7 @@ class _Dynamo:
     """A selector of its own, over the daemons' events."""
 
     def __init__(self, engines: Sequence[Engine], block_tokens: int) -> None:
-        port = _free_port()
+        port = free_port()
         command = [sys.executable, "-m", "dynamo.select_service", "--port", str(port)]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=10)
@@ -187,10 +187,10 @@ class Engine:
     """A daemon and an engine over it."""
 
     def __init__(self, workload: Workload) -> None:
-        self.events, self.replay = (f"tcp://127.0.0.1:{_free_port()}" for _ in range(2))
+        self.events, self.replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
         flags = (f"--events={self.events}", f"--events-replay={self.replay}")
         self.daemon = DaemonProcess(disk=False, host_bytes=workload.host_bytes(), options=flags)
-        self._port = _free_port()
+        self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self._workload = workload
         self._process: subprocess.Popen[bytes] | None = None
@@ -365,18 +365,11 @@ def _name(turn: Turn) -> str:
     return f"{turn.session}.{turn.number}"
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _wait_for(port: int, process: subprocess.Popen[bytes], what: str) -> None:
     ends = time.monotonic() + _START_S
     while True:
-        with socket.socket() as probe:
-            if not probe.connect_ex(("127.0.0.1", port)):
-                return
+        if listens(port):
+            return
         if process.poll() is not None or time.monotonic() > ends:
             raise TierStoreError(f"{what} does not start")
         time.sleep(0.05)

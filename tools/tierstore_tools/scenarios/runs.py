@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from tierstore.errors import TierStoreError
+from tierstore_tools.processes import memory_bytes
 from tierstore_tools.scenarios.endpoint import Ask, Endpoint, Reply, connected
 from tierstore_tools.scenarios.load import Arrival, tokens
-from tierstore_tools.scenarios.targets import Target, memory_bytes, reserved_tokens
+from tierstore_tools.scenarios.targets import Target, reserved_tokens
 
 Progress = Callable[[float], None]
 _SAMPLE_S = 0.1

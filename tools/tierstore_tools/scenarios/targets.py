@@ -12,7 +12,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from typing import IO
 
 from tierstore.errors import TierStoreError, UsageError
 from tierstore.spec import KVSpec
+from tierstore_tools.processes import free_port, listens
 from tierstore_tools.vllm.daemon import DaemonProcess
 from tierstore_tools.vllm.engine import ENVIRONMENT, connector_options
 
@@ -140,7 +140,7 @@ class Started(Target):
             start_new_session=True,
         )
         ends = time.monotonic() + _START_S
-        while not _listens(self._port):
+        while not listens(self._port):
             if self._process.poll() is not None or time.monotonic() > ends:
                 raise TierStoreError(f"{self.name} does not start: {self._last_words()}")
             time.sleep(_LOOK_S)
@@ -196,7 +196,7 @@ class Workshop:
 
     def make(self, name: str) -> Target:
         """The target, not started."""
-        port, daemon = _free_port(), None
+        port, daemon = free_port(), None
         if name.endswith(STORED):
             room = self._room
             daemon = DaemonProcess(self._scratch, host_bytes=room.host_bytes, disk_bytes=room.disk_bytes)
@@ -246,28 +246,6 @@ def reserved_tokens(metrics: str) -> float | None:
     return None
 
 
-def memory_bytes(pids: Iterable[int]) -> int:
-    """Memory of these processes and all that they started, shared pages counted once (PSS)."""
-    return sum(_pss(each) for pid in pids for each in _family(pid))
-
-
-def _family(pid: int) -> list[int]:
-    found = [pid]
-    with suppress(OSError):
-        for thread in Path(f"/proc/{pid}/task").iterdir():
-            for child in (thread / "children").read_text().split():
-                found += _family(int(child))
-    return found
-
-
-def _pss(pid: int) -> int:
-    with suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) << 10
-    return 0  # it has ended
-
-
 def _values(metrics: str) -> Iterable[tuple[str, float]]:
     for line in metrics.splitlines():
         name, _, value = line.rpartition(" ")
@@ -297,14 +275,3 @@ def _environment(threads: int) -> dict[str, str]:
     # vLLM would bind its threads, and leave out a core of its own choice: the others do neither.
     given = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return {**ENVIRONMENT, **os.environ, **given}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return not probe.connect_ex(("127.0.0.1", port))
