@@ -19,26 +19,27 @@ from tierstore import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES
 from tierstore.errors import UsageError
 from tierstore.keys import Identity
 from tierstore.packs import MountedPack
-from tierstore.spec import DEFAULT_CHUNK_TOKENS, KVSpec
+from tierstore.spec import DEFAULT_CHUNK_TOKENS, KVSpec, LayerKind
 from tierstore.tiers.cuda import CudaDevice
 from tierstore.tiers.device_pool import DevicePool, pages_that_fit
 from tierstore.tiers.hbm import PagePool
 from tierstore.units import format_size
 from tierstore_connectors.bundled import open_connector
-from tierstore_engine.attention.base import make_attention
+from tierstore_engine.attention.base import CPU_ONLY, make_attention
 from tierstore_engine.attention.cuda import CudaAttention
 from tierstore_engine.checkpoint import read_config
 from tierstore_engine.config import DTYPES, ModelConfig
 from tierstore_engine.draft_model import DraftModel
 from tierstore_engine.drafting import Drafter
 from tierstore_engine.engine import Engine
-from tierstore_engine.errors import UnknownModelError
+from tierstore_engine.errors import ModelError, UnknownModelError
 from tierstore_engine.kernels.catalog import KERNEL_DTYPES
 from tierstore_engine.kv_format import AUTO, KVFormat
 from tierstore_engine.kv_scales import DYNAMIC, with_scales
-from tierstore_engine.model import Model
+from tierstore_engine.model import Memory, Model
 from tierstore_engine.presets import PRESETS, preset
 from tierstore_engine.settings import EngineSettings
+from tierstore_engine.states import RecurrentStates
 from tierstore_engine.step import Runner
 from tierstore_engine.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
 from tierstore_engine.weights import ModelWeights, digest_weights, load_weights, random_weights, weights_bytes
@@ -101,14 +102,14 @@ def open_model(
     check_device(device)
     if model in PRESETS:
         config = with_scales(replace(preset(model, dtype=dtype), kv=kv), kv_scales, None)
-        return OpenModel(config, ByteTokenizer(), None, resolve_device(device, config.dtype))
+        return OpenModel(config, ByteTokenizer(), None, device_for(config, device))
     folder = Path(model)
     if not folder.is_dir():
         raise UnknownModelError(
             f"no model {model!r}: neither a folder nor a preset (presets: {', '.join(PRESETS)})"
         )
     config = with_scales(replace(read_config(folder, dtype=dtype), kv=kv), kv_scales, folder)
-    return OpenModel(config, HFTokenizer(folder), folder, resolve_device(device, config.dtype))
+    return OpenModel(config, HFTokenizer(folder), folder, device_for(config, device))
 
 
 def load_model(
@@ -216,9 +217,9 @@ def build_draft_model(
 
 def make_runner(model: LoadedModel, pools: Sequence[PagePool], settings: EngineSettings) -> Runner:
     """The model over a pool for each of its layer groups, on their device."""
-    attentions = [make_attention(pool, model.config) for pool in pools]
-    runnable = Model(model.config, model.weights, attentions, device=model.device)
-    attention, pool = attentions[0], pools[0]
+    memories = [make_memory(pool, model.config) for pool in pools]
+    runnable = Model(model.config, model.weights, memories, device=model.device)
+    attention, pool = memories[0], pools[0]
     if isinstance(attention, CudaAttention) and isinstance(pool, DevicePool):
         from tierstore_engine.device import CudaRunner
 
@@ -240,6 +241,15 @@ def group_pages(spec: KVSpec, pages: int, settings: EngineSettings) -> list[int]
             most = min(tokens, group.window + settings.prefill_chunk + 2 * spec.chunk_tokens)
             counts.append(min(pages // 4 + 2 * pages_for_tokens(spec, most) + 2, 2 * pages + 2))
     return counts
+
+
+def make_memory(pool: PagePool, config: ModelConfig) -> Memory:
+    """What the layer group of ``pool`` remembers by. Raises what
+    :func:`~tierstore_engine.attention.base.make_attention` does."""
+    [group] = pool.spec.groups
+    if group.kind is LayerKind.RECURRENT_STATE:
+        return RecurrentStates(pool, config)
+    return make_attention(pool, config)
 
 
 def pages_for_tokens(spec: KVSpec, tokens: int) -> int:
@@ -280,6 +290,17 @@ def resolve_device(device: str, dtype: str) -> str:
     if device != "auto":
         return device
     return "cuda" if torch.cuda.is_available() and dtype in KERNEL_DTYPES else "cpu"
+
+
+def device_for(config: ModelConfig, device: str) -> str:
+    """Where a model is computed: ``auto`` is the CPU for one that the kernels do not know. Raises
+    :class:`ModelError` for such a model on a GPU."""
+    resolved = resolve_device(device, config.dtype)
+    if resolved == "cpu" or config.plain:
+        return resolved
+    if device == "auto":
+        return "cpu"
+    raise ModelError(CPU_ONLY)
 
 
 def _fitting_pages(spec: KVSpec, device: str) -> int:

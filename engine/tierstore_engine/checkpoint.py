@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tierstore_engine.config import ModelConfig, config_from_hf, token_ids
+from tierstore_engine.config import ModelConfig
 from tierstore_engine.errors import ModelError
+from tierstore_engine.families import config_from_hf, token_ids
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"

@@ -1,12 +1,13 @@
-"""The shape of a model: what its ``config.json`` says, checked, in the engine's own words.
+"""The shape of a model, in the engine's own words: what each layer is made of, and what it keeps in pages.
 
-transformers 5 writes ``rope_parameters`` and ``dtype`` where 4.x wrote ``rope_theta``/``rope_scaling`` and
-``torch_dtype``; both are read. Whatever this engine cannot compute exactly is refused here, by name.
+A layer is a *mixer*, which looks at the past, and an MLP. How a mixer remembers is its kind
+(:class:`~tierstore.spec.LayerKind`): K and V of all tokens, of a window or of an attention chunk, a latent of
+each token, or a state. Layers of one kind are a layer group. What is read from a ``config.json`` is in
+:mod:`tierstore_engine.families`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -20,15 +21,11 @@ from tierstore_engine.kv_format import KVFormat
 
 DTYPES = ("float32", "bfloat16", "float16")
 
-_QKV_BIAS_ALWAYS = {"Qwen2ForCausalLM"}
-_QK_NORM = {"Qwen3ForCausalLM"}
-_HAS_SLIDING_WINDOW = {"MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding. ``kind`` is ``default``, ``linear`` or ``llama3``; the rest only where it applies."""
+    """Rotary embedding. ``kind`` is ``default``, ``linear``, ``llama3`` or ``yarn``; the rest only where it
+    applies."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -36,10 +33,23 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+    # Added later: see ModelConfig.
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    amplitude: float = 1.0
+    """Cosines and sines are multiplied by it (YaRN)."""
+    rotary_dim: int = 0
+    """So many leading dimensions of a head are turned; 0: all."""
+    interleaved: bool = False
+    """Dimension 2i pairs with 2i + 1, and not i with i + half."""
+
+    def facts(self) -> dict[str, Any]:
+        return _facts(self, since="beta_fast")
 
     def describe(self) -> str:
         """One line; equal lines mean equal rotations (it goes into the identity)."""
-        return ";".join(f"{name}={value}" for name, value in asdict(self).items())
+        return ";".join(f"{name}={value}" for name, value in self.facts().items())
 
 
 @dataclass(frozen=True)
@@ -64,7 +74,7 @@ STATE_ALIGN = 64
 
 @dataclass(frozen=True)
 class DeltaConfig:
-    """A gated delta rule layer: its state is a matrix ``key_dim × value_dim`` of each value head (float32),
+    """A gated delta rule layer. Its state is a matrix ``key_dim × value_dim`` for each value head (float32),
     and the last ``conv_width - 1`` inputs of a causal convolution (in the model's dtype)."""
 
     key_heads: int
@@ -78,14 +88,82 @@ class DeltaConfig:
         """Of the convolution: queries, keys and values of all heads."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
+    def inputs_bytes(self, dtype: str) -> int:
+        """Of the convolution's inputs, up to where the matrices begin."""
+        return _aligned(self.channels * (self.conv_width - 1) * DTYPE_BITS[dtype] // 8)
+
     def state_bytes(self, dtype: str) -> int:
         """Of one layer: the convolution's inputs, then the matrices."""
-        inputs = self.channels * (self.conv_width - 1) * DTYPE_BITS[dtype] // 8
-        return _aligned(inputs) + _aligned(self.value_heads * self.key_dim * self.value_dim * 4)
+        return self.inputs_bytes(dtype) + _aligned(self.value_heads * self.key_dim * self.value_dim * 4)
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // STATE_ALIGN) * STATE_ALIGN
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of ``count`` experts, of which each token goes to ``chosen``.
+
+    ``scoring`` makes scores of the router's logits: ``softmax`` over all experts, ``sigmoid`` of each, or
+    ``softmax of chosen``. With ``groups`` only the experts of the best ``best_groups`` are chosen from; a
+    group counts as much as its best ``group_members``. The scores are made to sum to 1 where ``normalised``,
+    and multiplied by ``scale``.
+    """
+
+    count: int
+    chosen: int
+    width: int
+    scoring: str = "softmax"
+    normalised: bool = False
+    scale: float = 1.0
+    groups: int = 1
+    best_groups: int = 1
+    group_members: int = 1
+    correction: bool = False
+    """A bias is added to the scores for choosing, and only for that."""
+    scaled_input: bool = False
+    """The score multiplies what goes into an expert, and not what comes out."""
+    shared_width: int = 0
+    """Of the expert that all tokens go to, if any."""
+    shared_gate: bool = False
+    biased: bool = False
+    """The router and the experts have biases."""
+    clamp: float | None = None
+    """Gates and ups, which alternate then, are cut off at that (gpt-oss)."""
+    sharpness: float = 1.0
+    """Of the sigmoid in a clamped expert's gate."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.chosen <= self.count:
+            raise ModelError(f"a token cannot go to {self.chosen} of {self.count} experts")
+        if self.count % self.groups or not 0 < self.best_groups <= self.groups:
+            raise ModelError(
+                f"{self.count} experts cannot be chosen from {self.best_groups} of {self.groups} groups"
+            )
+        if self.best_groups * (self.count // self.groups) < self.chosen:
+            raise ModelError(f"{self.best_groups} groups of experts have fewer than {self.chosen} experts")
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """Queries grow with their position: by ``1 + scale × log(1 + floor((position + 1) / floor))``."""
+
+    floor: float
+    scale: float
+
+
+@dataclass(frozen=True)
+class TensorNames:
+    """What a checkpoint calls the parts of a layer, where families differ."""
+
+    mlp: str = "mlp"
+    mlp_norm: str = "post_attention_layernorm"
+    router: str = "gate"
+    expert: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    packed: bool = False
+    """All experts are in one tensor, ``[experts, in, out]``."""
+    shared: str = "shared_expert"
 
 
 @dataclass(frozen=True)
@@ -119,8 +197,33 @@ class ModelConfig:
     # What follows was added later: at its default it is left out of the digest, so that the pages of models
     # that have none of it stay theirs.
     kinds: tuple[LayerKind, ...] = ()
+    ropes: tuple[RopeConfig | None, ...] = ()
+    """Of each layer, where they differ; None for no rotation."""
     latent: LatentConfig | None = None
     delta: DeltaConfig | None = None
+    experts: ExpertsConfig | None = None
+    dense_layers: tuple[int, ...] = ()
+    """Layers with one MLP in a model with experts."""
+    activation: str = "silu"
+    """Or ``gelu_tanh``."""
+    centred_norms: bool = False
+    """A norm's weight is what is to be added to 1."""
+    post_norms: bool = False
+    """What a mixer and an MLP give is normed, too, before it is added."""
+    embed_scale: float = 1.0
+    logit_cap: float | None = None
+    """``x`` becomes ``cap × tanh(x / cap)``; likewise of attention's scores."""
+    score_cap: float | None = None
+    score_scale: float | None = None
+    """None: by the root of head_dim."""
+    sinks: bool = False
+    """Each head has a score that takes part in its softmax and has no value."""
+    gated_attention: bool = False
+    unit_qk: bool = False
+    """Queries and keys are brought to a mean square of 1 after they have been turned."""
+    temperature: Temperature | None = None
+    """Of layers without rotation."""
+    names: TensorNames = field(default_factory=TensorNames)
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -129,12 +232,30 @@ class ModelConfig:
             raise ModelError(f"{self.heads} attention heads cannot share {self.kv_heads} KV heads evenly")
         if self.head_dim % 2:
             raise ModelError(f"head_dim must be even for rotary embeddings, not {self.head_dim}")
+        if self.delta is not None and self.delta.value_heads % self.delta.key_heads:
+            raise ModelError(
+                f"{self.delta.value_heads} value heads cannot share {self.delta.key_heads} key heads evenly"
+            )
+        unquantised = {LayerKind.MLA_LATENT, LayerKind.RECURRENT_STATE} & set(self.kinds)
+        if self.kv.quantised and unquantised:
+            [kind, *_] = sorted(unquantised)
+            raise ModelError(f"--kv-dtype is for keys and values: this model keeps a {kind.value}")
+
+    # -- of one layer ----------------------------------------------------------------------------------
+
+    def kind(self, layer: int) -> LayerKind:
+        return self.kinds[layer] if self.kinds else LayerKind.FULL_ATTENTION
 
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
 
-    def kind(self, layer: int) -> LayerKind:
-        return self.kinds[layer] if self.kinds else LayerKind.FULL_ATTENTION
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        return self.ropes[layer] if self.ropes else self.rope
+
+    def experts_of(self, layer: int) -> ExpertsConfig | None:
+        return None if layer in self.dense_layers else self.experts
+
+    # -- layer groups ----------------------------------------------------------------------------------
 
     @cached_property
     def groups(self) -> tuple[LayerGroup, ...]:
@@ -179,16 +300,36 @@ class ModelConfig:
             scaled=self.kv.dynamic,
         )
 
+    # -- as a whole ------------------------------------------------------------------------------------
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is a Llama-like decoder, which the kernels compute, too."""
+        rope = self.rope
+        return not self._added() and not rope.rotary_dim and not rope.interleaved
+
     def digest(self) -> str:
         """A short hex digest of every field that changes what the model computes, besides how KV is kept."""
-        values = asdict(self)
+        values = _facts(self, since="kinds") | {"rope": self.rope.facts()}
         for unused in ("eos_ids", "kv"):
             del values[unused]
-        names = [each.name for each in fields(self)]
-        for each in fields(self)[names.index("kv") + 1 :]:
-            if values[each.name] == each.default:
-                del values[each.name]
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode(sorted(values.items())))
+
+    def _added(self) -> list[str]:
+        """The fields that a Llama has not, where they say something."""
+        names = [each.name for each in fields(self)]
+        return [name for name in names[names.index("kinds") :] if name in _facts(self, since="kinds")]
+
+
+def _facts(shape: Any, *, since: str) -> dict[str, Any]:
+    """A dataclass as its fields' values, without those from ``since`` on that are at their default."""
+    values = asdict(shape)
+    every = fields(shape)
+    for each in every[[each.name for each in every].index(since) :]:
+        default = each.default_factory() if callable(each.default_factory) else each.default
+        if getattr(shape, each.name) == default:
+            del values[each.name]
+    return values
 
 
 _WINDOWED = (LayerKind.SLIDING_WINDOW, LayerKind.CHUNKED_ATTENTION)
@@ -199,110 +340,3 @@ _ORDER = (
     LayerKind.CHUNKED_ATTENTION,
     LayerKind.RECURRENT_STATE,
 )
-
-
-def config_from_hf(raw: Mapping[str, Any], *, dtype: str | None = None) -> ModelConfig:
-    """The :class:`ModelConfig` of a ``config.json``; ``dtype`` overrides the checkpoint's own.
-
-    Raises :class:`ModelError` for architectures, activations and RoPE types this engine does not compute, and
-    for missing or senseless fields.
-    """
-    architecture = _architecture(raw)
-    _check_activation(raw)
-    layers = _positive(raw, "num_hidden_layers")
-    hidden = _positive(raw, "hidden_size")
-    heads = _positive(raw, "num_attention_heads")
-    max_positions = _positive(raw, "max_position_embeddings")
-    attention_bias = bool(raw.get("attention_bias", False))
-    return ModelConfig(
-        vocab_size=_positive(raw, "vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=_positive(raw, "intermediate_size"),
-        layers=layers,
-        heads=heads,
-        kv_heads=_positive(raw, "num_key_value_heads") if raw.get("num_key_value_heads") else heads,
-        head_dim=_positive(raw, "head_dim") if raw.get("head_dim") else hidden // heads,
-        max_positions=max_positions,
-        dtype=dtype or str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
-        rope=_rope(raw, max_positions),
-        norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-        qkv_bias=architecture in _QKV_BIAS_ALWAYS or attention_bias,
-        o_bias=architecture not in _QKV_BIAS_ALWAYS and attention_bias,
-        mlp_bias=bool(raw.get("mlp_bias", False)),
-        qk_norm=architecture in _QK_NORM,
-        tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        windows=_windows(raw, layers) if architecture in _HAS_SLIDING_WINDOW else (),
-        eos_ids=token_ids(raw.get("eos_token_id")),
-    )
-
-
-def token_ids(value: Any) -> tuple[int, ...]:
-    """``eos_token_id`` as it is written in the wild: null, one id or a list of them."""
-    if value is None:
-        return ()
-    return tuple(int(token) for token in value) if isinstance(value, list) else (int(value),)
-
-
-def _architecture(raw: Mapping[str, Any]) -> str:
-    names = raw.get("architectures") or []
-    for name in names:
-        if name in ARCHITECTURES:
-            return str(name)
-    what = ", ".join(map(str, names)) or "no architecture at all"
-    raise ModelError(f"config.json names {what}; supported are {', '.join(ARCHITECTURES)}")
-
-
-def _check_activation(raw: Mapping[str, Any]) -> None:
-    activation = raw.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ModelError(f"config.json: hidden_act {activation!r} is not supported (only silu)")
-
-
-def _rope(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = scaling.get("rope_theta", raw.get("rope_theta", 10000.0))
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    if float(scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))) != 1.0:
-        raise ModelError("config.json: partial_rotary_factor other than 1 is not supported")
-    try:
-        if kind == "default":
-            return RopeConfig(theta=float(theta))
-        if kind == "linear":
-            return RopeConfig(theta=float(theta), kind="linear", factor=float(scaling["factor"]))
-        if kind == "llama3":
-            return RopeConfig(
-                theta=float(theta),
-                kind="llama3",
-                factor=float(scaling["factor"]),
-                low_freq_factor=float(scaling["low_freq_factor"]),
-                high_freq_factor=float(scaling["high_freq_factor"]),
-                original_max_positions=int(scaling.get("original_max_position_embeddings", max_positions)),
-            )
-    except KeyError as missing:
-        raise ModelError(f"config.json: rope type {kind!r} needs the field {missing}") from None
-    raise ModelError(f"config.json: rope type {kind!r} is not supported (default, linear, llama3 are)")
-
-
-def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    """The attention window of each layer; empty when every layer attends to everything."""
-    window = raw.get("sliding_window")
-    if not window or not raw.get("use_sliding_window", True):
-        return ()
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        # Qwen 2 and 3 before transformers 5: the first max_window_layers layers attend to everything.
-        first = int(raw.get("max_window_layers", 0)) if "use_sliding_window" in raw else 0
-        kinds = ["full_attention"] * min(first, layers) + ["sliding_attention"] * (layers - first)
-    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-    if unknown or len(kinds) != layers:
-        raise ModelError(
-            f"config.json: layer_types does not fit {layers} layers of full or sliding attention"
-        )
-    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _positive(raw: Mapping[str, Any], name: str) -> int:
-    value = raw.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"config.json: {name} must be a positive integer, not {value!r}")
-    return value

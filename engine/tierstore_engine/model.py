@@ -1,33 +1,60 @@
-"""The decoder: token ids in, the logits of chosen rows out, keys and values into pages on the way."""
+"""The decoder: token ids in, the logits of chosen rows out, what layers remember into pages on the way.
+
+A layer is a mixer, which looks at the past (:mod:`~tierstore_engine.mixers`,
+:mod:`~tierstore_engine.states`), and an MLP or a mixture of them (:mod:`~tierstore_engine.mlp`). Which ones,
+the configuration says for each layer; there is one decoder for all families.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch.nn.functional import linear
 
-from tierstore_engine.attention.base import Attention, BatchLayout
+from tierstore_engine.attention.base import Attention
 from tierstore_engine.config import ModelConfig
+from tierstore_engine.mixers import LatentAttention, Positions, SelfAttention
+from tierstore_engine.mlp import MLPs
+from tierstore_engine.pointwise import Pointwise
 from tierstore_engine.rope import Rope
 from tierstore_engine.sampling import Choice, Draw, sample
+from tierstore_engine.states import GatedDelta, RecurrentStates
 from tierstore_engine.step import PartialStep, Step, StepInput
-from tierstore_engine.weights import LayerWeights, ModelWeights
+from tierstore_engine.weights import AttentionWeights, LatentWeights, ModelWeights
+
+Memory: TypeAlias = Attention | RecurrentStates
+"""What a layer group remembers by: attention over its pages, or the states in them."""
 
 
 class Model:
-    """A Llama-family decoder over paged KV, with a backend for each layer group. Not thread-safe: these own
+    """A decoder over paged memory, with one :data:`Memory` for each layer group. Not thread-safe: these own
     buffers."""
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, attentions: Sequence[Attention], *, device: str
+        self, config: ModelConfig, weights: ModelWeights, memories: Sequence[Memory], *, device: str
     ) -> None:
         self.config = config
         self.device = device
         self._weights = weights
-        self._attentions = [attentions[config.group_of(layer)] for layer in range(config.layers)]
-        self._pointwise = attentions[0].pointwise(config)
-        self._rope = Rope(config.rope, config.head_dim, device=device)
+        self._pointwise = _pointwise(config, memories)
+        self._mlps = MLPs(config, self._pointwise)
+        self._mixers = [self._mixer(layer, memories) for layer in range(config.layers)]
+        head_dim = config.latent.rope_dim if config.latent is not None else config.head_dim
+        ropes = {config.rope_of(layer) for layer in range(config.layers)}
+        self._ropes = {rope: Rope(rope, head_dim, device=device) for rope in ropes if rope is not None}
+
+    def _mixer(self, layer: int, memories: Sequence[Memory]) -> SelfAttention | LatentAttention | GatedDelta:
+        config, weights = self.config, self._weights.layers[layer].mixer
+        memory = memories[config.group_of(layer)]
+        if isinstance(memory, RecurrentStates):
+            assert not isinstance(weights, AttentionWeights | LatentWeights)
+            return GatedDelta(layer, config, weights, memory)
+        if isinstance(weights, LatentWeights):
+            return LatentAttention(layer, config, weights, memory)
+        assert isinstance(weights, AttentionWeights)
+        return SelfAttention(layer, config, weights, memory, self._pointwise)
 
     def compute(self, step: Step) -> torch.Tensor:
         return self.forward(step.on(self.device, states=self.config.states))
@@ -40,60 +67,63 @@ class Model:
 
     @torch.inference_mode()
     def forward(self, step: StepInput) -> torch.Tensor:
-        """Logits, float32 ``[len(logit_rows), vocab_size]``; on the CPU the KV of all rows is in its pages
-        then."""
-        hidden = self._weights.embed[step.tokens]
-        return self._logits(step, self._through(step, hidden, range(self.config.layers)))
+        """Logits, float32 ``[len(logit_rows), vocab_size]``; on the CPU what layers remember of all rows is
+        in its pages then."""
+        return self._logits(step, self._through(step, self._embedded(step), range(self.config.layers)))
 
     @torch.inference_mode()
     def advance(self, partial: PartialStep, layers: range) -> torch.Tensor | None:
         step = partial.input or partial.step.on(self.device, states=self.config.states)
-        hidden = partial.hidden if partial.hidden is not None else self._weights.embed[step.tokens]
+        hidden = partial.hidden if partial.hidden is not None else self._embedded(step)
         partial.input, partial.hidden = step, self._through(step, hidden, layers)
         return self._logits(step, partial.hidden) if layers.stop == self.config.layers else None
+
+    def _embedded(self, step: StepInput) -> torch.Tensor:
+        hidden = self._weights.embed[step.tokens]
+        if self.config.embed_scale != 1.0:
+            hidden = hidden * torch.tensor(self.config.embed_scale, dtype=hidden.dtype)
+        return hidden
 
     def _through(self, step: StepInput, hidden: torch.Tensor, layers: range) -> torch.Tensor:
         if not layers:
             return hidden
         pointwise, weights = self._pointwise, self._weights.layers
-        rotations = self._rope.rotations(step.positions, hidden.dtype)
-        normed = pointwise.norm(hidden, weights[layers.start].input_norm)
+        rotations = {
+            config: rope.rotations(step.positions, hidden.dtype) for config, rope in self._ropes.items()
+        }
+        positions = Positions(step.positions, rotations)
+        normed = pointwise.norm(hidden, weights[layers.start].mixer_norm)
         for index in layers:
             layer = weights[index]
             step.arrivals.wait(index)
-            attended = self._attend(
-                index, layer, normed, rotations, step.layouts[self.config.group_of(index)]
-            )
-            hidden, normed = pointwise.add_norm(
-                hidden, linear(attended, layer.o, layer.o_bias), layer.mlp_norm
-            )
-            gated = pointwise.silu_mul(linear(normed, layer.gate_up, layer.gate_up_bias))
-            produced = linear(gated, layer.down, layer.down_bias)
+            mixed = self._mixed(index, normed, step, positions)
+            if layer.mixer_post_norm is not None:
+                mixed = pointwise.norm(mixed, layer.mixer_post_norm)
+            hidden, normed = pointwise.add_norm(hidden, mixed, layer.mlp_norm)
+            produced = self._mlps.compute(normed, layer.mlp)
+            if layer.mlp_post_norm is not None:
+                produced = pointwise.norm(produced, layer.mlp_post_norm)
             if index + 1 == layers.stop:  # whose norm comes next is not known here, nor of which rows
                 return hidden + produced
-            hidden, normed = pointwise.add_norm(hidden, produced, weights[index + 1].input_norm)
+            hidden, normed = pointwise.add_norm(hidden, produced, weights[index + 1].mixer_norm)
         return hidden
+
+    def _mixed(self, layer: int, hidden: torch.Tensor, step: StepInput, positions: Positions) -> torch.Tensor:
+        mixer, layout = self._mixers[layer], step.layouts[self.config.group_of(layer)]
+        if isinstance(mixer, GatedDelta):
+            return mixer.compute(hidden, layout)
+        return mixer.compute(hidden, layout, positions)
 
     def _logits(self, step: StepInput, hidden: torch.Tensor) -> torch.Tensor:
         last = self._pointwise.norm(hidden[step.logit_rows], self._weights.norm)
-        return linear(last, self._weights.head).float()
+        logits = linear(last, self._weights.head).float()
+        cap = self.config.logit_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def _attend(
-        self,
-        index: int,
-        layer: LayerWeights,
-        hidden: torch.Tensor,
-        rotations: tuple[torch.Tensor, torch.Tensor],
-        layout: BatchLayout,
-    ) -> torch.Tensor:
-        config = self.config
-        heads = (config.heads, config.kv_heads, config.kv_heads)
-        projected = linear(hidden, layer.qkv, layer.qkv_bias)
-        projected = projected.view(len(hidden), sum(heads), config.head_dim)
-        queries, keys, values = torch.split(projected, list(heads), dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            norm = self._pointwise.norm
-            queries, keys = norm(queries, layer.q_norm), norm(keys, layer.k_norm)
-        attention = self._attentions[index]
-        queries = attention.rotate_and_write(index, (queries, keys, values), rotations, layout)
-        return attention.attend(index, queries, layout).view(len(hidden), -1)
+
+def _pointwise(config: ModelConfig, memories: Sequence[Memory]) -> Pointwise:
+    """The first attention's: what goes with it on its device."""
+    for memory in memories:
+        if isinstance(memory, Attention):
+            return memory.pointwise(config)
+    return Pointwise(config.norm_eps, centred=config.centred_norms)

@@ -13,13 +13,17 @@ class Pointwise:
     """All tensors are in the model's dtype; rows are ``[tokens, width]``. Every step is rounded to the dtype
     but the mean square, which is float32."""
 
-    def __init__(self, epsilon: float) -> None:
+    def __init__(self, epsilon: float, *, centred: bool = False) -> None:
+        """``centred``: a norm's weight is what is to be added to 1."""
         self.epsilon = epsilon
+        self._centred = centred
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """RMSNorm over the last dimension of a tensor of any shape."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        if self._centred:
+            return (wide * (1.0 + weight.float())).to(x.dtype)
         return weight * wide.to(x.dtype)
 
     def add_norm(

@@ -9,7 +9,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from tierstore_engine.config import ModelConfig, RopeConfig
+from tierstore.spec import LayerKind
+from tierstore_engine.config import (
+    DeltaConfig,
+    ExpertsConfig,
+    LatentConfig,
+    ModelConfig,
+    RopeConfig,
+    Temperature,
+    TensorNames,
+)
 from tierstore_engine.errors import ModelError
 from tierstore_engine.tokenizer import BYTE_VOCAB_SIZE, EOS_BYTE_ID
 
@@ -23,6 +32,108 @@ _TINY = ModelConfig(
     head_dim=16,
     max_positions=8192,
     dtype="float32",
+)
+
+# One of each family, as small: what their layers remember is what differs.
+
+_FULL, _WINDOW, _CHUNK, _LATENT, _STATE = (
+    LayerKind.FULL_ATTENTION,
+    LayerKind.SLIDING_WINDOW,
+    LayerKind.CHUNKED_ATTENTION,
+    LayerKind.MLA_LATENT,
+    LayerKind.RECURRENT_STATE,
+)
+_EXPERTS = ExpertsConfig(count=8, chosen=2, width=64, normalised=True)
+
+_TINY_MOE = replace(_TINY, qk_norm=True, experts=_EXPERTS)  # as Qwen3-MoE
+
+_TINY_GEMMA3 = replace(
+    _TINY,
+    layers=6,
+    kinds=(_WINDOW,) * 5 + (_FULL,),
+    windows=(256,) * 5 + (None,),
+    rope=RopeConfig(theta=1000000.0),
+    ropes=(RopeConfig(),) * 5 + (RopeConfig(theta=1000000.0),),
+    tied_embeddings=True,
+    qk_norm=True,
+    activation="gelu_tanh",
+    centred_norms=True,
+    post_norms=True,
+    embed_scale=8.0,
+    names=TensorNames(mlp_norm="pre_feedforward_layernorm"),
+)
+
+_TINY_GPT_OSS = replace(
+    _TINY,
+    layers=4,
+    kinds=(_WINDOW, _FULL) * 2,
+    windows=(128, None) * 2,
+    rope=RopeConfig(
+        theta=150000.0,
+        kind="yarn",
+        factor=8.0,
+        original_max_positions=1024,
+        truncate=False,
+        amplitude=1.2079441541679836,
+    ),
+    qkv_bias=True,
+    o_bias=True,
+    sinks=True,
+    experts=ExpertsConfig(
+        count=8, chosen=2, width=64, scoring="softmax of chosen", biased=True, clamp=7.0, sharpness=1.702
+    ),
+    names=TensorNames(router="router", packed=True),
+)
+
+_TINY_DEEPSEEK = replace(
+    _TINY,
+    layers=3,
+    kv_heads=4,
+    head_dim=24,
+    kinds=(_LATENT,) * 3,
+    rope=RopeConfig(interleaved=True),
+    latent=LatentConfig(rank=32, nope_dim=16, rope_dim=8, value_dim=16, query_rank=48),
+    experts=ExpertsConfig(
+        count=8,
+        chosen=2,
+        width=64,
+        scoring="sigmoid",
+        normalised=True,
+        scale=2.5,
+        groups=4,
+        best_groups=2,
+        group_members=2,
+        correction=True,
+        shared_width=64,
+    ),
+    dense_layers=(0,),
+    names=TensorNames(shared="shared_experts"),
+)
+
+_TINY_LLAMA4 = replace(
+    _TINY,
+    layers=4,
+    kinds=(_CHUNK,) * 3 + (_FULL,),
+    windows=(512,) * 3 + (None,),
+    rope=RopeConfig(theta=500000.0, interleaved=True),
+    ropes=(RopeConfig(theta=500000.0, interleaved=True),) * 3 + (None,),
+    unit_qk=True,
+    temperature=Temperature(floor=512.0, scale=0.1),
+    experts=ExpertsConfig(count=8, chosen=1, width=64, scoring="sigmoid", scaled_input=True, shared_width=64),
+    dense_layers=(0, 2),
+    names=TensorNames(mlp="feed_forward", router="router", packed=True),
+)
+
+_TINY_QWEN3_NEXT = replace(
+    _TINY,
+    layers=4,
+    kinds=(_STATE,) * 3 + (_FULL,),
+    rope=RopeConfig(theta=1000000.0, rotary_dim=8),
+    delta=DeltaConfig(key_heads=2, value_heads=4, key_dim=16, value_dim=16, conv_width=4),
+    qk_norm=True,
+    centred_norms=True,
+    gated_attention=True,
+    experts=replace(_EXPERTS, shared_width=64, shared_gate=True),
 )
 
 # Attention is nearly all of the work, as it is in a real model at 100K tokens: a cold prefill of that many
@@ -92,6 +203,12 @@ _LLAMA3_8B = ModelConfig(
 
 PRESETS: Mapping[str, ModelConfig] = {
     "tiny": _TINY,
+    "tiny-moe": _TINY_MOE,
+    "tiny-gemma3": _TINY_GEMMA3,
+    "tiny-gpt-oss": _TINY_GPT_OSS,
+    "tiny-deepseek": _TINY_DEEPSEEK,
+    "tiny-llama4": _TINY_LLAMA4,
+    "tiny-qwen3-next": _TINY_QWEN3_NEXT,
     "demo": _DEMO,
     "deep": _DEEP,
     "qwen2.5-0.5b": _QWEN25_05B,

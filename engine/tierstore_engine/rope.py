@@ -13,29 +13,44 @@ class Rope:
     """Rotations for heads of ``head_dim``; angles are computed in float32 whatever the model's dtype."""
 
     def __init__(self, config: RopeConfig, head_dim: int, *, device: str) -> None:
-        self._frequencies = inverse_frequencies(config, head_dim).to(device)
+        self._frequencies = inverse_frequencies(config, config.rotary_dim or head_dim).to(device)
+        self._amplitude = config.amplitude
 
     def rotations(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines ``[tokens, 1, head_dim]`` for int64 ``positions [tokens]``."""
+        """Cosines and sines ``[tokens, 1, rotary_dim]`` for int64 ``positions [tokens]``."""
         angles = positions.to(torch.float32)[:, None] * self._frequencies[None, :]
         angles = torch.cat((angles, angles), dim=-1)[:, None, :]
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        cosines, sines = angles.cos(), angles.sin()
+        if self._amplitude != 1.0:
+            cosines, sines = cosines * self._amplitude, sines * self._amplitude
+        return cosines.to(dtype), sines.to(dtype)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """``x [tokens, heads, head_dim]`` turned; dimension i pairs with i + head_dim/2."""
-    low, high = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-high, low), dim=-1) * sin
+    """``x [tokens, heads, head_dim]`` turned; dimension i pairs with i + half of those that are turned, which
+    are as many as there are cosines."""
+    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    low, high = turned.chunk(2, dim=-1)
+    turned = turned * cos + torch.cat((-high, low), dim=-1) * sin
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
-def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Radians per position for each of the ``head_dim / 2`` pairs, float32."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+def paired_by_halves(x: torch.Tensor) -> torch.Tensor:
+    """``x`` with its dimensions in the order that :func:`rotate` takes, where 2i pairs with 2i + 1. Queries
+    and keys that are both in this order have the products that they had."""
+    return torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
+
+
+def inverse_frequencies(config: RopeConfig, rotary_dim: int) -> torch.Tensor:
+    """Radians per position for each of the ``rotary_dim / 2`` pairs, float32."""
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).to(torch.float32) / rotary_dim
     frequencies = 1.0 / (config.theta**exponents)
     if config.kind == "linear":
         return frequencies / config.factor
     if config.kind == "llama3":
         return _llama3(frequencies, config)
+    if config.kind == "yarn":
+        return _yarn(frequencies, config, rotary_dim)
     return frequencies
 
 
@@ -45,3 +60,20 @@ def _llama3(frequencies: torch.Tensor, config: RopeConfig) -> torch.Tensor:
     turns = config.original_max_positions * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return kept * frequencies + (1 - kept) * frequencies / config.factor
+
+
+def _yarn(frequencies: torch.Tensor, config: RopeConfig, rotary_dim: int) -> torch.Tensor:
+    """YaRN: likewise, with a ramp over the pairs between the one that turns ``beta_fast`` times within the
+    positions of old and the one that turns ``beta_slow`` times."""
+
+    def pair_that_turns(times: float) -> float:
+        around = config.original_max_positions / (times * 2 * math.pi)
+        return rotary_dim * math.log(around) / (2 * math.log(config.theta))
+
+    first, last = pair_that_turns(config.beta_fast), pair_that_turns(config.beta_slow)
+    if config.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotary_dim - 1)
+    last = last if last != first else last + 0.001
+    stretched = ((torch.arange(len(frequencies), dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    return frequencies / config.factor * stretched + frequencies * (1 - stretched)

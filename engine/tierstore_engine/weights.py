@@ -1,41 +1,109 @@
 """The tensors of a model, where each of a checkpoint's tensors goes, and a digest of what arrived.
 
-Q, K and V are one matrix here, and so are the gate and up projections: one large product costs less than
-several small ones. A :class:`Slot` is the place of one checkpoint tensor, a view into those; loading,
-seeding and digesting all walk the same list of slots.
+Q, K and V are one matrix here, and so are the gate and up projections, and all experts': one large product
+costs less than several small ones. A :class:`Slot` is the place of one checkpoint tensor, a view into those;
+loading, seeding and digesting all walk the same list of slots.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import xxhash
 
+from tierstore.spec import LayerKind
 from tierstore_engine.checkpoint import Checkpoint
-from tierstore_engine.config import ModelConfig
+from tierstore_engine.config import DeltaConfig, ExpertsConfig, LatentConfig, ModelConfig
 
 _DIGEST_STEP_BYTES = 64 << 20
 
+# Matrices are [out, in], and None where the architecture has no such tensor.
+
 
 @dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One decoder layer; ``[out, in]`` matrices, None where the architecture has no such tensor."""
+class AttentionWeights:
+    """Of a layer with keys and values. Where attention is gated a head's rows of Q are followed by its
+    gate's."""
 
-    input_norm: torch.Tensor
     qkv: torch.Tensor
     qkv_bias: torch.Tensor | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     o: torch.Tensor
     o_bias: torch.Tensor | None
-    mlp_norm: torch.Tensor
+    sinks: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LatentWeights:
+    """Of a layer with latents. ``q`` takes what ``q_down`` gives, if that is there; ``kv_up`` has all heads'
+    keys (without RoPE) and values, ``[heads, nope_dim + value_dim, rank]``."""
+
+    q_down: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    q: torch.Tensor
+    kv_down: torch.Tensor
+    kv_norm: torch.Tensor
+    kv_up: torch.Tensor
+    o: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaWeights:
+    """Of a gated delta rule layer."""
+
+    qkvz: torch.Tensor
+    ba: torch.Tensor
+    conv: torch.Tensor
+    dt_bias: torch.Tensor
+    a_log: torch.Tensor
+    norm: torch.Tensor
+    o: torch.Tensor
+
+
+MixerWeights: TypeAlias = AttentionWeights | LatentWeights | DeltaWeights
+
+
+@dataclass(frozen=True, slots=True)
+class MLPWeights:
+    """Of a gated MLP: the gate's rows, then those that it multiplies."""
+
     gate_up: torch.Tensor
     gate_up_bias: torch.Tensor | None
     down: torch.Tensor
     down_bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsWeights:
+    """Of a mixture of experts: the same as of an MLP with one more dimension in front, the expert."""
+
+    router: torch.Tensor
+    router_bias: torch.Tensor | None
+    correction: torch.Tensor | None
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+    shared: MLPWeights | None
+    shared_gate: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer. The last two norms are of what the mixer and the MLP give."""
+
+    mixer_norm: torch.Tensor
+    mixer: MixerWeights
+    mlp_norm: torch.Tensor
+    mlp: MLPWeights | ExpertsWeights
+    mixer_post_norm: torch.Tensor | None
+    mlp_post_norm: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +118,11 @@ class ModelWeights:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where checkpoint tensor ``name`` lives; ``tensor`` is a view of contiguous memory."""
+    """Where checkpoint tensor ``name`` lives; ``inputs`` is how many numbers each of its outputs sums up."""
 
     name: str
     tensor: torch.Tensor
+    inputs: int = 0
 
 
 def load_weights(config: ModelConfig, folder: Path, *, device: str) -> ModelWeights:
@@ -62,10 +131,26 @@ def load_weights(config: ModelConfig, folder: Path, *, device: str) -> ModelWeig
     Raises :class:`ModelError` for a tensor that is missing, unreadable or of another shape.
     """
     with Checkpoint(folder) as checkpoint:
+        stored = _stored_names(checkpoint)
         weights = _allocate(config, device)
         for slot in slots(config, weights):
-            slot.tensor.copy_(checkpoint.read(slot.name, slot.tensor.shape))
+            slot.tensor.copy_(checkpoint.read(stored(slot.name), slot.tensor.shape))
     return weights
+
+
+def _stored_names(checkpoint: Checkpoint) -> Callable[[str], str]:
+    """What the checkpoint calls a tensor: in one of a model that takes images, too, the text part's have a
+    prefix."""
+    for prefix, head in _PREFIXES:
+        if f"{prefix}embed_tokens.weight" in checkpoint:
+            return lambda name: prefix + name[6:] if name.startswith("model.") else head + name
+    return lambda name: name
+
+
+_PREFIXES = (
+    ("model.language_model.", ""),
+    ("language_model.model.", "language_model."),
+)
 
 
 def random_weights(config: ModelConfig, *, seed: int, device: str) -> ModelWeights:
@@ -100,31 +185,99 @@ def slots(config: ModelConfig, weights: ModelWeights) -> Iterator[Slot]:
     yield Slot("model.embed_tokens.weight", weights.embed)
     for index, layer in enumerate(weights.layers):
         for slot in _layer_slots(config, layer):
-            yield Slot(f"model.layers.{index}.{slot.name}", slot.tensor)
+            yield replace(slot, name=f"model.layers.{index}.{slot.name}")
     yield Slot("model.norm.weight", weights.norm)
     if not config.tied_embeddings:
         yield Slot("lm_head.weight", weights.head)
 
 
 def _layer_slots(config: ModelConfig, layer: LayerWeights) -> Iterator[Slot]:
-    q, kv, mlp = config.heads * config.head_dim, config.kv_heads * config.head_dim, config.intermediate_size
-    attention = (("q_proj", 0, q), ("k_proj", q, kv), ("v_proj", q + kv, kv))
-    yield Slot("input_layernorm.weight", layer.input_norm)
-    for name, start, rows in attention:
-        yield Slot(f"self_attn.{name}.weight", layer.qkv[start : start + rows])
-        if layer.qkv_bias is not None:
-            yield Slot(f"self_attn.{name}.bias", layer.qkv_bias[start : start + rows])
-    yield from _optional("self_attn.q_norm.weight", layer.q_norm)
-    yield from _optional("self_attn.k_norm.weight", layer.k_norm)
-    yield Slot("self_attn.o_proj.weight", layer.o)
-    yield from _optional("self_attn.o_proj.bias", layer.o_bias)
-    yield Slot("post_attention_layernorm.weight", layer.mlp_norm)
-    for name, start in (("gate_proj", 0), ("up_proj", mlp)):
-        yield Slot(f"mlp.{name}.weight", layer.gate_up[start : start + mlp])
-        if layer.gate_up_bias is not None:
-            yield Slot(f"mlp.{name}.bias", layer.gate_up_bias[start : start + mlp])
-    yield Slot("mlp.down_proj.weight", layer.down)
-    yield from _optional("mlp.down_proj.bias", layer.down_bias)
+    names = config.names
+    yield Slot("input_layernorm.weight", layer.mixer_norm)
+    if isinstance(layer.mixer, AttentionWeights):
+        yield from _attention_slots(config, layer.mixer)
+    elif isinstance(layer.mixer, LatentWeights):
+        yield from _latent_slots(layer.mixer)
+    else:
+        yield from _delta_slots(layer.mixer)
+    yield from _optional("post_attention_layernorm.weight", layer.mixer_post_norm)
+    yield Slot(f"{names.mlp_norm}.weight", layer.mlp_norm)
+    if isinstance(layer.mlp, MLPWeights):
+        yield from _mlp_slots(names.mlp, layer.mlp)
+    else:
+        yield from _experts_slots(config, layer.mlp)
+    yield from _optional("post_feedforward_layernorm.weight", layer.mlp_post_norm)
+
+
+def _attention_slots(config: ModelConfig, weights: AttentionWeights) -> Iterator[Slot]:
+    q, kv = _query_rows(config), config.kv_heads * config.head_dim
+    for name, start, rows in (("q_proj", 0, q), ("k_proj", q, kv), ("v_proj", q + kv, kv)):
+        yield Slot(f"self_attn.{name}.weight", weights.qkv[start : start + rows])
+        if weights.qkv_bias is not None:
+            yield Slot(f"self_attn.{name}.bias", weights.qkv_bias[start : start + rows])
+    yield from _optional("self_attn.q_norm.weight", weights.q_norm)
+    yield from _optional("self_attn.k_norm.weight", weights.k_norm)
+    yield Slot("self_attn.o_proj.weight", weights.o)
+    yield from _optional("self_attn.o_proj.bias", weights.o_bias)
+    yield from _optional("self_attn.sinks", weights.sinks)
+
+
+def _query_rows(config: ModelConfig) -> int:
+    return config.heads * config.head_dim * (2 if config.gated_attention else 1)
+
+
+def _latent_slots(weights: LatentWeights) -> Iterator[Slot]:
+    yield from _optional("self_attn.q_a_proj.weight", weights.q_down)
+    yield from _optional("self_attn.q_a_layernorm.weight", weights.q_norm)
+    yield Slot(f"self_attn.{'q_proj' if weights.q_down is None else 'q_b_proj'}.weight", weights.q)
+    yield Slot("self_attn.kv_a_proj_with_mqa.weight", weights.kv_down)
+    yield Slot("self_attn.kv_a_layernorm.weight", weights.kv_norm)
+    yield Slot("self_attn.kv_b_proj.weight", weights.kv_up.flatten(0, 1))
+    yield Slot("self_attn.o_proj.weight", weights.o)
+
+
+def _delta_slots(weights: DeltaWeights) -> Iterator[Slot]:
+    yield Slot("linear_attn.in_proj_qkvz.weight", weights.qkvz)
+    yield Slot("linear_attn.in_proj_ba.weight", weights.ba)
+    yield Slot("linear_attn.conv1d.weight", weights.conv)
+    yield Slot("linear_attn.dt_bias", weights.dt_bias)
+    yield Slot("linear_attn.A_log", weights.a_log)
+    yield Slot("linear_attn.norm.weight", weights.norm)
+    yield Slot("linear_attn.out_proj.weight", weights.o)
+
+
+def _mlp_slots(prefix: str, weights: MLPWeights) -> Iterator[Slot]:
+    width = len(weights.gate_up) // 2
+    for name, start in (("gate_proj", 0), ("up_proj", width)):
+        yield Slot(f"{prefix}.{name}.weight", weights.gate_up[start : start + width])
+        if weights.gate_up_bias is not None:
+            yield Slot(f"{prefix}.{name}.bias", weights.gate_up_bias[start : start + width])
+    yield Slot(f"{prefix}.down_proj.weight", weights.down)
+    yield from _optional(f"{prefix}.down_proj.bias", weights.down_bias)
+
+
+def _experts_slots(config: ModelConfig, weights: ExpertsWeights) -> Iterator[Slot]:
+    names, prefix = config.names, config.names.mlp
+    router = f"{prefix}.{names.router}"
+    yield Slot(f"{router}.weight", weights.router)
+    yield from _optional(f"{router}.bias", weights.router_bias)
+    yield from _optional(f"{router}.e_score_correction_bias", weights.correction)
+    if names.packed:
+        hidden, width = weights.down.shape[1:]
+        yield Slot(f"{prefix}.experts.gate_up_proj", weights.gate_up.transpose(1, 2), hidden)
+        yield from _optional(f"{prefix}.experts.gate_up_proj_bias", weights.gate_up_bias)
+        yield Slot(f"{prefix}.experts.down_proj", weights.down.transpose(1, 2), width)
+        yield from _optional(f"{prefix}.experts.down_proj_bias", weights.down_bias)
+    else:
+        gate, up, down = names.expert
+        for number, (gate_up, out) in enumerate(zip(weights.gate_up, weights.down, strict=True)):
+            expert, width = f"{prefix}.experts.{number}", out.shape[1]
+            yield Slot(f"{expert}.{gate}.weight", gate_up[:width])
+            yield Slot(f"{expert}.{up}.weight", gate_up[width:])
+            yield Slot(f"{expert}.{down}.weight", out)
+    if weights.shared is not None:
+        yield from _mlp_slots(f"{prefix}.{names.shared}", weights.shared)
+    yield from _optional(f"{prefix}.{names.shared}_gate.weight", weights.shared_gate)
 
 
 def _optional(name: str, tensor: torch.Tensor | None) -> Iterator[Slot]:
@@ -133,36 +286,111 @@ def _optional(name: str, tensor: torch.Tensor | None) -> Iterator[Slot]:
 
 
 def _allocate(config: ModelConfig, device: str) -> ModelWeights:
-    dtype: torch.dtype = getattr(torch, config.dtype)
-
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    def layer() -> LayerWeights:
-        hidden, mlp = config.hidden_size, config.intermediate_size
-        q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        return LayerWeights(
-            input_norm=empty(hidden),
-            qkv=empty(q + 2 * kv, hidden),
-            qkv_bias=empty(q + 2 * kv) if config.qkv_bias else None,
-            q_norm=empty(config.head_dim) if config.qk_norm else None,
-            k_norm=empty(config.head_dim) if config.qk_norm else None,
-            o=empty(hidden, q),
-            o_bias=empty(hidden) if config.o_bias else None,
-            mlp_norm=empty(hidden),
-            gate_up=empty(2 * mlp, hidden),
-            gate_up_bias=empty(2 * mlp) if config.mlp_bias else None,
-            down=empty(hidden, mlp),
-            down_bias=empty(hidden) if config.mlp_bias else None,
-        )
-
-    embed = empty(config.vocab_size, config.hidden_size)
+    make = _Maker(config, device)
+    embed = make.empty(config.vocab_size, config.hidden_size)
     return ModelWeights(
         embed=embed,
-        layers=tuple(layer() for _ in range(config.layers)),
-        norm=empty(config.hidden_size),
-        head=embed if config.tied_embeddings else empty(config.vocab_size, config.hidden_size),
+        layers=tuple(make.layer(index) for index in range(config.layers)),
+        norm=make.empty(config.hidden_size),
+        head=embed if config.tied_embeddings else make.empty(config.vocab_size, config.hidden_size),
     )
+
+
+class _Maker:
+    """Makes the tensors of a model, not filled yet."""
+
+    def __init__(self, config: ModelConfig, device: str) -> None:
+        self._config = config
+        self._device = device
+        self._dtype: torch.dtype = getattr(torch, config.dtype)
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._device)
+
+    def layer(self, index: int) -> LayerWeights:
+        config, experts = self._config, self._config.experts_of(index)
+        hidden = config.hidden_size
+        return LayerWeights(
+            mixer_norm=self.empty(hidden),
+            mixer=self._mixer(config.kind(index)),
+            mlp_norm=self.empty(hidden),
+            mlp=self._mlp(config.intermediate_size, config.mlp_bias)
+            if experts is None
+            else self._experts(experts),
+            mixer_post_norm=self.empty(hidden) if config.post_norms else None,
+            mlp_post_norm=self.empty(hidden) if config.post_norms else None,
+        )
+
+    def _mixer(self, kind: LayerKind) -> MixerWeights:
+        config = self._config
+        if kind is LayerKind.MLA_LATENT:
+            assert config.latent is not None
+            return self._latent(config.latent)
+        if kind is LayerKind.RECURRENT_STATE:
+            assert config.delta is not None
+            return self._delta(config.delta)
+        return self._attention()
+
+    def _attention(self) -> AttentionWeights:
+        config, hidden = self._config, self._config.hidden_size
+        rows = _query_rows(config) + 2 * config.kv_heads * config.head_dim
+        return AttentionWeights(
+            qkv=self.empty(rows, hidden),
+            qkv_bias=self.empty(rows) if config.qkv_bias else None,
+            q_norm=self.empty(config.head_dim) if config.qk_norm else None,
+            k_norm=self.empty(config.head_dim) if config.qk_norm else None,
+            o=self.empty(hidden, config.heads * config.head_dim),
+            o_bias=self.empty(hidden) if config.o_bias else None,
+            sinks=self.empty(config.heads) if config.sinks else None,
+        )
+
+    def _latent(self, latent: LatentConfig) -> LatentWeights:
+        heads, hidden, rank = self._config.heads, self._config.hidden_size, latent.query_rank
+        return LatentWeights(
+            q_down=self.empty(rank, hidden) if rank else None,
+            q_norm=self.empty(rank) if rank else None,
+            q=self.empty(heads * (latent.nope_dim + latent.rope_dim), rank or hidden),
+            kv_down=self.empty(latent.width, hidden),
+            kv_norm=self.empty(latent.rank),
+            kv_up=self.empty(heads, latent.nope_dim + latent.value_dim, latent.rank),
+            o=self.empty(hidden, heads * latent.value_dim),
+        )
+
+    def _delta(self, delta: DeltaConfig) -> DeltaWeights:
+        hidden, values = self._config.hidden_size, delta.value_heads * delta.value_dim
+        return DeltaWeights(
+            qkvz=self.empty(delta.channels + values, hidden),
+            ba=self.empty(2 * delta.value_heads, hidden),
+            conv=self.empty(delta.channels, 1, delta.conv_width),
+            dt_bias=self.empty(delta.value_heads),
+            a_log=self.empty(delta.value_heads),
+            norm=self.empty(delta.value_dim),
+            o=self.empty(hidden, values),
+        )
+
+    def _mlp(self, width: int, biased: bool) -> MLPWeights:
+        hidden = self._config.hidden_size
+        return MLPWeights(
+            gate_up=self.empty(2 * width, hidden),
+            gate_up_bias=self.empty(2 * width) if biased else None,
+            down=self.empty(hidden, width),
+            down_bias=self.empty(hidden) if biased else None,
+        )
+
+    def _experts(self, experts: ExpertsConfig) -> ExpertsWeights:
+        hidden, count, width = self._config.hidden_size, experts.count, experts.width
+        correction = torch.empty(count, dtype=torch.float32, device=self._device)
+        return ExpertsWeights(
+            router=self.empty(count, hidden),
+            router_bias=self.empty(count) if experts.biased else None,
+            correction=correction if experts.correction else None,
+            gate_up=self.empty(count, 2 * width, hidden),
+            gate_up_bias=self.empty(count, 2 * width) if experts.biased else None,
+            down=self.empty(count, hidden, width),
+            down_bias=self.empty(count, hidden) if experts.biased else None,
+            shared=self._mlp(experts.shared_width, biased=False) if experts.shared_width else None,
+            shared_gate=self.empty(1, hidden) if experts.shared_gate else None,
+        )
 
 
 # Standard deviation of each kind of random matrix, in units of 1/√(inputs). Q and K make attention pick out
@@ -179,15 +407,21 @@ _GAINS = {
 }
 
 
+_STATE_DECAY = 0.02
+"""How much of its state a recurrent layer forgets with each token, about: few hundred tokens count then."""
+
+
 def _seed(slot: Slot, config: ModelConfig, generator: torch.Generator) -> None:
     """Fill a slot so that the greedy continuation depends on the whole context, as a trained model's does."""
     kind = ".".join(slot.name.split(".")[-2:])
     if kind.endswith("norm.weight"):
-        slot.tensor.fill_(1.0)
-    elif kind.endswith(".bias"):
+        slot.tensor.fill_(0.0 if config.centred_norms and "linear_attn" not in slot.name else 1.0)
+    elif kind.endswith("A_log"):
+        slot.tensor.fill_(math.log(_STATE_DECAY))
+    elif kind.endswith(("bias", "sinks")):
         slot.tensor.normal_(0.0, 0.1, generator=generator)
     elif kind == "embed_tokens.weight" and not config.tied_embeddings:
         slot.tensor.normal_(0.0, 1.0, generator=generator)
     else:
-        deviation = _GAINS.get(kind, 1.0) * slot.tensor.shape[-1] ** -0.5
+        deviation = _GAINS.get(kind, 1.0) * (slot.inputs or slot.tensor.shape[-1]) ** -0.5
         slot.tensor.normal_(0.0, deviation, generator=generator)

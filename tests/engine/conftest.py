@@ -60,6 +60,19 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+_LATENTS = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
 
 ARCHITECTURES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("Llama", {"num_key_value_heads": 4}),
@@ -87,7 +100,152 @@ ARCHITECTURES: Mapping[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 24}),
+    "qwen3-yarn": (
+        "Qwen3",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 512,
+            },
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        {
+            "num_key_value_heads": 2,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 48,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "mlp_only_layers": [1],
+        },
+    ),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "moe_intermediate_size": 24,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+        },
+    ),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {
+            **_LATENTS,
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "n_shared_experts": 2,
+            "routed_scaling_factor": 2.0,
+        },
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            **_LATENTS,
+            "q_lora_rank": 24,
+            "n_shared_experts": 1,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 512,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
 }
+"""Models of one layer group."""
+
+GROUPED: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": (
+        "Gemma2",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "sliding_window": 37,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "num_hidden_layers": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "sliding_window": 37,
+            "query_pre_attn_scalar": 24,
+            "layer_types": ["sliding_attention"] * 2 + ["full_attention"] + ["sliding_attention"] * 3,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+        },
+    ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "sliding_window": 37,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "swiglu_limit": 1.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 512,
+                "truncate": False,
+            },
+        },
+    ),
+    "llama4": (
+        "Llama4",
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "intermediate_size": 32,
+            "intermediate_size_mlp": 96,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "attention_chunk_size": 48,
+            "floor_scale": 32,
+            "attn_scale": 0.3,
+        },
+    ),
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 8,
+            "full_attention_interval": 2,
+            "partial_rotary_factor": 0.5,
+        },
+    ),
+}
+"""Models whose layers remember the past in several ways."""
 
 
 @dataclass(frozen=True)
@@ -276,13 +434,24 @@ def reference_model(name: str) -> transformers.PreTrainedModel:
     import transformers  # seconds, and not everywhere where the kernels are tested
 
     transformers.utils.logging.disable_progress_bar()
-    family, fields = ARCHITECTURES[name]
-    config = getattr(transformers, f"{family}Config")(**_BASE, **fields)
+    family, fields = {**ARCHITECTURES, **GROUPED}[name]
+    text = "Text" if family in ("Gemma3", "Llama4") else ""  # the others of that name take images
+    config = getattr(transformers, f"{family}{text}Config")(**(_BASE | fields))
+    config._attn_implementation = "eager"  # the only one that knows caps and sinks
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(11)
-    for parameter, tensor in model.named_parameters():
+    centred = family in ("Gemma2", "Gemma3", "Qwen3Next")
+    for parameter, tensor in (*model.named_parameters(), *_corrections(model)):
         # Away from transformers' tiny default weights, with which attention does next to nothing.
         small = "norm" in parameter or "bias" in parameter
         deviation = 0.1 if small else 1.5 * tensor.shape[-1] ** -0.5
-        torch.nn.init.normal_(tensor, float("norm" in parameter), deviation, generator=generator)
+        mean = float("norm" in parameter and (not centred or "linear_attn" in parameter))
+        if parameter.endswith("A_log"):  # a state that forgets within a hundred tokens, about
+            mean, deviation = -4.0, 1.0
+        torch.nn.init.normal_(tensor, mean, deviation, generator=generator)
     return model
+
+
+def _corrections(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """What DeepSeek V3's routers add for choosing: no parameters, and kept all the same."""
+    return [(name, each) for name, each in model.named_buffers() if "correction_bias" in name]

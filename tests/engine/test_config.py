@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tierstore_engine.config import RopeConfig, config_from_hf
+from tierstore.tiers.hbm import PagePool
+from tierstore_engine.attention.base import make_attention
+from tierstore_engine.config import RopeConfig
 from tierstore_engine.errors import ModelError
+from tierstore_engine.families import config_from_hf
+from tierstore_engine.kv_format import KVFormat
 from tierstore_engine.presets import PRESETS, preset
 
 LLAMA: dict[str, Any] = {
@@ -26,6 +31,36 @@ LLAMA3_SCALING = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 1024,
+}
+
+
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "hidden_act": None,
+    "sliding_window": 512,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+GPT_OSS = MIXTRAL | {"architectures": ["GptOssForCausalLM"], "sliding_window": 128}
+LLAMA4 = MIXTRAL | {
+    "architectures": ["Llama4ForCausalLM"],
+    "attention_chunk_size": 512,
+    "no_rope_layers": [1, 0],
+}
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
 }
 
 
@@ -100,6 +135,71 @@ def test_windows(fields: dict[str, Any], windows: tuple[int | None, ...]) -> Non
     assert len(config.kv_spec().groups) == 1  # the KV of all tokens is kept all the same
 
 
+def groups_of(fields: dict[str, Any]) -> list[str]:
+    groups = config_from_hf(LLAMA | fields).kv_spec().groups
+    return [f"{group.kind.value}{list(group.layers)}" for group in groups]
+
+
+def test_layers_that_remember_alike_are_a_group() -> None:
+    """Those that need every token first, wherever they stand."""
+    assert groups_of(GEMMA) == ["full_attention[1]", "sliding_window[0]"]
+    assert groups_of(GPT_OSS) == ["full_attention[1]", "sliding_window[0]"]
+    assert groups_of(LLAMA4) == ["full_attention[1]", "chunked_attention[0]"]
+    assert groups_of(DEEPSEEK) == ["mla_latent[0, 1]"]
+    assert groups_of(MIXTRAL) == ["full_attention[0, 1]"]
+    config = config_from_hf(LLAMA | GEMMA)
+    assert [config.group_of(layer) for layer in range(2)] == [1, 0]
+
+
+def test_gemma3_before_transformers_5() -> None:
+    """Every sixth layer attends to everything, and the others have a theta of their own."""
+    config = config_from_hf(
+        LLAMA
+        | GEMMA
+        | {
+            "layer_types": None,
+            "num_hidden_layers": 7,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        }
+    )
+    assert config.windows == (512,) * 5 + (None, 512)
+    assert config.rope_of(5) == RopeConfig(1e6, "linear", 8.0)
+    assert config.rope_of(0) == RopeConfig(1e4)
+
+
+def test_the_text_part_of_a_model_that_takes_images() -> None:
+    text = {name: value for name, value in (LLAMA | GEMMA).items() if name != "architectures"}
+    whole = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "torch_dtype": "bfloat16",
+        "text_config": text,
+    }
+    assert config_from_hf(whole) == config_from_hf(LLAMA | GEMMA | {"torch_dtype": "bfloat16"})
+
+
+def test_llama4_says_where_it_does_not_turn() -> None:
+    config = config_from_hf(LLAMA | LLAMA4 | {"no_rope_layers": None, "num_hidden_layers": 8})
+    assert [config.rope_of(layer) is None for layer in range(8)] == [False, False, False, True] * 2
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("tiny-")])
+def test_what_only_the_cpu_computes(name: str) -> None:
+    config = preset(name)
+    assert not config.plain
+    pool = PagePool(config.kv_spec().split()[0], 1)
+    pool.device = "cuda:0"
+    with pytest.raises(ModelError, match="computed on the CPU only in this version: use --device cpu"):
+        make_attention(pool, config)
+
+
+@pytest.mark.parametrize("name", ["tiny-deepseek", "tiny-qwen3-next"])
+def test_what_is_no_key_and_no_value_is_not_quantised(name: str) -> None:
+    with pytest.raises(ModelError, match="--kv-dtype is for keys and values: this model keeps a "):
+        replace(preset(name), kv=KVFormat.parse("int8"))
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -109,7 +209,21 @@ def test_windows(fields: dict[str, Any], windows: tuple[int | None, ...]) -> Non
         ({"hidden_size": None}, "hidden_size must be a positive integer, not None"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive integer, not 0"),
         ({"vocab_size": "many"}, "vocab_size must be a positive integer, not 'many'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn' needs the field 'factor'"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "mxfp4 weights are not read: convert them"),
+        (MIXTRAL | {"num_experts_per_tok": 5}, "a token cannot go to 5 of 4 experts"),
+        (MIXTRAL | {"num_local_experts": None}, "num_local_experts must be a positive integer, not None"),
+        (GEMMA | {"use_bidirectional_attention": True}, "use_bidirectional_attention is not supported"),
+        (GEMMA | {"layer_types": ["sliding_attention"]}, "layer_types does not fit 2 layers"),
+        (GPT_OSS | {"sliding_window": None}, "sliding_window must be a positive integer, not None"),
+        (LLAMA4 | {"no_rope_layers": [1, 1, 1]}, "no_rope_layers has 3 entries for 2 layers"),
+        (LLAMA4 | {"no_rope_layers": [1, 1]}, "a model none of whose layers attends to everything"),
+        (DEEPSEEK | {"attention_bias": True}, "attention_bias is not supported with latent attention"),
+        (DEEPSEEK | {"scoring_func": "softmax"}, "only sigmoid scores chosen by noaux_tc are supported"),
+        (DEEPSEEK | {"n_group": 3}, "4 experts cannot be chosen from 1 of 3 groups"),
+        (DEEPSEEK | {"n_group": 4}, "1 groups of experts have fewer than 2 experts"),
+        (DEEPSEEK | {"moe_layer_freq": 2}, "moe_layer_freq other than 1"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs the field 'factor'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads"),

@@ -26,6 +26,8 @@ from tierstore_engine.moving import to_device
 from tierstore_engine.pointwise import Pointwise
 from tierstore_engine.rope import rotate
 
+CPU_ONLY = "models of this kind are computed on the CPU only in this version: use --device cpu"
+
 NO_PAGE = -1
 """In a block table: the chunk's page has been given back."""
 
@@ -90,11 +92,12 @@ class Attention(ABC):
 
     def pointwise(self, config: ModelConfig) -> Pointwise:
         """What goes with it on this device."""
-        return Pointwise(config.norm_eps)
+        return Pointwise(config.norm_eps, centred=config.centred_norms)
 
     @abstractmethod
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: BatchLayout) -> None:
-        """Put the new tokens' ``keys`` and ``values`` (``[tokens, kv_heads, head_dim]``) into their pages."""
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None, batch: BatchLayout) -> None:
+        """Put the new tokens' ``keys`` and ``values`` (``[tokens, kv_heads, head_dim]``) into their pages. Of
+        a group with latents these are the keys, ``[tokens, 1, width]``, and there are no values."""
 
     def rotate_and_write(
         self,
@@ -115,17 +118,27 @@ class Attention(ABC):
     @abstractmethod
     def attend(self, layer: int, queries: torch.Tensor, batch: BatchLayout) -> torch.Tensor:
         """Causal attention of ``queries [tokens, heads, head_dim]`` over each sequence's own pages, windowed
-        where the layer is; returns the same shape and dtype. Reads pages, changes none."""
+        or chunked where the layer is; returns the same shape and dtype. Of latents the width is theirs, and
+        they are keys and values. Reads pages, changes none."""
+
+    @abstractmethod
+    def attend_with_lse(
+        self, layer: int, queries: torch.Tensor, batch: BatchLayout
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """:meth:`attend`, and the logarithm of each softmax denominator, float32 ``[tokens, heads]``: what it
+        takes to merge the result with attention over something else."""
 
 
 def make_attention(pool: PagePool, config: ModelConfig) -> Attention:
-    """The backend for the pool's device. Raises :class:`ModelError` when there is none, or when it cannot
-    compute this model or cannot be loaded here."""
+    """The backend for the layer group and the device of ``pool``. Raises :class:`ModelError` when there is
+    none, or when it cannot compute this model or cannot be loaded here."""
     if pool.device == "cpu":
         from tierstore_engine.attention.cpu import CpuAttention
 
         return CpuAttention(pool, config)
     if torch.device(pool.device).type == "cuda":
+        if not config.plain:
+            raise ModelError(CPU_ONLY)
         from tierstore_engine.attention.cuda import CudaAttention
         from tierstore_engine.kernels.cupy_launcher import CupyLauncher
 

@@ -10,6 +10,8 @@ of ``BLOCK_TOKENS``, wherever the past ends, so that equal work has equal shapes
 block of a few MB stays in the cache between being gathered and being read; gathering 100K tokens at once
 costs twice as much, and its buffer would be as large as the KV itself.
 
+Where scores are capped, which the library's kernel does not do, the parts are computed by plain products.
+
 Everything is computed in float32, whatever the pages hold: what is quantised is dequantised on the way into
 the buffer.
 """
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tierstore.spec import LayerKind
 from tierstore.tiers.hbm import PagePool
 from tierstore_engine.attention.base import Attention, BatchLayout
 from tierstore_engine.attention.pages import kv_pages
@@ -52,50 +55,74 @@ class CpuAttention(Attention):
         self._config = config
         self._chunk = pool.spec.chunk_tokens
         self._block = max(BLOCK_TOKENS // self._chunk, 1) * self._chunk
-        self._scale = config.head_dim**-0.5
+        [group] = pool.spec.groups
+        self._heads, self._kv_heads, self._width = config.heads, group.kv_heads, group.head_dim
+        self._planes = group.planes
+        self._scale = config.score_scale or config.head_dim**-0.5
+        self._cap = config.score_cap
         # One page more than a block: a block's first token need not be its page's.
         tokens = self._block + self._chunk
         self._pages = kv_pages(pool, config, gathered=tokens // self._chunk)
-        self._gathered = torch.empty((2, config.kv_heads, tokens, config.head_dim))
+        self._gathered = torch.empty((self._planes, self._kv_heads, tokens, self._width))
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: BatchLayout) -> None:
-        for plane, new in enumerate((keys, values)):
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None, batch: BatchLayout) -> None:
+        for plane, new in enumerate((keys,) if values is None else (keys, values)):
             self._pages.put(layer, plane, batch.pages, batch.offsets, new)
 
     def attend(self, layer: int, queries: torch.Tensor, batch: BatchLayout) -> torch.Tensor:
-        config = self._config
+        return self.attend_with_lse(layer, queries, batch)[0]
+
+    def attend_with_lse(
+        self, layer: int, queries: torch.Tensor, batch: BatchLayout
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         out = torch.empty_like(queries)
-        groups = queries.float().view(-1, config.kv_heads, config.heads // config.kv_heads, config.head_dim)
+        lse = torch.empty(queries.shape[:2])
+        shape = (-1, self._kv_heads, self._heads // self._kv_heads, self._width)
+        groups = queries.float().reshape(shape)
         row = 0
         for span, table in zip(batch.spans, batch.block_tables, strict=True):
-            for start, stop in _cut(span.start, span.stop, self._block):
+            for start, stop in self._parts(layer, span.start, span.stop):
                 rows = slice(row, row + stop - start)
                 part = self._attend_span(layer, groups[rows].permute(1, 2, 0, 3), table, start, stop)
-                out[rows] = part.out.permute(2, 0, 1, 3).reshape(stop - start, config.heads, config.head_dim)
+                out[rows] = part.out.permute(2, 0, 1, 3).reshape(stop - start, self._heads, self._width)
+                lse[rows] = part.lse.permute(2, 0, 1, 3).reshape(stop - start, self._heads)
                 row = rows.stop
-        return out
+        return out, lse
+
+    def _parts(self, layer: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """A span cut into parts that are attended to in one go: within a block, and within an attention chunk
+        where the layer has those."""
+        for first, end in _cut(start, stop, self._block):
+            yield from _cut(first, end, self._chunked(layer) or self._block)
+
+    def _chunked(self, layer: int) -> int | None:
+        """Tokens of the layer's attention chunks."""
+        chunked = self._config.kind(layer) is LayerKind.CHUNKED_ATTENTION
+        return self._config.window(layer) if chunked else None
 
     def _attend_span(
         self, layer: int, queries: torch.Tensor, table: torch.Tensor, start: int, stop: int
     ) -> _Partial:
         """``queries [kv_heads, groups, tokens, head_dim]`` of the tokens ``start … stop`` of one sequence."""
-        window = self._config.window(layer)
-        if window is not None and stop > window:
+        first, chunk = 0, self._chunked(layer)
+        if chunk is not None:
+            first = start - start % chunk
+        elif (window := self._config.window(layer)) is not None and stop > window:
             return self._windowed(layer, queries, table, start, stop, window)
-        past = self._over_past(layer, queries, table, start)
+        past = self._over_past(layer, queries, table, range(first, start))
         keys, values = self._gather(layer, table, start, stop)
         own = self._flash(queries, keys, values, causal=stop - start > 1)
         return own if past is None else past.merge(own)
 
     def _over_past(
-        self, layer: int, queries: torch.Tensor, table: torch.Tensor, past: int
+        self, layer: int, queries: torch.Tensor, table: torch.Tensor, past: range
     ) -> _Partial | None:
-        """All queries over the tokens ``0 … past``, None when there are none."""
+        """All queries over the tokens of ``past``, None when there are none."""
         kv_heads, groups, tokens, head_dim = queries.shape
         # Every query sees the whole past, so the queries that share a KV head are rows of one product.
         folded = queries.reshape(kv_heads, 1, groups * tokens, head_dim)
         merged: _Partial | None = None
-        for start, stop in _cut(0, past, self._block):
+        for start, stop in _cut(past.start, past.stop, self._block):
             part = self._flash(folded, *self._gather(layer, table, start, stop))
             merged = part if merged is None else merged.merge(part)
         if merged is None:
@@ -129,6 +156,8 @@ class CpuAttention(Attention):
         causal: bool = False,
         mask: torch.Tensor | None = None,
     ) -> _Partial:
+        if self._cap is not None:
+            return _capped(queries, keys, values, self._scale, self._cap, causal=causal, mask=mask)
         # KV heads are the batch here, and the heads that share one see it through a stride of 0.
         shape = (keys.shape[0], queries.shape[1], keys.shape[2], keys.shape[3])
         out, lse = _flash(
@@ -139,14 +168,38 @@ class CpuAttention(Attention):
     def _gather(
         self, layer: int, table: torch.Tensor, start: int, stop: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of the tokens ``start … stop``, float32 ``[kv_heads, 1, tokens, head_dim]``. Valid until
-        the next call, which overwrites them."""
+        """K and V of the tokens ``start … stop``, float32 ``[kv_heads, 1, tokens, head_dim]``; latents are
+        both. Valid until the next call, which overwrites them."""
         first = start // self._chunk
         pages = table[first : -(-stop // self._chunk)]
         self._pages.gather(layer, pages, self._gathered[:, :, : len(pages) * self._chunk])
         begin = first * self._chunk
-        keys, values = self._gathered[:, :, start - begin : stop - begin]
-        return keys.unsqueeze(1), values.unsqueeze(1)
+        planes = self._gathered[:, :, start - begin : stop - begin].unsqueeze(2)
+        return planes[0], planes[-1]
+
+
+def _capped(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    cap: float,
+    *,
+    causal: bool,
+    mask: torch.Tensor | None,
+) -> _Partial:
+    """Attention whose scores ``s`` are ``cap × tanh(s / cap)`` instead."""
+    kv_heads, groups, tokens, width = queries.shape
+    folded = queries.reshape(kv_heads, groups * tokens, width)
+    scores = (folded @ keys.squeeze(1).mT).view(kv_heads, groups, tokens, -1) * scale
+    scores = cap * torch.tanh(scores / cap)
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    if mask is not None:
+        scores = scores + mask
+    lse = scores.logsumexp(-1, keepdim=True)
+    shares = (scores - lse).exp().view(kv_heads, groups * tokens, -1)
+    return _Partial((shares @ values.squeeze(1)).view(queries.shape), lse)
 
 
 def _cut(start: int, stop: int, width: int) -> Iterator[tuple[int, int]]:

@@ -109,7 +109,8 @@ class CudaAttention(Attention):
         self._fixed[id(layout)] = _Step(layout, slots, decoding, ())
         return layout
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, batch: BatchLayout) -> None:
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None, batch: BatchLayout) -> None:
+        assert values is not None, "the kernels know no latents"
         self._kernels.write(self._layers[layer], keys, values, self._prepared(batch).slots)
 
     def rotate_and_write(
@@ -135,9 +136,7 @@ class CudaAttention(Attention):
     def attend_with_lse(
         self, layer: int, queries: torch.Tensor, batch: BatchLayout
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """:meth:`attend`, and the logarithm of each softmax denominator, float32 ``[tokens, heads]``: what it
-        takes to merge the result with attention over keys that are kept elsewhere (:meth:`merge`). By the
-        kernels, always: torch's attention does not give it."""
+        """By the kernels, always: torch's attention does not give it. See :meth:`merge`."""
         lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
         return self._attend(layer, queries, batch, lse), lse
 

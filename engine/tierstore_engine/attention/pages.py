@@ -14,7 +14,8 @@ from tierstore_engine.kv_format import quantise
 
 
 class KVPages(ABC):
-    """Vectors of ``head_dim`` numbers, by (layer, plane, page, head, token); plane 0 is K, 1 is V."""
+    """Vectors of ``head_dim`` numbers, by (layer, plane, page, head, token); plane 0 is K, 1 is V. Latents
+    are in plane 0, and there is no other."""
 
     @abstractmethod
     def put(
@@ -24,7 +25,7 @@ class KVPages(ABC):
 
     @abstractmethod
     def gather(self, layer: int, pages: torch.Tensor, out: torch.Tensor) -> None:
-        """Read whole pages in a row into ``out`` (float32, ``[2, kv_heads, tokens, head_dim]``)."""
+        """Read whole pages in a row into ``out`` (float32, ``[planes, kv_heads, tokens, head_dim]``)."""
 
 
 def kv_pages(pool: PagePool, config: ModelConfig, *, gathered: int) -> KVPages:
@@ -44,7 +45,8 @@ class _FloatPages(KVPages):
         self._place = {layer: place for place, layer in enumerate(group.layers)}
         self._buffer: torch.Tensor | None = None  # what is read, where it is not float32 already
         if dtype is not torch.float32:
-            self._buffer = torch.empty((2, config.kv_heads, gathered * chunk, config.head_dim), dtype=dtype)
+            width = gathered * chunk
+            self._buffer = torch.empty((group.planes, group.kv_heads, width, group.head_dim), dtype=dtype)
 
     def put(
         self, layer: int, plane: int, pages: torch.Tensor, offsets: torch.Tensor, new: torch.Tensor
@@ -53,7 +55,7 @@ class _FloatPages(KVPages):
 
     def gather(self, layer: int, pages: torch.Tensor, out: torch.Tensor) -> None:
         target = out if self._buffer is None else self._buffer[:, :, : out.shape[2]]
-        for plane in range(2):
+        for plane in range(len(out)):
             for head in range(out.shape[1]):
                 rows = target[plane, head].view(len(pages), -1, out.shape[-1])
                 torch.index_select(self._kv[:, self._place[layer], plane, head], 0, pages, out=rows)

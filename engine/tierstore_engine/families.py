@@ -1,0 +1,515 @@
+"""From a checkpoint's ``config.json`` to a :class:`ModelConfig`: one reader for each architecture.
+
+transformers 5 writes ``rope_parameters`` and ``dtype`` where 4.x wrote ``rope_theta``/``rope_scaling`` and
+``torch_dtype``; both are read. Whatever this engine cannot compute exactly is refused here, by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from tierstore.spec import LayerKind
+from tierstore_engine.config import (
+    DeltaConfig,
+    ExpertsConfig,
+    LatentConfig,
+    ModelConfig,
+    RopeConfig,
+    Temperature,
+    TensorNames,
+)
+from tierstore_engine.errors import ModelError
+
+Raw: TypeAlias = Mapping[str, Any]
+
+_KINDS = {
+    "full_attention": LayerKind.FULL_ATTENTION,
+    "sliding_attention": LayerKind.SLIDING_WINDOW,
+    "chunked_attention": LayerKind.CHUNKED_ATTENTION,
+    "linear_attention": LayerKind.RECURRENT_STATE,
+}
+
+
+def config_from_hf(raw: Raw, *, dtype: str | None = None) -> ModelConfig:
+    """The :class:`ModelConfig` of a ``config.json``; ``dtype`` overrides the checkpoint's own. Of a model
+    that takes images, too, it is that of its text part.
+
+    Raises :class:`ModelError` for architectures, activations and RoPE types this engine does not compute, and
+    for missing or senseless fields.
+    """
+    architecture = _architecture(raw)
+    if raw.get("text_config"):
+        raw = {"dtype": raw.get("dtype") or raw.get("torch_dtype"), **raw["text_config"]}
+    quantised = raw.get("quantization_config") or {}
+    if quantised.get("quant_method") in _QUANTISED_WEIGHTS:
+        raise ModelError(
+            f"config.json: {quantised['quant_method']} weights are not read: convert them to bfloat16"
+        )
+    config = _READERS[architecture](raw)
+    return replace(config, dtype=dtype) if dtype else config
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    """``eos_token_id`` as it is written in the wild: null, one id or a list of them."""
+    if value is None:
+        return ()
+    return tuple(int(token) for token in value) if isinstance(value, list) else (int(value),)
+
+
+# -- one reader for each architecture ------------------------------------------------------------------
+
+
+def _llama(raw: Raw, *, partial: bool = False) -> ModelConfig:
+    bias = bool(raw.get("attention_bias", False))
+    return ModelConfig(**_common(raw, partial=partial), qkv_bias=bias, o_bias=bias)
+
+
+def _mistral(raw: Raw) -> ModelConfig:
+    return replace(_llama(raw), windows=_windows(raw))
+
+
+def _qwen2(raw: Raw) -> ModelConfig:
+    return ModelConfig(**_common(raw), qkv_bias=bool(raw.get("qkv_bias", True)), windows=_windows(raw))
+
+
+def _qwen3(raw: Raw) -> ModelConfig:
+    return replace(_mistral(raw), qk_norm=True)
+
+
+def _mixtral(raw: Raw) -> ModelConfig:
+    experts = ExpertsConfig(
+        count=_positive(raw, "num_local_experts"),
+        chosen=_positive(raw, "num_experts_per_tok"),
+        width=_positive(raw, "intermediate_size"),
+        normalised=True,
+    )
+    names = TensorNames(mlp="block_sparse_moe", expert=("w1", "w3", "w2"))
+    return replace(_mistral(raw), experts=experts, names=names)
+
+
+def _qwen2_moe(raw: Raw) -> ModelConfig:
+    return _with_qwen_experts(_qwen2(raw), raw)
+
+
+def _qwen3_moe(raw: Raw) -> ModelConfig:
+    return _with_qwen_experts(_qwen3(raw), raw)
+
+
+def _gemma2(raw: Raw) -> ModelConfig:
+    layers = _positive(raw, "num_hidden_layers")
+    # Without the list: every other layer attends to everything.
+    kinds = _layer_kinds(raw) or tuple(
+        LayerKind.FULL_ATTENTION if layer % 2 else LayerKind.SLIDING_WINDOW for layer in range(layers)
+    )
+    return _gemma(raw, kinds)
+
+
+def _gemma3(raw: Raw) -> ModelConfig:
+    raw = {**_GEMMA3_DEFAULTS, **raw}
+    pattern = int(raw.get("sliding_window_pattern") or 6)
+    kinds = _layer_kinds(raw) or tuple(
+        LayerKind.SLIDING_WINDOW if (layer + 1) % pattern else LayerKind.FULL_ATTENTION
+        for layer in range(_positive(raw, "num_hidden_layers"))
+    )
+    given = raw.get("rope_parameters") or {}
+    if "full_attention" in given:
+        everywhere = _rope(raw, given["full_attention"])
+        nearby = _rope(raw, given.get("sliding_attention") or {})
+    else:
+        everywhere = _rope(raw, {"rope_theta": raw["rope_theta"], **(raw.get("rope_scaling") or {})})
+        nearby = _rope(raw, {"rope_theta": raw["rope_local_base_freq"]})
+    ropes = tuple(everywhere if kind is LayerKind.FULL_ATTENTION else nearby for kind in kinds)
+    plain = {name: value for name, value in raw.items() if not name.startswith("rope_")}
+    return replace(_gemma(plain, kinds), rope=everywhere, ropes=ropes, qk_norm=True)
+
+
+def _gemma(raw: Raw, kinds: tuple[LayerKind, ...]) -> ModelConfig:
+    if raw.get("use_bidirectional_attention"):
+        raise ModelError("config.json: use_bidirectional_attention is not supported")
+    activation = raw.get("hidden_activation") or raw.get("hidden_act") or "gelu_pytorch_tanh"
+    common = _common(
+        {**raw, "hidden_act": activation, "tie_word_embeddings": raw.get("tie_word_embeddings", True)}
+    )
+    return ModelConfig(
+        **common,
+        qkv_bias=bool(raw.get("attention_bias", False)),
+        o_bias=bool(raw.get("attention_bias", False)),
+        **_grouped(raw, kinds, "sliding_window"),
+        centred_norms=True,
+        post_norms=True,
+        embed_scale=_positive(raw, "hidden_size") ** 0.5,
+        score_scale=float(raw.get("query_pre_attn_scalar") or common["head_dim"]) ** -0.5,
+        score_cap=raw.get("attn_logit_softcapping"),
+        logit_cap=raw.get("final_logit_softcapping"),
+        names=TensorNames(mlp_norm="pre_feedforward_layernorm"),
+    )
+
+
+def _gpt_oss(raw: Raw) -> ModelConfig:
+    kinds = _layer_kinds(raw) or tuple(
+        LayerKind.FULL_ATTENTION if layer % 2 else LayerKind.SLIDING_WINDOW
+        for layer in range(_positive(raw, "num_hidden_layers"))
+    )
+    experts = ExpertsConfig(
+        count=_positive(raw, "num_local_experts"),
+        chosen=_positive(raw, "num_experts_per_tok"),
+        width=_positive(raw, "intermediate_size"),
+        scoring="softmax of chosen",
+        biased=True,
+        clamp=float(raw.get("swiglu_limit") or 7.0),
+        sharpness=float(raw.get("swiglu_alpha") or 1.702),
+    )
+    return replace(
+        _llama({"attention_bias": True, **raw}),
+        **_grouped(raw, kinds, "sliding_window"),
+        sinks=True,
+        experts=experts,
+        names=TensorNames(router="router", packed=True),
+    )
+
+
+def _llama4(raw: Raw) -> ModelConfig:
+    layers = _positive(raw, "num_hidden_layers")
+    every = int(raw.get("no_rope_layer_interval") or 4)
+    turned = [bool(each) for each in raw.get("no_rope_layers") or ()]
+    turned = turned or [bool((layer + 1) % every) for layer in range(layers)]
+    if len(turned) != layers:
+        raise ModelError(f"config.json: no_rope_layers has {len(turned)} entries for {layers} layers")
+    chunked = LayerKind.CHUNKED_ATTENTION if raw.get("attention_chunk_size") else LayerKind.FULL_ATTENTION
+    kinds = _layer_kinds(raw) or tuple(chunked if each else LayerKind.FULL_ATTENTION for each in turned)
+    step = int(raw.get("interleave_moe_layer_step") or 1)
+    with_experts = raw.get("moe_layers")
+    if with_experts is None:
+        with_experts = range(step - 1, layers, step)
+    width = _positive(raw, "intermediate_size")
+    experts = ExpertsConfig(
+        count=_positive(raw, "num_local_experts"),
+        chosen=_positive(raw, "num_experts_per_tok"),
+        width=width,
+        scoring="sigmoid",
+        scaled_input=True,
+        shared_width=width,
+    )
+    plain = _llama({**raw, "intermediate_size": raw.get("intermediate_size_mlp") or width})
+    rope = replace(plain.rope, interleaved=True)
+    return replace(
+        plain,
+        **_grouped(raw, kinds, "attention_chunk_size"),
+        rope=rope,
+        ropes=tuple(rope if each else None for each in turned),
+        unit_qk=bool(raw.get("use_qk_norm", True)),
+        temperature=Temperature(float(raw.get("floor_scale") or 8192), float(raw.get("attn_scale") or 0.1))
+        if raw.get("attn_temperature_tuning", True)
+        else None,
+        experts=experts,
+        dense_layers=tuple(layer for layer in range(layers) if layer not in with_experts),
+        names=TensorNames(mlp="feed_forward", router="router", packed=True),
+    )
+
+
+def _deepseek_v2(raw: Raw) -> ModelConfig:
+    method = raw.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ModelError(f"config.json: topk_method {method!r} is not supported")
+    if raw.get("norm_topk_prob") or raw.get("scoring_func", "softmax") != "softmax":
+        raise ModelError("config.json: of DeepSeek V2 only softmax scores that are not normalised are known")
+    grouped = method == "group_limited_greedy"
+    experts = ExpertsConfig(
+        **_deepseek_experts(raw),
+        groups=int(raw.get("n_group") or 1) if grouped else 1,
+        best_groups=int(raw.get("topk_group") or 1) if grouped else 1,
+    )
+    return _deepseek(raw, experts, interleaved=True)
+
+
+def _deepseek_v3(raw: Raw) -> ModelConfig:
+    if raw.get("scoring_func", "sigmoid") != "sigmoid" or raw.get("topk_method", "noaux_tc") != "noaux_tc":
+        raise ModelError("config.json: of DeepSeek V3 only sigmoid scores chosen by noaux_tc are supported")
+    experts = ExpertsConfig(
+        **_deepseek_experts(raw),
+        scoring="sigmoid",
+        normalised=bool(raw.get("norm_topk_prob", True)),
+        groups=int(raw.get("n_group") or 1),
+        best_groups=int(raw.get("topk_group") or 1),
+        group_members=2,
+        correction=True,
+    )
+    return _deepseek(raw, experts, interleaved=bool(raw.get("rope_interleave", True)))
+
+
+def _deepseek(raw: Raw, experts: ExpertsConfig, *, interleaved: bool) -> ModelConfig:
+    if raw.get("attention_bias"):
+        raise ModelError("config.json: attention_bias is not supported with latent attention")
+    if int(raw.get("moe_layer_freq") or 1) != 1:
+        raise ModelError("config.json: moe_layer_freq other than 1 is not supported")
+    layers = _positive(raw, "num_hidden_layers")
+    latent = LatentConfig(
+        rank=_positive(raw, "kv_lora_rank"),
+        nope_dim=_positive(raw, "qk_nope_head_dim"),
+        rope_dim=_positive(raw, "qk_rope_head_dim"),
+        value_dim=_positive(raw, "v_head_dim"),
+        query_rank=_positive(raw, "q_lora_rank") if raw.get("q_lora_rank") else None,
+    )
+    width = latent.nope_dim + latent.rope_dim
+    plain = _llama({**raw, "head_dim": width, "num_key_value_heads": None})
+    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    stretched = plain.rope.kind != "default" and scaling.get("mscale_all_dim")
+    grown = _growth(plain.rope.factor, float(scaling["mscale_all_dim"])) if stretched else 1.0
+    first = int(raw.get("first_k_dense_replace") or 0)
+    return replace(
+        plain,
+        kinds=(LayerKind.MLA_LATENT,) * layers,
+        rope=replace(plain.rope, interleaved=interleaved),
+        latent=latent,
+        score_scale=width**-0.5 * grown**2,
+        experts=experts,
+        dense_layers=tuple(range(min(first, layers))),
+        names=TensorNames(shared="shared_experts"),
+    )
+
+
+def _deepseek_experts(raw: Raw) -> dict[str, Any]:
+    width = _positive(raw, "moe_intermediate_size")
+    return {
+        "count": _positive(raw, "n_routed_experts"),
+        "chosen": _positive(raw, "num_experts_per_tok"),
+        "width": width,
+        "scale": float(raw.get("routed_scaling_factor") or 1.0),
+        "shared_width": width * int(raw.get("n_shared_experts") or 0),
+    }
+
+
+def _qwen3_next(raw: Raw) -> ModelConfig:
+    layers = _positive(raw, "num_hidden_layers")
+    every = int(raw.get("full_attention_interval") or 4)
+    kinds = _layer_kinds(raw) or tuple(
+        LayerKind.RECURRENT_STATE if (layer + 1) % every else LayerKind.FULL_ATTENTION
+        for layer in range(layers)
+    )
+    _check_kinds(kinds)
+    delta = DeltaConfig(
+        key_heads=_positive(raw, "linear_num_key_heads"),
+        value_heads=_positive(raw, "linear_num_value_heads"),
+        key_dim=_positive(raw, "linear_key_head_dim"),
+        value_dim=_positive(raw, "linear_value_head_dim"),
+        conv_width=_positive(raw, "linear_conv_kernel_dim"),
+    )
+    plain = _llama({"partial_rotary_factor": 0.25, **raw}, partial=True)
+    return _with_qwen_experts(
+        replace(plain, kinds=kinds, delta=delta, qk_norm=True, centred_norms=True, gated_attention=True),
+        {"norm_topk_prob": True, **raw},
+    )
+
+
+_READERS: Mapping[str, Callable[[Raw], ModelConfig]] = {
+    "LlamaForCausalLM": _llama,
+    "MistralForCausalLM": _mistral,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
+    "MixtralForCausalLM": _mixtral,
+    "Qwen2MoeForCausalLM": _qwen2_moe,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+    "Gemma2ForCausalLM": _gemma2,
+    "Gemma3ForCausalLM": _gemma3,
+    "Gemma3ForConditionalGeneration": _gemma3,
+    "GptOssForCausalLM": _gpt_oss,
+    "Llama4ForCausalLM": _llama4,
+    "Llama4ForConditionalGeneration": _llama4,
+    "DeepseekV2ForCausalLM": _deepseek_v2,
+    "DeepseekV3ForCausalLM": _deepseek_v3,
+    "Qwen3NextForCausalLM": _qwen3_next,
+}
+ARCHITECTURES = tuple(_READERS)
+
+_QUANTISED_WEIGHTS = ("mxfp4", "fp8", "gptq", "awq", "bitsandbytes")
+
+# What the text part of a Gemma 3 that takes images leaves out of its config.json.
+_GEMMA3_DEFAULTS = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+}
+
+
+# -- what they share -----------------------------------------------------------------------------------
+
+
+def _common(raw: Raw, *, partial: bool = False) -> dict[str, Any]:
+    """The fields of a :class:`ModelConfig` that all families write alike; ``partial`` says that this one
+    turns a part of a head, if it says so."""
+    hidden = _positive(raw, "hidden_size")
+    heads = _positive(raw, "num_attention_heads")
+    head_dim = _positive(raw, "head_dim") if raw.get("head_dim") else hidden // heads
+    return {
+        "vocab_size": _positive(raw, "vocab_size"),
+        "hidden_size": hidden,
+        "intermediate_size": _positive(raw, "intermediate_size"),
+        "layers": _positive(raw, "num_hidden_layers"),
+        "heads": heads,
+        "kv_heads": _positive(raw, "num_key_value_heads") if raw.get("num_key_value_heads") else heads,
+        "head_dim": head_dim,
+        "max_positions": _positive(raw, "max_position_embeddings"),
+        "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+        "rope": _rope(
+            raw, raw.get("rope_parameters") or raw.get("rope_scaling") or {}, head_dim if partial else None
+        ),
+        "norm_eps": float(raw.get("rms_norm_eps", 1e-6)),
+        "mlp_bias": bool(raw.get("mlp_bias", False)),
+        "tied_embeddings": bool(raw.get("tie_word_embeddings", False)),
+        "activation": _activation(raw),
+        "eos_ids": token_ids(raw.get("eos_token_id")),
+    }
+
+
+def _with_qwen_experts(config: ModelConfig, raw: Raw) -> ModelConfig:
+    """Experts as Qwen writes them: ``num_experts`` became ``num_local_experts`` in some."""
+    count = "num_experts" if raw.get("num_experts") else "num_local_experts"
+    shared = int(raw.get("shared_expert_intermediate_size") or 0)
+    experts = ExpertsConfig(
+        count=_positive(raw, count),
+        chosen=_positive(raw, "num_experts_per_tok"),
+        width=_positive(raw, "moe_intermediate_size"),
+        normalised=bool(raw.get("norm_topk_prob", False)),
+        shared_width=shared,
+        shared_gate=bool(shared),
+    )
+    step, without = int(raw.get("decoder_sparse_step") or 1), raw.get("mlp_only_layers") or []
+    dense = tuple(layer for layer in range(config.layers) if layer in without or (layer + 1) % step)
+    return replace(config, experts=experts, dense_layers=dense)
+
+
+def _architecture(raw: Raw) -> str:
+    names = raw.get("architectures") or []
+    for name in names:
+        if name in _READERS:
+            return str(name)
+    what = ", ".join(map(str, names)) or "no architecture at all"
+    raise ModelError(f"config.json names {what}; supported are {', '.join(ARCHITECTURES)}")
+
+
+def _activation(raw: Raw) -> str:
+    activation = raw.get("hidden_act", "silu")
+    known = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+    if activation not in known:
+        raise ModelError(
+            f"config.json: hidden_act {activation!r} is not supported (only silu and gelu_pytorch_tanh)"
+        )
+    return known[activation]
+
+
+def _rope(raw: Raw, scaling: Raw, head_dim: int | None = None) -> RopeConfig:
+    """``head_dim`` is given where a part of it may be turned."""
+    theta = float(scaling.get("rope_theta", raw.get("rope_theta", 10000.0)))
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    part = float(scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)))
+    if part != 1.0 and head_dim is None:
+        raise ModelError("config.json: partial_rotary_factor other than 1 is not supported")
+    rotary_dim = int((head_dim or 0) * part) if part != 1.0 else 0
+    if rotary_dim % 2 or not 0 < part <= 1:
+        raise ModelError(f"config.json: partial_rotary_factor {part} turns no even part of {head_dim}")
+    rope = RopeConfig(theta=theta, kind=kind, rotary_dim=rotary_dim)
+    original = scaling.get("original_max_position_embeddings") or raw.get("max_position_embeddings")
+    try:
+        if kind == "default":
+            return rope
+        if kind == "linear":
+            return replace(rope, factor=float(scaling["factor"]))
+        if kind == "llama3":
+            return replace(
+                rope,
+                factor=float(scaling["factor"]),
+                low_freq_factor=float(scaling["low_freq_factor"]),
+                high_freq_factor=float(scaling["high_freq_factor"]),
+                original_max_positions=int(original or 0),
+            )
+        if kind == "yarn":
+            return replace(
+                rope,
+                factor=float(scaling["factor"]),
+                original_max_positions=int(original or 0),
+                beta_fast=float(scaling.get("beta_fast") or 32),
+                beta_slow=float(scaling.get("beta_slow") or 1),
+                truncate=bool(scaling.get("truncate", True)),
+                amplitude=_amplitude(scaling),
+            )
+    except KeyError as missing:
+        raise ModelError(f"config.json: rope type {kind!r} needs the field {missing}") from None
+    raise ModelError(f"config.json: rope type {kind!r} is not supported (default, linear, llama3, yarn are)")
+
+
+def _amplitude(scaling: Raw) -> float:
+    """What YaRN multiplies cosines and sines by."""
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    factor, one, every = float(scaling["factor"]), scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if one and every:
+        return _growth(factor, float(one)) / _growth(factor, float(every))
+    return _growth(factor, 1.0)
+
+
+def _growth(factor: float, share: float) -> float:
+    return 0.1 * share * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _layer_kinds(raw: Raw) -> tuple[LayerKind, ...]:
+    """Of ``layer_types``; empty where there is none."""
+    names, layers = raw.get("layer_types"), _positive(raw, "num_hidden_layers")
+    if names is None:
+        return ()
+    unknown = sorted(set(names) - set(_KINDS))
+    if unknown or len(names) != layers:
+        raise ModelError(f"config.json: layer_types does not fit {layers} layers of {', '.join(_KINDS)}")
+    return tuple(_KINDS[name] for name in names)
+
+
+def _grouped(raw: Raw, kinds: tuple[LayerKind, ...], window: str) -> dict[str, Any]:
+    """``kinds`` and ``windows`` of a model whose layers are groups; the field ``window`` says how wide.
+    Layers that are all alike are one group, with the keys and values of all tokens."""
+    if set(kinds) == {LayerKind.FULL_ATTENTION}:
+        return {}
+    width = _positive(raw, window)
+    windows = tuple(None if kind is LayerKind.FULL_ATTENTION else width for kind in kinds)
+    if set(kinds) == {LayerKind.SLIDING_WINDOW}:
+        return {"windows": windows}
+    _check_kinds(kinds)
+    return {"kinds": kinds, "windows": windows}
+
+
+def _check_kinds(kinds: tuple[LayerKind, ...]) -> None:
+    if LayerKind.FULL_ATTENTION not in kinds:
+        raise ModelError("config.json: a model none of whose layers attends to everything is not supported")
+
+
+def _windows(raw: Raw) -> tuple[int | None, ...]:
+    """The attention window of each layer of a model that is one layer group; empty when every layer attends
+    to everything."""
+    window, layers = raw.get("sliding_window"), _positive(raw, "num_hidden_layers")
+    if not window or not raw.get("use_sliding_window", True):
+        return ()
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        # Qwen 2 and 3 before transformers 5: the first max_window_layers layers attend to everything.
+        first = int(raw.get("max_window_layers", 0)) if "use_sliding_window" in raw else 0
+        kinds = ["full_attention"] * min(first, layers) + ["sliding_attention"] * (layers - first)
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown or len(kinds) != layers:
+        raise ModelError(
+            f"config.json: layer_types does not fit {layers} layers of full or sliding attention"
+        )
+    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _positive(raw: Raw, name: str) -> int:
+    value = raw.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"config.json: {name} must be a positive integer, not {value!r}")
+    return value

@@ -1,0 +1,151 @@
+"""How a layer looks at the past: attention over keys and values, or over latents. (Layers with a state are in
+:mod:`tierstore_engine.states`.)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch.nn.functional import linear
+
+from tierstore_engine.attention.base import Attention, BatchLayout
+from tierstore_engine.config import LatentConfig, ModelConfig, RopeConfig, Temperature
+from tierstore_engine.pointwise import Pointwise
+from tierstore_engine.rope import paired_by_halves, rotate
+from tierstore_engine.weights import AttentionWeights, LatentWeights
+
+Rotations: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+_LATENT_EPSILON = 1e-6  # of the norms of latents, whatever the model's other norms have
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """Of a step's rows: int64 ``[tokens]``, and what each kind of RoPE turns them by."""
+
+    numbers: torch.Tensor
+    rotations: Mapping[RopeConfig, Rotations]
+
+
+class SelfAttention:
+    """One layer with keys and values."""
+
+    def __init__(
+        self,
+        layer: int,
+        config: ModelConfig,
+        weights: AttentionWeights,
+        attention: Attention,
+        pointwise: Pointwise,
+    ) -> None:
+        self._layer = layer
+        self._config = config
+        self._weights = weights
+        self._attention = attention
+        self._pointwise = pointwise
+        self._rope = config.rope_of(layer)
+
+    def compute(self, hidden: torch.Tensor, layout: BatchLayout, positions: Positions) -> torch.Tensor:
+        """``hidden [tokens, hidden_size]`` of the layout's spans; the same shape. The keys and values of
+        these tokens are in their pages then, or on their way."""
+        config, weights = self._config, self._weights
+        query_heads = config.heads * (2 if config.gated_attention else 1)
+        heads = (query_heads, config.kv_heads, config.kv_heads)
+        projected = linear(hidden, weights.qkv, weights.qkv_bias)
+        projected = projected.view(len(hidden), sum(heads), config.head_dim)
+        queries, keys, values = torch.split(projected, list(heads), dim=1)
+        gates = None
+        if config.gated_attention:
+            queries, gates = queries.reshape(len(hidden), config.heads, -1).chunk(2, dim=-1)
+        if weights.q_norm is not None and weights.k_norm is not None:
+            norm = self._pointwise.norm
+            queries, keys = norm(queries, weights.q_norm), norm(keys, weights.k_norm)
+        queries = self._write((queries, keys, values), layout, positions)
+        if weights.sinks is None:
+            attended = self._attention.attend(self._layer, queries, layout)
+        else:
+            attended, lse = self._attention.attend_with_lse(self._layer, queries, layout)
+            # The sinks' part of the softmax has no value: what is left of the rest is its share.
+            attended = attended * torch.sigmoid(lse - weights.sinks.float()).unsqueeze(-1).to(attended.dtype)
+        attended = attended.reshape(len(hidden), -1)
+        if gates is not None:
+            attended = attended * torch.sigmoid(gates.reshape(len(hidden), -1))
+        return linear(attended, weights.o, weights.o_bias)
+
+    def _write(
+        self,
+        projections: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        layout: BatchLayout,
+        positions: Positions,
+    ) -> torch.Tensor:
+        """Write keys and values, turned; the queries, turned likewise."""
+        config, rope = self._config, self._rope
+        queries, keys, values = projections
+        if rope is None:
+            if config.temperature is not None:
+                warmth = _warmth(positions.numbers, config.temperature)
+                queries = (queries * warmth[:, None, None]).to(queries.dtype)
+            self._attention.write(self._layer, keys, values, layout)
+            return queries
+        rotations = positions.rotations[rope]
+        if rope.interleaved:
+            queries, keys = paired_by_halves(queries), paired_by_halves(keys)
+        if not config.unit_qk:
+            return self._attention.rotate_and_write(self._layer, (queries, keys, values), rotations, layout)
+        queries, keys = self._unit(rotate(queries, *rotations)), self._unit(rotate(keys, *rotations))
+        self._attention.write(self._layer, keys, values, layout)
+        return queries
+
+    def _unit(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._config.norm_eps)
+        return wide.to(x.dtype)
+
+
+def _warmth(positions: torch.Tensor, temperature: Temperature) -> torch.Tensor:
+    steps = torch.floor((positions.float() + 1.0) / temperature.floor)
+    return torch.log1p(steps) * temperature.scale + 1.0
+
+
+class LatentAttention:
+    """One layer with latents. What a head's keys and values are made of them by is applied to its queries and
+    to what they attend to instead (the absorbed form): attention reads latents, and nothing else is kept.
+
+    With ``qᵢ`` a head's query, ``K`` and ``V`` its matrices and ``c`` a latent: ``qᵢ·(K c) = (Kᵀ qᵢ)·c``, and
+    ``Σ pⱼ (V cⱼ) = V Σ pⱼ cⱼ``."""
+
+    def __init__(self, layer: int, config: ModelConfig, weights: LatentWeights, attention: Attention) -> None:
+        assert config.latent is not None
+        self._layer = layer
+        self._heads = config.heads
+        self._latent: LatentConfig = config.latent
+        self._weights = weights
+        self._attention = attention
+        self._norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = Pointwise(_LATENT_EPSILON).norm
+        self._rope = config.rope
+
+    def compute(self, hidden: torch.Tensor, layout: BatchLayout, positions: Positions) -> torch.Tensor:
+        """As :meth:`SelfAttention.compute`, with latents in the pages."""
+        latent, weights = self._latent, self._weights
+        inner = hidden
+        if weights.q_down is not None and weights.q_norm is not None:
+            inner = self._norm(linear(hidden, weights.q_down), weights.q_norm)
+        queries = linear(inner, weights.q).view(len(hidden), self._heads, -1)
+        queries, turning = torch.split(queries, [latent.nope_dim, latent.rope_dim], dim=-1)
+        both = linear(hidden, weights.kv_down)
+        latents, shared = torch.split(both, [latent.rank, latent.rope_dim], dim=-1)
+        latents = self._norm(latents, weights.kv_norm).unsqueeze(1)
+        rotations = positions.rotations[self._rope]
+        shared = self._turned(shared.unsqueeze(1), rotations)
+        self._attention.write(self._layer, torch.cat((latents, shared), dim=-1), None, layout)
+        to_keys, to_values = torch.split(weights.kv_up, [latent.nope_dim, latent.value_dim], dim=1)
+        absorbed = torch.einsum("thn,hnr->thr", queries, to_keys)
+        queries = torch.cat((absorbed, self._turned(turning, rotations)), dim=-1)
+        attended = self._attention.attend(self._layer, queries, layout)[..., : latent.rank]
+        values = torch.einsum("thr,hvr->thv", attended, to_values)
+        return linear(values.flatten(1), weights.o)
+
+    def _turned(self, x: torch.Tensor, rotations: Rotations) -> torch.Tensor:
+        return rotate(paired_by_halves(x) if self._rope.interleaved else x, *rotations)

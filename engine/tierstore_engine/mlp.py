@@ -1,0 +1,125 @@
+"""What a layer computes of each token by itself: a gated MLP, or a mixture of them.
+
+In a mixture the router says for each token which experts it goes to. The tokens are then put in the order of
+their experts, so that an expert computes all of its tokens in one product, however many there are: none is
+dropped. What comes out is added up token by token, in the order in which the router chose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import gelu, linear
+
+from tierstore_engine.config import ExpertsConfig, ModelConfig
+from tierstore_engine.pointwise import Pointwise
+from tierstore_engine.weights import ExpertsWeights, MLPWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """The experts of each token, int64 ``[tokens, chosen]``, and what each counts, float32 likewise."""
+
+    experts: torch.Tensor
+    scores: torch.Tensor
+
+
+class MLPs:
+    """The MLPs of a model's layers."""
+
+    def __init__(self, config: ModelConfig, pointwise: Pointwise) -> None:
+        self._experts = config.experts
+        self._gated = pointwise.silu_mul if config.activation == "silu" else _gelu_mul
+
+    def compute(self, hidden: torch.Tensor, weights: MLPWeights | ExpertsWeights) -> torch.Tensor:
+        """``hidden [tokens, hidden_size]`` of any tokens; the same shape."""
+        if isinstance(weights, MLPWeights):
+            gated = self._gated(linear(hidden, weights.gate_up, weights.gate_up_bias))
+            return linear(gated, weights.down, weights.down_bias)
+        assert self._experts is not None
+        mixed = self._mix(hidden, weights, self._experts)
+        if weights.shared is None:
+            return mixed
+        shared = self.compute(hidden, weights.shared)
+        if weights.shared_gate is not None:
+            shared = torch.sigmoid(linear(hidden, weights.shared_gate)) * shared
+        return mixed + shared
+
+    def _mix(self, hidden: torch.Tensor, weights: ExpertsWeights, experts: ExpertsConfig) -> torch.Tensor:
+        routing = route(hidden, weights, experts)
+        chosen = routing.experts.flatten()
+        order = torch.argsort(chosen, stable=True)
+        counts = torch.bincount(chosen, minlength=experts.count).tolist()
+        scores = routing.scores.flatten()[order].unsqueeze(-1).to(hidden.dtype)
+        entering = hidden[order // experts.chosen]
+        if experts.scaled_input:
+            entering = entering * scores
+        produced = torch.empty_like(entering)
+        start = 0
+        for expert, count in enumerate(counts):
+            if count:
+                rows = slice(start, start + count)
+                produced[rows] = self._expert(entering[rows], weights, expert, experts)
+                start += count
+        if not experts.scaled_input:
+            produced = produced * scores
+        by_token = torch.empty_like(produced)
+        by_token[order] = produced
+        return by_token.view(len(hidden), experts.chosen, -1).sum(1)
+
+    def _expert(
+        self, hidden: torch.Tensor, weights: ExpertsWeights, number: int, experts: ExpertsConfig
+    ) -> torch.Tensor:
+        def bias_of(biases: torch.Tensor | None) -> torch.Tensor | None:
+            return None if biases is None else biases[number]
+
+        gated = self._gated if experts.clamp is None else _clamped(experts.clamp, experts.sharpness)
+        inner = linear(hidden, weights.gate_up[number], bias_of(weights.gate_up_bias))
+        return linear(gated(inner), weights.down[number], bias_of(weights.down_bias))
+
+
+def route(hidden: torch.Tensor, weights: ExpertsWeights, experts: ExpertsConfig) -> Routing:
+    """Which experts each row of ``hidden`` goes to."""
+    if experts.correction or experts.scale != 1.0 or experts.groups > 1:  # DeepSeek routes in float32
+        logits = linear(hidden.float(), weights.router.float())
+    else:
+        logits = linear(hidden, weights.router, weights.router_bias).float()
+    if experts.scoring == "softmax of chosen":
+        best, chosen = logits.topk(experts.chosen, dim=-1)
+        return Routing(chosen, best.softmax(-1))
+    scores = logits.sigmoid() if experts.scoring == "sigmoid" else logits.softmax(-1)
+    ranked = scores if weights.correction is None else scores + weights.correction
+    chosen = _of_best_groups(ranked, experts).topk(experts.chosen, dim=-1).indices
+    kept = scores.gather(1, chosen)
+    if experts.normalised:
+        kept = kept / (kept.sum(-1, keepdim=True) + 1e-20)
+    return Routing(chosen, kept * experts.scale)
+
+
+def _of_best_groups(ranked: torch.Tensor, experts: ExpertsConfig) -> torch.Tensor:
+    """``ranked [tokens, experts]`` with minus infinity outside of each token's best groups."""
+    if experts.groups == 1:
+        return ranked
+    by_group = ranked.view(len(ranked), experts.groups, -1)
+    worth = by_group.topk(experts.group_members, dim=-1).values.sum(-1)
+    best = worth.topk(experts.best_groups, dim=-1).indices
+    out = torch.ones_like(worth, dtype=torch.bool).scatter_(1, best, False)
+    return by_group.masked_fill(out.unsqueeze(-1), -torch.inf).flatten(1)
+
+
+def _gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gelu(gate, approximate="tanh") * up
+
+
+def _clamped(limit: float, sharpness: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """gpt-oss's: gates and ups alternate, both are cut off, and 1 is added to what is multiplied."""
+
+    def gated(gate_up: torch.Tensor) -> torch.Tensor:
+        gate = gate_up[..., ::2].clamp(max=limit)
+        up = gate_up[..., 1::2].clamp(-limit, limit)
+        return (up + 1) * gate * torch.sigmoid(sharpness * gate)
+
+    return gated

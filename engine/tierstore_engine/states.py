@@ -1,0 +1,190 @@
+"""Recurrent states in pages, and the gated delta rule that reads and writes them.
+
+A sequence has one page of a layer group with states, whatever its length: for each layer the last inputs of
+its convolution, then its matrices. A step reads what the tokens before left there (nothing, where its span
+begins with token 0), and writes what its own tokens leave. A copy of the page is a snapshot.
+
+For each token, with a decay ``a``, a rate ``b``, a key ``k`` and a value ``v``, the matrix ``S`` of a head
+becomes::
+
+    S  ←  a S + k ⊗ b (v - a Sᵀk)            and what the token reads is      Sᵀq
+
+Tokens are taken ``BLOCK`` at a time. Within a block all of these depend on one another linearly, so that
+they are solved for at once: with ``A[i, j]`` the decay from token j to token i, the corrections
+``u = b (v - …)`` of the block's tokens are the solution of a triangular system::
+
+    uᵢ + bᵢ Σⱼ﹤ᵢ A[i, j] (kᵢ·kⱼ) uⱼ  =  bᵢ (vᵢ - aᵢ…a₁ S₀ᵀkᵢ)
+
+Blocks begin at multiples of ``BLOCK`` tokens of the sequence, wherever spans begin: the same tokens are
+computed in the same shapes, unless a span ends within a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.nn.functional import conv1d, linear, silu, softplus
+
+from tierstore.tiers.hbm import PagePool
+from tierstore_engine.attention.base import BatchLayout, Span
+from tierstore_engine.config import DeltaConfig, ModelConfig
+from tierstore_engine.pointwise import Pointwise
+from tierstore_engine.weights import DeltaWeights
+
+BLOCK = 64
+_EPSILON = 1e-6  # of the norms of queries and keys
+
+
+class RecurrentStates:
+    """The states of a layer group, in the pages of its pool (on the CPU)."""
+
+    def __init__(self, pool: PagePool, config: ModelConfig) -> None:
+        assert config.delta is not None
+        delta, dtype = config.delta, getattr(torch, config.dtype)
+        memory = torch.from_numpy(pool.array)
+        self._inputs: dict[int, torch.Tensor] = {}
+        self._matrices: dict[int, torch.Tensor] = {}
+        [group] = pool.spec.groups
+        for layer in group.layers:
+            inputs = pool.spec.layer(layer).start
+            matrices = inputs + delta.inputs_bytes(config.dtype)
+            shape = (delta.channels, delta.conv_width - 1)
+            self._inputs[layer] = _view(memory, dtype, inputs, shape)
+            shape3 = (delta.value_heads, delta.key_dim, delta.value_dim)
+            self._matrices[layer] = _view(memory, torch.float32, matrices, shape3)
+
+    def inputs(self, layer: int, page: int) -> torch.Tensor:
+        """``[channels, conv_width - 1]``, the newest last; a view of the page."""
+        return self._inputs[layer][page]
+
+    def matrices(self, layer: int, page: int) -> torch.Tensor:
+        """float32 ``[value_heads, key_dim, value_dim]``, a view of the page."""
+        return self._matrices[layer][page]
+
+
+def _view(memory: torch.Tensor, dtype: torch.dtype, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+    """One tensor of every page: ``shape`` of ``dtype``, from byte ``start`` on."""
+    nbytes = dtype.itemsize
+    for size in shape:
+        nbytes *= size
+    return memory[:, start : start + nbytes].view(dtype).view(len(memory), *shape)
+
+
+class GatedDelta:
+    """One layer with a gated delta rule."""
+
+    def __init__(
+        self, layer: int, config: ModelConfig, weights: DeltaWeights, states: RecurrentStates
+    ) -> None:
+        assert config.delta is not None
+        self._layer = layer
+        self._delta = config.delta
+        self._weights = weights
+        self._states = states
+        self._pointwise = Pointwise(config.norm_eps)
+        self._decay = -weights.a_log.float().exp()
+
+    def compute(self, hidden: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
+        """``hidden [tokens, hidden_size]`` of the layout's spans; the same shape."""
+        delta, weights = self._delta, self._weights
+        channels, gates = _by_kind(linear(hidden, weights.qkvz), delta)
+        rates, steps = (
+            each.flatten(1) for each in _by_key_head(linear(hidden, weights.ba), delta).chunk(2, -1)
+        )
+        decays = self._decay * softplus(steps.float() + weights.dt_bias)
+        out = torch.empty_like(gates)
+        row = 0
+        for span, table in zip(layout.spans, layout.block_tables, strict=True):
+            rows = slice(row, row + span.tokens)
+            row = rows.stop
+            out[rows] = self._of_span(
+                span, int(table[0]), channels[rows], rates[rows].float().sigmoid(), decays[rows]
+            )
+        normed = self._pointwise.norm(out, weights.norm)
+        gated = (normed * silu(gates.float())).to(hidden.dtype)
+        return linear(gated.flatten(1), weights.o)
+
+    def _of_span(
+        self, span: Span, page: int, channels: torch.Tensor, rates: torch.Tensor, decays: torch.Tensor
+    ) -> torch.Tensor:
+        """``[tokens, value_heads, value_dim]``; the page has the state behind the span then."""
+        delta = self._delta
+        inputs, matrices = self._states.inputs(self._layer, page), self._states.matrices(self._layer, page)
+        if span.start == 0:
+            inputs.zero_()
+            matrices.zero_()
+        series = torch.cat((inputs, channels.T), dim=1)
+        inputs.copy_(series[:, series.shape[1] - inputs.shape[1] :])
+        mixed = silu(conv1d(series.unsqueeze(0), self._weights.conv, groups=delta.channels)).squeeze(0).T
+        keys_width = delta.key_heads * delta.key_dim
+        widths = [keys_width, keys_width, delta.value_heads * delta.value_dim]
+        queries, keys, values = torch.split(mixed.float(), widths, dim=1)
+        shared = delta.value_heads // delta.key_heads
+        queries = _unit(queries.view(-1, delta.key_heads, delta.key_dim)) * delta.key_dim**-0.5
+        keys = _unit(keys.view(-1, delta.key_heads, delta.key_dim))
+        queries, keys = (each.repeat_interleave(shared, dim=1).transpose(0, 1) for each in (queries, keys))
+        values = values.view(-1, delta.value_heads, delta.value_dim).transpose(0, 1)
+        out = torch.empty_like(values)
+        for rows in _blocks(span):
+            out[:, rows] = delta_rule(
+                matrices,
+                queries[:, rows],
+                keys[:, rows],
+                values[:, rows],
+                rates.T[:, rows],
+                decays.T[:, rows],
+            )
+        return out.transpose(0, 1)
+
+
+def delta_rule(
+    state: torch.Tensor,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    rates: torch.Tensor,
+    decays: torch.Tensor,
+) -> torch.Tensor:
+    """What a block of tokens reads, ``[heads, tokens, value_dim]``. ``state [heads, key_dim, value_dim]`` is
+    that before them, and behind them afterwards. ``queries`` and ``keys`` are ``[heads, tokens, key_dim]``,
+    ``rates`` and ``decays`` (as logarithms) ``[heads, tokens]``; all are float32."""
+    since_start = decays.cumsum(-1)
+    between = (since_start.unsqueeze(-1) - since_start.unsqueeze(-2)).tril().exp().tril()
+    grown = since_start.exp().unsqueeze(-1)
+    system = rates.unsqueeze(-1) * (keys @ keys.mT) * between  # its diagonal counts as 1
+    target = rates.unsqueeze(-1) * (values - grown * (keys @ state))
+    corrections = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)
+    out: torch.Tensor = grown * (queries @ state) + (queries @ keys.mT * between) @ corrections
+    until_end = (since_start[:, -1:] - since_start).exp().unsqueeze(-1)
+    state.mul_(grown[:, -1:]).add_((keys * until_end).mT @ corrections)
+    return out
+
+
+def _blocks(span: Span) -> Iterator[slice]:
+    """The rows of a span, cut where a block of the sequence begins."""
+    start = span.start
+    while start < span.stop:
+        stop = min((start // BLOCK + 1) * BLOCK, span.stop)
+        yield slice(start - span.start, stop - span.start)
+        start = stop
+
+
+def _by_key_head(projected: torch.Tensor, delta: DeltaConfig) -> torch.Tensor:
+    """``[tokens, key_heads, …]``: what belongs to a key head stands together in the projections."""
+    return projected.view(len(projected), delta.key_heads, -1)
+
+
+def _by_kind(projected: torch.Tensor, delta: DeltaConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """The convolution's inputs ``[tokens, channels]`` (all queries, all keys, all values), and the gates
+    ``[tokens, value_heads, value_dim]``."""
+    values = delta.value_heads // delta.key_heads * delta.value_dim
+    widths = [delta.key_dim, delta.key_dim, values, values]
+    parts = torch.split(_by_key_head(projected, delta), widths, dim=-1)
+    channels = torch.cat([part.flatten(1) for part in parts[:3]], dim=1)
+    return channels, parts[3].reshape(len(projected), delta.value_heads, delta.value_dim)
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    unit: torch.Tensor = x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + _EPSILON)
+    return unit
