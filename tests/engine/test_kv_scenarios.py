@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
+from tierstore_engine import mixers, mlp
 from tierstore_engine import model as model_module
 from tierstore_engine.attention.base import BatchLayout, Span
 from tierstore_engine.attention.cpu import CpuAttention
@@ -56,7 +57,8 @@ def token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     def each(rows: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         return torch.cat([linear(row, *weights) for row in rows.split(1)])  # of no rows, too
 
-    monkeypatch.setattr(model_module, "linear", each)
+    for module in (model_module, mixers, mlp):
+        monkeypatch.setattr(module, "linear", each)
 
 
 def assert_same(found: list[Completion], expected: list[Completion]) -> None:
