@@ -207,6 +207,9 @@ class GroupedConnector(Connector):
     def lookup(self, prompt: Prompt, *, max_tokens: int | None = None) -> Hit:
         return self.store.lookup(prompt, max_tokens=max_tokens)
 
+    def expect(self, prompt: Prompt, promise: Promise) -> Transfer[None]:
+        return self.store.expect(prompt, promise)
+
     def load(self, hit: Hit, *, deadline_s: float | None = None) -> Transfer[Loaded]:
         return self.store.load(_grouped(hit), deadline_s=deadline_s)
 

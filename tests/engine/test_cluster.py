@@ -6,8 +6,10 @@ import random
 
 from tests.tierstore.cluster.hosts import Host
 from tierstore.testing.fake_pool import set_faults
+from tierstore.types import Promise
 from tierstore_engine.build import build_engine, load_model
 from tierstore_engine.sampling import SamplingParams
+from tierstore_engine.settings import EngineSettings
 
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
 
@@ -36,6 +38,41 @@ def test_an_engine_takes_another_hosts_pages(tmp_path):
         assert computed.tokens == expected[1].tokens
         assert second.stats().computed_tokens > 700
         second.close()
+    finally:
+        for host in hosts:
+            host.close()
+
+
+def test_an_engine_waits_for_what_another_hosts_engine_has_promised(tmp_path):
+    """The pages come while they are computed, in the other host's steps of 128 tokens."""
+    pool = tmp_path / "pool"
+    pool.mkdir()
+    draw = random.Random(2)
+    tokens = [draw.randrange(250) for _ in range(700)]
+    hosts = [Host(f"fake://{pool}", "--cluster-publish=all") for _ in range(2)]
+    try:
+        for host in hosts:
+            host.wait_online()
+        model = load_model("tiny", device="cpu")
+        settings = EngineSettings(prefill_chunk=128, plan="load")
+        first, second = (
+            build_engine(model, pool_pages=64, store=each.url, settings=settings) for each in hosts
+        )
+        request = second.add(tokens, PARAMS, promise=Promise(640, 10.0))
+        second.step()
+        hosts[1].wait_for(lambda stats: stats.service.promised_lookups == 1)
+        [expected] = first.generate([tokens], PARAMS)
+        done = []
+        while not done:
+            done = [each.completion for each in second.step() if each.completion is not None]
+        assert done[0].request_id == request
+        assert done[0].tokens == expected.tokens
+        assert done[0].metrics.reused_tokens == 640
+        stats = hosts[1].wait_for(lambda stats: stats.cluster.counts.get("promised_brings") == 1)
+        assert stats.cluster.counts["brought_pages"] == 10
+        assert stats.service.broken_promises == 0
+        for engine in (first, second):
+            engine.close()
     finally:
         for host in hosts:
             host.close()

@@ -213,3 +213,42 @@ def test_the_daemon_is_killed_while_pages_are_waited_for(model, reference, make_
         # Without a daemon nothing is promised.
         [first] = decode.ask(Ask(prompt(TOKENS, seed=81), 1, params=ASKS)).answers
         assert ours(first) == promise(0, until_s=1.0)
+
+
+def test_two_hosts_and_a_pool(model, reference, make_daemon, tmp_path):
+    """Pages come while they are computed: the second engine asks before the first one has begun."""
+    pool = tmp_path / "pool"
+    pool.mkdir()
+    options = (f"--cluster=fake://{pool}", "--cluster-publish=all")
+    one, other = (make_daemon(disk=False, options=options) for _ in range(2))
+    for daemon in (one, other):
+        wait_cluster(daemon, lambda cluster: cluster.online and not cluster.trouble)
+    with (
+        Engine(model(models.LLAMA), connector=patient(one.url), max_num_batched_tokens=128) as prefill,
+        Engine(model(models.LLAMA), connector=patient(other.url)) as decode,
+    ):
+        for seed in (90, 91):
+            tokens = prompt(TOKENS, seed=seed)
+            decode.begin([Ask(tokens, params=promise())])
+            wait_promised(other, seed - 89)
+            [first] = prefill.ask(Ask(tokens, 1, params=ASKS)).answers
+            answers = decode.finish()
+            assert ours(first) == promise(until_s=1.0)
+            assert answers.external_hit_tokens == ALIGNED
+            assert same(answers, reference(tokens))
+        assert other.stats().cluster.counts["brought_pages"] == 2 * ALIGNED // CHUNK
+        # With the daemon of the first one killed nothing comes any more, and the second one computes.
+        one.kill()
+        tokens = prompt(TOKENS, seed=92)
+        [first] = prefill.ask(Ask(tokens, 1, params=ASKS)).answers
+        assert ours(first) == promise(0, until_s=1.0)
+        answers = decode.ask(Ask(tokens, params=promise(until_s=0.5)))
+        assert answers.external_hit_tokens == 0
+        assert same(answers, reference(tokens))
+
+
+def wait_cluster(daemon, condition):
+    ends = time.monotonic() + 60
+    while not condition(daemon.stats().cluster):
+        assert time.monotonic() < ends, daemon.stats().cluster
+        time.sleep(0.05)

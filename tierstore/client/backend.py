@@ -209,7 +209,7 @@ class RemoteBackend:
 
     def expect(self, request: LookupRequest, *, wait_s: float) -> Transfer[None]:
         wait_s = min(wait_s, messages.MOST_EXPECT_S)
-        if request.loose or wait_s <= 0 or self.connection.session is None:
+        if wait_s <= 0 or self.connection.session is None:
             return Transfer.completed(None)
         # Its own end: a request that ends unanswered is a sign that the daemon is not well.
         transfer: Transfer[None] = Transfer(lambda _: None, pages=0, nbytes=0, deadline_s=wait_s)

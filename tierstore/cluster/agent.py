@@ -27,6 +27,7 @@ import tierstore
 from tierstore import copying
 from tierstore.cluster import orders as o
 from tierstore.cluster.objects import HEADER_BYTES, PageObject, page_objects
+from tierstore.cluster.orders import MOST_PROMISED
 from tierstore.cluster.pool import NOT_THERE, Memory, Pool, PoolError, PoolOptions, open_pool
 from tierstore.cluster.recent import Recent
 from tierstore.cluster.staging import Lane, Staging
@@ -36,6 +37,7 @@ from tierstore.spec import KVSpec
 from tierstore.store import Store
 from tierstore.store.buffers import PageSource, copied_frames
 from tierstore.wire.framing import LENGTH
+from tierstore.wire.messages import MOST_WAIT_S
 
 _QUEUED_PAGES = 256  # to be published; more are dropped
 _MOST_NAMES = 2048  # asked about at once
@@ -47,6 +49,8 @@ _LOOKUP_S = 2.0
 _LANE_WAIT_S = 5.0
 _SAVE_S = 5.0
 _WORN_OUT = 3
+_ASK_AGAIN_S = 0.005  # for promised pages
+_REMEMBERED_STOPS = 4096
 
 
 class Agent:
@@ -64,17 +68,21 @@ class Agent:
         self._known_lock = threading.Lock()  # guards it, and the count of those to be published
         self._lookers = ThreadPoolExecutor(2, "tierstore-look")
         self._bringers = ThreadPoolExecutor(2, "tierstore-bring")
+        self._waiters = ThreadPoolExecutor(MOST_PROMISED, "tierstore-promised")
+        self._stopped: Recent[int] = Recent(MOST_WAIT_S, _REMEMBERED_STOPS)  # by the order's number
         self._publishing: queue.Queue[tuple[o.PromptPages, int, int]] = queue.Queue()
         self._queued_pages = 0
         threading.Thread(target=self._publish_all, name="tierstore-publish", daemon=True).start()
 
-    def do(self, order: o.Look | o.Bring | o.Publish) -> None:
+    def do(self, order: o.Look | o.Bring | o.Stop | o.Publish) -> None:
         """Begin it."""
         match order:
             case o.Look():
                 self._lookers.submit(self._answer, order)
             case o.Bring():
-                self._bringers.submit(self._answer, order)
+                (self._waiters if order.promised else self._bringers).submit(self._answer, order)
+            case o.Stop():
+                self._stopped.note(order.id)
             case o.Publish():
                 self._queue(order)
 
@@ -110,8 +118,14 @@ class Agent:
         objects = _objects(order.pages, self._secret)[order.first : order.first + order.count]
         prompt = _prompt(order.pages)
         done = 0
-        while done < len(objects) and time.monotonic() < ends:
+        while done < len(objects) and time.monotonic() < ends and order.id not in self._stopped:
             part = objects[done : done + self._staging.objects_in_a_lane(objects[0].nbytes)]
+            if order.promised:
+                there = self._pool.exists([each.name for each in part])
+                part = part[: [*there, False].index(False)]
+                if not part:
+                    time.sleep(_ASK_AGAIN_S)
+                    continue
             came = self._bring_part(order, prompt, part, ends, counts)
             done += came
             if came < len(part):

@@ -7,6 +7,8 @@ from typing import TypeAlias
 
 import msgspec
 
+MOST_PROMISED = 16  # prompts whose pages are waited for at a time
+
 
 class Order(msgspec.Struct, tag=True, array_like=True):
     """Anything that is said."""
@@ -45,13 +47,21 @@ class Look(Order):
 
 
 class Bring(Order):
-    """Have chunks ``first … first + count`` come into the daemon's memory, as far as they do."""
+    """Have chunks ``first … first + count`` come into the daemon's memory, as far as they do. ``promised``:
+    somebody is publishing them, and those that are not there yet are waited for."""
 
     id: int
     pages: PromptPages
     first: int
     count: int
     wait_s: float
+    promised: bool = False
+
+
+class Stop(Order):
+    """What was ordered under this number is not wanted any more. It is answered all the same."""
+
+    id: int
 
 
 class Publish(Order):
@@ -90,5 +100,5 @@ class Counted(Order):
     counts: dict[str, int]
 
 
-ToAgent: TypeAlias = Begin | Look | Bring | Publish
+ToAgent: TypeAlias = Begin | Look | Bring | Stop | Publish
 ToDaemon: TypeAlias = Ready | Away | Looked | Brought | Counted

@@ -99,6 +99,7 @@ class Cluster:
         self._absent: Recent[tuple[bytes, bytes]] = Recent(_ABSENT_S, _REMEMBERED)
         self._published: Recent[tuple[bytes, bytes, int]] = Recent(_PUBLISHED_S, _REMEMBERED)
         self._bringing: dict[tuple[bytes, bytes], asyncio.Future[int]] = {}
+        self._promised = 0  # prompts that are waited for
         self._late: list[float] = []
         self._paused_until = 0.0
         self._pause_s = _PAUSE_S[0]
@@ -197,6 +198,36 @@ class Cluster:
             return 0
         return bringing.result()
 
+    def expect(self, view: PromptView, first: int, count: int, wait_s: float) -> Callable[[], None]:
+        """Somebody has promised chunks ``first … first + count``: have them come as they are published on
+        another host, in ``wait_s`` seconds. Call the result when they are not wanted any more."""
+        count = min(count, view.whole_chunks - first)
+        agent = self._getter
+        if not self._shares(view) or count <= 0 or self._promised >= o.MOST_PROMISED:
+            return _nothing
+        numbers: list[int] = []
+
+        def order(number: int) -> o.Bring:
+            numbers.append(number)
+            return o.Bring(number, _pages(view), first, count, wait_s, promised=True)
+
+        bringing = agent.ask(order, wait_s)
+        if bringing is None:
+            return _nothing
+        self._promised += 1
+
+        def note(_: asyncio.Future[int]) -> None:
+            self._promised -= 1
+            self._counts["promised_brings"] += 1
+
+        bringing.add_done_callback(note)
+
+        def stop() -> None:
+            if not bringing.done():
+                agent.tell(o.Stop(numbers[0]))
+
+        return stop
+
     def _measure(self, nbytes: int, seconds: float) -> None:
         rate = nbytes / max(seconds, 1e-6)
         self._bytes_per_s += (_RATE_SHARE if self._bytes_per_s else 1.0) * (rate - self._bytes_per_s)
@@ -228,6 +259,10 @@ class Cluster:
 
     def _shares(self, view: PromptView) -> bool:
         return not view.loose and not view.registration.identity.tenant
+
+
+def _nothing() -> None:
+    """There is nothing to end."""
 
 
 def _pages(view: PromptView, chunks: int | None = None) -> o.PromptPages:

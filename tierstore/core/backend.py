@@ -210,9 +210,8 @@ class LocalBackend:
         view = self._view(request)
         chunks = view.whole_chunks if tokens is None else min(tokens // view.chunk_tokens, view.whole_chunks)
         limit = chunks * view.chunk_tokens
-        if view.loose or wait_s <= 0 or not limit:
+        if wait_s <= 0 or not limit:
             return Transfer.completed(None)
-
         ended = False
 
         def settle(_: TransferState) -> None:
@@ -224,9 +223,7 @@ class LocalBackend:
 
         def look() -> None:
             with state.lock:
-                over = (
-                    state.closed or client.ended or (not ended and self._waits(view, limit, waiter) is None)
-                )
+                over = state.closed or client.ended or (not ended and not self._waits(view, limit, waiter))
             if over:
                 transfer.finish()
 
@@ -236,28 +233,40 @@ class LocalBackend:
             if state.closed:
                 return Transfer.completed(None)
             client.require_patience()
-            found = self._waits(view, limit, waiter)
-            if found is None:
+            if not self._waits(view, limit, waiter):
                 return Transfer.completed(None)
             client.waiting += 1
-        if found.look_on_disk:  # the promise may be about what follows pages that are on disk only
-            looked = self._after_disk(self._look_at(view, limit), wait_s, lambda: None, otherwise=None)
+            bring = self._brings_from_disk(view, limit)
+        if bring is not None:  # the promise may be about what follows pages that are on disk only
+            looked = self._after_disk(bring, wait_s, lambda: None, otherwise=None)
             transfer.watch(looked)
             looked.on_end(look)
         return transfer
 
-    def _waits(self, view: PromptView, limit: int, waiter: Waiter) -> Found | None:
-        """Have ``waiter`` wait for the first page that is lacking among the first ``limit`` tokens; None, and
-        it does not, where none is. Under the lock."""
+    def _waits(self, view: PromptView, limit: int, waiter: Waiter) -> bool:
+        """Have ``waiter`` wait for the first page that the first ``limit`` tokens lack; False where they lack
+        none. Under the lock."""
         try:
-            found = self._found(view, limit)
+            if view.loose:
+                missing = [at for at, page in enumerate(view.loose_pages(self._state)) if page is None]
+            else:
+                held = self._found(view, limit).match.tokens
+                missing = [held // view.chunk_tokens] if held < limit else []
         except Refusal:
+            return False
+        if missing:
+            page = view.registration.identity.digest, view.chunk(missing[0])[0]
+            self.core.arrivals.wait_for(page, waiter)
+        return bool(missing)
+
+    def _brings_from_disk(self, view: PromptView, limit: int) -> Callable[[], PageLease] | None:
+        """What brings pages of a prompt that only the disk may have into the tree. Under the lock."""
+        if self.core.disk is None or not self._may_be_on_disk(view):
             return None
-        if found.match.tokens >= limit:
-            return None
-        missing = view.chunk(found.match.tokens // view.chunk_tokens)[0]
-        self.core.arrivals.wait_for((view.registration.identity.digest, missing), waiter)
-        return found
+        if not view.loose:
+            return self._look_at(view, limit)
+        on_disk = view.loose_on_disk(self._state, view.loose_pages(self._state))
+        return partial(self._look_loose, view, on_disk)
 
     def _found(self, view: PromptView, limit: int) -> Found:
         """What is in the tree of the first ``limit`` tokens. Under the lock. Forgets a path whose pages have

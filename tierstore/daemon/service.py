@@ -317,7 +317,14 @@ class Service:
         self, session: Session, view: PromptView, m: p.Lookup, wait_s: float, expected: Transfer[None]
     ) -> Reply:
         """Find a prompt's pages when those that were promised have come, or are late."""
-        await expected
+        stop = _nothing
+        if self.cluster is not None and not self._is_agent(session):
+            first = session.backend.held(view, m.expect) // view.chunk_tokens
+            stop = self.cluster.expect(view, first, m.expect // view.chunk_tokens - first, m.expect_s)
+        try:
+            await expected
+        finally:
+            stop()
         self._broken_promises += expected.state is TransferState.EXPIRED
         found = self._find(session, view, m, wait_s)
         return found if found is None or isinstance(found, p.Message | PageFrames) else await found
@@ -652,6 +659,10 @@ def _then(transfer: Transfer[R], answer: Callable[[R], p.Answer]) -> p.Answer | 
         return answer(await transfer)
 
     return later()
+
+
+def _nothing() -> None:
+    """There is nothing to end."""
 
 
 def _view(session: Session, part: p.PromptPart) -> PromptView:

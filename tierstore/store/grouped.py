@@ -45,7 +45,7 @@ from tierstore.store.hit import Hit
 from tierstore.store.store import Store, lookup_all
 from tierstore.tiers.hbm import PagePool
 from tierstore.transfer import Transfer, TransferState
-from tierstore.types import GroupPages, Hint, Loaded
+from tierstore.types import GroupPages, Hint, Loaded, Promise
 
 _NAME_BYTES = 32
 LEAST_TOKENS = _NAME_BYTES // TOKEN_BYTES
@@ -318,6 +318,19 @@ class GroupedStore:
             prompt.points[group] = sorted({*prompt.points.get(group, ()), tokens})
         branch = branch if self._chains else tokens
         return GroupedHit(tokens, branch, parts, self.spec.chunk_tokens, self.clock)
+
+    def expect(self, prompt: Prompt | TokenIds, promise: Promise) -> Transfer[None]:
+        """:meth:`Store.expect <tierstore.Store.expect>` of what a hit of the promised tokens needs of each
+        group."""
+        prompt = self._checked(prompt)
+        chunk_tokens, until_s = self.spec.chunk_tokens, promise.until_s
+        length = min(promise.tokens, len(prompt)) // chunk_tokens * chunk_tokens
+        parts = [self.stores[group].expect(prompt.chain(group), promise) for group in self._chains]
+        for group in self._loose if length else ():
+            chunks = self.rules[group].pages(length, chunk_tokens)
+            needed = Promise(len(chunks) * chunk_tokens, until_s)
+            parts.append(self.stores[group].expect(prompt.named(group, chunks), needed))
+        return _together(parts, lambda _: None, deadline_s=until_s, clock=self.clock)
 
     def _find(self, prompt: GroupedPrompt, branch: int, held: list[list[Hit]]) -> tuple[int, list[_Part]]:
         """The longest hit that the chains leave, and what it needs of the other groups. Every hit of a store

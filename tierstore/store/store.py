@@ -145,8 +145,9 @@ class Store:
         nobody keeps promises (a store of this process alone) that is at once, or after that time."""
         request = self._request(prompt)
         chunks = min(promise.tokens // self.spec.chunk_tokens, len(request.keys))
-        request = request.cut(chunks * self.spec.chunk_tokens)
-        if not chunks or request.loose or self._hbm.match(request).tokens >= request.num_tokens:
+        if not request.loose:
+            request = request.cut(chunks * self.spec.chunk_tokens)
+        if not chunks or self._hbm.match(request).tokens >= request.num_tokens:
             return Transfer.completed(None)
         return self.backend.expect(request, wait_s=promise.until_s)
 

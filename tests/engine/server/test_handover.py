@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tierstore_engine.settings import EngineSettings
 from tierstore_tools.vllm.daemon import DaemonProcess
 
 from .live import WAIT_S, Live, wait_for
+from .processes import Process
 
 CHUNK = 16
 TOKENS = 699
@@ -221,3 +223,30 @@ def test_nothing_is_held_behind_the_answer(pair: tuple[Live, Live], daemon: Daem
 
     wait_for(free)
     assert daemon.stats().store.counters["saved_pages"] >= 4 * (WHOLE // CHUNK)
+
+
+def test_the_engine_that_computes_is_killed_in_the_middle(
+    tiny: LoadedModel, daemon: DaemonProcess, serve: Callable[..., Live], alone: Live
+) -> None:
+    """A process of its own, with a step for each page."""
+    prompt = a_prompt(70)
+    decode = serve(build_engine(tiny, pool_pages=64, store=daemon.url, settings=EngineSettings(plan="load")))
+    prefill = Process("--store", daemon.url, "--prefill-chunk", "64", "--max-sequences", "1")
+    body = {"model": "tiny", "max_tokens": 1, "kv_transfer_params": ASKS}
+    with ThreadPoolExecutor() as pool:
+        # It computes others first, so that this one is begun, and not done, when the first pages are there.
+        others = [
+            pool.submit(prefill.http.post, "/v1/completions", json={**body, "prompt": a_prompt(n)})
+            for n in range(71, 75)
+        ]
+        begun = pool.submit(prefill.http.post, "/v1/completions", json={**body, "prompt": prompt})
+        wait_for(lambda: daemon.stats().store.pages >= 1)
+        waiting = Asked(decode, prompt, kv_transfer_params=promise(TOKENS // 64 * 64, until_s=1.0))
+        prefill.popen.kill()
+        for each in (*others, begun):
+            assert isinstance(each.exception(WAIT_S), (httpx.HTTPError, type(None)))
+    answer = waiting.answer()
+    assert cached(answer) < TOKENS - 1
+    check_same(answer, ask(alone, prompt))
+    prefill.close()
+    wait_for(lambda: daemon.stats().service.reserved_bytes == 0)  # what it was saving

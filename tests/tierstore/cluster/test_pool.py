@@ -20,6 +20,8 @@ from tierstore.cluster import supervisor
 from tierstore.keys import Identity
 from tierstore.testing.fake_pool import set_faults
 from tierstore.testing.pages import pages_of
+from tierstore.transfer import TransferState
+from tierstore.types import Promise
 
 
 @pytest.fixture
@@ -387,3 +389,49 @@ def test_without_a_cluster_nothing_of_it_is_imported(tmp_path):
     )
     output = subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60)
     assert output == "[]\n"
+
+
+# -- promised pages --------------------------------------------------------------------------------------
+
+
+def test_promised_pages_come_as_they_are_published(start):
+    one, other = start("--cluster-publish=all"), start()
+    tokens = prompt(1, pages=20)
+    with other.store() as store:
+        expected = store.expect(tokens, Promise(320, 10.0))
+        one.save(tokens[:128], again=False)
+        other.wait_for(lambda stats: stats.store.pages == 8)  # half of them need not wait for the rest
+        assert not expected.done
+        one.save(tokens, again=False)
+        expected.wait(30)
+        assert expected.state is TransferState.DONE
+        assert check(store, tokens) == 320
+    assert other.stats().service.broken_promises == 0
+
+
+def test_pages_that_come_from_this_host_end_the_wait_for_the_pool(start):
+    other = start()
+    tokens = prompt(1)
+    with other.store() as store:
+        expected = store.expect(tokens, Promise(128, 10.0))
+        other.wait_for(lambda stats: stats.service.promised_lookups == 1)
+        other.save(tokens, again=False)
+        expected.wait(30)
+        assert expected.state is TransferState.DONE
+        other.wait_for(lambda stats: stats.cluster.counts.get("promised_brings") == 1, timeout=8)
+        assert check(store, tokens) == 128
+
+
+@pytest.mark.parametrize("fault", ["flip", "refuse", "crash", "hang"])
+def test_promised_pages_that_cannot_be_had_cost_what_was_said(start, pool, fault):
+    one, other = start("--cluster-publish=all"), start()
+    tokens = prompt(1)
+    one.save(tokens, again=False)
+    published(one, 8)
+    set_faults(pool, **{fault: True})
+    with other.store() as store:
+        store.expect(tokens, Promise(128, 0.5)).wait(30)
+        assert check(store, tokens) == 0
+    other.wait_for(lambda stats: stats.service.broken_promises == 1)
+    set_faults(pool)
+    other.wait_for(lambda stats: stats.service.reserved_bytes == 0)

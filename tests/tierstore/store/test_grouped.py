@@ -11,6 +11,8 @@ from tierstore.index import Tier
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
 from tierstore.store import grouped
 from tierstore.store.grouped import group_specs
+from tierstore.transfer import TransferState
+from tierstore.types import Promise
 
 TOKENS = list(range(500, 700))  # 16-token chunks: 12 whole ones and 8 tokens
 
@@ -26,6 +28,20 @@ def test_a_prompt_goes_on_where_an_earlier_one_ended(engine):
     hit = engine.lookup(TOKENS)
     assert (hit.tokens, hit.branch, hit.by_tier) == (96, 100, {"hbm": 96})
     assert engine.load(hit) == 96
+    engine.check()
+
+
+def test_what_was_promised_is_waited_for_in_every_group(engine):
+    promise = Promise(192, 10.0)
+    expected = engine.store.expect(engine.store.prompt(TOKENS), promise)
+    engine.save_to(TOKENS[:100], 96)
+    assert not expected.done
+    engine.save_to(TOKENS, 192)
+    expected.wait(30)
+    assert expected.state is TransferState.DONE
+    engine.evict("hbm")
+    assert engine.store.expect(engine.store.prompt(TOKENS), promise).wait(30) is None
+    assert engine.load(engine.lookup(TOKENS)) == 192
     engine.check()
 
 
