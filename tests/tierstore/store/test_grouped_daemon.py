@@ -1,0 +1,179 @@
+"""Layer groups over daemons: one connection each, and whatever happens to one of them is a shorter hit or a
+miss for all, never an error or pages that do not belong together."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import signal
+import socket
+import tempfile
+import time
+
+import pytest
+
+import tierstore
+from tests.tierstore.daemon.client.conftest import DaemonProcess
+from tests.tierstore.store.grouped_model import GEMMA, HYBRID, Engine
+from tierstore import GroupedStore, Identity
+from tierstore.store.grouped import group_identity, group_specs
+
+TOKENS = list(range(500, 700))
+_names = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """A daemon that nobody harms."""
+    directory = tempfile.mkdtemp(prefix="ts")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        tcp = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    daemon = DaemonProcess(directory, listen=(tcp,))
+    daemon.tcp = tcp
+    yield daemon.start()
+    daemon.kill()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def daemons():
+    """Two daemons of this test's own."""
+    directories = [tempfile.mkdtemp(prefix="ts") for _ in range(2)]
+    daemons = [DaemonProcess(directory).start() for directory in directories]
+    yield daemons
+    for daemon, directory in zip(daemons, directories, strict=True):
+        if daemon.process is not None:
+            daemon.signal(signal.SIGCONT)
+        daemon.kill()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def connected(urls, spec=GEMMA, name=""):
+    """An engine over a daemon, or over one for each group."""
+    identity = Identity.of(spec, model=name or f"played {next(_names)}")
+
+    def connect(pools):
+        if isinstance(urls, str):
+            return tierstore.connect_groups(urls, spec, identity=identity, pools=pools, lookup_s=10.0)
+        parts = zip(urls, group_specs(spec), pools, strict=True)
+        stores = [
+            tierstore.connect(url, part, identity=group_identity(identity, part), pool=pool, lookup_s=10.0)
+            for url, part, pool in parts
+        ]
+        return GroupedStore(stores, spec, identity=identity)
+
+    engine = Engine(spec, store=connect)
+    assert engine.store.wait_connected(30)
+    return engine
+
+
+@pytest.mark.parametrize("way", ["ipc", "tcp"])
+@pytest.mark.parametrize("spec", [GEMMA, HYBRID], ids=["windows", "states"])
+def test_what_one_engine_saved_another_loads(shared, spec, way):
+    url, name = shared.tcp if way == "tcp" else shared.url, f"shared {next(_names)}"
+    with connected(url, spec, name) as first:
+        for end in (96, 192):
+            first.save_to(TOKENS, end)
+        with connected(url, spec, name) as second:
+            hit = second.lookup(TOKENS)
+            assert (hit.tokens, hit.branch, hit.by_tier) == (192, 200, {"host": 192})
+            assert second.load(hit) == 192
+            with second.lookup(TOKENS) as hit:
+                assert hit.by_tier == {"hbm": 192}
+            second.check()
+        assert first.store.flush(30)
+        first.evict("hbm")
+        first.evict("host")
+        hit = first.lookup(TOKENS, max_tokens=191)
+        assert (hit.tokens, hit.by_tier) == (96, {"disk": 96})
+        assert hit.prefetch(deadline_s=30).wait(30) == 96
+        assert first.load(hit, deadline_s=30) == 96
+        first.check()
+
+
+def test_turns_leave_the_daemon_too(shared):
+    with connected(shared.url) as engine:
+        engine.store.checkpoint_tokens = 1 << 20
+        for end in (96, 192):
+            prompt = engine.store.prompt(TOKENS[:end])
+            engine.store.lookup(prompt).release()
+            engine.save_to(TOKENS[:end], end, prompt=prompt, session="s")
+        assert engine.store.flush(30)
+        engine.evict("hbm")
+        with engine.lookup(TOKENS) as hit:
+            assert hit.tokens == 192
+        with engine.lookup(TOKENS, max_tokens=191) as hit:
+            assert (hit.tokens, hit.branch) == (0, 191)
+        engine.check()
+
+
+def test_no_time_no_pages(shared):
+    with connected(shared.url) as engine:
+        engine.save_to(TOKENS, 192)
+        engine.evict("hbm")
+        loaded = engine.store.load(engine.lookup(TOKENS), deadline_s=0.0).wait(30)
+        engine.verify(TOKENS, loaded)
+        engine.release(loaded)
+        engine.check()
+
+
+def test_a_daemon_that_stands_still_is_a_miss_in_time(daemons):
+    with connected(daemons[0].url) as engine:
+        engine.save_to(TOKENS, 192)
+        assert engine.store.flush(30)
+        engine.evict("hbm")
+        engine.evict("host")
+        hit = engine.lookup(TOKENS)
+        assert hit.by_tier == {"disk": 192}
+        daemons[0].signal(signal.SIGSTOP)
+        began = time.monotonic()
+        loaded = engine.store.load(hit, deadline_s=0.3).wait(30)
+        assert time.monotonic() - began < 10
+        assert (loaded.tokens, loaded.pages) == (0, ())
+        daemons[0].signal(signal.SIGCONT)
+        assert engine.load(engine.lookup(TOKENS), deadline_s=30) == 192
+        engine.check()
+
+
+def test_a_daemon_that_is_killed_leaves_what_is_in_hbm(daemons):
+    with connected(daemons[0].url) as engine:
+        engine.save_to(TOKENS, 192)
+        engine.save_to(TOKENS[:100], 96)
+        engine.evict("hbm")
+        assert engine.load(engine.lookup(TOKENS, max_tokens=100)) == 96  # which is in HBM now
+        hit = engine.lookup(TOKENS)
+        assert hit.tokens == 192
+        daemons[0].kill()
+        loaded = engine.store.load(hit, deadline_s=20).wait(30)
+        engine.verify(TOKENS, loaded)
+        assert loaded.tokens <= 192
+        engine.release(loaded)
+        hit = engine.lookup(TOKENS)
+        assert hit.tokens == loaded.tokens or hit.tokens == 96
+        engine.load(hit)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_one_groups_daemon_that_goes_takes_the_hit_with_it(daemons, lost):
+    """And not the other's pages, of another life of this one."""
+    with connected([daemon.url for daemon in daemons]) as engine:
+        engine.save_to(TOKENS, 192)
+        engine.evict("hbm")
+        hit = engine.lookup(TOKENS)
+        assert hit.tokens == 192
+        daemons[lost].kill()
+        loaded = engine.store.load(hit, deadline_s=20).wait(30)
+        engine.verify(TOKENS, loaded)
+        assert loaded.tokens in (0, 192)  # its pages may still be mapped
+        engine.release(loaded)
+        engine.evict("hbm")
+        with engine.lookup(TOKENS) as hit:
+            assert hit.tokens == 0
+            assert hit.branch == (200 if lost else 0)
+        daemons[lost].start()
+        assert engine.store.wait_connected(30)
+        engine.save_to(TOKENS, 144)
+        engine.evict("hbm")
+        assert engine.load(engine.lookup(TOKENS), deadline_s=20) >= 144
+        engine.check()
