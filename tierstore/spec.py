@@ -9,7 +9,8 @@ contiguous, in this order::
 
 so that a page is one copy over PCIe or to disk, and one (layer, K|V, head) *tile* is a contiguous
 ``chunk_tokens × head_dim`` matrix for an attention kernel. Layers that keep their state differently get
-a :class:`LayerGroup` of their own; the groups of a page follow one another in the order given.
+a :class:`LayerGroup` of their own. Groups of one page follow one another in the order given; where each is to
+have pages of its own, :meth:`KVSpec.split` says what those look like.
 
 >>> spec = KVSpec.uniform(layers=2, kv_heads=2, head_dim=64, dtype="float32")
 >>> spec.page_bytes
@@ -97,6 +98,11 @@ class LayerGroup:
     def planes(self) -> int:
         """2 where K and V are kept apart, 1 for a latent or a state."""
         return 2 if self.kind in _KEYS_AND_VALUES else 1
+
+    @property
+    def label(self) -> str:
+        """What its layers keep, for people: ``full attention``, ``sliding window 1,024``."""
+        return self.kind.value.replace("_", " ") + (f" {self.window:,}" if self.window else "")
 
 
 @dataclass(frozen=True)
@@ -351,6 +357,14 @@ def check_page(page_bytes: int, chunk_tokens: int) -> None:
         raise SpecError(
             f"pages of {page_bytes} bytes hold {most} tokens at most, not {chunk_tokens}: make chunks shorter"
         )
+
+
+def layers_label(layout: str) -> str:
+    """What pages of a layout (``KVSpec.describe()``'s line) hold, for people; ``–`` where it is none."""
+    try:
+        return ", ".join(group.label for group in KVSpec.parse(layout).groups)
+    except SpecError:
+        return "–"
 
 
 def is_opaque(layout: str) -> bool:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tierstore.cli import show
-from tierstore.spec import is_hashed
+from tierstore.cli.show import percent
+from tierstore.spec import is_hashed, layers_label
 from tierstore.units import format_size
 
 if TYPE_CHECKING:
+    from tierstore.keys import Identity
     from tierstore.tiers.disk.listing import Holding, Listing
 
 _COLUMNS = (
@@ -40,7 +43,8 @@ def command(
 
     No process may be using DIR: ask a daemon with `tierstore stats`. Changes nothing. Ages are those of the
     oldest and newest page and of the last use that is on disk. A prompt is counted by its last page,
-    where pages are known by their tokens.
+    where pages are known by their tokens. A model whose layers remember the past in different ways has a line
+    for each kind; of all chunks that it has any KV of, "of all" is the share that this kind is kept of.
     """
     from tierstore.tiers.disk.listing import list_store
 
@@ -75,6 +79,7 @@ def _holding_to_json(holding: Holding) -> dict[str, object]:
     return {
         **asdict(holding.identity),
         "digest": holding.identity.digest.hex(),
+        "layers": layers_label(holding.identity.layout),
         "pages": holding.pages,
         "inline_pages": holding.inline_pages,
         "prompts": holding.prompts,
@@ -88,7 +93,19 @@ def _holding_to_json(holding: Holding) -> dict[str, object]:
 
 
 def _print(listing: Listing) -> None:
-    if listing.holdings:
+    models = _by_model(listing.holdings)
+    if any(len(group) > 1 for group in models):
+        columns = (*_COLUMNS[:3], "layers", "of all", *_COLUMNS[3:])
+        rows = []
+        for group in models:
+            for holding in group:
+                row = _row(holding)
+                rows.append(
+                    (*row[:3], layers_label(holding.identity.layout), _share(holding, group), *row[3:])
+                )
+        show.table(columns, rows, left=4)
+        show.line("")
+    elif listing.holdings:
         show.table(_COLUMNS, [_row(holding) for holding in listing.holdings], left=3)
         show.line("")
     pages = sum(holding.pages for holding in listing.holdings)
@@ -100,6 +117,19 @@ def _print(listing: Listing) -> None:
         f"{format_size(listing.allocated_bytes)}{cap} on disk "
         f"(extents {format_size(listing.extent_bytes)}, index {format_size(listing.index_bytes)})"
     )
+
+
+def _by_model(holdings: Sequence[Holding]) -> list[list[Holding]]:
+    """Those that differ in their layers only are one model's: the one with the most pages first."""
+    models: dict[Identity, list[Holding]] = {}
+    for holding in holdings:
+        models.setdefault(replace(holding.identity, layout=""), []).append(holding)
+    return [sorted(group, key=lambda holding: -holding.pages) for group in models.values()]
+
+
+def _share(holding: Holding, group: Sequence[Holding]) -> str:
+    """Of layers that are kept at some places only: how many of their model's chunks that is."""
+    return percent(holding.pages, group[0].pages) if is_hashed(holding.identity.layout) else "–"
 
 
 def _row(holding: Holding) -> tuple[str, ...]:

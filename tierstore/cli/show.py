@@ -52,6 +52,11 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 
     _console().print(shown)
 
 
+def percent(part: float, whole: float) -> str:
+    """A share, as it is written; – of nothing."""
+    return f"{100 * part / whole:.1f} %" if whole else "–"
+
+
 def age(at_s: float | None) -> str:
     """How long ago a time of the wall clock was, in its largest unit."""
     if not at_s:

@@ -57,8 +57,7 @@ def command(
         return
     rows = [
         (
-            each.group.kind.value.replace("_", " ")
-            + (f" {each.group.window:,}" if each.group.window else ""),
+            each.group.label,
             f"{len(each.group.layers):,}",
             format_size(each.token_bytes) if each.token_bytes else "–",
             format_size(each.state_bytes) if each.state_bytes else "–",
@@ -85,11 +84,6 @@ def command(
             for tier, count in fits.items()
         ],
     )
-
-
-def _kept(size: sizing.GroupSize) -> str:
-    window = size.group.window
-    return size.group.kind.value.replace("_", " ") + (f" {window:,}" if window else "")
 
 
 def _config(model: str) -> Any:

@@ -58,10 +58,6 @@ def _write_curve(stats: DaemonStats, *, json: bool) -> None:
 # -- for people ----------------------------------------------------------------------------------------
 
 
-def percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "–"
-
-
 def quantile(latency: LatencyStats, share: float) -> str:
     """The bound below which ``share`` of the requests took; – without any."""
     from tierstore.daemon.stats import BOUNDS_S
@@ -122,7 +118,7 @@ def _print_tenant(operator: Operator, view: Mapping[str, Any]) -> None:
                 name,
                 f"{each['lookup_tokens']:,}",
                 f"{sum(each['hit_tokens'].values()):,}",
-                percent(sum(each["hit_tokens"].values()), each["lookup_tokens"]),
+                show.percent(sum(each["hit_tokens"].values()), each["lookup_tokens"]),
                 format_size(each["host_bytes"]),
                 "–" if each["quota_bytes"] is None else format_size(each["quota_bytes"]),
                 format_size(each["pinned_bytes"]),
@@ -155,22 +151,28 @@ def _print(operator: Operator, stats: DaemonStats) -> None:
                 name,
                 format_size(tier.capacity_bytes),
                 format_size(tier.used_bytes),
-                percent(tier.used_bytes, tier.capacity_bytes),
+                show.percent(tier.used_bytes, tier.capacity_bytes),
                 f"{tier.pages:,}",
                 f"{tier.leased_pages:,}",
                 f"{hits.get(name, 0):,}",
-                percent(hits.get(name, 0), asked),
+                show.percent(hits.get(name, 0), asked),
             )
             for name, tier in store.tiers.items()
         ],
     )
-    show.line(f"hit rate {percent(sum(hits.values()), asked)} of {asked:,} tokens asked for")
+    show.line(f"hit rate {show.percent(sum(hits.values()), asked)} of {asked:,} tokens asked for")
     show.line("")
     show.line(
         f"clients {service.sessions - 1:,}, leases {service.leases:,}, reservations {service.reservations:,} "
         f"({format_size(service.reserved_bytes)}), pages {store.pages:,}, on their way to disk "
         f"{store.pending_writes:,}"
     )
+    if len({each.layers for each in service.layers}) > 1:
+        show.table(
+            ("model", "layers", "in the host tier"),
+            [(each.model, each.layers, format_size(each.host_bytes)) for each in service.layers],
+            left=2,
+        )
     pins = {name: tenant for name, tenant in service.tenants.items() if tenant.pinned_pages}
     if pins:
         show.table(

@@ -18,7 +18,8 @@ import typer
 
 from tierstore.cli import show
 from tierstore.cli.operator import Connect, Keys, Operator, ServerKey
-from tierstore.cli.stats import health, percent, quantile, slowest
+from tierstore.cli.show import percent
+from tierstore.cli.stats import health, quantile, slowest
 from tierstore.errors import StoreUnavailableError
 from tierstore.stats import StoreRates
 from tierstore.units import format_size

@@ -32,12 +32,20 @@ from tierstore.core.clients import Client, LocalLease, Refusal
 from tierstore.core.core import Core
 from tierstore.core.prompts import PromptView
 from tierstore.daemon.settings import Settings
-from tierstore.daemon.stats import ClientStats, Histogram, ServiceStats, Slowest, TenantStats, version
+from tierstore.daemon.stats import (
+    ClientStats,
+    Histogram,
+    LayersStats,
+    ServiceStats,
+    Slowest,
+    TenantStats,
+    version,
+)
 from tierstore.errors import SpecError, StoreClosedError, UsageError
 from tierstore.index import LABELS, Tier
 from tierstore.keys import KEY_BYTES, TOKEN_BYTES, Identity, PageKey
 from tierstore.planner import CLUSTER, Way
-from tierstore.spec import check_page
+from tierstore.spec import check_page, layers_label
 from tierstore.stats import DECLINED
 from tierstore.transfer import Transfer, TransferState
 from tierstore.types import Hint, Reuse
@@ -49,6 +57,7 @@ if TYPE_CHECKING:  # costs nothing where there is no cluster
 _log = logging.getLogger(__name__)
 
 _WAIT_THREADS = 4  # for what waits long: flushes, surveys, evictions
+_MOST_MODELS = 16  # that stats name by their layers
 _MOST_PAGE_BYTES = 1 << 30
 _MOST_CHUNK_TOKENS = 1 << 16
 _WINDOW_BYTES = 2 * p.MAX_FETCH_BYTES  # of pages on their way to one client over TCP
@@ -602,6 +611,7 @@ class Service:
             self._core.pins.expire()
             names = sorted({*quotas.tenants(), *self._core.pins.tenants()})
             tenants = {name: self._tenant_stats(name) for name in names}
+            layers = self._layers_stats()
         return ServiceStats(
             sessions=len(sessions),
             leases=sum(len(session.client.leases) for session in sessions),
@@ -619,6 +629,21 @@ class Service:
             slowest_s=self._slowest.stats(time.perf_counter()),
             tenants=tenants,
             clients=tuple(_client_stats(session) for session in sessions),
+            layers=layers,
+        )
+
+    def _layers_stats(self) -> tuple[LayersStats, ...]:
+        """The models that have most in memory, with all kinds of layers of each."""
+        models: dict[str, Counter[str]] = {}
+        for digest, nbytes in self._state.residency.host_bytes.items():
+            identity = self._state.identities.get(digest)
+            if nbytes and identity is not None:
+                models.setdefault(identity.model, Counter())[layers_label(identity.layout)] += nbytes
+        largest = sorted(models.items(), key=lambda each: -each[1].total())[:_MOST_MODELS]
+        return tuple(
+            LayersStats(model, layers, nbytes)
+            for model, kinds in largest
+            for layers, nbytes in kinds.most_common()
         )
 
     def _tenant_stats(self, tenant: str) -> TenantStats:

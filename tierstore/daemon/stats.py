@@ -111,6 +111,15 @@ class ClientStats:
 
 
 @dataclass(frozen=True, slots=True)
+class LayersStats:
+    """What is kept of the layers of a model that remember the past alike, by all clients."""
+
+    model: str
+    layers: str
+    host_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceStats:
     """What the clients do. Everything but the sessions counts from the start."""
 
@@ -130,6 +139,7 @@ class ServiceStats:
     slowest_s: Mapping[str, float]  # by message, in the last minute; the slowest first
     tenants: Mapping[str, TenantStats]
     clients: tuple[ClientStats, ...]
+    layers: tuple[LayersStats, ...] = ()  # a model's one after the other, the one with the most bytes first
 
 
 @dataclass(frozen=True, slots=True)

@@ -256,7 +256,8 @@ class HintPart(Message):
 
 class Reserve(Message):
     """Room for pages ``first … first + count`` of a prompt (its partial tail included). ``count`` may be 0,
-    for the sake of ``hint`` and ``session``, a name within the client's tenant (empty: none)."""
+    for the sake of ``hint`` and ``session``, a name within the client's tenant (empty: none). Of loose pages
+    they are about those that the prompt names then."""
 
     id: int
     prompt: PromptPart

@@ -4,6 +4,7 @@ miss for all, never an error or pages that do not belong together."""
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 import signal
 import socket
@@ -13,6 +14,7 @@ import time
 import pytest
 
 import tierstore
+from tests.tierstore.cli.test_operations import run
 from tests.tierstore.daemon.client.conftest import DaemonProcess
 from tests.tierstore.store.grouped_model import GEMMA, HYBRID, Engine
 from tierstore import GroupedStore, Identity
@@ -106,6 +108,15 @@ def test_turns_leave_the_daemon_too(shared):
         with engine.lookup(TOKENS, max_tokens=191) as hit:
             assert (hit.tokens, hit.branch) == (0, 191)
         engine.check()
+
+
+def test_stats_say_what_each_kind_of_layers_has_in_memory(daemons):
+    with connected(daemons[0].url, name="gemma") as engine:
+        engine.save_to(TOKENS, 192)
+        document = json.loads(run("stats", "--connect", daemons[0].url, "--json")[1])
+        kept = [(each["model"], each["layers"]) for each in document["service"]["layers"]]
+        assert kept == [("gemma", "full attention"), ("gemma", "sliding window 40")]
+        assert "sliding window 40" in run("stats", "--connect", daemons[0].url)[1]
 
 
 def test_no_time_no_pages(shared):

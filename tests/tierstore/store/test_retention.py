@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.tierstore.cli.test_operations import run
 from tests.tierstore.store.grouped_model import CHUNK, GEMMA, HYBRID, Engine
 from tierstore.groups import GroupRule
 from tierstore.index import Tier
@@ -172,6 +175,23 @@ def test_a_session_that_is_over_leaves_first_in_every_group(engine):
     with engine.lookup(other) as hit:
         assert hit.by_tier == {"hbm": 160}
     engine.check()
+
+
+def test_ls_shows_a_models_layers_together(tmp_path):
+    with Engine(GEMMA, tmp_path, checkpoint_tokens=16 * CHUNK) as engine:
+        converse(engine, [80, 160, 400], session="s")
+        assert engine.store.flush(30)
+    code, out, _ = run("ls", str(tmp_path))
+    assert code == 0
+    lines = [line.split() for line in out.splitlines() if line.startswith("played")]
+    assert [line[3:5] for line in lines] == [["full", "attention"], ["sliding", "window"]]
+    assert lines[0][5:8] == ["–", "25", "1"]
+    assert lines[1][6:10] == ["24.0", "%", "6", "–"]  # behind 160 tokens and 400
+    listed = json.loads(run("ls", str(tmp_path), "--json")[1])["identities"]
+    assert {each["layers"]: each["pages"] for each in listed} == {
+        "full attention": 25,
+        "sliding window 40": 6,
+    }
 
 
 # -- what must hold -----------------------------------------------------------------------------------
