@@ -92,3 +92,26 @@ def test_the_doctor_says_what_the_connector_would_not_take(daemon):
     checks = {check.name: check for check in vllm.checks(daemon.url, json.dumps(flags))}
     assert checks["vllm connector"].status is Status.FAIL
     assert "'stoer'" in checks["vllm connector"].found
+
+
+def test_scenarios_see_a_vllm_over_our_daemon_answer_from_every_tier(tmp_path):
+    out = tmp_path / "out.json"
+    sizes = "--model tiny-text --tokens 1024 --pool-tokens 4096 --answer 8 --requests 4 --rounds 1"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "tierstore_tools.cli", "scenarios", "batch,longctx", *sizes.split()),
+            *("--targets", "vllm+store", "--vllm-python", sys.executable, "--host-bytes", "128MiB"),
+            *("--dir", tmp_path, "--json", out),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(out.read_text())
+    (batch,) = document["batch"]
+    assert (batch["requests"], batch["failed"]) == (4, 0)
+    rows = {row["case"]: row for row in document["longctx"]}
+    assert list(rows) == ["cold", "again", "server restarted", "both restarted"]
+    assert [row["cached_tokens"] for row in rows.values()] == [0, 960, 960, 960]
+    assert all(row["same_answers"] == 1 for row in rows.values())

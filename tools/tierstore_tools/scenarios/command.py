@@ -1,27 +1,23 @@
-"""``scenarios`` from the command line: start targets one after the other, measure, show, write."""
+"""``scenarios`` from the command line: start all targets, measure, show, write."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import closing
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tierstore.errors import TierStoreError, UsageError
 from tierstore.units import format_size
 from tierstore_tools import machine, report
-from tierstore_tools.report import Phases
 from tierstore_tools.scenarios import runs
-from tierstore_tools.scenarios.load import Arrival
-from tierstore_tools.scenarios.runs import Agreement, BatchRow, LongRow, OnlineRow, StreamRow
-from tierstore_tools.scenarios.settings import PAUSE_S, Scenarios
+from tierstore_tools.scenarios.runs import Agreement, BatchRow, LongRow, OnlineRow, Progress, StreamRow
+from tierstore_tools.scenarios.settings import Scenarios
 from tierstore_tools.scenarios.targets import Left, Target, Workshop
 from tierstore_tools.vllm import models
-
-R = TypeVar("R")
 
 
 @dataclass(slots=True)
@@ -40,24 +36,22 @@ def run(settings: Scenarios, *, json: str | None, plot: Path | None) -> None:
     """Raises :class:`UsageError` for what does not exist, and :class:`TierStoreError` when no target can be
     had, or (after what the others did was shown and written) when one failed."""
     report.require_targets(json, plot)
-    arrivals = {rate: settings.arrivals(rate) for rate in settings.rates_per_s}
     result = Result()
+    steps = list(_steps(settings, result))
     targets = list(_targets(settings, result.left_out))
     if not targets:
         whys = "; ".join(f"{each.name}: {each.why}" for each in result.left_out)
         raise TierStoreError(f"there is no target to measure: {whys}")
-    agreement = Agreement()
-    with report.phases() as phases:
+    with report.phases() as phases, ExitStack() as stack:
         for target in targets:
-            try:
-                with closing(target):
-                    with phases.phase(f"{target.name}: start", measurable=False):
-                        target.start()
-                    _Measured(settings, arrivals, target, agreement, phases, result).run()
-            except UsageError:
-                raise
-            except TierStoreError as error:
-                result.failed.append(Left(target.name, str(error)))
+            stack.callback(target.close)
+            with phases.phase(f"{target.name}: start", measurable=False), _failures(target, result):
+                target.start()
+        for step in steps:
+            for target in targets:
+                if target.name not in {each.name for each in result.failed}:
+                    with phases.phase(f"{step.name}: {target.name}") as phase, _failures(target, result):
+                        step.run(target, settings.request_s, phase.update)
     _show(result, settings, to_stderr=json == "-")
     document = {"machine": machine.describe(), "settings": _described(settings), **asdict(result)}
     report.write_json(document, json)
@@ -67,6 +61,51 @@ def run(settings: Scenarios, *, json: str | None, plot: Path | None) -> None:
         drawing.draw(result, f"{settings.model} on {machine.describe()['cpu']}", plot)
     if result.failed:
         raise TierStoreError("; ".join(each.why for each in result.failed))
+
+
+@contextmanager
+def _failures(target: Target, result: Result) -> Iterator[None]:
+    """One that fails is measured no more, and the others go on."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except TierStoreError as error:
+        result.failed.append(Left(target.name, str(error)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One load, which goes from target to target: what a machine does meanwhile hits them alike."""
+
+    name: str
+    work: Callable[..., Coroutine[Any, Any, Any]]
+    keep: Callable[[Any], None]
+
+    def run(self, target: Target, request_s: float, progress: Progress) -> None:
+        self.keep(asyncio.run(self.work(target, request_s=request_s, progress=progress)))
+
+
+def _steps(settings: Scenarios, result: Result) -> Iterator[_Step]:
+    """What was asked for, the one that restarts servers last."""
+    work: Callable[..., Coroutine[Any, Any, Any]]
+    agreement = Agreement()
+    if "batch" in settings.scenarios:
+        work = partial(runs.batch, asks=settings.batch(), agreement=agreement)
+        yield _Step("batch", work, result.batch.append)
+    if "online" in settings.scenarios:
+        for rate in settings.rates_per_s:
+            for name, arrivals in settings.arrivals(rate).items():
+                traffic = runs.Traffic(name, rate, arrivals)
+                work = partial(runs.online, traffic=traffic, slo=settings.slo)
+                yield _Step(f"online, {name}, {rate:g} a second", work, result.online.append)
+    if "stream" in settings.scenarios:
+        for slow in (0, settings.slow_readers):
+            work = partial(runs.stream, readers=settings.readers(slow))
+            yield _Step(f"stream, {slow} slow readers", work, result.stream.append)
+    if "longctx" in settings.scenarios:
+        work = partial(runs.longctx, prompts=settings.long(), agreement=agreement)
+        yield _Step("longctx", work, result.longctx.extend)
 
 
 def _targets(settings: Scenarios, left_out: list[Left]) -> Iterator[Target]:
@@ -89,51 +128,6 @@ def _model(settings: Scenarios) -> Path:
     if not (folder / "config.json").exists():
         raise UsageError(f"{folder} is no Hugging Face folder, and none of {', '.join(models.KINDS)}")
     return folder
-
-
-@dataclass(slots=True)
-class _Measured:
-    """All scenarios against one target, the one that restarts it last."""
-
-    settings: Scenarios
-    arrivals: dict[float, dict[str, list[Arrival]]]
-    target: Target
-    agreement: Agreement
-    phases: Phases
-    result: Result
-
-    def run(self) -> None:
-        for name, scenario in (
-            ("batch", self._batch),
-            ("online", self._online),
-            ("stream", self._stream),
-            ("longctx", self._longctx),
-        ):
-            if name in self.settings.scenarios:
-                scenario()
-
-    def _batch(self) -> None:
-        work = partial(runs.batch, self.target, self.settings.batch(), agreement=self.agreement)
-        self.result.batch.append(self._phase("batch", work))
-
-    def _online(self) -> None:
-        for rate, processes in self.arrivals.items():
-            for name, arrivals in processes.items():
-                work = partial(runs.online, self.target, name, rate, arrivals, self.settings.slo)
-                self.result.online.append(self._phase(f"online, {name}, {rate:g} a second", work))
-
-    def _stream(self) -> None:
-        for slow in (0, self.settings.slow_readers):
-            work = partial(runs.stream, self.target, *self.settings.readers(slow), pause_s=PAUSE_S)
-            self.result.stream.append(self._phase(f"stream, {slow} slow readers", work))
-
-    def _longctx(self) -> None:
-        work = partial(runs.longctx, self.target, self.settings.long(), agreement=self.agreement)
-        self.result.longctx += self._phase("longctx", work)
-
-    def _phase(self, text: str, work: Callable[..., Coroutine[Any, Any, R]]) -> R:
-        with self.phases.phase(f"{self.target.name}: {text}") as phase:
-            return asyncio.run(work(request_s=self.settings.request_s, progress=phase.update))
 
 
 def _described(settings: Scenarios) -> dict[str, object]:
@@ -168,6 +162,7 @@ def _show(result: Result, settings: Scenarios, *, to_stderr: bool) -> None:
                     "–" if row.kv_peak_tokens is None else f"{row.kv_peak_tokens:,.0f}",
                     report.percent(row.kv_used),
                     "–" if row.peak_memory_bytes is None else format_size(row.peak_memory_bytes),
+                    "–" if row.core_s is None else f"{row.core_s:.1f}",
                     report.percent(row.same_answers),
                     f"{row.failed}",
                 )

@@ -26,6 +26,15 @@ class Arrival:
     ask: Ask
 
 
+@dataclass(frozen=True, slots=True)
+class Readers:
+    """Streams that are read at once; the slow ones pause ``pause_s`` after each piece."""
+
+    quick: Sequence[Ask]
+    slow: Sequence[Ask]
+    pause_s: float
+
+
 def tokens(seed: object, count: int) -> tuple[int, ...]:
     """``count`` token ids, always the same for one ``seed``."""
     return tuple(random.Random(str(seed)).choices(range(PRINTABLE), k=count))

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from tierstore.errors import TierStoreError
-from tierstore_tools.processes import memory_bytes
+from tierstore_tools.processes import core_seconds, memory_bytes
 from tierstore_tools.scenarios.endpoint import Ask, Endpoint, Reply, connected
-from tierstore_tools.scenarios.load import Arrival, tokens
+from tierstore_tools.scenarios.load import Arrival, Readers, tokens
 from tierstore_tools.scenarios.targets import Target, reserved_tokens
 
 Progress = Callable[[float], None]
@@ -33,8 +33,8 @@ _WARM_UP_ANSWER = 4
 class BatchRow:
     """``kv_peak_tokens`` is the most that the server reserved KV for, ``kv_used`` the share of what it
     reserved that the requests being answered needed (above 1 where they share pages); None where it does not
-    say. ``peak_memory_bytes`` is of its processes and their daemon, None where it runs elsewhere;
-    ``same_answers`` the share of answers equal to the first target's."""
+    say. ``peak_memory_bytes`` and ``core_s`` are of its processes and their daemon, None where it runs
+    elsewhere; ``same_answers`` the share of answers equal to the first target's."""
 
     target: str
     requests: int
@@ -46,6 +46,7 @@ class BatchRow:
     kv_peak_tokens: float | None
     kv_used: float | None
     peak_memory_bytes: int | None
+    core_s: float | None
     same_answers: float
 
 
@@ -110,6 +111,15 @@ class StreamRow:
     peak_memory_bytes: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Arrivals, by the name of what they were made from and their mean rate."""
+
+    name: str
+    rate_per_s: float
+    arrivals: Sequence[Arrival]
+
+
 class Agreement:
     """What was answered first to each request: targets that serve one model ought to say the same."""
 
@@ -124,13 +134,13 @@ class Agreement:
 
 
 async def batch(
-    target: Target, asks: Sequence[Ask], *, request_s: float, agreement: Agreement, progress: Progress
+    target: Target, *, asks: Sequence[Ask], request_s: float, agreement: Agreement, progress: Progress
 ) -> BatchRow:
     """Send everything at once. Raises :class:`TierStoreError` when nothing is answered."""
     async with _warm(target, request_s) as endpoint, _watched(target, endpoint) as watch:
-        begun = time.perf_counter()
+        begun, cores = time.perf_counter(), core_seconds(target.pids())
         replies = await _all([endpoint.ask(ask) for ask in asks], progress)
-        seconds = time.perf_counter() - begun
+        seconds, cores = time.perf_counter() - begun, core_seconds(target.pids()) - cores
     whole = _whole(target, replies)
     return BatchRow(
         target.name,
@@ -143,12 +153,13 @@ async def batch(
         watch.kv_peak_tokens,
         watch.kv_used,
         watch.peak_memory_bytes,
+        cores if target.pids() else None,
         agreement.share(replies),
     )
 
 
 async def longctx(
-    target: Target, prompts: Sequence[Ask], *, request_s: float, agreement: Agreement, progress: Progress
+    target: Target, *, prompts: Sequence[Ask], request_s: float, agreement: Agreement, progress: Progress
 ) -> list[LongRow]:
     """Ask each prompt cold and again; where a daemon keeps pages, also after the server's restart and after
     that of both. Raises :class:`TierStoreError` when an answer does not come."""
@@ -168,14 +179,7 @@ async def longctx(
 
 
 async def online(
-    target: Target,
-    name: str,
-    rate_per_s: float,
-    arrivals: Sequence[Arrival],
-    slo: Slo,
-    *,
-    request_s: float,
-    progress: Progress,
+    target: Target, *, traffic: Traffic, slo: Slo, request_s: float, progress: Progress
 ) -> OnlineRow:
     """Send each request when it is due, whatever is under way. Raises :class:`TierStoreError` when nothing is
     answered."""
@@ -186,7 +190,7 @@ async def online(
             await asyncio.sleep(begun + arrival.at_s - time.perf_counter())
             return await endpoint.ask(arrival.ask)
 
-        replies = await _all([ask(arrival) for arrival in arrivals], progress)
+        replies = await _all([ask(arrival) for arrival in traffic.arrivals], progress)
         seconds = time.perf_counter() - begun
     whole = _whole(target, replies)
     good = sum(slo.met(reply) for reply in replies)
@@ -194,8 +198,8 @@ async def online(
     gaps = [gap for reply in whole for gap in reply.gaps_s] or [0.0]
     return OnlineRow(
         target.name,
-        name,
-        rate_per_s,
+        traffic.name,
+        traffic.rate_per_s,
         len(replies),
         len(replies) - len(whole),
         seconds,
@@ -209,29 +213,21 @@ async def online(
     )
 
 
-async def stream(
-    target: Target,
-    quick: Sequence[Ask],
-    slow: Sequence[Ask],
-    *,
-    pause_s: float,
-    request_s: float,
-    progress: Progress,
-) -> StreamRow:
+async def stream(target: Target, *, readers: Readers, request_s: float, progress: Progress) -> StreamRow:
     """Let quick readers read beside slow ones, which pause after each piece and have small buffers. Slow
     ones that are not done when the quick ones are get the rest of their ``request_s``. Raises
     :class:`TierStoreError` when nothing is answered."""
     async with _warm(target, request_s) as endpoint, _watched(target, endpoint) as watch:
-        beside = [asyncio.create_task(endpoint.ask(ask, pause_s=pause_s)) for ask in slow]
-        replies = await _all([endpoint.ask(ask) for ask in quick], progress)
+        beside = [asyncio.create_task(endpoint.ask(ask, pause_s=readers.pause_s)) for ask in readers.slow]
+        replies = await _all([endpoint.ask(ask) for ask in readers.quick], progress)
         slow_replies = await asyncio.gather(*beside)
     whole = _whole(target, replies)
     gaps = [gap for reply in whole for gap in reply.gaps_s] or [0.0]
     return StreamRow(
         target.name,
-        len(quick),
-        len(slow),
-        len(quick) - len(whole) + sum(reply.error is not None for reply in slow_replies),
+        len(readers.quick),
+        len(readers.slow),
+        len(readers.quick) - len(whole) + sum(reply.error is not None for reply in slow_replies),
         float(np.percentile(gaps, 50)),
         float(np.percentile(gaps, 99)),
         max(gaps),

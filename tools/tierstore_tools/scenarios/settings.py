@@ -16,7 +16,7 @@ SCENARIOS = ("batch", "longctx", "online", "stream")
 _DOCUMENTS = 4
 _SESSIONS = 12
 _QUICK_READERS = 4
-PAUSE_S = 0.05  # of a slow reader, after each piece
+_PAUSE_S = 0.05  # of a slow reader, after each piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +101,11 @@ class Scenarios:
             )
         return found
 
-    def readers(self, slow: int) -> tuple[list[Ask], list[Ask]]:
+    def readers(self, slow: int) -> load.Readers:
         """The quick ones, and ``slow`` slow ones. Their answers are long, their prompts short."""
         short = self.room.max_tokens // 32
         everyone = [
             Ask(load.tokens((self.seed, "reader", slow, number), short), 4 * self.answer_tokens)
             for number in range(_QUICK_READERS + slow)
         ]
-        return everyone[:_QUICK_READERS], everyone[_QUICK_READERS:]
+        return load.Readers(everyone[:_QUICK_READERS], everyone[_QUICK_READERS:], _PAUSE_S)

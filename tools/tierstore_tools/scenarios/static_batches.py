@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import queue
 import threading
 import time
@@ -31,6 +32,7 @@ from starlette.routing import Route
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+_log = logging.getLogger(__name__)
 _GATHER_S = 0.02  # for requests sent at the same moment
 
 
@@ -106,6 +108,8 @@ class Batches:
             self.kv_slots = len(taken) * self.max_tokens
             try:
                 self._complete(taken)
+            except RuntimeError as error:  # torch's, of memory for example: the next batch may fit
+                _log.warning("a batch failed: %s", error)
             finally:
                 self.kv_slots = 0
                 for request in taken:
