@@ -32,6 +32,8 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, TypeVar
 
+import numpy as np
+
 from tierstore.arguments import optional_seconds, whole_number
 from tierstore.errors import UsageError
 from tierstore.groups import GroupRule, Past, longest_hit, page_ranges
@@ -131,8 +133,7 @@ class GroupedPrompt(Prompt):
             b"".join([name.ljust(width, b"\0") for name in names]),
             [PageKey(name[:KEY_BYTES]) for name in names],
             chunk_tokens=self.chunk_tokens,
-            pages_before=chunks[0],
-        )
+        )  # and no place in the prompt: which of them leave is said by what is let go of
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,15 +194,16 @@ class GroupedHit:
         return self.tokens // self.chunk_tokens
 
     def _count(self) -> dict[str, int]:
-        slowest = [0] * self.num_pages
+        slowest = np.zeros(self.num_pages, np.uint8)
         for part in self.parts:
-            places = iter(part.places)
+            start, places = 0, np.arange(self.num_pages) if part.chain else np.asarray(part.places)
             for tier, pages in part.runs():
-                for _ in range(pages):
-                    chunk = next(places)
-                    slowest[chunk] = max(slowest[chunk], _rank(tier))
-        counts = ((label, slowest.count(rank)) for rank, label in enumerate(LABELS))
-        return {label: count * self.chunk_tokens for label, count in counts if count}
+                run = places[start : start + pages]
+                slowest[run] = np.maximum(slowest[run], _rank(tier))
+                start += pages
+        counts = np.bincount(slowest, minlength=len(LABELS)).tolist()
+        pairs = zip(LABELS, counts, strict=True)
+        return {label: count * self.chunk_tokens for label, count in pairs if count}
 
     def prefetch(self, *, deadline_s: float | None = None) -> Transfer[int]:
         """Bring what is on disk into host memory. The result is how many leading tokens are above the disk
