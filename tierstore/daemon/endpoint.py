@@ -7,7 +7,6 @@ sends (which may eat a change), has to look again: both is done by scheduling an
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ import zmq
 
 from tierstore.errors import UsageError
 from tierstore.wire.keys import ZAP_DOMAIN, KeyPair
+from tierstore.wire.local_address import is_loopback
 from tierstore.wire.messages import MAX_MESSAGE_BYTES, VERSION
 
 _BATCH = 32  # messages, and then the other sockets get their turn
@@ -53,17 +53,8 @@ class Url:
             return cls(f"ipc://{path}", path, True)
         host, colon, port = rest.rpartition(":")
         if kind == "tcp" and host and colon and port.isdigit() and int(port) < 1 << 16:
-            return cls(text, None, _is_loopback(host.strip("[]")))
+            return cls(text, None, is_loopback(host.strip("[]")))
         raise UsageError(f"cannot listen at {text!r}: write ipc://PATH or tcp://HOST:PORT")
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False  # a name, or an interface, or *
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tierstore.core.busiest import BusyPrefix
 from tierstore.daemon.stats import DaemonStats, LatencyStats
 from tierstore.dashboard import of_store
-from tierstore.dashboard.of_store import percent
+from tierstore.dashboard.of_store import duration, percent, short
 from tierstore.dashboard.view import Condition, Number, Plot, Sample, State, Table, Tile, Unit, View
 from tierstore.printable import printable
 from tierstore.stats import StoreRates
@@ -76,7 +76,7 @@ class DaemonPage:
         stats = now.stats
         return View(
             title="tierstore daemon",
-            about=f"version {stats.version}, pid {stats.pid}, up {_duration(stats.uptime_s)}",
+            about=f"version {stats.version}, pid {stats.pid}, up {duration(stats.uptime_s)}",
             version=stats.version,
             conditions=tuple(_conditions(stats)),
             tiles=_tiles(stats, _rates(now, minute_ago)),
@@ -140,17 +140,17 @@ def _tiles(stats: DaemonStats, lately: StoreRates) -> tuple[Tile, ...]:
         Tile("Hit rate, last minute", percent(lately.hit_rate), f"{percent(ever.hit_rate)} since the start"),
         Tile(
             "Tokens found a second",
-            _short(sum(hits.values())),
-            f"host {_short(hits['host'])}, disk {_short(hits['disk'])}",
+            short(sum(hits.values())),
+            f"host {short(hits['host'])}, disk {short(hits['disk'])}",
         ),
         Tile(
             "Loaded a second",
             f"{lately.gb_per_s_out('host'):.2f} GB",
             f"saved {lately.gb_per_s_in('host'):.2f} GB",
         ),
-        Tile("Lookups a second", _short(lately.of("lookups")), f"{stats.service.leases:,} leases"),
+        Tile("Lookups a second", short(lately.of("lookups")), f"{stats.service.leases:,} leases"),
         Tile("Clients", f"{stats.service.sessions:,}", f"{stats.service.reservations:,} saves under way"),
-        Tile("On the way to disk", f"{pending:,} pages", f"{dropped:,} dropped since the start"),
+        Tile("On the way to disk", f"{pending:,} pages", f"{dropped:,} dropped so far"),
     )
 
 
@@ -203,7 +203,7 @@ def _requests(now: _Moment, before: _Moment | None) -> Table:
         lately = latency.since(before.stats.service.latency[name] if before else None)
         seconds = now.at - before.at if before else now.stats.uptime_s
         rate = sum(lately.counts) / max(seconds, 1e-9)
-        return name, _short(rate), _quantile(lately, 0.5), _quantile(lately, 0.99)
+        return name, short(rate), _quantile(lately, 0.5), _quantile(lately, 0.99)
 
     return Table(
         "Requests, last minute",
@@ -247,18 +247,3 @@ def _quantile(latency: LatencyStats, share: float) -> str:
     if bound is None:
         return "–"
     return "more" if math.isinf(bound) else f"{1000 * bound:g} ms"
-
-
-def _short(number: float) -> str:
-    """With three digits."""
-    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if number >= limit:
-            return f"{number / (1e3 if suffix == 'k' else limit):.3g} {suffix}"
-    return f"{number:,.0f}" if number >= 100 or number == 0 else f"{number:.3g}"
-
-
-def _duration(seconds: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"

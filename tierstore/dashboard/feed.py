@@ -80,9 +80,13 @@ class Feed:
         """Begin to sample, on the running event loop."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
+    def stop(self) -> None:
+        """Have no new sample begin. From any thread."""
+        self._closed = True
+
     async def close(self) -> None:
         """Stop sampling; whoever follows is let go."""
-        self._closed = True
+        self.stop()
         self._changed.set()
         self._came.set()
         if self._task is not None:

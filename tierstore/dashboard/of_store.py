@@ -22,6 +22,22 @@ def percent(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.1f} %"
 
 
+def short(number: float) -> str:
+    """With three digits, and k, M or G."""
+    for limit, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if number >= limit:
+            return f"{number / (1e3 if suffix == 'k' else limit):.3g} {suffix}"
+    return f"{number:,.0f}" if number >= 100 or number == 0 else f"{number:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Without much detail."""
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def meters(stats: StoreStats) -> tuple[Meter, ...]:
     """How full each tier is."""
     return tuple(

@@ -20,7 +20,6 @@ import functools
 import hashlib
 import hmac
 import http.cookies
-import ipaddress
 import urllib.parse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from importlib import resources
 from pathlib import Path
 
 from tierstore.errors import UsageError
+from tierstore.wire.local_address import is_loopback
 
 PAGE = "/dashboard/"
 MOST_BODY_BYTES = 1024
@@ -185,14 +185,6 @@ def read_token(file: Path | None) -> str | None:
     if len(token) < _MIN_TOKEN:
         raise UsageError(f"{file}: the page's token has {len(token)} characters, give at least {_MIN_TOKEN}")
     return token
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine is reached by this name or address."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
 
 
 def _host_name(host: str) -> str:

@@ -7,6 +7,7 @@ A client also asks the kernel whose process is at the other end (SO_PEERCRED) be
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import stat
@@ -64,3 +65,11 @@ def require_own_peer(connection: socket.socket, url: str) -> None:
             f"process {pid}, which listens at {url}, belongs to uid {uid}, and this is uid {os.geteuid()}: a "
             "daemon and its clients run as the same user"
         )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine is reached by this name or address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -14,7 +14,7 @@ import msgspec
 from tierstore.client.handshake import Address, CurveKeys
 from tierstore.errors import UsageError
 from tierstore.units import KIB, MIB, parse_size
-from tierstore_engine.server.settings import is_loopback
+from tierstore.wire.local_address import is_loopback
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -5,7 +5,8 @@
     HTTP ─ app.py ── requests.py   what a client may ask, as types: JSON is checked against them
             │  │     chat.py       messages to a prompt, by the model's own template
             │  └──── responses.py  what it is answered, whole or as server-sent events
-            │  └──── metrics.py
+            │  ├──── metrics.py
+            │  └──── page.py       what the page to watch says (tierstore/dashboard shows it)
             └─ stepping.EngineThread ── Engine      a thread of its own
 
 The event loop reads, checks, counts and answers; it never waits for a step. Long texts are tokenized on other

@@ -19,6 +19,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
@@ -27,6 +28,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from tierstore.daemon.stats import version
+from tierstore.dashboard.feed import Feed, TooManyViewersError
+from tierstore.dashboard.site import MOST_BODY_BYTES, Site, WebAnswer, WebRequest
 from tierstore.errors import TierStoreError, UsageError
 from tierstore.tiers.device import DeviceMemoryError
 from tierstore.types import Promise, checked_session
@@ -40,6 +44,7 @@ from tierstore_engine.server.chat import ChatTemplate
 from tierstore_engine.server.errors import ApiError, bad_request
 from tierstore_engine.server.http import Endpoint, Exchange, Handler, not_routed
 from tierstore_engine.server.metrics import ServerMetrics, Snapshot
+from tierstore_engine.server.page import EnginePage
 from tierstore_engine.server.requests import (
     ChatRequest,
     CompletionRequest,
@@ -181,11 +186,18 @@ class Server:
         pool = engine.connector.pool
         self._positions = min(self._config.max_positions, pool.num_pages * pool.spec.chunk_tokens)
         self._created = int(time.time())
+        self._site = Site(settings.host, settings.api_key, title="tierstore engine", how="give an --api-key")
+        self._page = EnginePage(
+            settings.model_name, version(), self.engine, self._store.stats, self.admission
+        )
+        self._feed = Feed(self._page.look)
+        self._feed.start()
 
         def endpoint(name: str, handler: Handler, *, public: bool = False) -> Endpoint:
             key = None if public else settings.api_key
             return Endpoint(name, handler, self.metrics, api_key=key, error_of=_api_error)
 
+        page = endpoint("dashboard", self._dashboard, public=True)  # the site asks for the key itself
         self.app = Starlette(
             routes=[
                 Route("/v1/completions", endpoint("completions", self._completions), methods=["POST"]),
@@ -195,6 +207,9 @@ class Server:
                 Route("/v1/models/{name:path}", endpoint("models", self._model), methods=["GET"]),
                 Route("/health", endpoint("health", self._health, public=True), methods=["GET"]),
                 Route("/metrics", endpoint("metrics", self._metrics, public=True), methods=["GET"]),
+                Route("/", page, methods=["GET"]),
+                Route("/dashboard", page, methods=["GET"]),
+                Route("/dashboard/{name:path}", page, methods=["GET", "POST"]),
             ],
             exception_handlers={HTTPException: not_routed},
         )
@@ -202,6 +217,7 @@ class Server:
     async def drain(self) -> bool:
         """Answer 503 from now on and wait for what is under way. False when it has to be cut off."""
         done = await self.admission.drain(self.settings.drain_s)
+        await self._feed.close()
         if not done:
             self.engine.post(lambda engine: engine.cancel_all())
             await self.admission.drain(self.settings.drain_s)
@@ -209,6 +225,7 @@ class Server:
 
     def close(self) -> None:
         """End the engine's thread; the engine is the caller's again."""
+        self._feed.stop()
         self.engine.close()
 
     # -- small answers -------------------------------------------------------------------------------
@@ -242,6 +259,37 @@ class Server:
         snapshot = Snapshot(engine, store, self.admission.requests, self.admission.tokens, self.engine.errors)
         text = await asyncio.to_thread(self.metrics.text, snapshot)
         await exchange.send(Response(text, headers={"content-type": CONTENT_TYPE_LATEST}))
+
+    async def _dashboard(self, exchange: Exchange) -> None:
+        request = exchange.request
+        query = request.url.query
+        target = f"{request.url.path}?{query}" if query else request.url.path
+        body = await exchange.any_body(MOST_BODY_BYTES)
+        answer = self._site.answer(WebRequest(request.method, target, dict(request.headers), body))
+        assert answer is not None, "all of these routes are the page's"
+        if answer.follows:
+            await self._follow(exchange, answer)
+        else:
+            await exchange.send(Response(answer.body, answer.status, dict(answer.headers)))
+
+    async def _follow(self, exchange: Exchange, answer: WebAnswer) -> None:
+        """Send the feed until the client leaves, or does not read."""
+        try:
+            with self._feed.place():
+                headers = [(name.lower().encode(), value.encode()) for name, value in answer.headers.items()]
+                await exchange.start(answer.status, headers)
+                following = asyncio.create_task(self._feed.follow(partial(exchange.part, more=True)))
+                leaving = asyncio.create_task(exchange.hang_up())
+                try:
+                    await asyncio.wait({following, leaving}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    following.cancel()
+                    leaving.cancel()
+                if following.done() and not following.cancelled():
+                    following.result()
+                    await exchange.part(b"", more=False)
+        except TooManyViewersError as error:
+            raise ApiError(503, str(error), retry_after_s=10) from None
 
     def _model_object(self) -> Json:
         return {
@@ -298,6 +346,7 @@ class Server:
                     )
             if not watch.gone and len(choices.completions) == len(choices.ids):
                 self.metrics.served(exchange.seconds, choices.firsts)
+                self._page.lately.ended(choices.firsts)
 
     # These two run on threads of their own: tokenizing a long text takes seconds.
 

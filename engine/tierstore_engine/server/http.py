@@ -50,12 +50,7 @@ class Exchange:
     async def body(self, limit: int) -> bytes:
         """Raises :class:`ApiError` for a body that is too large (413), too slow (408) or no JSON (415)."""
         kind = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        try:
-            body = await asyncio.wait_for(self._read(limit), _BODY_S)
-        except asyncio.TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {_BODY_S:g} s") from None
-        if body is None:
-            raise ApiError(413, f"the body is larger than the {limit} bytes that are taken")
+        body = await self.any_body(limit)
         if kind != JSON:
             raise ApiError(415, f"the body must be JSON: send Content-Type: {JSON}")
         return body
@@ -71,6 +66,16 @@ class Exchange:
             else:
                 parts.clear()
         return b"".join(parts) if total <= limit else None
+
+    async def any_body(self, limit: int) -> bytes:
+        """Of any kind. Raises :class:`ApiError` for a body that is too large (413) or too slow (408)."""
+        try:
+            body = await asyncio.wait_for(self._read(limit), _BODY_S)
+        except asyncio.TimeoutError:
+            raise ApiError(408, f"the body did not arrive within {_BODY_S:g} s") from None
+        if body is None:
+            raise ApiError(413, f"the body is larger than the {limit} bytes that are taken")
+        return body
 
     async def hang_up(self) -> None:
         """Returns when the client has left."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
 from tierstore.errors import UsageError
 from tierstore.types import HANDOVER_S, MOST_HANDOVER_S
 from tierstore.units import KIB, MIB
+from tierstore.wire.local_address import is_loopback
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,3 @@ class ServerSettings:
             raise UsageError(
                 f"handover_s must lie between 0 and {MOST_HANDOVER_S:g} seconds, not {self.handover_s:g}"
             )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches what listens there."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

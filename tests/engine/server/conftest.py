@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.browser import chromium, visit
 from tierstore_engine.engine import Engine
 
 if TYPE_CHECKING:
     from .live import Live
+
+
+__all__ = ["chromium", "serve", "visit"]
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import pytest
 
 import tierstore
+from tests.browser import free_port, state, wait_live, wait_until
 from tests.tierstore.daemon.client.conftest import SPEC, DaemonProcess, pages_of
-from tests.tierstore.dashboard.conftest import free_port, state, wait_live, wait_until
 from tierstore.keys import Identity
 
 TOKEN = "a-token-of-24-characters"

@@ -233,14 +233,24 @@ class CurvePlot extends Card {
       const text = `${label} ${bytes(capacity_bytes)}`, width = ctx.measureText(text).width + 8 * ratio;
       const left = x + width > bbox.left + bbox.width;
       const y = bbox.top + bbox.height - (10 + 17 * i) * ratio;
-      ctx.fillStyle = colour("--card");
-      ctx.fillRect(left ? x - width : x + ratio, y - 12 * ratio, width - ratio, 15 * ratio);
-      ctx.fillStyle = colour("--ink");
       ctx.textAlign = left ? "right" : "left";
-      ctx.fillText(text, x + (left ? -4 : 4) * ratio, y);
+      halo(ctx, text, x + (left ? -4 : 4) * ratio, y, 4 * ratio);
     });
     ctx.restore();
   }
+}
+
+// Text that can be read over lines.
+function halo(ctx, text, x, y, width) {
+  ctx.save();
+  ctx.setLineDash([]);
+  ctx.strokeStyle = colour("--card");
+  ctx.lineWidth = width;
+  ctx.lineJoin = "round";
+  ctx.strokeText(text, x, y);
+  ctx.fillStyle = colour("--ink");
+  ctx.fillText(text, x, y);
+  ctx.restore();
 }
 
 function powers(low, high, most) {
