@@ -25,8 +25,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium():
+    """Of one module: while it is there, nothing else on this thread may have an event loop."""
     path = shutil.which("chromium")
     if path is None:
         pytest.skip("chromium is not installed: apt-get install chromium")
