@@ -31,7 +31,7 @@ class Counters:
     not_stored_pages: int = 0  # no room in the host tier, or the copy failed
     disk_written_pages: int = 0
     disk_read_pages: int = 0
-    disk_dropped_pages: int = 0  # write-behind given up: queue full, no room, or parent not on disk
+    disk_dropped_pages: int = 0  # not written: gone before its turn, no room, or parent not on disk
     disk_declined_pages: int = 0  # not written: computing is faster than reading them, or the budget is used
     disk_write_errors: int = 0  # batches that the disk did not take, and probes that it did not
     disk_read_errors: int = 0  # batches and lookups that could not be read in full: kept, a miss for now

@@ -550,7 +550,14 @@ class LocalBackend:
 
         state.stall_detector.poll()
         load = HostLoad(
-            state, self.core.mover, pages, hold, deadline_s=wait_s, priority=priority, result=settled
+            state,
+            self.core.mover,
+            pages,
+            hold,
+            deadline_s=wait_s,
+            priority=priority,
+            result=settled,
+            let_go=partial(self._let_go, lease),
         )
         return load.start()
 
@@ -568,6 +575,7 @@ class LocalBackend:
         if self.core.shared:
             checksums = [page.checksum or 0 for page in held]
             self._hold_under(lease, first, pages)
+            lease.located.update(lease.holders(first, pages))
             return Located(addresses, lease.ends, checksums)
         hold = state.leases.take([(page, Tier.HOST) for page in lease.holders(first, pages)], math.inf)
         return Located(addresses, release=partial(self._release_hold, hold))  # nobody else writes to it
@@ -606,6 +614,16 @@ class LocalBackend:
             if (page, Tier.HOST) not in known:
                 self._state.index.lease(page, Tier.HOST)
                 lease.hold.held.append((page, Tier.HOST))
+
+    def _let_go(self, lease: LocalLease) -> bool:
+        """Let pages of a hit leave the arena that are on disk, too, but those that a client was told the
+        places of: what is copied here is held for as long as that takes. Whether there were any."""
+        freed = False
+        if not lease.hold.released:
+            for position, (page, _) in enumerate(lease.hold.held):
+                if page not in lease.located:
+                    freed = self._state.leases.hold_on_disk(lease.hold, position) or freed
+        return freed
 
     def _ended(self, lease: LocalLease) -> bool:
         if not self.core.shared:

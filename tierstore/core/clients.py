@@ -54,6 +54,7 @@ class LocalLease(Lease):
     tail_tokens: int = 0
     held: Sequence[Page] = ()
     hold: PageLease = field(default_factory=PageLease)
+    located: set[Page] = field(default_factory=set)  # that hold what a client may be copying
     page_bytes: int = 0
     chunk_tokens: int = 0
 

@@ -210,13 +210,13 @@ class Core:
         return self.curve.stats(self._capacities(), hits / asked if asked else 0.0)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until everything saved so far is on disk, or was given up; False when ``timeout`` seconds pass
-        first, or when the disk does not answer."""
+        """Wait until everything saved so far is on disk, or was given up (``disk_dropped_pages``); False when
+        ``timeout`` seconds pass first, or when the disk does not answer."""
         state = self.state
         pending = self.write_behind
 
         def flushed() -> bool:
-            return pending is None or not pending.pending
+            return pending is None or pending.idle
 
         return state.stall_detector.wait_for(flushed, timeout)
 

@@ -5,6 +5,9 @@ read from disk into host slots, report under the lock. A page that another piece
 waited for, not read twice. When a page cannot be had (no room, damaged, gone, the disk failed) the load is
 *cut* there: later pages would be useless without it.
 
+Where a hit is larger than the host tier, its own later pages may be what fills it, and those that were copied
+already. They are let go of then, as far as they are on disk, too: leading pages come first.
+
 When the disk stops answering, the loads that wait for it are ended by whoever notices (``health.py``); the
 reads that hang keep their host slots and leases until they return, and are of use to later loads then.
 """
@@ -63,7 +66,11 @@ class HostLoad(Generic[R]):
         deadline_s: float | None,
         priority: Priority,
         result: Callable[[], R],
+        let_go: Callable[[], bool] = lambda: False,
     ) -> None:
+        """``let_go`` gives up other holds on pages of the host tier, under the lock, and says whether there
+        were any."""
+        self._let_go = let_go
         self._state = state
         self._mover = mover
         self._pages = pages
@@ -119,7 +126,7 @@ class HostLoad(Generic[R]):
         moved = 0
         while start < min(stop, self._cut) and not self.transfer.stopped:
             batch = self._plan(start, stop)
-            if batch.stop == start < self._cut and not self._wait_for_room():
+            if batch.stop == start < self._cut and not (self._wait_for_room() or self._make_room(start)):
                 self._cut_at(start)
             moves = batch.moves + self._read(batch.reads) + self._await_others(batch.others)
             self._hold(moves)
@@ -172,6 +179,16 @@ class HostLoad(Generic[R]):
                 lambda: self._state.fills.in_transit < passing or self._state.health.stalled,
                 _OTHERS_READ_S if timeout is None else timeout,
             )
+
+    def _make_room(self, start: int) -> bool:
+        """Let go of pages behind ``start`` that are on disk, too, and of what else is held for this load's
+        sake. False when nothing was."""
+        leases, freed = self._state.leases, False
+        with self._state.lock:
+            if not self._lease.released:
+                for position in range(start + 1, len(self._pages)):
+                    freed = leases.hold_on_disk(self._lease, position) or freed
+            return self._let_go() or freed
 
     def _read(self, reads: list[_Move]) -> list[_Move]:
         """Fill host slots from disk. Returns the moves that are now held in the host tier."""

@@ -6,11 +6,11 @@ first. When enough has been written, or nothing waits, all of it is made durable
 then the copies are ready. Nothing is written during a commit: beside other writes it took 30 ms and stalled
 them, after them it takes 3 ms.
 
-The queue (``write_queue.py``) is bounded: what does not fit is not written (counted in
-``disk_dropped_pages``), which is how a disk slower than the engine shows. When the disk fails, the batch is
-undone, the queue is emptied, and nothing is written until the disk is in order again. This thread finds that
-out: it is the one that has nothing else to do then, and nobody waits for it. What it missed meanwhile it
-writes as far as the host tier still has it.
+The queue (``write_queue.py``) is bounded: what does not fit is put off, and what has left the host tier by
+its turn is not written (counted in ``disk_dropped_pages``), which is how a disk slower than the engine shows.
+When the disk fails, the batch is undone, the queue is emptied, and nothing is written until the disk is in
+order again. This thread finds that out: it is the one that has nothing else to do then, and nobody waits for
+it. What it missed meanwhile it writes as far as the host tier still has it.
 """
 
 from __future__ import annotations
@@ -82,6 +82,11 @@ class WriteBehind:
     def pending(self) -> int:
         """Pages queued or being written."""
         return self._queue.pending
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is queued, being written, or put off until there is room in the queue."""
+        return not self._queue.pending and not self._queue.late
 
     def enqueue(self, pages: Sequence[Page]) -> None:
         """Write these pages, which are in the host tier, sooner or later or not at all."""

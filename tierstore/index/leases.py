@@ -95,6 +95,15 @@ class Leases:
         for page, tier in self._index.release_all(held):
             self._drop_damaged(page, tier)
 
+    def hold_on_disk(self, lease: PageLease, position: int) -> bool:
+        """Let a page that is held in the host tier leave it, if it is on disk, too. False when it is not."""
+        page, held_in = lease.held[position]
+        on_disk = page.copies[Tier.DISK]
+        if held_in is not Tier.HOST or on_disk is None or not on_disk.ready:
+            return False
+        self.move(lease, position, Tier.DISK)
+        return True
+
     def move(self, lease: PageLease, position: int, tier: Tier) -> None:
         """The page of a lease is now held in another tier."""
         page, held_in = lease.held[position]

@@ -106,6 +106,7 @@ class Load(ABC):
         self._copying = 0
         self._under_way = 1  # requests and tasks, and start() itself
         self._asked = 0  # windows that have been asked for and not located yet
+        self._asked_of_disk = 0  # … of these
         self._windows = 0  # … and those that are being copied
         self._next = 0  # the first page not asked for yet
         self._wanted: list[bool] = []  # of the backend
@@ -204,13 +205,15 @@ class Load(ABC):
             with self.hbm.lock:
                 if self._asked + self._windows >= _WINDOWS:
                     return
-                if again and self._missing:
+                alone = not (self._asked or self._windows)
+                retried = again and bool(self._missing)
+                if retried:
                     start, count = self._missing.pop(0)
                     again = False
                 else:
                     start = self._next
                     count = 0
-                    if start < self._cut:
+                    if start < self._cut and not (self._asked_of_disk and self._in_memory(lease, start)):
                         count = self.backend.window_pages(lease, start - self._leased_from)
                 count = min(count, self._cut - start)
                 if count <= 0:
@@ -220,10 +223,18 @@ class Load(ABC):
                     count = next(there, start + count) - start
                     self._next = self._next_wanted(start + count)
                 self._asked += 1
+                self._asked_of_disk += not self._in_memory(lease, start)
                 self._under_way += 1
-            self._ask(lease, start, count)
+            self._ask(lease, start, count, alone=alone)
+            if retried and alone:
+                return  # nothing is to take the room that there is
 
-    def _ask(self, lease: Lease, start: int, count: int) -> None:
+    def _in_memory(self, lease: Lease, position: int) -> bool:
+        """Whether a page was in host memory when it was looked up. Behind pages that are coming from disk it
+        is not asked for yet: it would be held there, and they may need its room."""
+        return lease.run_at(position - self._leased_from)[0] == Tier.HOST.label
+
+    def _ask(self, lease: Lease, start: int, count: int, *, alone: bool) -> None:
         remaining = self.transfer.remaining_s
         wait_s = _WAIT_S if remaining is None else min(remaining, _WAIT_S)
         asked = self.hbm.clock()
@@ -236,7 +247,7 @@ class Load(ABC):
             self._answers.discard(answer)
             found = answer.wait()
             self._measure_window(tier, asked, wait_s, found, count)
-            self._located(found, start, count, asked)
+            self._located(found, start, count, asked, alone=alone)
 
         answer.on_end(located)
 
@@ -260,29 +271,36 @@ class Load(ABC):
             host = Tier.HOST.label
             self.planner.moved(host, window.measured_bytes, now_s - window.began, now_s=now_s)
 
-    def _located(self, located: Located | None, start: int, count: int, asked: float) -> None:
+    def _located(self, located: Located | None, start: int, count: int, asked: float, *, alone: bool) -> None:
+        """``alone``: nothing else of this load was on its way when it was asked for, and might have taken the
+        room."""
+        again = False
         there = min(len(located.addresses), count) if located is not None else 0
         with self.hbm.lock:
             self._asked -= 1
+            if self._lease is not None:
+                self._asked_of_disk -= not self._in_memory(self._lease, start)
             if there < count:
                 # The rest may find room once these, or others, have been copied.
                 self._missing.append((start + there, count - there))
                 self._missing.sort()
             if self._missing and not (there or self._windows or self._asked):
-                self._cut = min(self._cut, self._missing[0][0])
-                self._missing.clear()
+                again = not alone
+                if alone:
+                    self._cut = min(self._cut, self._missing[0][0])
+                    self._missing.clear()
         if located is not None and there:
             self._copy_in_tasks(located, start, there, asked)
         elif located is not None:
             located.release()
-        self._ask_for_more()
+        self._ask_for_more(again=again)
         self._step_done()
 
     # -- copying -------------------------------------------------------------------------------------
 
     def _copy_in_tasks(self, located: Located, start: int, count: int, asked: float) -> None:
-        lease, at = self._lease, start - self._leased_from
-        in_memory = lease is not None and lease.run_at(at)[0] == Tier.HOST.label
+        lease = self._lease
+        in_memory = lease is not None and self._in_memory(lease, start)
         in_one_go = in_memory and not located.checksums and self._in_one_go(located.addresses[0])
         step = count if in_one_go else max(_COPY_BYTES // self.page_bytes, 1)
         starts = range(0, count, step)

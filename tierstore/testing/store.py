@@ -429,6 +429,28 @@ class StoreTests:
         assert count >= 4 * CHUNK
         assert got == right_bytes(tokens, count)
 
+    def test_a_hit_whose_own_end_fills_the_host_tier_loads_from_its_beginning(
+        self, open_store: OpenStore
+    ) -> None:
+        self._needs_disk()
+        store = open_store(identity=new_identity(), pool=PagePool(SPEC, 40), host_pages=8)
+        tokens = list(range(CHUNK * 32))
+        for first in range(0, 32, 4):
+            content = pages_of(tokens[: (first + 4) * CHUNK])[first:]
+            prompt = tokens[: (first + 4) * CHUNK]
+            assert store.save(prompt, content, first=first).wait(_WAIT_S) == 4 * CHUNK
+            assert store.flush(_WAIT_S)
+        store.evict("host")
+        end = store.load_part(store.lookup(tokens), 24, 32, deadline_s=None, last=True).wait(_WAIT_S)
+        store.release_hbm(end.pages)
+        store.evict("hbm")
+        hit = store.lookup(tokens)
+        assert hit.tokens == len(tokens)
+        assert hit.by_tier["host"] >= 4 * CHUNK
+        count, got = load_bytes(store, hit)
+        assert count >= 4 * CHUNK
+        assert got == right_bytes(tokens, count)
+
     def _needs_disk(self) -> None:
         if not self.has_disk:
             pytest.skip("this store has no disk tier")

@@ -428,9 +428,9 @@ def simulate(
 
 
 def simulations(bench: Bench, trace: Trace, phase: Phase | None = None) -> list[Simulated]:
-    """Each order on the trace at its full lengths."""
+    """Each order on the whole trace at its full lengths."""
     prefill = Prefill(1 / bench.simulated_tokens_per_s)
-    some = trace[: bench.requests]
+    some = trace[:]
     unique = _computed_at_least(some, trace.block_tokens)
     span_s = max(some[-1].timestamp_s - some[0].timestamp_s, 1e-9)
     stretch = prefill.seconds(unique) / bench.load / span_s
@@ -441,7 +441,7 @@ def simulations(bench: Bench, trace: Trace, phase: Phase | None = None) -> list[
             trace,
             order,
             prefill,
-            requests=bench.requests,
+            requests=len(some),
             stretch=stretch,
             cache_tokens=bench.simulated_cache_tokens,
         )

@@ -259,3 +259,70 @@ def test_a_failing_disk_is_only_a_missing_tier(open_store, monkeypatch):
     assert load_bytes(store, store.lookup(LONG)) == (len(LONG), pages_of(LONG))
     assert load_bytes(store, store.lookup(TOKENS)) == (70, pages_of(TOKENS))
     store.check()
+
+
+@pytest.mark.parametrize("host_pages", [8, 16, 27])
+def test_a_hit_larger_than_the_host_tier_is_loaded_whole(open_store, host_pages):
+    store = open_store(pages=host_pages, hbm_pages=40)
+    for first in range(0, 32, 4):
+        end = (first + 4) * 16
+        assert store.save(LONG[:end], pages_of(LONG[:end])[first:], first=first).wait(10) == 4 * 16
+        assert store.flush(10)
+    for first in (None, 28, 10, 0):  # what is in host memory before: what the saves have left, or one part
+        if first is not None:
+            store.evict("host")
+            part = store.load_part(store.lookup(LONG), first, first + 4, deadline_s=None, last=True).wait(10)
+            store.release_hbm(part.pages)
+            store.evict("hbm")
+        assert load_bytes(store, store.lookup(LONG)) == (len(LONG), pages_of(LONG))
+
+
+def test_a_prefetch_larger_than_the_host_tier_brings_the_beginning(open_store):
+    store = open_store(pages=8, hbm_pages=40)
+    for first in range(0, 32, 4):
+        end = (first + 4) * 16
+        assert store.save(LONG[:end], pages_of(LONG[:end])[first:], first=first).wait(10) == 4 * 16
+        assert store.flush(10)
+    store.evict("host")
+    part = store.load_part(store.lookup(LONG), 24, 32, deadline_s=None, last=True).wait(10)
+    store.release_hbm(part.pages)
+    store.evict("hbm")
+    with store.lookup(LONG) as hit:
+        assert hit.by_tier["host"] >= 4 * 16
+        assert hit.prefetch().wait(10) >= 4 * 16
+    with store.lookup(LONG) as hit:
+        assert next(iter(hit.by_tier)) == "host"
+
+
+def test_a_save_larger_than_the_queue_is_written_whole(open_store):
+    """What does not fit into the queue to disk is put off, and flush waits for it."""
+    store = open_store(pages=48)
+    count = 40  # the queue has half of the host tier
+    tokens = list(range(16 * count))
+    assert store.save(tokens, pages_of(tokens)).wait(10) == len(tokens)
+    assert store.flush(30)
+    counters = store.stats().counters
+    assert counters["disk_dropped_pages"] == 0
+    assert counters["disk_written_pages"] == count
+    store.evict("host")
+    hit = store.lookup(tokens)
+    assert hit.by_tier == {"disk": len(tokens)}
+    assert load_bytes(store, hit) == (len(tokens), pages_of(tokens))
+
+
+def test_what_was_put_off_and_left_host_memory_is_counted(open_store):
+    io, stall = FaultyIO(), Stall()
+    store = open_store(io=io, pages=32, inline_bytes=0)
+    io.set(Fault(lambda call: call.kind == "pwritev", stall))
+    tokens = list(range(16 * 28))
+    assert store.save(tokens, pages_of(tokens)).wait(10) == len(tokens)
+    assert stall.entered.wait(10)
+    store.evict("host")  # what the queue has stays, what was put off goes
+    with store.lookup(tokens) as hit:
+        assert hit.tokens < len(tokens)
+    io.clear()
+    stall.release()
+    assert store.flush(30)
+    counters = store.stats().counters
+    assert counters["disk_written_pages"] + counters["disk_dropped_pages"] == 28
+    assert counters["disk_dropped_pages"] > 0
