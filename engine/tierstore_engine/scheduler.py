@@ -201,6 +201,8 @@ class Scheduler:
         self._settle()
         if self._by_cache:
             self._admit_by_cache()
+            while self._relieve():
+                self._admit_by_cache()
         else:
             self._admit()
         self._settle()  # what was in HBM has loaded at once
@@ -310,7 +312,6 @@ class Scheduler:
                 break
         if len(self.admitted) >= self._settings.max_sequences:
             self._blocked.update(prompt.entry.place for prompt in prompts if prompt.waits)
-        self._relieve()
         self._ahead.look(waiting)
 
     @property
@@ -392,15 +393,18 @@ class Scheduler:
     def _overdue(self, entry: Entry) -> bool:
         return entry.overtaken_s >= self._settings.overtake_s
 
-    def _relieve(self) -> None:
-        """Take the pages of the youngest where somebody older has waited long enough for them."""
+    def _relieve(self) -> bool:
+        """Take the pages of the youngest where somebody older has waited long enough for them. Whether there
+        was such a one."""
         overdue = any(
             place in self._blocked and place < self.admitted[-1].place
             for place in (p.entry.place for p in self._prompts.values() if self._overdue(p.entry))
             if self.admitted
         )
-        if overdue and not self._keeper.parking:
-            self._park()
+        if not overdue or self._keeper.parking:
+            return False
+        self._park()
+        return True
 
     # -- time ----------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from tierstore_tools.scheduling import Bench, conversation, orders, run, simulat
 TRACE = Path("tests/data/mooncake/conversation_2000.jsonl.gz").absolute()
 SMALL = Bench(
     model="tiny",
-    workloads=("conversation", "tree"),
+    workloads=("conversation", "tree", "simulated"),
     trace=TRACE,
     requests=12,
     scale=64,
@@ -99,7 +99,7 @@ def test_a_small_run_has_a_row_for_each_schedule(tmp_path: Path) -> None:
 def test_what_cannot_be_run_is_said_in_a_line() -> None:
     with pytest.raises(UsageError, match="no workload 'chat'"):
         run(replace(SMALL, workloads=("chat",)), json=None)
-    with pytest.raises(UsageError, match="needs a --trace"):
+    with pytest.raises(UsageError, match="need a --trace"):
         run(replace(SMALL, trace=None), json=None)
     with pytest.raises(UsageError, match="--clock is one of wall, cpu"):
         run(replace(SMALL, clock="sun"), json=None)

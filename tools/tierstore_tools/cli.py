@@ -504,7 +504,9 @@ def scheduling(
     trace: Annotated[
         Path | None, typer.Option(help="Of requests, as replay reads it, for the conversation workload")
     ] = None,
-    workloads: Annotated[str | None, typer.Option(help="conversation,tree; default: those possible")] = None,
+    workloads: Annotated[
+        str | None, typer.Option(help="conversation,tree,simulated; default: those possible")
+    ] = None,
     model: Annotated[str, typer.Option(help="A Hugging Face folder, or a preset")] = "tiny",
     requests: Annotated[int, typer.Option(min=2, help="Of each workload at most")] = 2000,
     scale: Annotated[int, typer.Option(min=1, help="The trace's lengths are divided by it")] = 16,
@@ -516,7 +518,7 @@ def scheduling(
     clock: Annotated[str, typer.Option(help="wall, or cpu: processor time, idle times left out")] = "wall",
     seed: Annotated[int, typer.Option(help="Of what is made up")] = 1,
     simulated_tokens_per_s: Annotated[
-        float, typer.Option(min=0, help="Prefill of the simulator, at the trace's full lengths; 0: none")
+        float, typer.Option(min=1, help="Prefill of the simulator, which has the trace's full lengths")
     ] = 8000.0,
     simulated_cache: Annotated[int, typer.Option(min=0, help="Tokens that it holds")] = 3_000_000,
     simulated_overtake_s: Annotated[float, typer.Option(help="Its --overtake-s")] = 60.0,
@@ -526,7 +528,7 @@ def scheduling(
     from tierstore_tools import scheduling as bench
 
     if workloads is None:
-        workloads = "tree" if trace is None else "conversation,tree"
+        workloads = "tree" if trace is None else "conversation,tree,simulated"
     bench.run(
         bench.Bench(
             model=model,

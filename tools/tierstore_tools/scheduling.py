@@ -11,10 +11,10 @@ for ``load`` of the time: what it can do is measured first, by giving it all req
 where there is nothing to do: the same engine does the same work, and what else the machine does changes
 little. Each schedule begins with an engine and a store that are empty.
 
-**A simulator** (``simulated`` in the results) takes the trace at its full lengths, for which a processor is
-too slow. It computes one chunk after the other at a speed that is given, finds what an LRU cache of
+``simulated`` is a simulator that takes the whole trace at its full lengths, for which one processor is too
+slow. It computes one chunk after the other at a speed that is given, finds what an LRU cache of
 ``--simulated-cache`` tokens holds, and decodes nothing. It has two more orders: the longest match first, and
-the least left without regard to what is shared.
+the least left without a bound and without regard to what is shared.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from tierstore_tools.replay.trace import Trace
 from tierstore_tools.report import Phase, percent, phases, require_targets, seconds, table, write_json
 
 CLOCKS = ("wall", "cpu")
-WORKLOADS = ("conversation", "tree")
+WORKLOADS = ("conversation", "tree", "simulated")
 
 _VOCABULARY = 250
 _TREE = ((1, 256), (24, 768), (4, 192), (4, 48))  # children of each node of a level, and tokens of each
@@ -63,7 +63,7 @@ _SEQUENCES = 64
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """``trace`` is what ``conversation`` reads, and None where it is not among ``workloads``. ``pool`` and
+    """``trace`` is what ``conversation`` and ``simulated`` read. ``pool_tokens`` and
     ``host_bytes`` are what the engine may keep pages in."""
 
     model: str
@@ -94,8 +94,8 @@ class Bench:
                 raise UsageError(f"there is no workload {name!r}: known are {', '.join(WORKLOADS)}")
         if self.clock not in CLOCKS:
             raise UsageError(f"--clock is one of {', '.join(CLOCKS)}, not {self.clock!r}")
-        if "conversation" in self.workloads and self.trace is None:
-            raise UsageError("the conversation workload needs a --trace, as replay reads it")
+        if {"conversation", "simulated"} & set(self.workloads) and self.trace is None:
+            raise UsageError("conversation and simulated need a --trace, as replay reads it")
         if not 0 < self.load < 4:
             raise UsageError(f"--load is a share of what the engine can do, above 0, not {self.load:g}")
 
@@ -479,11 +479,14 @@ def _computed_at_least(requests: Sequence[TracedRequest], block_tokens: int) -> 
 
 def measure(bench: Bench, trace: Trace | None) -> tuple[list[Row], dict[str, float]]:
     """The rows of each workload, and the tokens a second of an engine that has all of it at once."""
-    model = load_model(bench.model, device="cpu")
     rows: list[Row] = []
     speeds: dict[str, float] = {}
+    names = [name for name in bench.workloads if name != "simulated"]
+    if not names:
+        return rows, speeds
+    model = load_model(bench.model, device="cpu")
     with phases() as shown:
-        for name in bench.workloads:
+        for name in names:
             if name == "tree":
                 requests = tree(requests=bench.requests, seed=bench.seed)
             else:
@@ -515,30 +518,32 @@ def run(bench: Bench, *, json: str | None) -> None:
     trace = _read(bench.trace) if bench.trace is not None else None
     rows, speeds = measure(bench, trace)
     simulated: list[Simulated] = []
-    if trace is not None and bench.simulated_tokens_per_s:
+    if "simulated" in bench.workloads:
+        assert trace is not None
         with phases() as shown, shown.phase("simulated, at full lengths") as phase:
             simulated = simulations(bench, trace, phase)
     to_stderr = json == "-"
     columns = ("workload", "schedule", "mean TTFT", "p50", "p99", "held", "tokens/s", "extra")
-    table(
-        f"{bench.model}, load {bench.load:g}, {bench.clock} time, {bench.rounds} rounds, "
-        f"overtaken at most {bench.overtake_s:g} s",
-        (*columns, "of fcfs", "range"),
-        [
-            (
-                row.workload,
-                row.schedule,
-                *map(seconds, (row.ttft_mean_s, row.ttft_p50_s, row.ttft_p99_s)),
-                percent(row.hit_rate),
-                f"{row.tokens_per_s:.0f}",
-                seconds(row.longest_extra_s),
-                f"{row.ttft_mean_over_fcfs:.2f}",
-                f"{row.least_over_fcfs:.2f}–{row.most_over_fcfs:.2f}",
-            )
-            for row in rows
-        ],
-        to_stderr=to_stderr,
-    )
+    if rows:
+        table(
+            f"{bench.model}, load {bench.load:g}, {bench.clock} time, {bench.rounds} rounds, "
+            f"overtaken at most {bench.overtake_s:g} s",
+            (*columns, "of fcfs", "range"),
+            [
+                (
+                    row.workload,
+                    row.schedule,
+                    *map(seconds, (row.ttft_mean_s, row.ttft_p50_s, row.ttft_p99_s)),
+                    percent(row.hit_rate),
+                    f"{row.tokens_per_s:.0f}",
+                    seconds(row.longest_extra_s),
+                    f"{row.ttft_mean_over_fcfs:.2f}",
+                    f"{row.least_over_fcfs:.2f}–{row.most_over_fcfs:.2f}",
+                )
+                for row in rows
+            ],
+            to_stderr=to_stderr,
+        )
     if simulated:
         table(
             f"Simulated, full lengths at {bench.simulated_tokens_per_s:g} tokens/s",
