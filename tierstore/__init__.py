@@ -191,6 +191,8 @@ def connect_groups(
     keys: str | Path | None = None,
     server_key: str | Path | None = None,
     model_name: str = "",
+    loads: bool = True,
+    saves: bool = True,
     checkpoint_tokens: int | None = None,
 ) -> GroupedStore:
     """:func:`connect` for a model of several layer groups: a connection for each of them. The other arguments
@@ -208,6 +210,8 @@ def connect_groups(
             keys=keys,
             server_key=server_key,
             model_name=model_name,
+            loads=loads,
+            saves=saves,
         )
         for part, pool in zip(parts, _by_group(parts, pools), strict=True)
     ]
@@ -238,6 +242,8 @@ def connect(
     verify: bool = False,
     reach: Callable[[Pin], None] | None = None,
     model_name: str = "",
+    loads: bool = True,
+    saves: bool = True,
     mounts: Sequence[MountedPack] = (),
 ) -> Store:
     """Use the daemon at ``url``: ``ipc://PATH`` on this host, ``tcp://HOST:PORT`` on another.
@@ -250,7 +256,9 @@ def connect(
     and from disk always are). It costs a part of a load's speed. ``reach`` is for those who have no pool but
     copy between pages and the memory of a device all the same: :meth:`~tierstore.tiers.pinned.Reach.share` of
     that device's. ``model_name`` is what people call the model: KV events may be told by model, and it
-    changes no page. ``mounts`` are packs to find pages in, too (:func:`tierstore.packs.mount`). The other
+    changes no page. Without ``loads`` the daemon is not asked for pages, without ``saves`` it is given none;
+    what is in the pool is found and kept all the same. ``mounts`` are packs to find pages in, too
+    (:func:`tierstore.packs.mount`). The other
     arguments are those of :func:`open`. The store is for one process: a forked child that uses it gets a
     :class:`StoreClosedError`, and connects for itself.
 
@@ -268,6 +276,8 @@ def connect(
         Registration(identity, spec.page_bytes, spec.chunk_tokens, text("model_name", model_name)),
         patience_s=lookup_s,
         verify=verify,
+        loads=loads,
+        saves=saves,
         reach=pool.reach if pool is not None else reach,
     )
     return Store(

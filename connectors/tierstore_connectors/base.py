@@ -85,6 +85,11 @@ class Connector(ABC):
     def lookup(self, prompt: Prompt, *, max_tokens: int | None = None) -> Hit:
         """The longest held prefix of ``prompt``, at most ``max_tokens`` long, under a lease."""
 
+    @property
+    def shared(self) -> bool:
+        """Whether other engines could have what is saved now."""
+        return False
+
     def expect(self, prompt: Prompt, promise: Promise) -> Transfer[None]:
         """Wait for pages of ``prompt`` that another engine has promised to save, as long as it said: a later
         lookup finds what has come. Ends at once where nothing can come."""

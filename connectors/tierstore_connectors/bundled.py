@@ -19,6 +19,7 @@ from tierstore.tiers.hbm import PagePool
 from tierstore.transfer import Transfer
 from tierstore.types import Hint, Loaded, Promise
 from tierstore_connectors.base import Connector, Hit
+from tierstore_connectors.common.handover import BOTH, Role
 
 _CONNECT_S = 2.0  # that opening waits for a daemon
 
@@ -122,6 +123,10 @@ class StoreConnector(Connector):
     def lookup(self, prompt: Prompt, *, max_tokens: int | None = None) -> Hit:
         return self.store.lookup(prompt, max_tokens=max_tokens)
 
+    @property
+    def shared(self) -> bool:
+        return self.store.backend.reserve_bytes > 0
+
     def expect(self, prompt: Prompt, promise: Promise) -> Transfer[None]:
         return self.store.expect(prompt, promise)
 
@@ -207,6 +212,10 @@ class GroupedConnector(Connector):
     def lookup(self, prompt: Prompt, *, max_tokens: int | None = None) -> Hit:
         return self.store.lookup(prompt, max_tokens=max_tokens)
 
+    @property
+    def shared(self) -> bool:
+        return all(store.backend.reserve_bytes > 0 for store in self.store.stores)
+
     def expect(self, prompt: Prompt, promise: Promise) -> Transfer[None]:
         return self.store.expect(prompt, promise)
 
@@ -282,14 +291,18 @@ def open_connector(
     device: str = "cpu",
     model_name: str = "",
     mounts: Sequence[MountedPack] = (),
+    role: Role = BOTH,
 ) -> Connector:
     """A page pool of ``pool_pages`` pages on ``device`` (a pool for each layer group: as many numbers as the
-    spec has groups) and the connector to ``store``: the address of a
-    daemon (``ipc://PATH``, ``tcp://HOST:PORT``), a directory for an embedded store, or None to compute
-    without one. ``model_name`` is what people call the model, ``mounts`` are packs to find pages in, too.
-    Raises what :func:`tierstore.open` and :func:`tierstore.connect` raise."""
+    spec has groups) and the connector to ``store``: the address of a daemon (``ipc://PATH``,
+    ``tcp://HOST:PORT``), a directory for an embedded store, or None to compute without one. ``model_name`` is
+    what people call the model, ``mounts`` are packs to find pages in, too. ``role`` is what it does with
+    pages that it shares with other engines, through a daemon. Raises what :func:`tierstore.open` and
+    :func:`tierstore.connect` raise."""
     if mounts and store is None:
         raise UsageError("a mounted pack stands behind a store: say which")
+    if role != BOTH and "://" not in (store or ""):
+        raise UsageError("a kv_role is for engines that share a daemon: give its address as the store")
     counts = [pool_pages] if isinstance(pool_pages, int) else list(pool_pages)
     parts = spec.split()
     if len(counts) != len(parts):
@@ -302,7 +315,13 @@ def open_connector(
             raise UsageError("packs are mounted for models of one layer group only")
         if "://" in store:
             connected = tierstore.connect_groups(
-                store, spec, identity=identity, pools=pools, model_name=model_name
+                store,
+                spec,
+                identity=identity,
+                pools=pools,
+                model_name=model_name,
+                loads=role.loads,
+                saves=role.saves,
             )
             connected.wait_connected(_CONNECT_S)
             return GroupedConnector(connected)
@@ -314,7 +333,14 @@ def open_connector(
     [pool] = pools
     if "://" in store:
         single = tierstore.connect(
-            store, spec, identity=identity, pool=pool, model_name=model_name, mounts=mounts
+            store,
+            spec,
+            identity=identity,
+            pool=pool,
+            model_name=model_name,
+            loads=role.loads,
+            saves=role.saves,
+            mounts=mounts,
         )
         single.wait_connected(_CONNECT_S)  # or not: then the engine starts with misses
         return StoreConnector(single)

@@ -25,6 +25,7 @@ from tierstore.tiers.device_pool import DevicePool, pages_that_fit
 from tierstore.tiers.hbm import PagePool
 from tierstore.units import format_size
 from tierstore_connectors.bundled import open_connector
+from tierstore_connectors.common.handover import BOTH, Role
 from tierstore_engine.attention.base import CPU_ONLY, make_attention
 from tierstore_engine.attention.cuda import CudaAttention
 from tierstore_engine.checkpoint import read_config
@@ -147,10 +148,11 @@ def build_engine(
     drafter: Drafter | None = None,
     model_name: str = "",
     mounts: Sequence[MountedPack] = (),
+    role: Role = BOTH,
 ) -> Engine:
     """An engine over a pool of ``pool_pages`` pages (None, on a GPU only: what its free memory holds), and
     over the store at ``store`` (None: without one). ``model_name`` is what people call the model, ``mounts``
-    are packs to find pages in, too.
+    are packs to find pages in, too; ``role`` is what it does with pages that it shares with other engines.
 
     Raises :class:`UsageError` for sizes that cannot work and
     :class:`~tierstore.errors.StoreUnavailableError` for a store that cannot be opened.
@@ -173,6 +175,7 @@ def build_engine(
         device=model.device,
         model_name=model_name,
         mounts=mounts,
+        role=role,
     )
     runner = make_runner(model, connector.pools, settings)
     return Engine(runner, model.tokenizer, connector, settings, drafter=drafter)

@@ -128,6 +128,9 @@ def serve(
     store: Annotated[
         str | None, typer.Option(help="Store directory, or a daemon's address; without one nothing is kept")
     ] = None,
+    kv_role: Annotated[
+        str, typer.Option(help="With a daemon: kv_both|kv_producer (saves only)|kv_consumer (loads only)")
+    ] = "kv_both",
     host_bytes: Annotated[str, typer.Option(help="Capacity of the store's host tier")] = "1GiB",
     disk_bytes: Annotated[str, typer.Option(help="Capacity of the store's disk tier")] = "10GiB",
     hbm_bytes: Annotated[
@@ -172,6 +175,7 @@ def serve(
     pack_signer: PackSigner = None,
 ) -> None:
     """Serve OpenAI's API over HTTP, until SIGTERM."""
+    from tierstore_connectors.common.handover import Role
     from tierstore_engine.server.run import ServeOptions, run
     from tierstore_engine.server.settings import ServerSettings
     from tierstore_engine.settings import EngineSettings
@@ -212,6 +216,7 @@ def serve(
         draft=draft,
         draft_tokens=draft_tokens,
         mounts=_mounted(mount, pack_signer),
+        role=Role.parse(kv_role),
     )
     run(options)
 

@@ -341,7 +341,8 @@ class PageKeeper:
         self._drop_sides(sequence.sides)
         if saving is not None and not saving.done:
             self._parking.append(saving)
-        sequence.submitted_tokens = min(sequence.saved_pages, full) * self._chunk if self.keeps else 0
+        submitted = min(sequence.saved_pages, full) if self.connector.shared else 0
+        sequence.submitted_tokens = submitted * self._chunk
         self._release(sequence.pages)
         sequence.pages, sequence.sides = [], []
         sequence.arriving = False

@@ -74,7 +74,8 @@ class RemoteLease(Lease):
 class RemoteBackend:
     """A daemon's, over one connection. Thread-safe. ``patience_s`` is the longest that a verb without a
     deadline of its own waits for an answer; ``verify``: pages of the
-    arena are compared with their checksums. ``reach`` is :meth:`~tierstore.tiers.pinned.Reach.share` of the
+    arena are compared with their checksums. Without ``loads`` or ``saves`` it finds, or keeps, nothing.
+    ``reach`` is :meth:`~tierstore.tiers.pinned.Reach.share` of the
     device that pages of the arena are copied to; ``clock`` is compared with the ends of leases."""
 
     def __init__(
@@ -85,11 +86,14 @@ class RemoteBackend:
         patience_s: float,
         reach: Callable[[Pin], None] | None = None,
         verify: bool = False,
+        loads: bool = True,
+        saves: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.page_bytes = registration.page_bytes
         self._model_name = registration.model_name
         self._verify = verify
+        self._loads, self._saves = loads, saves
         self.connection = Connection(address, [registration], patience_s=patience_s, reach=reach)
         self._patience_s = patience_s
         self._clock = clock
@@ -111,7 +115,7 @@ class RemoteBackend:
     @property
     def reserve_bytes(self) -> int:
         session = self.connection.session
-        return session.reserve_bytes if session is not None else 0
+        return session.reserve_bytes if session is not None and self._saves else 0
 
     # -- identities and prompts ----------------------------------------------------------------------
 
@@ -140,6 +144,8 @@ class RemoteBackend:
     def find(
         self, request: LookupRequest, *, patience_s: float, caller_receives: bool = False
     ) -> Transfer[Lease | None]:
+        if not self._loads:
+            return Transfer.completed(None)
         registering = self._registering(request.identity, request.chunk_tokens)
         if registering is None:
             return self._find(request, patience_s, caller_receives)
@@ -209,7 +215,7 @@ class RemoteBackend:
 
     def expect(self, request: LookupRequest, *, wait_s: float) -> Transfer[None]:
         wait_s = min(wait_s, messages.MOST_EXPECT_S)
-        if wait_s <= 0 or self.connection.session is None:
+        if wait_s <= 0 or not self._loads or self.connection.session is None:
             return Transfer.completed(None)
         # Its own end: a request that ends unanswered is a sign that the daemon is not well.
         transfer: Transfer[None] = Transfer(lambda _: None, pages=0, nbytes=0, deadline_s=wait_s)
@@ -323,7 +329,7 @@ class RemoteBackend:
     @property
     def remote(self) -> bool:
         session = self.connection.session
-        return session is not None and session.cluster
+        return session is not None and session.cluster and self._loads
 
     def bring(self, request: LookupRequest, first: int, count: int, *, wait_s: float) -> Transfer[int]:
         session = self._session_for(request)

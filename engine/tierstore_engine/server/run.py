@@ -14,6 +14,7 @@ from tierstore.errors import TierStoreError, UsageError
 from tierstore.packs import MountedPack
 from tierstore.spec import KVSpec
 from tierstore.units import format_size
+from tierstore_connectors.common.handover import BOTH, Role
 from tierstore_engine.build import (
     LoadedModel,
     OpenModel,
@@ -58,6 +59,7 @@ class ServeOptions:
     draft: str | None
     draft_tokens: int
     mounts: tuple[MountedPack, ...] = ()
+    role: Role = BOTH
 
 
 def run(options: ServeOptions, *, err: TextIO | None = None) -> None:
@@ -99,6 +101,7 @@ def _build(options: ServeOptions, opened: OpenModel, pages: int | None) -> Engin
             drafter=drafter,
             model_name=options.server.model_name,
             mounts=options.mounts,
+            role=options.role,
         )
     except TierStoreError:
         if drafter is not None:

@@ -17,6 +17,7 @@ pytest.importorskip("uvicorn")
 
 import httpx
 
+from tierstore_connectors.common.handover import Role
 from tierstore_engine.build import LoadedModel, build_engine
 from tierstore_engine.engine import Engine
 from tierstore_engine.settings import EngineSettings
@@ -44,9 +45,11 @@ def pair(tiny: LoadedModel, daemon: DaemonProcess, serve: Callable[..., Live]) -
     return serve(engine_over(tiny, daemon.url)), serve(engine_over(tiny, daemon.url))
 
 
-def engine_over(model: LoadedModel, url: str) -> Engine:
+def engine_over(model: LoadedModel, url: str, role: str = "kv_both") -> Engine:
     settings = EngineSettings(prefill_chunk=64, plan="load")
-    engine = build_engine(model, pool_pages=128, store=url, chunk_tokens=CHUNK, settings=settings)
+    engine = build_engine(
+        model, pool_pages=128, store=url, chunk_tokens=CHUNK, settings=settings, role=Role.parse(role)
+    )
     assert engine.connector.store.wait_connected(WAIT_S)  # type: ignore[attr-defined]
     return engine
 
@@ -194,9 +197,9 @@ def test_a_daemon_that_is_killed_ends_the_wait(
     daemon.kill()
     check_same(waiting.answer(), expected)
     assert time.monotonic() - waiting.began < 10
-    # Without a daemon nothing is promised, and nothing is waited for.
+    # Without a daemon nothing is promised.
     answer = ask(decode, prompt, max_tokens=1, kv_transfer_params=ASKS)
-    check_same(ask(decode, prompt, kv_transfer_params=answer["kv_transfer_params"]), expected)
+    assert answer["kv_transfer_params"] == promise(0, until_s=1.0)
 
 
 def test_a_client_that_hangs_up_while_pages_are_waited_for(
@@ -223,6 +226,31 @@ def test_nothing_is_held_behind_the_answer(pair: tuple[Live, Live], daemon: Daem
 
     wait_for(free)
     assert daemon.stats().store.counters["saved_pages"] >= 4 * (WHOLE // CHUNK)
+
+
+def test_a_save_only_and_a_load_only_engine(
+    tiny: LoadedModel, daemon: DaemonProcess, serve: Callable[..., Live], alone: Live
+) -> None:
+    producer = serve(engine_over(tiny, daemon.url, "kv_producer"))
+    consumer = serve(engine_over(tiny, daemon.url, "kv_consumer"))
+    prompt, own = a_prompt(80), a_prompt(81)
+    first = ask(producer, prompt, max_tokens=1, kv_transfer_params=ASKS)
+    assert first["kv_transfer_params"] == promise(until_s=1.0)
+    second = ask(consumer, prompt, kv_transfer_params=first["kv_transfer_params"])
+    assert cached(second) >= WHOLE
+    check_same(second, ask(alone, prompt))
+    # The one puts nothing in and promises nothing, and keeps what it computes in its own pool …
+    saved = daemon.stats().store.counters["saved_pages"]
+    nothing = ask(consumer, own, max_tokens=1, kv_transfer_params=ASKS)
+    assert nothing["kv_transfer_params"] == promise(0, until_s=1.0)
+    assert cached(ask(consumer, own)) >= WHOLE
+    assert daemon.stats().store.counters["saved_pages"] == saved
+    # … and the other takes nothing out, but finds what its own pool has.
+    ask(producer, own, max_tokens=1)
+    assert cached(ask(producer, own)) >= WHOLE
+    producer.server.engine.post(lambda engine: engine.connector.evict(128))
+    assert cached(ask(producer, own)) == 0
+    assert cached(ask(consumer, own)) >= WHOLE
 
 
 def test_the_engine_that_computes_is_killed_in_the_middle(

@@ -90,6 +90,9 @@ def test_sigterm_cuts_off_what_takes_too_long(process: Callable[..., Process]) -
         (("--model", "tiny", "--max-body-bytes", "1"), 2, "at least 1 KiB"),
         (("--model", "tiny", "--chat-template", "gone.jinja"), 1, "cannot read gone.jinja"),
         (("--model", "tiny", "--draft", "magic"), 2, "magic"),
+        (("--model", "tiny", "--kv-role", "both"), 2, "kv_role is one of kv_both"),
+        (("--model", "tiny", "--kv-role", "kv_producer"), 2, "engines that share a daemon"),
+        (("--model", "tiny", "--handover-s", "11"), 2, "between 0 and 10"),
     ],
 )
 def test_mistakes(
