@@ -14,7 +14,8 @@ left. A node absorbs its best child for as long as that makes it better.
 **Ageing.** A request is *overtaken* while something is computed that first come, first served would have put
 behind it. Each counts the seconds for which it was, and nothing overtakes it that takes longer than what is
 left of ``bound_s``. Whatever else is computed before it, first come, first served computes before it as well:
-so no request waits more than ``bound_s`` longer than it would have. A deadline lowers what is left.
+so no request waits more than ``bound_s`` longer than it would have (beside what more urgent requests take
+that come meanwhile). A deadline lowers what is left.
 
 **Priorities** are classes: a lower number comes first, and "first come" is by class and then by age.
 """
