@@ -16,6 +16,7 @@ from tierstore.planner import Plan
 from tierstore.spec import KVSpec
 from tierstore.stats import StoreStats
 from tierstore.tiers.hbm import PagePool
+from tierstore.tiers.two_level import bytes_for, open_group_pools
 from tierstore.transfer import Transfer
 from tierstore.types import Hint, Loaded, Promise
 from tierstore_connectors.base import Connector, Hit
@@ -257,7 +258,7 @@ class GroupedConnector(Connector):
         self.store.finish(session)
 
     def allocate(self, count: int, *, group: int = 0) -> list[int] | None:
-        return self.store.stores[group].allocate_hbm(count)
+        return self.store.allocate_hbm(count, group=group)
 
     def release(self, pages: Sequence[int], *, group: int = 0) -> None:
         self.store.stores[group].release_hbm(pages)
@@ -266,7 +267,7 @@ class GroupedConnector(Connector):
         return self.store.stores[group].evict("hbm", count)
 
     def available(self, *, group: int = 0) -> int:
-        return self.store.stores[group].available_hbm()
+        return self.store.available_hbm(group=group)
 
     def stats(self) -> StoreStats | None:
         return self.store.stats()
@@ -293,12 +294,12 @@ def open_connector(
     mounts: Sequence[MountedPack] = (),
     role: Role = BOTH,
 ) -> Connector:
-    """A page pool of ``pool_pages`` pages on ``device`` (a pool for each layer group: as many numbers as the
-    spec has groups) and the connector to ``store``: the address of a daemon (``ipc://PATH``,
-    ``tcp://HOST:PORT``), a directory for an embedded store, or None to compute without one. ``model_name`` is
-    what people call the model, ``mounts`` are packs to find pages in, too. ``role`` is what it does with
-    pages that it shares with other engines, through a daemon. Raises what :func:`tierstore.open` and
-    :func:`tierstore.connect` raise."""
+    """A page pool of ``pool_pages`` pages on ``device`` (where the spec has several layer groups, as many
+    numbers, and one memory in which so many pages of each find room at a time) and the connector to
+    ``store``: the address of a daemon (``ipc://PATH``, ``tcp://HOST:PORT``), a directory for an embedded
+    store, or None to compute without one. ``model_name`` is what people call the model, ``mounts`` are
+    packs to find pages in, too. ``role`` is what it does with pages that it shares with other engines,
+    through a daemon. Raises what :func:`tierstore.open` and :func:`tierstore.connect` raise."""
     if mounts and store is None:
         raise UsageError("a mounted pack stands behind a store: say which")
     if role != BOTH and "://" not in (store or ""):
@@ -307,7 +308,11 @@ def open_connector(
     parts = spec.split()
     if len(counts) != len(parts):
         raise UsageError(f"the model has {len(parts)} layer groups, and there are {len(counts)} pool sizes")
-    pools = [open_pool(part, count, device=device) for part, count in zip(parts, counts, strict=True)]
+    pools: Sequence[PagePool]
+    if len(parts) > 1 and device == "cpu":
+        pools = open_group_pools(parts, bytes_for(parts, counts))
+    else:
+        pools = [open_pool(part, count, device=device) for part, count in zip(parts, counts, strict=True)]
     if store is None:
         return NoStore(pools, identity)
     if len(pools) > 1 or GroupRule.of(spec.groups[0]).past is Past.STATE:

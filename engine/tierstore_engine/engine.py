@@ -19,6 +19,7 @@ import torch
 from tierstore.errors import TierStoreError, UsageError
 from tierstore.groups import Past
 from tierstore.retention import checkpoint_tokens
+from tierstore.tiers.two_level import fits
 from tierstore.types import Hint, Promise, checked_session
 from tierstore_connectors.base import Connector
 from tierstore_engine.batch import build_step, finishing
@@ -648,14 +649,16 @@ class Engine:
         return checkpoint_tokens(self.model.config.kv_spec(chunk_tokens=chunk_tokens))
 
     def _check_sides(self, tokens: int, *, sequences: int = 1) -> None:
-        """Raises :class:`RequestError` where a layer group beside the first has no room for so many."""
-        for pool, peak in zip(self.connector.pools[1:], self._keeper.side_peaks(tokens), strict=True):
-            if sequences * peak > pool.num_pages:
-                kind = pool.spec.groups[0].kind.value
-                raise RequestError(
-                    f"{tokens} tokens need {sequences * peak} pages of the {kind} layers at a time, but "
-                    f"their pool has {pool.num_pages}"
-                )
+        """Raises :class:`RequestError` where the pools have no room for so many, in all layer groups."""
+        peaks = self._keeper.side_peaks(tokens)
+        counts = [self._keeper.pages_for(tokens), *peaks]
+        if peaks and not fits(self.connector.pools, [sequences * count for count in counts]):
+            kinds = [pool.spec.groups[0].kind.value for pool in self.connector.pools]
+            needed = ", ".join(f"{sequences * n} of {kind}" for n, kind in zip(counts, kinds, strict=True))
+            raise RequestError(
+                f"{tokens} tokens need pages of every kind at a time ({needed}), and the pool has no "
+                "room for them"
+            )
 
     def _max_tokens(self, prompt_tokens: int, new_tokens: int) -> int:
         return min(prompt_tokens + new_tokens, self.model.config.max_positions)

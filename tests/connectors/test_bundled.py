@@ -79,9 +79,25 @@ def test_each_layer_group_has_a_pool_and_a_rule():
     assert connector.rules == (GroupRule.all(), GroupRule.window(39))
     pages = connector.allocate(5, group=1)
     assert pages == [0, 1, 2, 3, 4]
-    assert (connector.available(group=1), connector.available()) == (1, 4)
+    assert (connector.available(group=1), connector.available()) == (3, 6)  # one memory: a page is two
     connector.release(pages, group=1)
-    assert connector.available(group=1) == 6
+    assert (connector.available(group=1), connector.available()) == (8, 16)
+    connector.close()
+
+
+def test_idle_pages_of_one_layer_group_make_room_for_another(tmp_path):
+    connector = open_connector(
+        GROUPS, Identity.of(GROUPS, model="m"), pool_pages=(4, 6), store=str(tmp_path), host_bytes=1 << 20
+    )
+    everything = connector.allocate(16)
+    connector.save(connector.prompt(range(16 * 16)), everything, first=0).wait(10)
+    assert connector.available(group=1) == 0
+    connector.release(everything)
+    assert connector.available(group=1) == 8
+    assert len(connector.allocate(3, group=1)) == 3
+    assert connector.available() == 10
+    assert connector.store.stats().tiers["hbm"].used_bytes <= connector.pools[0].large.nbytes
+    connector.store.check()
     connector.close()
 
 
@@ -107,7 +123,7 @@ def test_a_model_of_several_layer_groups_goes_on_from_its_save_points(spec, tmp_
         connector.pools[group].array[pages] = 7 + group
         connector.save(prompt, pages, first=chunks.start, group=group).wait(10)
         connector.release(pages, group=group)
-        assert connector.available(group=group) == 12
+        assert connector.available(group=group) == connector.pools[group].num_pages
     hit = connector.lookup(connector.prompt([*TOKENS[:65], 1]))
     assert hit.tokens == hit.branch == 64
     loaded = connector.load(hit).wait(10)

@@ -85,6 +85,9 @@ class Engines:
         """Close all of them."""
         while self._open:
             engine = self._open.pop()
+            if engine.connector.keeps:
+                assert engine.connector.store.flush(30)
+                engine.connector.store.check()
             if not engine.has_work:
                 for group, pool in enumerate(engine.connector.pools):
                     assert engine.connector.available(group=group) == pool.num_pages
@@ -175,10 +178,10 @@ def test_requests_side_by_side_with_a_common_beginning(pair, engines):
 
 
 def test_requests_that_give_way_come_back(pair, engines):
-    engine = engines(pair.grouped, pages=(24, 14), max_sequences=8)
+    engine = engines(pair.grouped, pages=(24, 10), max_sequences=8)
     whole = engines(pair.whole, store=False)
-    prompts = [prompt(120 + 7 * seed, seed=seed) for seed in range(5)]
-    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    prompts = [prompt(120 + 7 * seed, seed=seed) for seed in range(4)]
+    params = SamplingParams(max_new_tokens=170, ignore_eos=True)
     got, expected = engine.generate(prompts, params), whole.generate(prompts, params)
     assert [one.tokens for one in got] == [other.tokens for other in expected]
     assert engine.stats().preemptions
@@ -205,7 +208,7 @@ def test_forks_and_beams_share_windows(pair, engines):
 
 
 def test_a_pool_without_room_for_a_window_is_refused_at_once(pair, engines):
-    engine = engines(pair.grouped, store=False, pages=(64, 4))
+    engine = engines(pair.grouped, store=False, pages=(16, 3))
     with pytest.raises(RequestError, match="sliding_window"):
         engine.add(prompt(200), GREEDY)
 

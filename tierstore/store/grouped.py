@@ -46,6 +46,8 @@ from tierstore.stats import StoreStats
 from tierstore.store.hit import Hit
 from tierstore.store.store import Store, lookup_all
 from tierstore.tiers.hbm import PagePool
+from tierstore.tiers.two_level import GroupPool
+from tierstore.tiers.two_level import check as check_pools
 from tierstore.transfer import Transfer, TransferState
 from tierstore.types import GroupPages, Hint, Loaded, Promise
 
@@ -512,8 +514,60 @@ class GroupedStore:
     # -- room in HBM ---------------------------------------------------------------------------------
 
     def allocate_hbm(self, count: int, *, group: int = 0) -> list[int] | None:
-        """``count`` private pages of a group's pool, evicting cached ones; None when they cannot be had."""
-        return self.stores[group].allocate_hbm(count)
+        """``count`` private pages of a group's pool, evicting cached ones; None when they cannot be had.
+        Where the groups share a memory, those leave of whichever has most that nobody uses."""
+        while True:
+            made = self._make_room(group, count)
+            pages = self.stores[group].allocate_hbm(count)
+            if pages is not None or not made:
+                return pages
+
+    def available_hbm(self, *, group: int = 0) -> int:
+        """Pages that :meth:`allocate_hbm` could find for a group: free ones and cached ones that may leave,
+        of the others as far as they make up whole large pages."""
+        pool = self.pools[group]
+        available = self.stores[group].available_hbm()
+        if isinstance(pool, GroupPool):
+            for other, shared in enumerate(self.pools):
+                if other != group and isinstance(shared, GroupPool):
+                    idle = self._idle(other)
+                    whole = shared.large_pages if idle == shared.used_pages else idle // shared.per_large
+                    available += whole * pool.per_large
+        return available
+
+    def _make_room(self, group: int, count: int) -> bool:
+        """Have the other groups give large pages back, as long as one of them has more idle bytes than
+        ``group`` has. Whether any came free."""
+        pool, made = self.pools[group], False
+        if not isinstance(pool, GroupPool):
+            return False
+        others = [other for other in range(len(self.pools)) if other != group]
+        while others and pool.free_pages < count:
+            idle = {other: self._idle(other) * self.pools[other].spec.page_bytes for other in others}
+            donor = max(idle, key=lambda other: idle[other])
+            if idle[donor] <= self._idle(group) * pool.spec.page_bytes or not self._empty_one(donor):
+                break
+            made = True
+        return made
+
+    def make_room_for(self, parts: Sequence[_Part]) -> None:
+        """A load takes pages one by one, of its own group's: have the others make room for it first."""
+        for part in parts if isinstance(self.stores[0].pool, GroupPool) else ():
+            self._make_room(part.group, sum(pages for tier, pages in part.runs() if tier != Tier.HBM.label))
+
+    def _idle(self, group: int) -> int:
+        """Cached pages of a group that nobody uses."""
+        return self.stores[group].available_hbm() - self.pools[group].free_pages
+
+    def _empty_one(self, group: int) -> bool:
+        """Let cached pages of a group leave until a large page of it is empty."""
+        pool = self.pools[group]
+        assert isinstance(pool, GroupPool)
+        before = pool.large.free
+        while self.stores[group].evict(Tier.HBM.label, pool.per_large):
+            if pool.large.free > before:
+                return True
+        return False
 
     def release_hbm(self, hbm_pages: Sequence[int], *, group: int = 0) -> None:
         """The caller is done with these pages (once for each time it came to own one)."""
@@ -525,12 +579,15 @@ class GroupedStore:
         """The first group's, with the HBM of all and what is open in any. Those of each group are its
         store's."""
         each = [store.stats() for store in self.stores]
+        shared = self.stores[0].pool
         hbm = [stats.tiers[Tier.HBM.label] for stats in each if Tier.HBM.label in stats.tiers]
         tiers = dict(each[0].tiers)
         if hbm:
             tiers[Tier.HBM.label] = replace(
                 hbm[0],
-                capacity_bytes=sum(tier.capacity_bytes for tier in hbm),
+                capacity_bytes=shared.large.nbytes
+                if isinstance(shared, GroupPool)
+                else sum(tier.capacity_bytes for tier in hbm),
                 used_bytes=sum(tier.used_bytes for tier in hbm),
                 pages=sum(tier.pages for tier in hbm),
                 leased_pages=sum(tier.leased_pages for tier in hbm),
@@ -541,6 +598,9 @@ class GroupedStore:
         """Assert that everything that is counted twice agrees, in every group."""
         for store in self.stores:
             store.check()
+        shared = [store.pool for store in self.stores if isinstance(store.pool, GroupPool)]
+        if shared:
+            check_pools(shared)
 
     def wait_connected(self, timeout: float | None = None) -> bool:
         """Wait until the backend answers for every group; False when ``timeout`` seconds pass first."""
@@ -577,6 +637,7 @@ class _Load:
 
     def start(self, deadline_s: float | None, *, last: bool) -> Transfer[Loaded]:
         ends = self.stop == self.hit.num_pages
+        self.store.make_room_for(self.hit.parts)
         try:
             for part in self.hit.parts:
                 store = self.store.stores[part.group]

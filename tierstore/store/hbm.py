@@ -287,7 +287,7 @@ class HbmTier:
         if self.pool is None:
             return {}
         page_bytes, total = self.pool.spec.page_bytes, self.pool.num_pages
-        used = (total - self.pool.free_pages) * page_bytes
+        used = self.pool.used_pages * page_bytes
         pages, leased = self.index.copies[Tier.HBM], self.index.leases[Tier.HBM]
         return {Tier.HBM.label: TierStats(total * page_bytes, used, pages, leased)}
 

@@ -106,6 +106,11 @@ class PagePool:
     def free_pages(self) -> int:
         return len(self._free)
 
+    @property
+    def used_pages(self) -> int:
+        """Pages that are allocated."""
+        return self.num_pages - self.free_pages
+
     def allocate(self, count: int) -> list[int] | None:
         """``count`` pages, lowest first where possible, or None if fewer are free."""
         if count > len(self._free):

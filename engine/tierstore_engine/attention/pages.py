@@ -98,7 +98,7 @@ class _QuantisedPages(KVPages):
     def _codes(self, layer: int, plane: int) -> torch.Tensor:
         """uint8 ``[num_pages, kv_heads, chunk_tokens, bytes]``"""
         first = self._spec.tile(layer, plane, 0)
-        page, tile, chunk = self._spec.page_bytes, first.nbytes, self._spec.chunk_tokens
+        page, tile, chunk = self._memory.stride(0), first.nbytes, self._spec.chunk_tokens
         shape = (len(self._memory), self._heads, chunk, tile // chunk)
         return self._memory.as_strided(shape, (page, tile, tile // chunk, 1), first.start)
 
@@ -107,4 +107,4 @@ class _QuantisedPages(KVPages):
         memory, chunk = self._memory.view(torch.bfloat16), self._spec.chunk_tokens
         start = self._spec.scales(layer, plane, 0).start // SCALE_BYTES
         shape = (len(memory), self._heads, chunk)
-        return memory.as_strided(shape, (memory.shape[1], chunk, 1), start)
+        return memory.as_strided(shape, (memory.stride(0), chunk, 1), start)
