@@ -14,6 +14,7 @@ See ``docs/architecture.md`` for how it is built.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from tierstore.arguments import seconds, text, whole_number
 from tierstore.backend import Backend, Registration
 from tierstore.client.backend import RemoteBackend
 from tierstore.client.handshake import Address, CurveKeys
+from tierstore.codec import NONE, identity_codec, lossy_name
 from tierstore.core.backend import LocalBackend, open_core
 from tierstore.core.core import MOVER_THREADS
 from tierstore.core.health import STALL_S
@@ -87,6 +89,7 @@ def open(
     host_bytes: int = DEFAULT_HOST_BYTES,
     disk_bytes: int = DEFAULT_DISK_BYTES,
     disk_write_budget: int = 0,
+    disk_codec: str = NONE,
     inline_bytes: int = 16 * KIB,
     policy: str = DEFAULT_POLICY,
     lease_s: float = 60.0,
@@ -102,6 +105,8 @@ def open(
     wherever weights, adapters or tenants can differ. ``lease_s`` is how long a hit holds its pages.
     ``policy`` is one of ``tierstore.policy.POLICIES`` and says who leaves a full tier first.
     ``disk_write_budget`` is how many bytes of pages a day may be written to disk (0: any number).
+    ``disk_codec`` is how pages are kept there: ``none``, ``lossless``, ``zstd``, or, not bit for bit,
+    ``fp8``, ``int8``, ``int4`` (:mod:`tierstore.codec`). A lossy one is part of the store's identity.
     ``mounts`` are packs to find pages in, too (:func:`tierstore.packs.mount`).
     A disk that has not answered a call for ``stall_s`` seconds is not waited for any more, until it does.
 
@@ -109,6 +114,9 @@ def open(
     :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
     """
     check_pool(pool, spec)
+    if lossy := lossy_name(disk_codec):
+        identity = identity or Identity.of(spec, model="default")
+        identity = replace(identity, codec=identity_codec(identity.codec, lossy))
     _check_mounts(mounts, identity or Identity.of(spec, model="default"))
     core = open_core(
         path,
@@ -116,6 +124,7 @@ def open(
         host_bytes=host_bytes,
         disk_bytes=disk_bytes,
         disk_write_budget=disk_write_budget,
+        disk_codec=disk_codec,
         inline_bytes=inline_bytes,
         policy=policy,
         lease_s=lease_s,

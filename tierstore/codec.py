@@ -25,7 +25,7 @@ those of their channel were 1 % smaller on real KV, and would take the layout of
 >>> room = memoryview(bytearray(lossless.bound(len(page))))
 >>> stored = lossless.encode(page, room, layout="")
 >>> back = memoryview(bytearray(len(page)))
->>> lossless.decode(room[:stored], back, layout="") and back == page
+>>> lossless.decode(room[:stored], back) and back == page
 True
 """
 
@@ -70,7 +70,7 @@ class Codec(Protocol):
         """Write the page's encoded bytes to the beginning of ``room``. Returns how many, or 0 where this
         codec does not make the page smaller by a sixteenth, or is not for it. ``layout``: of its identity."""
 
-    def decode(self, encoded: memoryview, page: memoryview, layout: str) -> bool:
+    def decode(self, encoded: memoryview, page: memoryview) -> bool:
         """Fill ``page``. False for bytes that do not make a page of this size, whatever they are: nothing
         else is written, and nothing else is read."""
 
@@ -97,7 +97,7 @@ class Lossless:
         )
         return size if size <= page.nbytes * _WORTH else 0
 
-    def decode(self, encoded: memoryview, page: memoryview, layout: str) -> bool:
+    def decode(self, encoded: memoryview, page: memoryview) -> bool:
         if native.CODEC is None or not (encoded.nbytes and page.nbytes):
             return _decode_lossless(encoded, page)
         of = address_of(encoded, writable=False)
@@ -243,7 +243,7 @@ class Zstd:
             at += view.nbytes
         return stored
 
-    def decode(self, encoded: memoryview, page: memoryview, layout: str) -> bool:
+    def decode(self, encoded: memoryview, page: memoryview) -> bool:
         if encoded.nbytes < 5 or encoded[0] not in (2, 4):
             return False
         size, frame_bytes = encoded[0], int.from_bytes(encoded[1:5], "little")
@@ -331,6 +331,18 @@ def identity_codec(codec: str, lossy: str) -> str:
     'raw;disk=int8'
     """
     return codec + _LOSSY + lossy
+
+
+def is_lossy(number: int) -> bool:
+    """Whether what comes back of pages in records with this number is only close to what was saved."""
+    codec = by_number(number)
+    return codec is not None and codec.lossy
+
+
+def lossy_name(name: str) -> str | None:
+    """``name``, if it is that of a lossy codec."""
+    codec = by_name(name)
+    return name if codec is not None and codec.lossy else None
 
 
 def allowed(codec: Codec, identity: str) -> bool:

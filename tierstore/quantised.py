@@ -39,8 +39,30 @@ class _Shape:
     dtype: str
     groups: tuple[tuple[int, int], ...]
 
+    @classmethod
+    def read(cls, encoded: memoryview) -> _Shape | None:
+        """Of encoded bytes; None for those that no shape is in front of."""
+        if encoded.nbytes < 2 or encoded[0] >= len(_DTYPES):
+            return None
+        sizes = np.frombuffer(encoded[2 : 2 + 8 * encoded[1]], np.uint8)
+        if len(sizes) != 8 * encoded[1]:
+            return None
+        groups = sizes.view("<u4").reshape(-1, 2).tolist()
+        return cls(list(_DTYPES)[encoded[0]], tuple((count, numbers) for count, numbers in groups))
+
+    @property
+    def head(self) -> bytes:
+        """What stands before encoded bytes, so that they can be decoded without knowing whose they are."""
+        sizes = np.array(self.groups, "<u4").tobytes()
+        return bytes([list(_DTYPES).index(self.dtype), len(self.groups)]) + sizes
+
+    @property
+    def page_bytes(self) -> int:
+        return sum(count * numbers for count, numbers in self.groups) * _DTYPES[self.dtype].itemsize
+
     def stored_bytes(self, bits: int) -> int:
-        return sum(count * (SCALE_BYTES + numbers * bits // 8) for count, numbers in self.groups)
+        vectors = (count * (SCALE_BYTES + numbers * bits // 8) for count, numbers in self.groups)
+        return 2 + 8 * len(self.groups) + sum(vectors)
 
 
 @lru_cache(maxsize=1024)
@@ -56,7 +78,8 @@ def _shape(layout: str) -> _Shape | None:
         (len(group.layers) * group.planes * group.kv_heads * spec.chunk_tokens, group.head_dim)
         for group in spec.groups
     )
-    return _Shape(spec.dtype, groups) if all(numbers % 2 == 0 for _, numbers in groups) else None
+    even = all(numbers % 2 == 0 for _, numbers in groups)
+    return _Shape(spec.dtype, groups) if even and len(groups) < 256 else None
 
 
 class Quantised:
@@ -80,7 +103,8 @@ class Quantised:
         size = shape.stored_bytes(self._bits)
         if size >= page.nbytes or room.nbytes < size:
             return 0
-        to = np.frombuffer(room[:size], np.uint8)
+        room[: len(shape.head)] = shape.head
+        to = np.frombuffer(room[:size], np.uint8)[len(shape.head) :]
         numbers = _floats(np.frombuffer(page, np.uint8), shape.dtype)
         for count, width in shape.groups:
             vectors, numbers = numbers[: count * width].reshape(count, width), numbers[count * width :]
@@ -94,13 +118,13 @@ class Quantised:
             to = to[codes.size :]
         return size
 
-    def decode(self, encoded: memoryview, page: memoryview, layout: str) -> bool:
-        shape = _shape(layout)
+    def decode(self, encoded: memoryview, page: memoryview) -> bool:
+        shape = _Shape.read(encoded)
         if shape is None or encoded.nbytes != shape.stored_bytes(self._bits):
             return False
-        if page.nbytes != sum(count * width for count, width in shape.groups) * _DTYPES[shape.dtype].itemsize:
+        if page.nbytes != shape.page_bytes:
             return False
-        of, to = np.frombuffer(encoded, np.uint8), np.frombuffer(page, np.uint8)
+        of, to = np.frombuffer(encoded, np.uint8)[len(shape.head) :], np.frombuffer(page, np.uint8)
         for count, width in shape.groups:
             scales = _floats(of[: count * SCALE_BYTES], "bfloat16")
             of = of[count * SCALE_BYTES :]

@@ -12,13 +12,28 @@ from tierstore_tools import codecs
 
 
 def test_a_small_run(tmp_path):
-    rows = codecs.run("tiny", 256, dtype="bfloat16", text=None, rounds=1, json=str(tmp_path / "out.json"))
+    rows = codecs.run(
+        "tiny",
+        256,
+        dtype="bfloat16",
+        text=None,
+        rounds=1,
+        json=str(tmp_path / "out.json"),
+        store=tmp_path,
+        hit_tokens=640,
+    )
     assert {row.way for row in rows} >= {"copy", "lz4", "zstd -1, bytes shuffled", "tierstore lossless"}
     assert all(row.ratio > 0.9 and math.isfinite(row.decode_gb_per_s) for row in rows)
     assert {row.way for row in rows if not row.exact} == {"tierstore fp8", "tierstore int8", "tierstore int4"}
     document = json.loads((tmp_path / "out.json").read_text())
     assert len(document["rows"]) == len(rows)
     assert document["entropy_ratio"] > 1.2
+    assert [(hit["codec"], hit["exact"]) for hit in document["hits"]] == [
+        ("none", True),
+        ("lossless", True),
+        ("zstd", True),
+    ]
+    assert [file.name for file in tmp_path.iterdir()] == ["out.json"]
 
 
 def test_a_document_without_a_page_is_refused():

@@ -43,6 +43,7 @@ def serve(
     disk: Annotated[Path | None, _option("disk", "DIR")] = None,
     disk_bytes: Annotated[str | None, _option("disk_bytes", "SIZE")] = None,
     disk_write_budget: Annotated[str | None, _option("disk_write_budget", "SIZE")] = None,
+    disk_codec: Annotated[str | None, _option("disk_codec", "NAME")] = None,
     page_bytes: Annotated[str | None, _option("page_bytes", "SIZE")] = None,
     policy: Annotated[str | None, _option("policy", "NAME")] = None,
     lease_s: Annotated[float | None, _option("lease_s", "SECONDS")] = None,

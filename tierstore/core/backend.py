@@ -38,6 +38,7 @@ from tierstore.backend import (
     Reservation,
     SaveHints,
 )
+from tierstore.codec import NONE
 from tierstore.core.arrivals import Waiter
 from tierstore.core.clients import Client, LocalLease, LocalReservation, Path, Refusal
 from tierstore.core.core import MOVER_THREADS, Core, open_tiers
@@ -1002,6 +1003,7 @@ def open_core(
     host_bytes: int,
     disk_bytes: int,
     disk_write_budget: int = 0,
+    disk_codec: str = NONE,
     inline_bytes: int = 16 * KIB,
     policy: str = DEFAULT_POLICY,
     lease_s: float = 60.0,
@@ -1034,6 +1036,7 @@ def open_core(
             capacity_bytes=disk_bytes,
             page_bytes=page_bytes,
             inline_bytes=whole_number("inline_bytes", inline_bytes, least=0),
+            codec=disk_codec,
             io=io,
             clock=clock,
         )

@@ -1,10 +1,10 @@
 """Moving pages on disk out of the way, while the store goes on.
 
-A move copies: payload read and verified, written to its new place, record changed in one transaction, the old
-place given up after that. A crash finds the page in one of the two places. Pages in use do not move; one that
-comes into use before its record is changed stays, and one that does so later keeps its old place until its
-lease ends. A disk that fails meanwhile is not our business: the move is abandoned, and whoever wants to write
-finds out.
+A move copies: payload read and verified (as it is, also where a codec keeps the page), written to its new
+place, record changed in one transaction, the old place given up after that. A crash finds the page in one of
+the two places. Pages in use do not move; one that comes into use before its record is changed stays, and one
+that does so later keeps its old place until its lease ends. A disk that fails meanwhile is not our business:
+the move is abandoned, and whoever wants to write finds out.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class DiskMoves:
         moved: list[tuple[PageRecord, int]] = []
         try:
             for record, view in self._read(records):
-                place = self._space.reserve_outside(record.nbytes)
+                place = self._space.reserve_outside(record.room)
                 if place is not None:
                     copies.append((replace(record, place=place), view))
             checksums = [record.checksum for record, _ in copies]
@@ -107,25 +107,25 @@ class DiskMoves:
             there = {record.serial for record, _ in moved}
             for record, _ in copies:
                 if record.serial not in there:
-                    self._disk.unreserve(record.place, record.nbytes)
+                    self._disk.unreserve(record.place, record.room)
         with self._state.lock:
             for record, place in moved:
                 self._moved(record, place)
         self._pages += len(moved)
-        self._bytes += sum(record.nbytes for record, _ in moved)
+        self._bytes += sum(record.payload_bytes for record, _ in moved)
         self.vacate()
 
     def _read(self, records: Sequence[PageRecord]) -> Iterator[tuple[PageRecord, memoryview]]:
         """The pages that are as they were saved. One that is damaged is as good as gone."""
-        total = sum(slot_bytes(record.nbytes) for record in records)
+        total = sum(slot_bytes(record.payload_bytes) for record in records)
         if self._memory is None or self._memory.nbytes < total:
             self._memory = Memory(total, shared=False)
         wanted = []
         start = 0
         for record in records:
-            wanted.append((record, self._memory.view(start, record.nbytes)))
-            start += slot_bytes(record.nbytes)
-        outcomes = self._disk.read(wanted).outcomes
+            wanted.append((record, self._memory.view(start, record.payload_bytes)))
+            start += slot_bytes(record.payload_bytes)
+        outcomes = self._disk.read(wanted, encoded=True).outcomes
         for page, outcome in zip(wanted, outcomes, strict=True):
             if outcome is PageRead.GOOD:
                 yield page
@@ -180,10 +180,10 @@ def _pieces(records: Sequence[PageRecord]) -> Iterator[list[PageRecord]]:
     piece: list[PageRecord] = []
     nbytes = 0
     for record in records:
-        if piece and nbytes + record.nbytes > _AT_ONCE:
+        if piece and nbytes + record.payload_bytes > _AT_ONCE:
             yield piece
             piece, nbytes = [], 0
         piece.append(record)
-        nbytes += slot_bytes(record.nbytes)
+        nbytes += slot_bytes(record.payload_bytes)
     if piece:
         yield piece

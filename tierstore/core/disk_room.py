@@ -29,11 +29,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from tierstore.codec import RAW
 from tierstore.core.disk_moves import DiskMoves
 from tierstore.core.state import StoreState
 from tierstore.core.write_queue import WriteQueue
 from tierstore.index import Page, Tier
 from tierstore.tiers.disk import DiskTier, PageRecord, PageTable
+from tierstore.tiers.disk.encoding import Encoded
 from tierstore.tiers.disk.space import Shortage
 from tierstore.tiers.slabs import slot_bytes
 
@@ -219,31 +221,35 @@ class DiskPlacement:
         self._disk = disk
         self._queue = queue
         self.room = DiskRoom(state, disk, commit)
+        self._usual: dict[int, int] = {}  # page bytes → the room that the last such page took
 
-    def give(self, batch: Sequence[Page]) -> list[Page]:
-        """Give each page of a batch its place on disk. Returns those that got one."""
+    def give(self, batch: Sequence[Page], encoded: Mapping[Page, Encoded]) -> list[Page]:
+        """Give each page of a batch its place on disk. Returns those that got one. ``encoded``: what is
+        written of some of them."""
         placed: list[Page] = []
         for start in range(0, len(batch), _AT_ONCE):
             some = batch[start : start + _AT_ONCE]
-            places = self._reserve_all(some) if self._state.health.writable else [None] * len(some)
+            rooms = [encoded[page].room if page in encoded else page.nbytes for page in some]
+            self._usual.update(zip((page.nbytes for page in some), rooms, strict=True))
+            places = self._reserve_all(rooms) if self._state.health.writable else [None] * len(some)
             with self._state.lock:
                 for page, place in zip(some, places, strict=True):
-                    if self._put_in_place(page, place):
+                    if self._put_in_place(page, place, encoded.get(page)):
                         placed.append(page)
                 self._state.changed.notify_all()  # some may have been given up
         return placed
 
-    def _put_in_place(self, page: Page, place: int | None) -> bool:
+    def _put_in_place(self, page: Page, place: int | None, encoded: Encoded | None) -> bool:
         # Only now: making room may have taken the parent.
         if place is not None and parent_on_disk(page) and page.copies[Tier.DISK] is None:
-            self._state.index.put_on_disk(page, self._record(page, place), ready=False, leases=1)
+            self._state.index.put_on_disk(page, self._record(page, place, encoded), ready=False, leases=1)
             return True
         if place is not None:
-            self._disk.unreserve(place, page.nbytes)
+            self._disk.unreserve(place, page.nbytes if encoded is None else encoded.room)
         self._queue.give_up(page)
         return False
 
-    def _record(self, page: Page, place: int) -> PageRecord:
+    def _record(self, page: Page, place: int, encoded: Encoded | None) -> PageRecord:
         parent = page.parent
         assert parent is not None
         if parent.parent is None and not parent.serial:
@@ -257,11 +263,14 @@ class DiskPlacement:
             nbytes=page.nbytes,
             place=place,
             created_s=time.time(),
+            checksum=0 if encoded is None else encoded.checksum,
+            codec=RAW if encoded is None else encoded.codec,
+            encoded_bytes=0 if encoded is None else encoded.nbytes,
         )
 
-    def _reserve_all(self, pages: Sequence[Page]) -> list[int | None]:
+    def _reserve_all(self, rooms: Sequence[int]) -> list[int | None]:
         places: list[int | None] = []
-        for nbytes, alike in itertools.groupby(page.nbytes for page in pages):
+        for nbytes, alike in itertools.groupby(rooms):
             count = len(list(alike))
             found = self._disk.reserve_many(nbytes, count)
             places += found
@@ -276,9 +285,13 @@ class DiskPlacement:
         return place
 
     def _waiting(self) -> Counter[int]:
-        """Page bytes → pages that have no place on disk yet."""
+        """Bytes → pages that have no place on disk yet, by what such pages usually take."""
         with self._state.lock:
-            return self._queue.unplaced()
+            unplaced = self._queue.unplaced()
+        rooms: Counter[int] = Counter()
+        for nbytes, pages in unplaced.items():
+            rooms[self._usual.get(nbytes, nbytes)] += pages
+        return rooms
 
 
 def parent_on_disk(page: Page) -> bool:

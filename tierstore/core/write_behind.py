@@ -25,6 +25,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
+from tierstore.codec import is_lossy
 from tierstore.core.disk_moves import MoveStats
 from tierstore.core.disk_room import DiskPlacement, parent_on_disk
 from tierstore.core.state import StoreState
@@ -32,6 +33,7 @@ from tierstore.core.write_queue import WriteQueue
 from tierstore.index import Page, Tier
 from tierstore.policy import NO_HINT
 from tierstore.tiers.disk import DiskTier, PageRecord, Removal
+from tierstore.tiers.disk.encoding import Encoded, PageBytes
 from tierstore.tiers.disk.io_threads import IOThreads
 from tierstore.tiers.disk.records import INLINE
 
@@ -65,6 +67,8 @@ class WriteBehind:
         self._state = state
         self._disk = disk
         self._batch_bytes = min(_BATCH_BYTES, queue_bytes // 4)
+        self._behind_bytes = queue_bytes // 2
+        self._encoded: dict[Page, Encoded] = {}  # what is written of pages under way; the writer's own
         self._commit_bytes = min(_COMMIT_BYTES, queue_bytes // 2)
         self._write_pool = IOThreads(
             _WRITES_AT_ONCE, name="tierstore-payloads"
@@ -153,6 +157,7 @@ class WriteBehind:
                     self._wait_for(writes[0], alone=full)
                     while writes and writes[0].over.done():
                         writes[0].over.result()
+                        self._forget_encoded(writes[0].pages)
                         written += writes.popleft().pages
                 elif written:
                     durable = self._make_durable(written)
@@ -166,6 +171,7 @@ class WriteBehind:
         finally:
             for write in writes:
                 write.over.exception()  # it holds on to the slots until it is over, however it goes
+            self._forget_encoded([*self._encoded])
             self._finish(durable)
         if self._housekeeping_due():
             self._commit([])
@@ -204,9 +210,31 @@ class WriteBehind:
             self._state.eviction.leaving.leave()
         before = len(under_way)
         under_way += batch
-        placed = self._placement.give(batch)
+        encoded = self._encode(batch)
+        placed = self._placement.give(batch, encoded)
         under_way[before:] = placed
+        self._encoded.update((page, encoded.pop(page)) for page in placed if page in encoded)
+        if self._disk.encoder is not None:
+            self._disk.encoder.give_back([*encoded.values()])
         return placed
+
+    def _encode(self, batch: Sequence[Page]) -> dict[Page, Encoded]:
+        """What to write instead of some of these pages. Nothing while more waits than there is time for."""
+        if self._disk.encoder is None:
+            return {}
+        with self._state.lock:
+            if self._queue.waiting_bytes > self._behind_bytes:
+                return {}
+            identities = self._state.identities
+            pages = [PageBytes(self._view(page), identities[page.identity], page.checksum) for page in batch]
+        encoded = self._disk.encoder.encode(pages)
+        return {page: one for page, one in zip(batch, encoded, strict=True) if one is not None}
+
+    def _forget_encoded(self, pages: Sequence[Page]) -> None:
+        """Their payloads have been written, or will not be."""
+        encoded = [self._encoded.pop(page) for page in pages if page in self._encoded]
+        if self._disk.encoder is not None:
+            self._disk.encoder.give_back(encoded)
 
     def _wait_for_work(self) -> None:
         """Until there is something to write, to try or to look at, or use times have waited long enough."""
@@ -250,7 +278,7 @@ class WriteBehind:
         with self._state.lock:
             for page in written:
                 assert page.record is not None
-                wrong = page.checksum is not None and page.checksum != page.record.checksum
+                wrong = page.checksum not in (None, page.record.checksum) and not is_lossy(page.record.codec)
                 if not wrong and parent_on_disk(page):
                     good.append(page)
                     continue
@@ -263,7 +291,11 @@ class WriteBehind:
     def _payloads(self, batch: Sequence[Page]) -> list[tuple[PageRecord, memoryview]]:
         """Each page's record and its bytes in the host tier, which the queue's lease keeps there."""
         with self._state.lock:
-            return [(page.record, self._view(page)) for page in batch if page.record is not None]
+            return [
+                (page.record, self._encoded[page].payload if page in self._encoded else self._view(page))
+                for page in batch
+                if page.record is not None
+            ]
 
     def _additions(self, batch: Sequence[Page]) -> list[tuple[PageRecord, memoryview | None]]:
         """The same for a commit, which writes only the bytes of inline pages."""
@@ -350,7 +382,9 @@ class WriteBehind:
         copy = page.copies[Tier.DISK]
         if copy is not None and not copy.ready:
             self._state.index.release_copy(page, Tier.DISK)
-            self._disk.unreserve(self._state.residency.unwrite(page), page.nbytes)
+            assert page.record is not None
+            room = page.record.room
+            self._disk.unreserve(self._state.residency.unwrite(page), room)
         self._queue.give_up(page)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import aiofiles
 
+from tierstore import codec
 from tierstore.errors import UsageError
 from tierstore.policy import DEFAULT_POLICY, POLICIES
 from tierstore.units import GIB, MIB, format_size, parse_size
@@ -51,6 +52,7 @@ HELP: Mapping[str, str] = {
     "disk": "The disk tier's directory (without one, pages live as long as the daemon)",
     "disk_bytes": "Cap on everything under that directory",
     "disk_write_budget": "Bytes of pages that may be written there a day (0: any number)",
+    "disk_codec": f"How pages are kept there: {', '.join(codec.NAMES)} (the last three: not bit for bit)",
     "page_bytes": "The size most pages will have: shares the disk out",
     "policy": f"Which page leaves a full tier next: {', '.join(POLICIES)}",
     "lease_s": "How long a lookup holds its pages",
@@ -96,6 +98,7 @@ class Settings:
     disk: Path | None = None
     disk_bytes: int = 100 * GIB
     disk_write_budget: int = 0
+    disk_codec: str = codec.NONE
     page_bytes: int = 1 * MIB
     policy: str = DEFAULT_POLICY
     lease_s: float = 60.0
@@ -134,6 +137,7 @@ class Settings:
             object.__setattr__(self, "reserve_bytes", reserve)
         choices: Mapping[str, Iterable[str]] = {
             "policy": POLICIES,
+            "disk_codec": codec.NAMES,
             "log_level": LOG_LEVELS,
             "log_format": LOG_FORMATS,
             "events_encoding": EVENT_ENCODINGS,
@@ -339,6 +343,7 @@ _PARSERS: Mapping[str, Callable[[object], object]] = {
     "disk": _path,
     "disk_bytes": _size,
     "disk_write_budget": _size,
+    "disk_codec": _text,
     "page_bytes": _size,
     "policy": _text,
     "lease_s": _number,

@@ -86,13 +86,28 @@ def codec(
         Path | None, typer.Option(help="Text to use instead of the standard library's sources")
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Repetitions; medians are reported")] = 5,
+    store: Annotated[
+        Path | None, typer.Option(help="Measure hits from disk as well, in stores under this directory")
+    ] = None,
+    hit_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompt that hits")] = 100_000,
     json: JsonOption = None,
 ) -> None:
     """Codecs over a model's KV pages: bytes, GB/s of encoding and decoding, beside general ones."""
     from tierstore_tools import codecs
 
+    if store is not None:
+        _make_writable(store)
     text = None if prompt_file is None else _read_text(prompt_file)
-    codecs.run(model, tokens, dtype=dtype, text=text, rounds=rounds, json=json)
+    codecs.run(
+        model,
+        tokens,
+        dtype=dtype,
+        text=text,
+        rounds=rounds,
+        json=json,
+        store=store,
+        hit_tokens=hit_tokens,
+    )
 
 
 @app.command()

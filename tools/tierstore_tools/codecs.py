@@ -22,13 +22,15 @@ from tierstore import codec
 from tierstore.codec import Codec
 from tierstore.errors import UsageError
 from tierstore.tiers.hbm import COMPLETED, PagePool
+from tierstore.units import format_size
 from tierstore_engine.attention.base import Span
 from tierstore_engine.build import load_model, make_runner, open_model, pages_for_tokens
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import Step
-from tierstore_tools import corpus, machine, report
+from tierstore_tools import codec_hits, corpus, machine, report
 
 _CHUNK = 256  # tokens computed at once
+_HIT_CODECS = ("none", "lossless", "zstd")
 Pages = npt.NDArray[np.uint8]  # [pages, bytes]
 
 
@@ -52,7 +54,15 @@ class _Way:
 
 
 def run(
-    model: str, tokens: int, *, dtype: str | None, text: str | None, rounds: int, json: str | None
+    model: str,
+    tokens: int,
+    *,
+    dtype: str | None,
+    text: str | None,
+    rounds: int,
+    json: str | None,
+    store: Path | None = None,
+    hit_tokens: int = 100_000,
 ) -> list[CodecRow]:
     """Compute the pages, measure, show, write. Raises :class:`UsageError` for a model or package that is not
     there."""
@@ -63,6 +73,12 @@ def run(
             pages, layout = _computed(model, tokens, dtype=dtype, text=text)
         with phases.phase("encoding and decoding") as phase:
             rows = _measure(pages, _ways(layout, others), rounds, phase.update)
+        hits = []
+        if store is not None:
+            with phases.phase(f"hits of {hit_tokens:,} tokens") as phase:
+                hits = codec_hits.measure(
+                    store, pages, layout, hit_tokens, _HIT_CODECS, rounds=rounds, progress=phase.update
+                )
     bound = _entropy_ratio(pages, codec.number_bytes(layout))
     megabytes = pages.nbytes / 1e6
     report.table(
@@ -81,8 +97,26 @@ def run(
         + [("entropy of exponents, 8 KiB", f"{bound:.3f}", "", "", "")],
         to_stderr=json == "-",
     )
+    if hits:
+        report.table(
+            f"a hit of {hit_tokens:,} tokens from disk",
+            ("codec", "on disk", "of none", "hit", "of none", "exact"),
+            [
+                (
+                    row.codec,
+                    format_size(row.disk_bytes),
+                    f"{row.disk_bytes / hits[0].disk_bytes:.3f}",
+                    report.seconds(row.hit_s),
+                    f"{row.of_none:.2f}",
+                    "yes" if row.exact else "no",
+                )
+                for row in hits
+            ],
+            to_stderr=json == "-",
+        )
     facts = {"model": Path(model).name, "layout": layout, "pages": len(pages), "page_bytes": pages.shape[1]}
     document = {**facts, "entropy_ratio": bound, "rows": [asdict(row) for row in rows]}
+    document["hits"] = [asdict(row) for row in hits]
     report.write_json({"machine": machine.describe("cpu"), **document}, json)
     return rows
 
@@ -184,7 +218,7 @@ def _own(own: Codec, layout: str) -> _Way:
         if len(data) == page.nbytes:  # not worth it: kept as it is
             page[:] = data
         else:
-            assert own.decode(memoryview(data), page, layout)
+            assert own.decode(memoryview(data), page)
 
     return _Way(f"tierstore {own.name}", encode, decode)
 

@@ -253,6 +253,7 @@ def identity_of(root: bytes) -> Identity | None:
 
 
 FORMAT = 2
+ENCODED_FORMAT = 3  # where a codec may keep pages: earlier versions would take their payloads for pages
 _SIMILAR_TRIED = 16
 _FIXED_PAGES = 8  # two meta pages, the directory of trees, the roots of the free list
 
@@ -313,10 +314,11 @@ class IndexDB:
             value: bytes | None = txn.get(name)
             return value
 
-    def put_meta(self, values: Mapping[bytes, bytes]) -> None:
-        """Store facts, and with them the mark of this format, in one transaction."""
+    def put_meta(self, values: Mapping[bytes, bytes], *, encoded: bool = False) -> None:
+        """Store facts, and with them the mark of this format, in one transaction. ``encoded``: there may be
+        pages that a codec keeps, from now on."""
         with _os_errors(), self._env.begin(write=True, db=self._meta) as txn:
-            txn.put(FORMAT_KEY, str(FORMAT).encode())
+            txn.put(FORMAT_KEY, str(ENCODED_FORMAT if encoded else FORMAT).encode())
             for name, value in values.items():
                 txn.put(name, value)
 

@@ -18,12 +18,14 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from tierstore.errors import StoreUnavailableError
+from tierstore import codec as codecs
+from tierstore.codec import Codec
+from tierstore.errors import StoreUnavailableError, UsageError
 from tierstore.memory import ALIGNMENT
 from tierstore.tiers.disk.calibration import Calibration, calibrate
 from tierstore.tiers.disk.directory import INDEX, StoreDirectory
 from tierstore.tiers.disk.extents import ExtentFiles
-from tierstore.tiers.disk.index_db import FORMAT, Change, IndexDB, Serials
+from tierstore.tiers.disk.index_db import ENCODED_FORMAT, FORMAT, Change, IndexDB, Serials
 from tierstore.tiers.disk.index_file import DamagedIndexError, IndexFile, check_index, stored_format
 from tierstore.tiers.disk.io import FileIO
 from tierstore.tiers.disk.page_table import PageTable, parent_rows, reachable
@@ -136,6 +138,7 @@ class StoreMeta(msgspec.Struct, kw_only=True):
     file_bytes: int
     calibration: Calibration | None = None
     capacity_bytes: int | None = None  # the cap of the last life
+    codecs: list[str] = []  # that pages may be kept by: each has to be at hand
 
 
 @dataclass(slots=True)
@@ -152,8 +155,10 @@ class OpenedParts:
     serials: Serials
 
 
-def open_parts(path: Path, layout: Layout, *, inline_bytes: int, io_threads: int, io: FileIO) -> OpenedParts:
-    """Lock and open ``path``, whose index is checked before LMDB opens it.
+def open_parts(
+    path: Path, layout: Layout, *, inline_bytes: int, io_threads: int, io: FileIO, codec: Codec | None = None
+) -> OpenedParts:
+    """Lock and open ``path``, whose index is checked before LMDB opens it. ``codec`` is going to be used.
 
     Raises :class:`StoreUnavailableError` for a directory that cannot be used; one that is refused stays as
     it is.
@@ -163,7 +168,7 @@ def open_parts(path: Path, layout: Layout, *, inline_bytes: int, io_threads: int
         refuse_other_formats(directory)
         index = check_index(directory.index) if stored_format(directory.index) is not None else None
         directory.sign()
-        return _Opening(directory, layout, inline_bytes, io_threads, io, index).parts()
+        return _Opening(directory, layout, inline_bytes, io_threads, io, index, codec).parts()
     except OSError as error:
         directory.release()
         raise StoreUnavailableError(
@@ -177,17 +182,18 @@ def open_parts(path: Path, layout: Layout, *, inline_bytes: int, io_threads: int
 def refuse_other_formats(directory: StoreDirectory) -> None:
     """Raises :class:`StoreUnavailableError` for an index that this version cannot read."""
     found = stored_format(directory.index)
-    if found is None or found == FORMAT:
+    if found in (None, FORMAT, ENCODED_FORMAT):
         return
     if found == _MOVING_FORMAT:
         raise StoreUnavailableError(
             f"the index in {directory.path} was being made smaller by an earlier tierstore when its process "
             "ended: open the store once with that version, or remove the directory"
         )
-    if found > FORMAT:
+    assert found is not None
+    if found > ENCODED_FORMAT:
         raise StoreUnavailableError(
-            f"{directory.path} was written by a newer tierstore (format {found}, this one knows {FORMAT}): "
-            "upgrade tierstore, or give another directory"
+            f"{directory.path} was written by a newer tierstore (format {found}, this one knows "
+            f"{ENCODED_FORMAT}): upgrade tierstore, or give another directory"
         )
     raise StoreUnavailableError(
         f"{directory.path} was written by an older tierstore (format {found}, this one knows {FORMAT}): "
@@ -218,7 +224,9 @@ class _Opening:
         io_threads: int,
         io: FileIO,
         index: IndexFile | None,
+        codec: Codec | None,
     ) -> None:
+        self._codec = codec
         self._directory = directory
         self._layout = layout
         self._inline_bytes = inline_bytes
@@ -261,7 +269,9 @@ class _Opening:
             if meta.calibration is not None:
                 payloads.read_mode = meta.calibration.mode
             meta.capacity_bytes = self._layout.capacity_bytes
-            index_db.put_meta(_encoded(meta))
+            if self._codec is not None and self._codec.name not in meta.codecs:
+                meta.codecs = [*meta.codecs, self._codec.name]
+            index_db.put_meta(_encoded(meta), encoded=bool(meta.codecs))
             # The files' names, too, must outlive a power loss.
             self._io.sync_directory(self._directory.path)
             self._io.sync_directory(self._directory.path.parent)
@@ -278,6 +288,7 @@ class _Opening:
         meta = decode_meta(stored, self._directory.path) if stored else None
         unit = unit_bytes(self._layout.extent_bytes, meta.unit_bytes if meta else None)
         if meta is not None:
+            require_codecs(meta, self._directory.path)
             meta.unit_bytes = unit
             return meta
         return StoreMeta(
@@ -321,7 +332,7 @@ class _Opening:
         kept = 0
         if most_bytes - self._directory.allocated_bytes() >= _EMPTY_INDEX:
             with IndexDB(self._directory.new_index, map_bytes=self._layout.index_bytes) as new:
-                new.put_meta(_encoded(meta))
+                new.put_meta(_encoded(meta), encoded=bool(meta.codecs))
                 new.apply(Change(roots=old.roots(), next_serial=old.next_serial, tick=old.tick))
                 kept = self._copy_pages(old, new, serials, page_table, most_bytes)
             old.close()
@@ -381,6 +392,22 @@ def decode_meta(stored: bytes, path: Path) -> StoreMeta:
     if meta.file_bytes < ALIGNMENT or meta.unit_bytes < ALIGNMENT:
         raise DamagedIndexError(path / INDEX, "its geometry cannot be")
     return meta
+
+
+def require_codecs(meta: StoreMeta, path: Path) -> None:
+    """Raises :class:`StoreUnavailableError` where pages may be kept by a codec that cannot be had here."""
+    for name in meta.codecs:
+        if name not in codecs.NAMES:
+            raise StoreUnavailableError(
+                f"{path} has pages kept by the codec {name!r}, which this tierstore does not know: "
+                "upgrade it, or give another directory"
+            )
+        if name == "lossless":
+            continue  # is read everywhere
+        try:
+            codecs.by_name(name)
+        except UsageError as error:
+            raise StoreUnavailableError(f"{path} has pages kept by a codec: {error}") from error
 
 
 def _encoded(meta: StoreMeta) -> dict[bytes, bytes]:

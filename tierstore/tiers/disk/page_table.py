@@ -317,7 +317,7 @@ class PageTable:
             assert not again.any(), f"page {columns['serial'][rows][again][0]} is added twice"
             columns["parent"][rows] = parents = [record.parent for record in records]
             columns["place"][rows] = [record.place for record in records]
-            columns["nbytes"][rows] = [record.nbytes for record in records]
+            columns["nbytes"][rows] = [record.room for record in records]
             self._set_uses(rows, [first_use(record, used) for record in records])
             columns["alive"][rows] = True
             self._alive += len(records)

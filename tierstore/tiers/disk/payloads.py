@@ -13,18 +13,19 @@ import logging
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import xxhash
 
-from tierstore.memory import ALIGNMENT, address_of
+from tierstore.codec import by_number
+from tierstore.memory import ALIGNMENT, Memory, address_of
 from tierstore.tiers.disk.extents import ExtentFiles
 from tierstore.tiers.disk.io_threads import IOThreads
 from tierstore.tiers.disk.records import PageRecord
 from tierstore.tiers.slabs import slot_bytes
-from tierstore.units import KIB, MIB
+from tierstore.units import KIB, MIB, round_up
 
 # -- outcomes ------------------------------------------------------------------------------------------
 #
@@ -211,8 +212,69 @@ class _PieceHash:
             return self._hash.intdigest() if self._hashed == self._view.nbytes else None
 
 
+class EncodedBuffer(PageBuffer):
+    """The same for a page that a codec keeps, while it is read: once all of it has come, whoever brought the
+    last piece decodes it into ``page``. ``checksum`` is the page's, and stays None for bytes that make none.
+
+    ``view`` has whole blocks: more may be read than what is decoded.
+    """
+
+    __slots__ = ("_arrived", "_arrived_bytes", "_lock", "_page", "_record")
+
+    def __init__(self, record: PageRecord, view: memoryview, page: memoryview) -> None:
+        super().__init__(view)
+        self._record = record
+        self._page = page
+        self._lock = threading.Lock()
+        self._arrived: set[int] = set()  # where pieces begin
+        self._arrived_bytes = 0
+
+    def expect_pieces(self) -> None:
+        pass  # they are counted anyway
+
+    def hash(self, start: int, stop: int) -> None:
+        with self._lock:
+            if start not in self._arrived:
+                self._arrived.add(start)
+                self._arrived_bytes += stop - start
+            whole = self._arrived_bytes == self.nbytes
+        if whole:
+            codec = by_number(self._record.codec)
+            if codec is not None and codec.decode(self.view[: self._record.payload_bytes], self._page):
+                self.checksum = xxhash.xxh3_64_intdigest(self._page)
+
+
+class Staging:
+    """Memory that payloads are read into before they are decoded. Thread-safe.
+
+    What is given back is kept for the next ones, up to ``kept_bytes``: memory that is new costs as much as
+    the reading.
+    """
+
+    def __init__(self, kept_bytes: int) -> None:
+        self._kept_bytes = kept_bytes
+        self._lock = threading.Lock()
+        self._free: list[Memory] = []
+
+    def take(self, nbytes: int) -> Memory:
+        """At least so many bytes."""
+        with self._lock:
+            for at, memory in enumerate(self._free):
+                if nbytes <= memory.nbytes <= 2 * nbytes:
+                    return self._free.pop(at)
+        return Memory(round_up(nbytes, _STAGING_STEP), shared=False)
+
+    def give_back(self, memories: Iterable[Memory]) -> None:
+        with self._lock:
+            self._free += memories
+            while sum(memory.nbytes for memory in self._free) > self._kept_bytes:
+                self._free.pop(0)
+
+
 _log = logging.getLogger(__name__)
 
+_STAGING_STEP = 64 * KIB
+_STAGING_BYTES = 64 * MIB
 _LEAST_REQUEST = 1 * MIB
 _MOST_REQUEST = 4 * MIB
 _WRITERS = 2  # batches are mostly being written at once, and share the streams
@@ -236,12 +298,13 @@ class Payloads:
         self._extents = extents
         self._streams = io_threads
         self.read_mode = ReadMode(direct=True, streams=io_threads)
+        self._staging = Staging(_STAGING_BYTES)
         # Apart, so that demand reads never queue behind write-behind.
         self._readers = IOThreads(io_threads, name="tierstore-disk-read")
         self._writers = IOThreads(io_threads, name="tierstore-disk-write")
 
     def write(self, pages: Sequence[tuple[PageRecord, memoryview]]) -> None:
-        """Write the payloads to their places and fill in the records' checksums.
+        """Write the payloads to their places, and fill in the checksums of the pages that no codec keeps.
 
         On return, also by :class:`OSError`, no request is in flight any more.
         """
@@ -258,11 +321,32 @@ class Payloads:
         _work_off(requests, work, self._writers, self._streams)
         for (record, _), buffer in zip(pages, batch.buffers, strict=True):
             assert buffer.checksum is not None, f"page {record.serial} was written in part"
-            record.checksum = buffer.checksum
+            if not record.codec:
+                record.checksum = buffer.checksum
 
-    def read(self, pages: Sequence[tuple[PageRecord, memoryview]]) -> ReadBatch:
-        """Fill the views, and say of each page whether it came back whole and with its checksum."""
-        batch = _Batch(pages)
+    def read(self, pages: Sequence[tuple[PageRecord, memoryview]], *, encoded: bool = False) -> ReadBatch:
+        """Fill the views, and say of each page whether it came back whole and with its checksum. ``encoded``:
+        with payloads as they are on disk, which are verified all the same."""
+        staged: list[Memory] = []
+        try:
+            buffers = [self._buffer(record, view, encoded, staged) for record, view in pages]
+            return self._read(pages, _Batch(pages, buffers))
+        finally:
+            self._staging.give_back(staged)
+
+    def _buffer(
+        self, record: PageRecord, view: memoryview, encoded: bool, staged: list[Memory]
+    ) -> PageBuffer:
+        if not record.codec:
+            return PageBuffer(view)
+        nbytes = slot_bytes(record.nbytes if encoded else record.payload_bytes)
+        staged.append(self._staging.take(nbytes))
+        own = staged[-1].view(0, nbytes)
+        if encoded:
+            return EncodedBuffer(record, view, own[: record.nbytes])
+        return EncodedBuffer(record, own, view)
+
+    def _read(self, pages: Sequence[tuple[PageRecord, memoryview]], batch: _Batch) -> ReadBatch:
         mode = self.read_mode
         failed: dict[int, OSError] = {}  # by page
 
@@ -329,8 +413,10 @@ class Payloads:
 class _Batch:
     """The pages of one call: their extents and their memory."""
 
-    def __init__(self, pages: Sequence[tuple[PageRecord, memoryview]]) -> None:
-        self.buffers = [PageBuffer(view) for _, view in pages]
+    def __init__(
+        self, pages: Sequence[tuple[PageRecord, memoryview]], buffers: Sequence[PageBuffer] | None = None
+    ) -> None:
+        self.buffers = buffers or [PageBuffer(view) for _, view in pages]
         self.aligned = all(buffer.aligned for buffer in self.buffers)
         self._extents = [
             Extent(record.place, buffer.nbytes)

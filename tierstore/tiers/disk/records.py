@@ -17,15 +17,20 @@ import numpy.typing as npt
 import xxhash
 from msgspec import Struct
 
+from tierstore.memory import ALIGNMENT
+from tierstore.units import round_up
+
 INLINE = -1  # as a place: the payload is in the index itself
 
 _HEAD = struct.Struct(
     "<Qq16s32sQQBdI"
 )  # parent, place, key, identity, nbytes, checksum, codec, created_s, len(tokens)
+_CODEC_AT = 80
+_KEPT = struct.Struct("<Q")  # behind the tokens of a page that a codec keeps
 _PLACE = struct.Struct("<8xq")
 _CREATED = struct.Struct("<81xd")
 _CHECKSUM = struct.Struct("<Q")
-_FACTS = struct.Struct("<QqQQdQ")  # parent, place, nbytes, tick, used_s, hits
+_FACTS = struct.Struct("<QqQQdQ")  # parent, place, room, tick, used_s, hits
 FACTS_BYTES = _FACTS.size
 FACTS_DTYPE = np.dtype(
     [
@@ -52,11 +57,33 @@ class PageRecord(Struct, gc=False):
     key: bytes  # 16 bytes
     identity: bytes  # the 32-byte digest of the page's identity
     tokens: bytes  # the chunk's token ids, little-endian uint32: the proof that this is the page
-    nbytes: int  # of the payload
+    nbytes: int  # of the page
     place: int  # byte offset in the extent space, or INLINE
-    checksum: int = 0  # XXH3-64 of the payload; filled in by DiskTier.write
-    codec: int = 0  # 0: raw
+    checksum: int = 0  # XXH3-64 of the page; filled in by DiskTier.write where no codec keeps it
+    codec: int = 0  # that keeps the page (tierstore/codec.py); 0: it is kept as it is
     created_s: float = 0.0  # wall clock
+    encoded_bytes: int = 0  # where a codec keeps it
+
+    @property
+    def payload_bytes(self) -> int:
+        """What is on disk of it."""
+        return self.encoded_bytes if self.codec else self.nbytes
+
+    @property
+    def room(self) -> int:
+        """What it takes of the space: encoded sizes differ by a few bytes each, and share size classes."""
+        return room_for(self.encoded_bytes, self.nbytes) if self.codec else self.nbytes
+
+
+def room_for(encoded_bytes: int, nbytes: int) -> int:
+    """How much space an encoded page takes: a multiple of a sixty-fourth of the page, and four at least. So
+    pages of one size make up sixty classes at most (of real ones it is two), for 1 % of them."""
+    step = max(nbytes // _STEPS // ALIGNMENT * ALIGNMENT, ALIGNMENT)
+    return max(round_up(encoded_bytes, step), _LEAST_STEPS * step)
+
+
+_STEPS = 64
+_LEAST_STEPS = 4
 
 
 class PageUse(Struct, frozen=True, gc=False):
@@ -95,7 +122,7 @@ def encode(record: PageRecord) -> bytes:
         record.created_s,
         len(record.tokens),
     )
-    body = head + record.tokens
+    body = head + record.tokens + (_KEPT.pack(record.encoded_bytes) if record.codec else b"")
     return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body, record.serial))
 
 
@@ -107,10 +134,12 @@ def decode(serial: int, data: bytes) -> PageRecord | None:
     if _CHECKSUM.unpack_from(data, len(body))[0] != xxhash.xxh3_64_intdigest(body, serial):
         return None
     parent, place, key, identity, nbytes, checksum, codec, created_s, length = _HEAD.unpack_from(body)
-    tokens = body[_HEAD.size :]
-    if len(tokens) != length:
+    end = _HEAD.size + length
+    if len(body) != end + (_KEPT.size if codec else 0):
         return None
-    return PageRecord(serial, parent, key, identity, tokens, nbytes, place, checksum, codec, created_s)
+    tokens = body[_HEAD.size : end]
+    kept = _KEPT.unpack_from(body, end)[0] if codec else 0
+    return PageRecord(serial, parent, key, identity, tokens, nbytes, place, checksum, codec, created_s, kept)
 
 
 def stored_place(data: bytes) -> int | None:
@@ -123,12 +152,13 @@ def stored_names(data: bytes) -> tuple[int, bytes, bytes] | None:
     if len(data) < _HEAD.size:
         return None
     head = _HEAD.unpack_from(data)
-    return head[0], head[2], data[_HEAD.size : -_CHECKSUM.size]
+    return head[0], head[2], data[_HEAD.size : _HEAD.size + stored_tokens(data)]
 
 
 def stored_tokens(data: bytes | memoryview) -> int:
     """How many bytes of tokens a stored record holds, by its length."""
-    return max(len(data) - _HEAD.size - _CHECKSUM.size, 0)
+    kept = _KEPT.size if len(data) > _CODEC_AT and data[_CODEC_AT] else 0
+    return max(len(data) - _HEAD.size - kept - _CHECKSUM.size, 0)
 
 
 def stored_created_s(data: bytes | memoryview) -> float:
@@ -137,7 +167,7 @@ def stored_created_s(data: bytes | memoryview) -> float:
 
 
 def encode_facts(record: PageRecord, use: PageUse) -> bytes:
-    return _FACTS.pack(record.parent, record.place, record.nbytes, use.tick, use.used_s, use.hits)
+    return _FACTS.pack(record.parent, record.place, record.room, use.tick, use.used_s, use.hits)
 
 
 def with_use(facts: bytes, use: PageUse) -> bytes:

@@ -371,7 +371,7 @@ class Space:
         """A transaction is durable: what it added is held, what it removed is free."""
         with self._lock:
             for record in added:
-                self._count_reserved(record.place, record.nbytes, -1)
+                self._count_reserved(record.place, record.room, -1)
             for removal in removed:
                 self._free(removal.place, removal.nbytes)
             self._index = index
@@ -380,8 +380,8 @@ class Space:
         """A transaction is durable that gave pages these new places; each had the other one before."""
         with self._lock:
             for record, before in moved:
-                self._count_reserved(record.place, record.nbytes, -1)
-                self._vacant[before] = record.nbytes
+                self._count_reserved(record.place, record.room, -1)
+                self._vacant[before] = record.room
             self._index = index
 
     def vacate(self, place: int) -> None:

@@ -18,9 +18,11 @@ from typing import TypeVar
 
 import xxhash
 
+from tierstore.codec import NONE, by_name
 from tierstore.keys import Identity
 from tierstore.tiers.disk.calibration import Presence, try_out
 from tierstore.tiers.disk.child_filter import ChildFilter
+from tierstore.tiers.disk.encoding import PageEncoder
 from tierstore.tiers.disk.index_db import Change, identity_of
 from tierstore.tiers.disk.io import FileIO, InFlightCalls, QueuedIO, TrackedIO
 from tierstore.tiers.disk.io_threads import IOThreads
@@ -110,7 +112,10 @@ class DiskTier:
     :meth:`commit` as removed. Whoever calls sees to it that a page is not removed while it is being read.
     """
 
-    def __init__(self, parts: OpenedParts, layout: Layout, in_flight: InFlightCalls) -> None:
+    def __init__(
+        self, parts: OpenedParts, layout: Layout, in_flight: InFlightCalls, encoder: PageEncoder | None
+    ) -> None:
+        self.encoder = encoder  # of pages that are about to be written; None: they are kept as they are
         self.in_flight = in_flight  # tells whether the disk still answers
         self._layout = layout
         self._directory = parts.directory
@@ -140,6 +145,7 @@ class DiskTier:
         page_bytes: int,
         inline_bytes: int = 16 * KIB,
         io_threads: int = 8,
+        codec: str = NONE,
         io: FileIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> DiskTier:
@@ -147,16 +153,21 @@ class DiskTier:
 
         ``capacity_bytes`` caps everything under it. ``page_bytes`` is the size this life will mostly write;
         pages of ``inline_bytes`` and less live in the index. ``io_threads`` requests are in flight per batch.
+        ``codec`` (a name of :mod:`tierstore.codec`) is for those that :attr:`encoder` is asked to encode.
         Any of these may differ from life to life: pages that no longer fit are dropped.
 
-        Raises :class:`~tierstore.errors.UsageError` for a capacity below one page and
+        Raises :class:`~tierstore.errors.UsageError` for a capacity below one page or an unknown codec, and
         :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
         """
+        chosen = by_name(codec)
         layout = split(capacity_bytes, page_bytes=page_bytes, inline_bytes=inline_bytes)
         in_flight = InFlightCalls(clock)
         watched = TrackedIO(io or QueuedIO(), in_flight)
-        parts = open_parts(directory, layout, inline_bytes=inline_bytes, io_threads=io_threads, io=watched)
-        return cls(parts, layout, in_flight)
+        parts = open_parts(
+            directory, layout, inline_bytes=inline_bytes, io_threads=io_threads, io=watched, codec=chosen
+        )
+        encoder = PageEncoder(chosen, inline_bytes=inline_bytes) if chosen is not None else None
+        return cls(parts, layout, in_flight, encoder)
 
     def __enter__(self) -> DiskTier:
         return self
@@ -262,15 +273,16 @@ class DiskTier:
     # -- bytes ---------------------------------------------------------------------------------------
 
     def write(self, pages: Sequence[tuple[PageRecord, memoryview]]) -> None:
-        """Write payloads to their reserved places, and fill in ``record.checksum``.
+        """Write payloads to their reserved places, and fill in ``record.checksum`` where the payload is the
+        page. Where a codec keeps it, it is what the codec made of the page, and the record says so already.
 
         Nothing is durable before :meth:`commit`. Views at addresses that are multiples of 4096 go straight to
         disk. Raises :class:`OSError`; none of the places are then being written to any more.
         """
         begun = self._unsynced.begin()
         for record, view in pages:
-            assert view.nbytes == record.nbytes, (
-                f"page {record.serial}: {view.nbytes} of {record.nbytes} bytes"
+            assert view.nbytes == record.payload_bytes, (
+                f"page {record.serial}: {view.nbytes} of {record.payload_bytes} bytes"
             )
             if record.place == INLINE:
                 record.checksum = xxhash.xxh3_64_intdigest(view)
@@ -278,15 +290,16 @@ class DiskTier:
         self._payloads.write(outside)
         self._unsynced.written([record.place for record, _ in outside], begun)
 
-    def read(self, pages: Sequence[tuple[PageRecord, memoryview]]) -> ReadBatch:
-        """Fill the views, and say of each page whether it is byte for byte what was saved.
+    def read(self, pages: Sequence[tuple[PageRecord, memoryview]], *, encoded: bool = False) -> ReadBatch:
+        """Fill the views, and say of each page whether it is byte for byte what was saved. ``encoded``: fill
+        them with payloads, for :meth:`write` to write elsewhere.
 
         Raises nothing for a disk that fails: a page that could not be read is one outcome, a page that is
         damaged is another.
         """
         outcomes = [PageRead.FAILED] * len(pages)
         outside = [index for index, (record, _) in enumerate(pages) if record.place != INLINE]
-        read = self._payloads.read([pages[index] for index in outside])
+        read = self._payloads.read([pages[index] for index in outside], encoded=encoded)
         error = read.error
         for index, outcome in zip(outside, read.outcomes, strict=True):
             outcomes[index] = outcome
@@ -302,7 +315,7 @@ class DiskTier:
             self._counts["bad_pages"] += sum(outcome is PageRead.DAMAGED for outcome in outcomes)
             self._counts["failed_pages"] += sum(outcome is PageRead.FAILED for outcome in outcomes)
             self._counts["read_bytes"] += sum(
-                record.nbytes
+                record.payload_bytes
                 for (record, _), outcome in zip(pages, outcomes, strict=True)
                 if outcome is PageRead.GOOD
             )
@@ -348,7 +361,7 @@ class DiskTier:
                 self._pages = len(self._index_db)
                 self._counts["commits"] += 1
                 self._counts["written_pages"] += len(records)
-                self._counts["written_bytes"] += sum(record.nbytes for record in records)
+                self._counts["written_bytes"] += sum(record.payload_bytes for record in records)
 
     def relocate(self, moved: Sequence[tuple[PageRecord, int]]) -> None:
         """Make durable that pages are where :meth:`write` has put copies of them: each new record, and the
@@ -428,7 +441,7 @@ class DiskTier:
                 if record is None:
                     held += [places[serial]] if serial in places else []
                     continue
-                place = (record.place, record.nbytes)
+                place = (record.place, record.room)
                 lead = self.child_filter.may_lead(record.parent, record.key, record.tokens, whole=True)
                 assert lead, f"page {serial} is said not to be there"
                 # A tombstone has no record, but a row in the page table while there are pages below it.
@@ -454,5 +467,7 @@ class DiskTier:
             closing.callback(self._extents.close)
             closing.callback(self._payloads.close)
             closing.callback(self._lookers.close)
+            if self.encoder is not None:
+                closing.callback(self.encoder.close)
             self._scan.wait()
             self.child_filter.close()

@@ -14,6 +14,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TypeAlias
 
+import numpy as np
+
 from tierstore.keys import Identity
 from tierstore.spec import KVSpec
 from tierstore.store import Store
@@ -35,6 +37,7 @@ class Life:
     host_bytes: int = 1 * MIB
     model: str = "faults"
     mover_threads: int = 1  # copies in the order in which they were asked for
+    disk_codec: str = "none"
 
     def open(self, directory: Path, io: FileIO | None = None) -> Store:
         return open_store(
@@ -45,6 +48,7 @@ class Life:
             disk_bytes=self.disk_bytes,
             inline_bytes=self.inline_bytes,
             mover_threads=self.mover_threads,
+            disk_codec=self.disk_codec,
             io=io,
         )
 
@@ -79,7 +83,9 @@ def matches(page: bytes, number: int, end: int, spec: KVSpec) -> bool:
 
 @lru_cache(maxsize=20_000)
 def _page(number: int, end: int, spec: KVSpec) -> bytes:
-    return page_of(prompt_tokens(number, end, spec), spec)
+    """Numbers of like size, as KV is: a codec makes something of them."""
+    page = np.frombuffer(page_of(prompt_tokens(number, end, spec), spec), "<u4")
+    return bytes(page & np.uint32(0x80FFFFFF) | np.uint32(0x3E000000))
 
 
 def page_count(tokens: int, spec: KVSpec) -> int:
@@ -95,6 +101,11 @@ def inline_life() -> Life:
 def odd_life() -> Life:
     """21 KiB pages that do not end on a block's border."""
     return Life(small_pages(layers=41, head_dim=4), disk_bytes=2 * MIB)
+
+
+def encoded_life() -> Life:
+    """64 KiB pages that a codec makes 52 KiB of."""
+    return Life(small_pages(layers=8, head_dim=64), disk_bytes=2 * MIB, disk_codec="lossless")
 
 
 # -- script --------------------------------------------------------------------------------------------

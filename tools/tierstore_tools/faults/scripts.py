@@ -14,6 +14,7 @@ from tierstore_tools.faults.prompts import (
     Reopen,
     Save,
     Step,
+    encoded_life,
     inline_life,
     odd_life,
     small_pages,
@@ -62,6 +63,25 @@ SCENES = (
     Scene("crowded", [_CROWDED], _CROWD),
     Scene("crowded index", [_CROWDED_INDEX], (*_CROWD, *(Save(20 + number, 80) for number in range(6)))),
     Scene(
+        "encoded",
+        [
+            encoded_life(),
+            replace(encoded_life(), disk_codec="none"),
+            replace(encoded_life(), disk_bytes=1 * MIB),
+        ],
+        (
+            Save(0, 40),
+            Save(1, 64),
+            Evict(2),
+            Reopen(1),
+            Save(2, 48),
+            Reopen(0),
+            Save(1, 64),
+            Reopen(2),
+            Save(5, 160),
+        ),
+    ),
+    Scene(
         "two layouts",
         [replace(_EXTENTS, disk_bytes=2 * MIB), odd_life()],
         (Save(0, 48), Save(1, 64), Reopen(1), Save(0, 48), Save(3, 33), Reopen(0), Save(2, 64), Reopen(1)),
@@ -97,7 +117,7 @@ def random_scene(seed: int, *, steps: int = 20, shrinking: bool = False) -> Scen
     """A long script of its own for every seed; ``shrinking``: with reopenings under three quarters of the
     cap."""
     chance = random.Random(seed)
-    lives = [chance.choice([_EXTENTS, _CROWDED, inline_life(), _CROWDED_INDEX, odd_life()])]
+    lives = [chance.choice([_EXTENTS, _CROWDED, inline_life(), _CROWDED_INDEX, odd_life(), encoded_life()])]
     if shrinking:
         lives.append(replace(lives[0], disk_bytes=lives[0].disk_bytes * 3 // 4 // KIB * KIB))
     return Scene(f"random {seed}", lives, [_random_step(chance, len(lives)) for _ in range(steps)])

@@ -33,7 +33,14 @@ from tierstore.tiers.disk.fsck.scrub import WHY, ExtentReader, ExtentScrub, Verd
 from tierstore.tiers.disk.index_db import IndexDB
 from tierstore.tiers.disk.index_file import DamagedIndexError, check_index, stored_format
 from tierstore.tiers.disk.io import FileIO
-from tierstore.tiers.disk.opening import STORE, StoreMeta, decode_meta, make_index, refuse_other_formats
+from tierstore.tiers.disk.opening import (
+    STORE,
+    StoreMeta,
+    decode_meta,
+    make_index,
+    refuse_other_formats,
+    require_codecs,
+)
 from tierstore.tiers.disk.payloads import ReadMode
 
 DEFAULT_LIMIT = 1000  # findings that are kept in words
@@ -143,6 +150,7 @@ class _Check:
             if stored is None:
                 raise DamagedIndexError(self._directory.index, "it does not say which store it is of")
             self._meta = decode_meta(stored, self._directory.path)
+            require_codecs(self._meta, self._directory.path)
             records = read_records(index_db)
             files = ExtentFileSet.of(self._directory, self._meta.file_bytes)
             possible = np.flatnonzero(~impossible(records.rows))

@@ -39,13 +39,16 @@ from tierstore.tiers.disk.records import (
     stored_tokens,
 )
 
-_ROW = struct.Struct("<qqqqQiId48s")
+_ROW = struct.Struct("<qqqqqqBQiId48s")
 ROW_DTYPE = np.dtype(
     [
         ("serial", "<i8"),
         ("parent", "<i8"),
         ("place", "<i8"),
-        ("nbytes", "<i8"),
+        ("nbytes", "<i8"),  # of its room
+        ("payload_bytes", "<i8"),
+        ("page_bytes", "<i8"),
+        ("codec", "u1"),
         ("checksum", "<u8"),
         ("identity", "<i4"),  # a number in Inventory.digests
         ("tokens", "<u4"),  # how many
@@ -152,7 +155,10 @@ def read_records(index_db: IndexDB) -> Records:
             serial,
             record.parent,
             record.place,
+            record.room,
+            record.payload_bytes,
             record.nbytes,
+            record.codec,
             record.checksum,
             numbers.setdefault(record.identity, len(numbers)),
             len(record.tokens) // TOKEN_BYTES,
@@ -167,6 +173,8 @@ def _is_possible(record: PageRecord) -> bool:
         record.serial < _LARGEST
         and record.parent < _LARGEST
         and 0 < record.nbytes < _LARGEST
+        and 0 < record.payload_bytes <= record.nbytes
+        and not (record.codec and record.place == INLINE)
         and INLINE <= record.place < _LARGEST
     )
 

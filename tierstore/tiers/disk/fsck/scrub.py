@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from tierstore.codec import by_number
 from tierstore.memory import ALIGNMENT, Memory
 from tierstore.tiers.disk.index_db import IndexDB
 from tierstore.tiers.disk.io import FileIO
@@ -32,6 +34,7 @@ from tierstore.tiers.disk.records import INLINE
 from tierstore.units import MIB, round_up
 
 _WINDOW = 4 * MIB
+_LARGEST_ENCODED = 1 << 30  # bytes of a page: no codec keeps a larger one
 _GAP = 256 * 1024  # reading a hole of this size is no slower than another request
 
 Progress = Callable[[int, int], None]  # pages and bytes verified since the last call, from any thread
@@ -118,13 +121,24 @@ class ExtentReader:
             return cached_fd
 
 
+class _Payload(NamedTuple):
+    """One row's."""
+
+    row: int
+    place: int
+    nbytes: int
+    checksum: int  # of the page
+    page_bytes: int
+    codec: int  # that keeps the page; 0: the payload is the page
+
+
 @dataclass(frozen=True, slots=True)
 class _Window:
     """Pages side by side. One that is larger than a window is alone in its own."""
 
     offset: int
     nbytes: int
-    pages: list[tuple[int, int, int, int]]  # row, place, nbytes, checksum
+    pages: list[_Payload]
 
 
 class ExtentScrub:
@@ -169,7 +183,7 @@ class ExtentScrub:
             try:
                 for row, verdict in scrubber.verdicts(window):
                     self._verdicts[row] = verdict
-                self._progress(len(window.pages), sum(nbytes for _, _, nbytes, _ in window.pages))
+                self._progress(len(window.pages), sum(page.nbytes for page in window.pages))
             except BaseException:
                 self._stopped = True
                 raise
@@ -202,12 +216,12 @@ def scrub_inline(rows: npt.NDArray[np.void], index_db: IndexDB, progress: Progre
 def _windows(rows: npt.NDArray[np.void]) -> Iterator[_Window]:
     outside = np.flatnonzero(rows["place"] != INLINE)
     outside = outside[np.argsort(rows["place"][outside], kind="stable")]
-    columns = (outside, *(rows[name][outside] for name in ("place", "nbytes", "checksum")))
-    pages: list[tuple[int, int, int, int]] = []
+    names = ("place", "payload_bytes", "checksum", "page_bytes", "codec")
+    columns = (outside, *(rows[name][outside] for name in names))
+    pages: list[_Payload] = []
     start = stop = 0
-    for page in zip(*(column.tolist() for column in columns), strict=True):
-        _, place, nbytes, _ = page
-        end = place + round_up(nbytes, ALIGNMENT)
+    for page in map(_Payload, *(column.tolist() for column in columns)):
+        place, end = page.place, page.place + round_up(page.nbytes, ALIGNMENT)
         if pages and (place - stop > _GAP or max(end, stop) - start > _WINDOW):
             yield _Window(start, stop - start, pages)
             pages = []
@@ -226,6 +240,7 @@ class _Scrubber:
         self._reader = reader
         self._direct = direct
         self._view = Memory(_WINDOW, shared=False).view(0, _WINDOW)
+        self._decoded = memoryview(bytearray())  # a page, as far as one had to be decoded
 
     def verdicts(self, window: _Window) -> Iterator[tuple[int, Verdict]]:
         got = 0
@@ -234,28 +249,47 @@ class _Scrubber:
                 got = self._reader.read(window.offset, self._view[: window.nbytes], direct=self._direct)
             except OSError:
                 got = 0  # one bad block must not cost its neighbours: each is read by itself
-        for row, place, nbytes, checksum in window.pages:
-            start = place - window.offset
-            if start + nbytes <= got:
-                good = xxhash.xxh3_64_intdigest(self._view[start : start + nbytes]) == checksum
-                yield row, Verdict.GOOD if good else Verdict.DIFFERENT
+        for page in window.pages:
+            start = page.place - window.offset
+            if start + page.nbytes <= got:
+                good = self._is_page(page, self._view[start : start + page.nbytes])
+                yield page.row, Verdict.GOOD if good else Verdict.DIFFERENT
         if got < window.nbytes:
-            for row, place, nbytes, checksum in window.pages:
-                if place - window.offset + nbytes > got:
-                    yield row, self._alone(place, nbytes, checksum)
+            for page in window.pages:
+                if page.place - window.offset + page.nbytes > got:
+                    yield page.row, self._alone(page)
 
-    def _alone(self, place: int, nbytes: int, checksum: int) -> Verdict:
+    def _is_page(self, page: _Payload, payload: memoryview) -> bool:
+        """Whether this payload, of which nothing is missing, is that of the page."""
+        if page.codec:
+            codec = by_number(page.codec)
+            if codec is None or page.page_bytes > _LARGEST_ENCODED:
+                return False
+            if self._decoded.nbytes < page.page_bytes:
+                self._decoded = memoryview(bytearray(page.page_bytes))
+            whole = self._decoded[: page.page_bytes]
+            if not codec.decode(payload, whole):
+                return False
+            payload = whole
+        return xxhash.xxh3_64_intdigest(payload) == page.checksum
+
+    def _alone(self, page: _Payload) -> Verdict:
         hashed = xxhash.xxh3_64()
-        for start in range(0, nbytes, _WINDOW):
-            wanted = min(_WINDOW, nbytes - start)
+        payload = bytearray()  # of a page that has to be decoded
+        for start in range(0, page.nbytes, _WINDOW):
+            wanted = min(_WINDOW, page.nbytes - start)
             try:
-                got = self._read(place + start, wanted)
+                got = self._read(page.place + start, wanted)
             except OSError:
                 return Verdict.UNREADABLE
             if got < wanted:
                 return Verdict.CUT_SHORT
-            hashed.update(self._view[:wanted])
-        return Verdict.GOOD if hashed.intdigest() == checksum else Verdict.DIFFERENT
+            if page.codec:
+                payload += self._view[:wanted]
+            else:
+                hashed.update(self._view[:wanted])
+        good = self._is_page(page, memoryview(payload)) if page.codec else hashed.intdigest() == page.checksum
+        return Verdict.GOOD if good else Verdict.DIFFERENT
 
     def _read(self, offset: int, wanted: int) -> int:
         view = self._view[: round_up(wanted, ALIGNMENT)]

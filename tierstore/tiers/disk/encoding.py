@@ -1,0 +1,165 @@
+"""Encoding pages on their way to disk, behind everybody's back.
+
+The store's writer has a batch encoded before it looks for places. Threads with a low priority do it, so that
+an engine that needs the processor has it. What they have not begun by a deadline is written as it is, and so
+is everything while the writer is behind: a processor that is busy costs bytes on disk, and nobody's time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+import xxhash
+
+from tierstore.codec import Codec, allowed, by_name
+from tierstore.keys import Identity
+from tierstore.memory import Memory
+from tierstore.tiers.disk.io_threads import IOThreads
+from tierstore.tiers.disk.payloads import Staging
+from tierstore.tiers.disk.records import room_for
+from tierstore.tiers.slabs import slot_bytes
+from tierstore.units import MIB
+
+_THREADS = 2
+_NICE = 10  # beside an engine on the same core it gets a tenth
+_DEADLINE_S = 0.5  # a batch of 32 MiB takes 15 ms on two idle cores
+_KEPT_BYTES = 96 * MIB  # of memory: batches that are being written at once
+
+
+@dataclass(frozen=True, slots=True)
+class PageBytes:
+    """A page to be encoded: its bytes, whose they are, and their XXH3-64, if that is known."""
+
+    view: memoryview
+    identity: Identity
+    checksum: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """What to write instead of a page. ``checksum`` is that of the page that comes back. ``memory`` is the
+    payload's, to be given back (:meth:`PageEncoder.give_back`) when it has been written."""
+
+    codec: int
+    nbytes: int  # of the payload
+    room: int
+    checksum: int
+    memory: Memory
+
+    @property
+    def payload(self) -> memoryview:
+        return self.memory.view(0, self.nbytes)
+
+
+@dataclass(slots=True)
+class EncoderStats:
+    """Counters, from open."""
+
+    encoded_pages: int = 0
+    encoded_page_bytes: int = 0  # of the pages
+    encoded_bytes: int = 0  # what they have become
+    raw_pages: int = 0  # written as they are: not worth it, not for this codec, or no time
+
+
+class PageEncoder:
+    """Encodes by ``codec``, and by the lossless one what that one may not touch. Thread-safe."""
+
+    def __init__(self, codec: Codec, *, inline_bytes: int) -> None:
+        self._codec = codec
+        self._inline_bytes = inline_bytes  # such pages are in the index, where nothing is encoded
+        self._staging = Staging(_KEPT_BYTES)
+        self._threads = IOThreads(_THREADS, name="tierstore-encode")
+        self._own = threading.local()
+        self._lock = threading.Lock()
+        self._stats = EncoderStats()
+
+    def encode(self, pages: Sequence[PageBytes], *, deadline_s: float = _DEADLINE_S) -> list[Encoded | None]:
+        """What to write for each page; None: the page itself. Takes ``deadline_s`` and one page's time at
+        most."""
+        give_up = time.monotonic() + deadline_s
+        futures = [self._threads.submit(partial(self._encode, page)) for page in pages]
+        for future in futures:
+            self._wait(future, give_up - time.monotonic())
+        encoded = [None if future.cancelled() else future.result() for future in futures]
+        with self._lock:
+            stats = self._stats
+            for page, one in zip(pages, encoded, strict=True):
+                stats.raw_pages += one is None
+                stats.encoded_pages += one is not None
+                stats.encoded_page_bytes += page.view.nbytes if one is not None else 0
+                stats.encoded_bytes += one.nbytes if one is not None else 0
+        return encoded
+
+    def give_back(self, encoded: Sequence[Encoded]) -> None:
+        """Their payloads have been written, or will not be."""
+        self._staging.give_back([one.memory for one in encoded])
+
+    def stats(self) -> EncoderStats:
+        """A snapshot."""
+        with self._lock:
+            return EncoderStats(
+                self._stats.encoded_pages,
+                self._stats.encoded_page_bytes,
+                self._stats.encoded_bytes,
+                self._stats.raw_pages,
+            )
+
+    def close(self) -> None:
+        """Wait for what is under way."""
+        self._threads.close()
+
+    def _wait(self, future: Future[Encoded | None], timeout_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            future.exception(max(timeout_s, 0))
+            return
+        if not future.cancel():
+            future.exception()
+
+    def _encode(self, page: PageBytes) -> Encoded | None:
+        self._yield_processor()
+        codec: Codec | None = self._codec
+        if codec is not None and not allowed(codec, page.identity.codec):
+            codec = _lossless()
+        if codec is None or page.view.nbytes <= self._inline_bytes:
+            return None
+        memory = self._staging.take(codec.bound(page.view.nbytes))
+        room = memory.view(0, memory.nbytes)
+        encoded = self._encoded(codec, page, memory, codec.encode(page.view, room, page.identity.layout))
+        if encoded is None:
+            self._staging.give_back([memory])
+        return encoded
+
+    def _encoded(self, codec: Codec, page: PageBytes, memory: Memory, nbytes: int) -> Encoded | None:
+        if not nbytes:
+            return None
+        room = room_for(nbytes, page.view.nbytes)
+        if room <= self._inline_bytes or slot_bytes(room) >= slot_bytes(page.view.nbytes):
+            return None
+        checksum = xxhash.xxh3_64_intdigest(page.view)
+        if codec.lossy:
+            if page.checksum is not None and checksum != page.checksum:
+                return None  # damaged: the writer finds that out of pages that it writes as they are
+            back = memoryview(bytearray(page.view.nbytes))
+            if not codec.decode(memory.view(0, nbytes), back):
+                return None
+            checksum = xxhash.xxh3_64_intdigest(back)
+        return Encoded(codec.number, nbytes, room, checksum, memory)
+
+    def _yield_processor(self) -> None:
+        """Lower this thread's priority, once. (On Linux a nice value is a thread's.)"""
+        if not hasattr(self._own, "yields"):
+            self._own.yields = True
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+
+
+def _lossless() -> Codec | None:
+    """For pages that a lossy codec is not for."""
+    return by_name("lossless")
