@@ -30,6 +30,8 @@ class Counters:
     already_stored_pages: int = 0
     not_stored_pages: int = 0  # no room in the host tier, or the copy failed
     disk_written_pages: int = 0
+    disk_encoded_pages: int = 0  # of these, those that a codec keeps
+    disk_saved_bytes: int = 0  # of room on disk, by keeping these so
     disk_read_pages: int = 0
     disk_dropped_pages: int = 0  # not written: gone before its turn, no room, or parent not on disk
     disk_declined_pages: int = 0  # not written: computing is faster than reading them, or the budget is used

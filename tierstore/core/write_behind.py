@@ -358,6 +358,10 @@ class WriteBehind:
                 self._queue.finish(some)
                 state.eviction.leaving.leave()
                 state.counters.disk_written_pages += len(some)
+                for page in some:
+                    if page.record is not None and page.record.codec:
+                        state.counters.disk_encoded_pages += 1
+                        state.counters.disk_saved_bytes += page.nbytes - page.record.room
                 state.health.written()
                 state.changed.notify_all()
             state.yield_lock()

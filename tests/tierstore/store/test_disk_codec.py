@@ -72,6 +72,9 @@ def test_pages_come_back_bit_for_bit_from_fewer_bytes(tmp_path, codec, spec):
         assert load(store) == pages()
         assert extent_bytes(store) < 16 * SPEC.page_bytes / MADE
         assert all(record.codec for record in records(store))
+        counters = store.stats().counters
+        assert counters["disk_encoded_pages"] == 16
+        assert counters["disk_saved_bytes"] == 16 * SPEC.page_bytes - extent_bytes(store)
     for life in ("none", codec):  # what is there is read whatever is written now
         with opened(tmp_path / "store", life, spec) as store:
             assert load(store) == pages()

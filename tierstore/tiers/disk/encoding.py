@@ -58,16 +58,6 @@ class Encoded:
         return self.memory.view(0, self.nbytes)
 
 
-@dataclass(slots=True)
-class EncoderStats:
-    """Counters, from open."""
-
-    encoded_pages: int = 0
-    encoded_page_bytes: int = 0  # of the pages
-    encoded_bytes: int = 0  # what they have become
-    raw_pages: int = 0  # written as they are: not worth it, not for this codec, or no time
-
-
 class PageEncoder:
     """Encodes by ``codec``, and by the lossless one what that one may not touch. Thread-safe."""
 
@@ -77,8 +67,6 @@ class PageEncoder:
         self._staging = Staging(_KEPT_BYTES)
         self._threads = IOThreads(_THREADS, name="tierstore-encode")
         self._own = threading.local()
-        self._lock = threading.Lock()
-        self._stats = EncoderStats()
 
     def encode(self, pages: Sequence[PageBytes], *, deadline_s: float = _DEADLINE_S) -> list[Encoded | None]:
         """What to write for each page; None: the page itself. Takes ``deadline_s`` and one page's time at
@@ -87,29 +75,11 @@ class PageEncoder:
         futures = [self._threads.submit(partial(self._encode, page)) for page in pages]
         for future in futures:
             self._wait(future, give_up - time.monotonic())
-        encoded = [None if future.cancelled() else future.result() for future in futures]
-        with self._lock:
-            stats = self._stats
-            for page, one in zip(pages, encoded, strict=True):
-                stats.raw_pages += one is None
-                stats.encoded_pages += one is not None
-                stats.encoded_page_bytes += page.view.nbytes if one is not None else 0
-                stats.encoded_bytes += one.nbytes if one is not None else 0
-        return encoded
+        return [None if future.cancelled() else future.result() for future in futures]
 
     def give_back(self, encoded: Sequence[Encoded]) -> None:
         """Their payloads have been written, or will not be."""
         self._staging.give_back([one.memory for one in encoded])
-
-    def stats(self) -> EncoderStats:
-        """A snapshot."""
-        with self._lock:
-            return EncoderStats(
-                self._stats.encoded_pages,
-                self._stats.encoded_page_bytes,
-                self._stats.encoded_bytes,
-                self._stats.raw_pages,
-            )
 
     def close(self) -> None:
         """Wait for what is under way."""
