@@ -1,0 +1,213 @@
+"""The engine with models of several layer groups: what it computes cold, and what comes back from each tier,
+continues as transformers does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import numpy as np
+import pytest
+import torch
+
+import tierstore
+from tierstore.tiers.hbm import PagePool
+from tierstore_connectors.base import Connector
+from tierstore_connectors.bundled import GroupedConnector, NoStore
+from tierstore_engine.build import LoadedModel, make_runner
+from tierstore_engine.engine import Engine
+from tierstore_engine.sampling import SamplingParams
+from tierstore_engine.settings import EngineSettings
+
+from .conftest import GROUPED, NEW_TOKENS, STORED_CHUNK, VOCAB, Oracle, reference_model
+from .test_oracle import GREEDY, MAX_LOGIT_DIFF, assert_same, finish
+
+CHECKPOINT = 4 * STORED_CHUNK
+
+
+@pytest.fixture(params=GROUPED)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def oracle(name: str, oracles: Callable[[str], Oracle]) -> Oracle:
+    return oracles(name)
+
+
+@pytest.fixture
+def model(oracle: Oracle, loaded: Callable[..., LoadedModel]) -> LoadedModel:
+    return loaded(str(oracle.folder))
+
+
+@pytest.fixture
+def engine_of(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+    """Makes an engine; ``disk`` names its store's directory, ``stored`` says whether it has one. When it is
+    closed every page is where it belongs."""
+    engines: list[Engine] = []
+
+    def make(
+        model: LoadedModel,
+        *,
+        stored: bool = True,
+        disk: str | None = None,
+        pages: int = 64,
+        **settings: Any,
+    ) -> Engine:
+        spec = model.kv_spec(chunk_tokens=STORED_CHUNK)
+        pools = [PagePool(part, pages) for part in spec.split()]
+        connector: Connector = NoStore(pools, model.identity(spec))
+        if stored:
+            store = tierstore.open_groups(
+                tmp_path / disk if disk else None,
+                spec,
+                identity=model.identity(spec),
+                pools=pools,
+                host_bytes=16 << 20,
+                disk_bytes=16 << 20,
+                checkpoint_tokens=CHECKPOINT,
+            )
+            connector = GroupedConnector(store)
+        # These models compute faster than some disks load.
+        values = {"prefill_chunk": 64, "plan": "load", "checkpoint_tokens": CHECKPOINT, **settings}
+        made = EngineSettings(**values)
+        engines.append(Engine(make_runner(model, pools, made), model.tokenizer, connector, made))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        if engine not in CLOSED:
+            close(engine)
+
+
+CLOSED: WeakSet[Engine] = WeakSet()
+
+
+def close(engine: Engine) -> None:
+    CLOSED.add(engine)
+    connector = engine.connector
+    if not engine.has_work:
+        if isinstance(connector, GroupedConnector):
+            assert connector.store.flush(60)
+            connector.store.check()
+        for group, pool in enumerate(connector.pools):
+            assert connector.available(group=group) == pool.num_pages
+    engine.close()
+
+
+def forget(engine: Engine) -> None:
+    """What is in the page pools has to come from below them."""
+    assert isinstance(engine.connector, GroupedConnector)
+    assert engine.connector.store.flush(60)
+    for group, pool in enumerate(engine.connector.pools):
+        engine.connector.evict(pool.num_pages, group=group)
+
+
+def last_chunk(tokens: int) -> int:
+    """Where the last hit can begin that leaves a token to compute."""
+    return (tokens - 1) // STORED_CHUNK * STORED_CHUNK
+
+
+@pytest.mark.parametrize("prefill_chunk", [16, 112])
+def test_cold(
+    oracle: Oracle, model: LoadedModel, engine_of: Callable[..., Engine], prefill_chunk: int
+) -> None:
+    [completion] = engine_of(model, stored=False, prefill_chunk=prefill_chunk).generate(
+        [oracle.prompt], GREEDY
+    )
+    assert_same(completion, oracle)
+
+
+def test_in_a_mixed_batch(oracle: Oracle, model: LoadedModel, engine_of: Callable[..., Engine]) -> None:
+    engine = engine_of(model, stored=False, pages=128, prefill_chunk=48)
+    engine.add(oracle.prompt[5:40], GREEDY)
+    for _ in range(3):
+        engine.step()
+    request_id = engine.add(oracle.prompt, GREEDY)
+    for length in (200, 1):
+        for _ in range(6):
+            engine.step()
+        engine.add(oracle.prompt[:length], GREEDY)
+    assert_same(finish(engine)[request_id], oracle)
+
+
+@pytest.mark.parametrize("tier", ["hbm", "host", "disk"])
+def test_from_each_tier(
+    tier: str, oracle: Oracle, model: LoadedModel, engine_of: Callable[..., Engine]
+) -> None:
+    engine = engine_of(model, disk="store")
+    engine.generate([oracle.prompt], GREEDY)
+    if tier == "host":
+        forget(engine)
+    if tier == "disk":
+        close(engine)
+        engine = engine_of(model, disk="store")
+    [again] = engine.generate([oracle.prompt], GREEDY)
+    assert_same(again, oracle)
+    assert again.metrics.reused_by_tier == {tier: last_chunk(len(oracle.prompt))}
+
+
+def test_the_next_turn_goes_on_at_the_end_of_the_answer(
+    oracle: Oracle, model: LoadedModel, engine_of: Callable[..., Engine]
+) -> None:
+    engine = engine_of(model)
+    [turn] = engine.generate([oracle.prompt], GREEDY)
+    forget(engine)
+    [following] = engine.generate([[*oracle.prompt, *turn.tokens, 5, 6, 7]], GREEDY)
+    # The last token of an answer has not been computed.
+    assert following.metrics.reused_tokens == last_chunk(len(oracle.prompt) + NEW_TOKENS)
+
+
+def test_prompts_that_share_a_beginning_of_any_length(
+    name: str, oracle: Oracle, model: LoadedModel, engine_of: Callable[..., Engine]
+) -> None:
+    """At every offset within a chunk and a window, each from what all before it have left."""
+    engine = engine_of(model, pages=160)
+    once = SamplingParams(max_new_tokens=1, ignore_eos=True, keep_logits=True)
+    engine.generate([oracle.prompt[:150]], once)
+    reused = 0
+    for shared in range(97, 97 + 37 + STORED_CHUNK):
+        other = [(token + 1) % VOCAB for token in oracle.prompt[shared : shared + 9]]
+        prompt = [*oracle.prompt[:shared], *other]
+        [completion] = engine.generate([prompt], once)
+        with torch.inference_mode():
+            right = reference_model(name)(torch.tensor([prompt]), use_cache=False).logits[0, -1].numpy()
+        assert completion.logits is not None
+        assert np.abs(completion.logits[0] - right).max() <= MAX_LOGIT_DIFF
+        assert completion.metrics.reused_tokens <= shared
+        reused += completion.metrics.reused_tokens
+    assert reused > 0
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_after_preemptions(
+    stored: bool, oracle: Oracle, model: LoadedModel, engine_of: Callable[..., Engine]
+) -> None:
+    """Both fit when admitted but not when they have grown."""
+    engine = engine_of(model, stored=stored, pages=2 * 21 + 4)
+    first = engine.add(oracle.prompt[::-1], GREEDY)
+    second = engine.add(oracle.prompt, GREEDY)
+    completions = finish(engine)
+    metrics = completions[second].metrics
+    assert_same(completions[second], oracle)
+    assert completions[first].metrics.preemptions == 0
+    assert metrics.preemptions == 1
+    if stored:  # all but the tokens behind the last chunk comes back
+        assert metrics.recomputed_tokens < 2 * STORED_CHUNK
+        assert metrics.loaded_bytes > 0
+
+
+def test_a_fork_goes_on_by_itself(
+    oracle: Oracle, model: LoadedModel, engine_of: Callable[..., Engine]
+) -> None:
+    """From pages that both have, and a copy of a state."""
+    engine = engine_of(model, stored=False, pages=128)
+    one = engine.add(oracle.prompt, GREEDY)
+    while engine.stats().computed_tokens < len(oracle.prompt) + 5:
+        engine.step()
+    other = engine.fork(one)
+    completions = finish(engine)
+    assert_same(completions[one], oracle)
+    assert list(completions[other].tokens) == oracle.tokens
