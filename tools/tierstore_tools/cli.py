@@ -523,7 +523,7 @@ def scheduling(
         str | None, typer.Option(help="conversation,tree,simulated; default: those possible")
     ] = None,
     model: Annotated[str, typer.Option(help="A Hugging Face folder, or a preset")] = "tiny",
-    requests: Annotated[int, typer.Option(min=2, help="Of each workload at most")] = 2000,
+    requests: Annotated[int, typer.Option(min=2, help="Of each workload at most")] = 500,
     scale: Annotated[int, typer.Option(min=1, help="The trace's lengths are divided by it")] = 16,
     load: Annotated[float, typer.Option(help="Share of what the engine can do that comes in")] = 0.8,
     pool_tokens: Annotated[int, typer.Option(min=1024, help="Of the engine's page pool")] = 65_536,
