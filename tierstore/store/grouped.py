@@ -531,8 +531,9 @@ class GroupedStore:
             for other, shared in enumerate(self.pools):
                 if other != group and isinstance(shared, GroupPool):
                     idle = self._idle(other)
-                    whole = shared.large_pages if idle == shared.used_pages else idle // shared.per_large
-                    available += whole * pool.per_large
+                    all_idle = idle == shared.used_pages
+                    whole = len(shared.small.parts) if all_idle else idle // shared.small.per_large
+                    available += whole * pool.small.per_large
         return available
 
     def _make_room(self, group: int, count: int) -> bool:
@@ -563,9 +564,10 @@ class GroupedStore:
         """Let cached pages of a group leave until a large page of it is empty."""
         pool = self.pools[group]
         assert isinstance(pool, GroupPool)
-        before = pool.large.free
-        while self.stores[group].evict(Tier.HBM.label, pool.per_large):
-            if pool.large.free > before:
+        large = pool.small.large
+        before = large.free
+        while self.stores[group].evict(Tier.HBM.label, pool.small.per_large):
+            if large.free > before:
                 return True
         return False
 
@@ -585,7 +587,7 @@ class GroupedStore:
         if hbm:
             tiers[Tier.HBM.label] = replace(
                 hbm[0],
-                capacity_bytes=shared.large.nbytes
+                capacity_bytes=shared.small.large.nbytes
                 if isinstance(shared, GroupPool)
                 else sum(tier.capacity_bytes for tier in hbm),
                 used_bytes=sum(tier.used_bytes for tier in hbm),
@@ -598,7 +600,7 @@ class GroupedStore:
         """Assert that everything that is counted twice agrees, in every group."""
         for store in self.stores:
             store.check()
-        shared = [store.pool for store in self.stores if isinstance(store.pool, GroupPool)]
+        shared = [store.pool.small for store in self.stores if isinstance(store.pool, GroupPool)]
         if shared:
             check_pools(shared)
 

@@ -119,44 +119,36 @@ class LargePages:
         self._free.append(page)
 
 
-class GroupPool(PagePool):
-    """The pool of one layer group in a memory that others share. ``num_pages`` is how many there would be if
-    it had all of it, ``free_pages`` how many it could have now. Page ``p`` is in large page
-    ``p // per_large``."""
+class SmallPages:
+    """The books of one group: which pages of ``page_bytes`` bytes are free in the large pages that it has.
+    Page ``p`` is in large page ``p // per_large``. Not thread-safe: its owner locks."""
 
-    def __init__(self, spec: KVSpec, large: LargePages, per_large: int, memory: Memory) -> None:
-        self.spec = spec
-        self.device = "cpu"
+    def __init__(self, large: LargePages, per_large: int, page_bytes: int) -> None:
         self.large = large
         self.per_large = per_large
-        self.stride = large.large_bytes // per_large
-        self.num_pages = large.count * per_large
-        self._memory = memory
-        self._start = memory.address
-        rows = np.frombuffer(memory.view(0, large.count * large.large_bytes), np.uint8)
-        self.array = rows.reshape(self.num_pages, self.stride)[:, : spec.page_bytes]
-        self._parts: dict[int, list[int]] = {}  # by large page of this group, its free small pages
-        self._free_parts = 0
+        self.page_bytes = page_bytes
+        self.parts: dict[int, list[int]] = {}  # by large page, its free small pages
+        self.free_parts = 0
 
     @property
     def free_pages(self) -> int:
-        return self._free_parts + self.large.free * self.per_large
+        """Pages that could be had, those of large pages that nobody has included."""
+        return self.free_parts + self.large.free * self.per_large
 
     @property
-    def own_free_pages(self) -> int:
-        """Free pages in large pages that it has already."""
-        return self._free_parts
+    def used_pages(self) -> int:
+        return len(self.parts) * self.per_large - self.free_parts
 
     def allocate(self, count: int) -> list[int] | None:
         """``count`` pages, from the fullest of its large pages first, or None if fewer are free."""
         taken: list[int] = []
-        for number in sorted(self._parts, key=lambda each: len(self._parts[each])):
+        for number in sorted(self.parts, key=lambda each: len(self.parts[each])) if self.free_parts else ():
             if len(taken) == count:
                 break
-            parts = self._parts[number]
+            parts = self.parts[number]
             while parts and len(taken) < count:
                 taken.append(parts.pop())
-        self._free_parts -= len(taken)
+        self.free_parts -= len(taken)
         while len(taken) < count:
             fresh_large = self.large.take()
             if fresh_large is None:
@@ -166,40 +158,77 @@ class GroupPool(PagePool):
             parts = list(range(first + self.per_large - 1, first - 1, -1))
             fresh = parts[max(len(parts) - (count - len(taken)), 0) :][::-1]
             del parts[len(parts) - len(fresh) :]
-            self._parts[fresh_large] = parts
-            self._free_parts += len(parts)
+            self.parts[fresh_large] = parts
+            self.free_parts += len(parts)
             taken += fresh
         return taken
 
     def free(self, pages: Sequence[int]) -> None:
+        """Give pages back; large pages that are empty then are everybody's."""
         for page in pages:
             number = page // self.per_large
-            parts = self._parts[number]
+            parts = self.parts[number]
             parts.append(page)
-            self._free_parts += 1
+            self.free_parts += 1
             if len(parts) == self.per_large:
-                del self._parts[number]
-                self._free_parts -= self.per_large
+                del self.parts[number]
+                self.free_parts -= self.per_large
                 self.large.give(number)
+
+
+def small_pages(page_bytes: Sequence[int], nbytes: int) -> tuple[SmallPages, ...]:
+    """The books for pages of these sizes in ``nbytes`` bytes. Raises :class:`UsageError` where that is too
+    little for a page of each."""
+    pages = cut(page_bytes)
+    if nbytes < pages.large_bytes:
+        raise UsageError(
+            f"a page pool of {format_size(nbytes)} has no room for a page of every layer group: "
+            f"{format_size(pages.large_bytes)}"
+        )
+    large = LargePages(pages.large_bytes, nbytes // pages.large_bytes)
+    sizes = zip(page_bytes, pages.per_large, strict=True)
+    return tuple(SmallPages(large, per_large, size) for size, per_large in sizes)
+
+
+class GroupPool(PagePool):
+    """The pool of one layer group in a memory that others share. ``num_pages`` is how many there would be if
+    it had all of it, ``free_pages`` how many it could have now."""
+
+    def __init__(self, spec: KVSpec, small: SmallPages, memory: Memory) -> None:
+        self.spec = spec
+        self.device = "cpu"
+        self.small = small
+        large = small.large
+        self.stride = large.large_bytes // small.per_large
+        self.num_pages = large.count * small.per_large
+        self._memory = memory
+        self._start = memory.address
+        rows = np.frombuffer(memory.view(0, large.nbytes), np.uint8)
+        self.array = rows.reshape(self.num_pages, self.stride)[:, : spec.page_bytes]
+
+    @property
+    def free_pages(self) -> int:
+        return self.small.free_pages
+
+    @property
+    def used_pages(self) -> int:
+        return self.small.used_pages
+
+    def allocate(self, count: int) -> list[int] | None:
+        return self.small.allocate(count)
+
+    def free(self, pages: Sequence[int]) -> None:
+        self.small.free(pages)
 
     def _address(self, page: int) -> int:
         return self._start + page * self.stride
 
-    @property
-    def large_pages(self) -> int:
-        """Large pages that it has."""
-        return len(self._parts)
-
-    @property
-    def used_pages(self) -> int:
-        """Pages that are allocated."""
-        return len(self._parts) * self.per_large - self._free_parts
-
 
 def fits(pools: Sequence[PagePool], counts: Sequence[int]) -> bool:
     """Whether so many pages of each group could be had at a time, if nothing else were held."""
-    large = sum(-(-count // pool.per_large) for pool, count in _shared(pools, counts))
-    most = max((pool.large.count for pool, _ in _shared(pools, counts)), default=0)
+    shared = [(pool.small, count) for pool, count in _shared(pools, counts)]
+    large = sum(-(-count // small.per_large) for small, count in shared)
+    most = max((small.large.count for small, _ in shared), default=0)
     return large <= most and all(count <= pool.num_pages for pool, count in zip(pools, counts, strict=True))
 
 
@@ -229,34 +258,27 @@ def open_group_pools(specs: Sequence[KVSpec], nbytes: int) -> tuple[GroupPool, .
     >>> first.free_pages, second.free_pages
     (19, 59)
     """
-    pages = cut([spec.page_bytes for spec in specs])
-    if nbytes < pages.large_bytes:
-        raise UsageError(
-            f"a page pool of {format_size(nbytes)} has no room for a page of every layer group: "
-            f"{format_size(pages.large_bytes)}"
-        )
-    large = LargePages(pages.large_bytes, nbytes // pages.large_bytes)
-    memory = Memory(large.count * large.large_bytes, shared=False)
+    small = small_pages([spec.page_bytes for spec in specs], nbytes)
+    memory = Memory(small[0].large.nbytes, shared=False)
     memory.populate()
-    counts = zip(specs, pages.per_large, strict=True)
-    return tuple(GroupPool(spec, large, per_large, memory) for spec, per_large in counts)
+    return tuple(GroupPool(spec, each, memory) for spec, each in zip(specs, small, strict=True))
 
 
-def waste(pools: Sequence[GroupPool]) -> PoolWaste:
-    """Of the memory that these pools, all there are, share."""
-    large = pools[0].large
-    used = sum(pool.used_pages * pool.spec.page_bytes for pool in pools)
-    external = sum(pool.own_free_pages * pool.spec.page_bytes for pool in pools)
-    taken = sum(pool.large_pages for pool in pools) * large.large_bytes
+def waste(groups: Sequence[SmallPages]) -> PoolWaste:
+    """Of the memory that these groups, all there are, share."""
+    large = groups[0].large
+    used = sum(group.used_pages * group.page_bytes for group in groups)
+    external = sum(group.free_parts * group.page_bytes for group in groups)
+    taken = sum(len(group.parts) for group in groups) * large.large_bytes
     return PoolWaste(used, taken - used - external, external, large.free * large.large_bytes)
 
 
-def check(pools: Sequence[GroupPool]) -> None:
+def check(groups: Sequence[SmallPages]) -> None:
     """Assert that each large page is free or has one owner, and that no page is counted twice."""
-    owned = [number for pool in pools for number in pool._parts]
+    owned = [number for group in groups for number in group.parts]
     assert len(set(owned)) == len(owned), "two groups have one large page"
-    assert not set(owned) & set(pools[0].large._free), "a large page is free and has an owner"
-    assert len(owned) + pools[0].large.free == pools[0].large.count, "a large page is lost"
-    for pool in pools:
-        assert sum(map(len, pool._parts.values())) == pool._free_parts
-        assert all(len(set(parts)) == len(parts) < pool.per_large for parts in pool._parts.values())
+    assert not set(owned) & set(groups[0].large._free), "a large page is free and has an owner"
+    assert len(owned) + groups[0].large.free == groups[0].large.count, "a large page is lost"
+    for group in groups:
+        assert sum(map(len, group.parts.values())) == group.free_parts
+        assert all(len(set(parts)) == len(parts) < group.per_large for parts in group.parts.values())

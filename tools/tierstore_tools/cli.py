@@ -636,6 +636,43 @@ def cluster_plan(
     run([int(count) for count in _numbers("--hosts", hosts)], traffic, costs, json=json)
 
 
+@app.command()
+def pool(
+    models: Annotated[str, typer.Option(help="Models of `tierstore size`, comma-separated")] = (
+        "gemma-3-27b,gpt-oss-120b,qwen3-next-80b-a3b,llama-3-8b"
+    ),
+    hbm_bytes: Annotated[str, typer.Option(help="The pool's memory")] = "64GiB",
+    longest: Annotated[int, typer.Option(min=1024, help="Tokens that a request may have")] = 32_768,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Of a page")] = 64,
+    steps: Annotated[int, typer.Option(min=10, help="Of the simulation")] = 2000,
+    pools: Annotated[
+        str, typer.Option("--pool", help="Which are compared: two-level, one-size, contiguous")
+    ] = "two-level,one-size,contiguous",
+    seed: Annotated[int, typer.Option(help="Of the made-up requests")] = 1,
+    json: JsonOption = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a PNG")] = None,
+) -> None:
+    """What a page pool wastes with layers of several kinds, beside one page size and contiguous buffers."""
+    from tierstore.sizing import PRESETS
+    from tierstore_tools import pool as bench
+
+    names = models.split(",")
+    unknown = [name for name in names if name not in PRESETS]
+    if unknown:
+        raise UsageError(f"no model {unknown[0]!r} (known: {', '.join(PRESETS)})")
+    bench.run(
+        {name: PRESETS[name] for name in names},
+        nbytes=parse_size(hbm_bytes),
+        longest=longest,
+        chunk_tokens=chunk_tokens,
+        steps=steps,
+        seed=seed,
+        policies=pools.split(","),
+        json=json,
+        plot=plot,
+    )
+
+
 def _json_object(option: str, text: str) -> dict[str, Any]:
     import json
 
