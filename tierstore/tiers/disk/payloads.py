@@ -339,7 +339,8 @@ class Payloads:
     ) -> PageBuffer:
         if not record.codec:
             return PageBuffer(view)
-        nbytes = slot_bytes(record.nbytes if encoded else record.payload_bytes)
+        # All of the room, so that neighbours share a request.
+        nbytes = slot_bytes(record.nbytes if encoded else record.room)
         staged.append(self._staging.take(nbytes))
         own = staged[-1].view(0, nbytes)
         if encoded:
@@ -418,6 +419,7 @@ class _Batch:
     ) -> None:
         self.buffers = buffers or [PageBuffer(view) for _, view in pages]
         self.aligned = all(buffer.aligned for buffer in self.buffers)
+        self._end = max((record.place + slot_bytes(record.room) for record, _ in pages), default=0)
         self._extents = [
             Extent(record.place, buffer.nbytes)
             for (record, _), buffer in zip(pages, self.buffers, strict=True)
@@ -426,7 +428,7 @@ class _Batch:
     @property
     def end(self) -> int:
         """The first byte of the extent space beyond this batch."""
-        return max((extent.place + extent.nbytes for extent in self._extents), default=0)
+        return self._end
 
     def plan(self, streams: int, file_bytes: int) -> list[Request]:
         """The requests to make, and each page made ready for them."""

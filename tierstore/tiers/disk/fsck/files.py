@@ -48,7 +48,7 @@ class ExtentFileSet:
         outside = rows[rows["place"] != INLINE]
         if not len(outside):
             return {}
-        end = int((outside["place"] + -(-outside["payload_bytes"] // ALIGNMENT) * ALIGNMENT).max())
+        end = int((outside["place"] + -(-outside["nbytes"] // ALIGNMENT) * ALIGNMENT).max())
         count = -(-end // self.file_bytes)
         if count > 1 << 20:  # a place that was never in a space of files like these
             return {}
