@@ -244,6 +244,20 @@ def churn(
 
 
 @app.command()
+def chunks(
+    trace: Annotated[Path, typer.Argument(help="A trace with block ids, as replay reads")],
+    tokens: Annotated[str, typer.Option(help="Tokens per chunk, comma-separated")] = "16,32,64,128,256",
+    requests: Annotated[int, typer.Option(min=1, help="Of the trace, the first so many")] = 200,
+    model: Annotated[str, typer.Option(help="Whose pages are copied: see tierstore size")] = "llama-3-8b",
+    json: JsonOption = None,
+) -> None:
+    """What the size of a chunk does to hits, waste, bytes per copy and lookup time."""
+    from tierstore_tools import chunks as bench
+
+    bench.run(trace, _lengths("--tokens", tokens), requests=requests, model=model, json=json)
+
+
+@app.command()
 def curve(
     tokens: Annotated[
         str | None,
