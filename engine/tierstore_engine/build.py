@@ -190,6 +190,7 @@ def build_draft_model(
     store: str | None = None,
     host_bytes: int = DEFAULT_HOST_BYTES,
     disk_bytes: int = DEFAULT_DISK_BYTES,
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     settings: EngineSettings | None = None,
 ) -> DraftModel:
     """``draft`` as the drafter of an engine of ``model``, over pages of its own: in the daemon at ``store``
@@ -202,7 +203,7 @@ def build_draft_model(
             f"a draft model has the model's own tokens: it has {draft.config.vocab_size} of them, the model "
             f"{model.config.vocab_size}"
         )
-    settings, spec = settings or EngineSettings(), draft.kv_spec()
+    settings, spec = settings or EngineSettings(), draft.kv_spec(chunk_tokens=chunk_tokens)
     check_pool(spec, pool_pages, draft.device)
     connector = open_connector(
         spec,

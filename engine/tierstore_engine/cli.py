@@ -62,6 +62,9 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Of the sampler; default: a new one each time")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence")] = False,
+    chunk_tokens: Annotated[
+        int, typer.Option(help="Tokens of a page (docs/sizing.md says what that does)")
+    ] = 64,
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens computed per step")] = 1024,
     plan: Annotated[
         str, typer.Option(help="Of a hit: both-ends|one-way (whichever is faster)|load|compute")
@@ -101,6 +104,7 @@ def generate(
         host_bytes=parse_size(host_bytes),
         disk_bytes=parse_size(disk_bytes),
         hbm_bytes=None if hbm_bytes is None else parse_size(hbm_bytes),
+        chunk_tokens=chunk_tokens,
         prefill_chunk=prefill_chunk,
         plan=plan,
         device=device,
@@ -138,6 +142,9 @@ def serve(
     ] = None,
     draft: Annotated[str | None, typer.Option(help="Speculative decoding: prompt-lookup, or a model")] = None,
     draft_tokens: Annotated[int, typer.Option(help="Drafted per step at most")] = 5,
+    chunk_tokens: Annotated[
+        int, typer.Option(help="Tokens of a page (docs/sizing.md says what that does)")
+    ] = 64,
     prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens computed per step")] = 1024,
     plan: Annotated[
         str, typer.Option(help="Of a hit: both-ends|one-way (whichever is faster)|load|compute")
@@ -209,6 +216,7 @@ def serve(
         host_bytes=parse_size(host_bytes),
         disk_bytes=parse_size(disk_bytes),
         hbm_bytes=None if hbm_bytes is None else parse_size(hbm_bytes),
+        chunk_tokens=chunk_tokens,
         device=device,
         dtype=dtype,
         kv_dtype=kv_dtype,

@@ -41,6 +41,7 @@ class GenerateRequest:
     host_bytes: int
     disk_bytes: int
     hbm_bytes: int | None
+    chunk_tokens: int
     prefill_chunk: int
     plan: str
     device: str
@@ -63,7 +64,7 @@ def run(request: GenerateRequest, *, out: TextIO | None = None, err: TextIO | No
         kv_dtype=request.kv_dtype,
         kv_scales=request.kv_scales,
     )
-    spec = opened.config.kv_spec()
+    spec = opened.config.kv_spec(chunk_tokens=request.chunk_tokens)
     settings.check_chunk(spec.chunk_tokens)
     tokens = opened.tokenizer.encode(request.prompt)
     pool_pages = _pool_pages(request, opened, spec, tokens)
@@ -73,6 +74,7 @@ def run(request: GenerateRequest, *, out: TextIO | None = None, err: TextIO | No
         store=request.store,
         host_bytes=request.host_bytes,
         disk_bytes=request.disk_bytes,
+        chunk_tokens=request.chunk_tokens,
         settings=settings,
         model_name=request.model,
         mounts=request.mounts,

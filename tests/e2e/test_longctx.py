@@ -80,6 +80,16 @@ def test_a_deep_model_in_16_bits_is_held_to_what_rounding_explains(tmp_path):
         assert rows[case]["pages_identical"]
 
 
+def test_chunks_of_another_size(tmp_path):
+    settings = LongContext("tiny", 1025, tmp_path, device="cpu", chunk_tokens=256, prefill_chunk=512)
+    command.run(settings, json=str(tmp_path / "out.json"), plot=None)
+    rows = {row["case"]: row for row in json.loads((tmp_path / "out.json").read_text())["rows"]}
+    assert rows["disk"]["moved_bytes"] == 4 * open_model("tiny").config.kv_spec(chunk_tokens=256).page_bytes
+    for case in ("hbm", "host", "disk"):
+        assert rows[case]["reused_tokens"] == 1024
+        assert rows[case]["pages_identical"]
+
+
 @pytest.mark.parametrize("kv_dtype", ["fp8_e4m3", "k8v4"])
 def test_quantised_pages(tmp_path, kv_dtype):
     """1025 tokens: hits end where a chunk of the cold run did, so even the logits are the very same."""

@@ -69,6 +69,27 @@ def test_a_checkpoint_folder(run: Run, checkpoints: Callable[..., Path]) -> None
     assert out.strip()
 
 
+@pytest.mark.parametrize("chunk", [16, 256])
+def test_pages_of_another_size_are_other_pages(run: Run, tmp_path: Path, chunk: int) -> None:
+    options = (
+        "--model",
+        "tiny",
+        "--prompt",
+        "x" * 600,
+        "--max-new-tokens",
+        "4",
+        "--store",
+        "store",
+        "--json",
+    )
+    sized = (*options, "--chunk-tokens", str(chunk))
+    first, again = (json.loads(run("generate", *each)[1]) for each in (sized, sized))
+    other = json.loads(run("generate", *options)[1])
+    assert first["tokens"] == again["tokens"] == other["tokens"]
+    assert again["reused_tokens_by_tier"]["disk"] == 600
+    assert not other["reused_tokens_by_tier"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
@@ -82,6 +103,8 @@ def test_a_checkpoint_folder(run: Run, checkpoints: Callable[..., Path]) -> None
         (("--model", "tiny", "--prompt", "x", "--hbm-bytes", "lots"), 2, "not a size: 'lots'"),
         (("--model", "tiny", "--prompt", "x" * 500, "--hbm-bytes", "64KiB"), 2, "need 10 pages (320 KiB)"),
         (("--model", "tiny", "--prompt", "x", "--prefill-chunk", "100"), 2, "multiple of the page's 64"),
+        (("--model", "tiny", "--prompt", "x", "--chunk-tokens", "0"), 2, "chunk_tokens must be"),
+        (("--model", "tiny", "--prompt", "x", "--chunk-tokens", "48"), 2, "multiple of the page's 48"),
         (("--model", "tiny", "--prompt", "x", "--device", "cuda"), 2, "no CUDA device"),
         (("--model", "tiny", "--prompt", "x", "--device", "cuda:1"), 2, "no CUDA device"),
         (("--model", "tiny", "--prompt", "x", "--device", "cuda:"), 2, "unknown device"),

@@ -52,6 +52,7 @@ class ServeOptions:
     host_bytes: int
     disk_bytes: int
     hbm_bytes: int | None
+    chunk_tokens: int
     device: str
     dtype: str | None
     kv_dtype: str
@@ -75,7 +76,7 @@ def run(options: ServeOptions, *, err: TextIO | None = None) -> None:
         kv_scales=options.kv_scales,
     )
     template = load_template(opened.folder, options.server.chat_template)
-    spec = opened.config.kv_spec()
+    spec = opened.config.kv_spec(chunk_tokens=options.chunk_tokens)
     options.engine.check_chunk(spec.chunk_tokens)
     pages = _pool_pages(options, opened, spec)
     listener = listen_at(options.server.host, options.server.port)
@@ -97,6 +98,7 @@ def _build(options: ServeOptions, opened: OpenModel, pages: int | None) -> Engin
             store=options.store,
             host_bytes=options.host_bytes,
             disk_bytes=options.disk_bytes,
+            chunk_tokens=options.chunk_tokens,
             settings=options.engine,
             drafter=drafter,
             model_name=options.server.model_name,
@@ -124,6 +126,7 @@ def _drafter(options: ServeOptions, model: LoadedModel, pages: int | None) -> Dr
         store=options.store,
         host_bytes=options.host_bytes,
         disk_bytes=options.disk_bytes,
+        chunk_tokens=options.chunk_tokens,
         settings=options.engine,
     )
 

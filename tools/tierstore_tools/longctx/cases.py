@@ -123,7 +123,7 @@ def _sizes(model: LoadedModel, settings: LongContext, tokens: int) -> Sizes:
             f"{tokens} tokens, a tail and the answers make {longest}, but {settings.model} allows "
             f"{model.config.max_positions}: give fewer --tokens"
         )
-    sizes = Sizes.for_tokens(model.kv_spec(), tokens)
+    sizes = Sizes.for_tokens(model.kv_spec(chunk_tokens=settings.chunk_tokens), tokens)
     sizes.check_disk(settings.directory)
     return sizes
 
@@ -172,7 +172,12 @@ class _Experiment:
 
     def _open(self, store: str | None) -> Engine:
         return open_engine(
-            self._model, self._sizes, store, self._settings.prefill_chunk, self._settings.throttle
+            self._model,
+            self._sizes,
+            store,
+            chunk_tokens=self._settings.chunk_tokens,
+            prefill_chunk=self._settings.prefill_chunk,
+            throttle=self._settings.throttle,
         )
 
     def _cold(self, without: Engine, engine: Engine, prompt: Sequence[int]) -> list[Answer]:
@@ -223,6 +228,7 @@ class _Experiment:
             settings.kv_scales,
             str(directory),
             list(prompt),
+            settings.chunk_tokens,
             settings.prefill_chunk,
             sizes.pool_pages,
             sizes.host_bytes,

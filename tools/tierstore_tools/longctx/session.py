@@ -47,7 +47,13 @@ class Answer:
 
 
 def open_engine(
-    model: LoadedModel, sizes: Sizes, store: str | None, prefill_chunk: int, throttle: Mapping[str, float]
+    model: LoadedModel,
+    sizes: Sizes,
+    store: str | None,
+    *,
+    chunk_tokens: int,
+    prefill_chunk: int,
+    throttle: Mapping[str, float],
 ) -> Engine:
     """An engine that has run once, so that nothing measured pays for the first call of a kernel. ``throttle``
     bounds tiers to so many bytes a second."""
@@ -57,6 +63,7 @@ def open_engine(
         store=store,
         host_bytes=sizes.host_bytes,
         disk_bytes=sizes.disk_bytes,
+        chunk_tokens=chunk_tokens,
         settings=EngineSettings(prefill_chunk=prefill_chunk, plan="load"),  # a tier is measured, not chosen
     )
     if throttle and isinstance(engine.connector, StoreConnector):

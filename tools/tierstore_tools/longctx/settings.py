@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierstore.errors import UsageError
-from tierstore.spec import KVSpec
+from tierstore.spec import DEFAULT_CHUNK_TOKENS, KVSpec
 from tierstore.units import MIB, format_size
 
 ANSWER_TOKENS = 32
@@ -27,6 +27,7 @@ class LongContext:
     kv_dtype: str = "auto"
     kv_scales: str = "dynamic"
     prompt_text: str | None = None
+    chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     prefill_chunk: int = 2048
     sweep: tuple[int, ...] = ()
     throttle: Mapping[str, float] = field(default_factory=dict)  # bytes a second, by tier

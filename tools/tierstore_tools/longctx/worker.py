@@ -36,6 +36,7 @@ class Job:
     kv_scales: str
     store: str
     prompt: list[int]
+    chunk_tokens: int
     prefill_chunk: int
     pool_pages: int
     host_bytes: int
@@ -86,7 +87,14 @@ def main(job_file: str, result_file: str) -> None:
         job.model, device=job.device, dtype=job.dtype, kv_dtype=job.kv_dtype, kv_scales=job.kv_scales
     )
     sizes = Sizes(job.pool_pages, job.host_bytes, job.disk_bytes)
-    engine = open_engine(model, sizes, job.store, job.prefill_chunk, job.throttle)
+    engine = open_engine(
+        model,
+        sizes,
+        job.store,
+        chunk_tokens=job.chunk_tokens,
+        prefill_chunk=job.prefill_chunk,
+        throttle=job.throttle,
+    )
     drop_page_cache(Path(job.store))
     answer = ask(engine, job.prompt)
     digests = page_digests(engine, job.prompt)
