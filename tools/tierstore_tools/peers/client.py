@@ -10,6 +10,7 @@ command                    answer
 ``["memcpy", n]``          seconds to copy a prompt's bytes from one of the buffers to the other
 ``["save", n]``            seconds until the peer says that it has prompt ``n``, core-seconds of this process
 ``["lookup", n]``          seconds until it says how many tokens it has of the prompt, and how many
+``["forget", n]``          nothing: afterwards it is as a client that has seen no prompt
 ``["load", n]``            seconds until its pages are in the other buffer, core-seconds, whether all bytes
                            are right
 =========================  ==============================================================================
@@ -24,6 +25,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -103,6 +105,10 @@ class Client(ABC):
         count = self.shape.nbytes // 4
         return np.arange(prompt * 0x01000193, prompt * 0x01000193 + count, dtype=np.uint64).astype(np.uint32)
 
+    def forget(self, prompt: int) -> None:
+        """Be as a client that has seen no prompt yet. Nothing to do where none is remembered."""
+        return
+
     @abstractmethod
     def save(self, prompt: int) -> None:
         """Hand the first buffer's pages to the peer, and wait until it says that it has them."""
@@ -127,10 +133,17 @@ class Tierstore(Client):
         dim = shape.page_bytes // layers // CHUNK_TOKENS // 4  # K and V, two bytes each
         spec = KVSpec.uniform(layers=layers, kv_heads=1, head_dim=dim, dtype="float16")
         identity = Identity.of(spec, model="tierstore-bench peers", revision="1")
-        self._store = tierstore.connect(shape.address, spec, identity=identity, lookup_s=_WAIT_S)
+        self._connect = partial(tierstore.connect, shape.address, spec, identity=identity, lookup_s=_WAIT_S)
+        self._store: Any = None
+        self.forget(0)
+
+    def forget(self, prompt: int) -> None:
+        if self._store is not None:
+            self._store.close()
+        self._hit: Any = None
+        self._store = self._connect()
         self._store.wait_connected(_WAIT_S)
         self._store.wait_ready()
-        self._hit: Any = None
 
     def save(self, prompt: int) -> None:
         self._store.save(self.tokens(prompt), self.pages(self.source)).wait(_WAIT_S)

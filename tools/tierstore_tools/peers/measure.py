@@ -69,7 +69,8 @@ class MoveRow:
 
 @dataclass(frozen=True, slots=True)
 class LookupRow:
-    """Lookups of a prompt that is there. ``ours`` is how many times as fast ours was, by round."""
+    """Lookups of a prompt that is there, by a client that sees it for the first time. ``ours`` is how many
+    times as fast ours was, by round."""
 
     peer: str
     tokens: int
@@ -228,7 +229,10 @@ class _Running:
 
     def look(self, prompt: int) -> None:
         self.client.ask("save", prompt)
-        answers = [self.client.ask("lookup", prompt) for _ in range(_LOOKUPS)]
+        answers = []
+        for _ in range(_LOOKUPS):
+            self.client.ask("forget", prompt)
+            answers.append(self.client.ask("lookup", prompt))
         self.lookups.append(statistics.median(answer.seconds for answer in answers))
         self.found.append(statistics.fmean(answer.tokens / self.shape.tokens for answer in answers))
 

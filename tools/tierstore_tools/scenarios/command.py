@@ -134,7 +134,7 @@ def _described(settings: Scenarios) -> dict[str, object]:
     described = {
         name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()
     }
-    del described["directory"]
+    del described["directory"], described["vllm"]  # where things were says nothing about the figures
     return described
 
 
