@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from tierstore.errors import UsageError
+from tierstore.spec import LayerKind
 from tierstore.tiers.hbm import COMPLETED, PagePool
 from tierstore_engine.attention.base import Span
 from tierstore_engine.checkpoint import Checkpoint
@@ -51,6 +52,8 @@ def with_scales(config: ModelConfig, source: str, folder: Path | None) -> ModelC
 
 def check_calibration(opened: OpenModel, text: str, out: Path) -> list[int]:
     """The tokens of ``text``. Raises :class:`UsageError` before anything is computed in vain."""
+    if {group.kind for group in opened.config.groups} != {LayerKind.FULL_ATTENTION}:
+        raise UsageError("static scales are for models whose layers all keep every token's keys and values")
     tokens = opened.tokenizer.encode(text)
     if not 0 < len(tokens) <= opened.config.max_positions:
         raise UsageError(

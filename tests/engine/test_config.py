@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tierstore.errors import UsageError
 from tierstore.tiers.hbm import PagePool
 from tierstore_engine.attention.base import make_attention
+from tierstore_engine.build import open_model
 from tierstore_engine.config import RopeConfig
 from tierstore_engine.errors import ModelError
 from tierstore_engine.families import config_from_hf
 from tierstore_engine.kv_format import KVFormat
+from tierstore_engine.kv_scales import check_calibration
 from tierstore_engine.presets import PRESETS, preset
 
 LLAMA: dict[str, Any] = {
@@ -258,3 +262,9 @@ def test_presets() -> None:
     assert all(preset(name).eos_ids for name in PRESETS)
     with pytest.raises(ModelError, match="no preset 'huge'"):
         preset("huge")
+
+
+@pytest.mark.parametrize("name", ["tiny-gemma3", "tiny-deepseek"])
+def test_scales_are_not_calibrated_for_other_kinds_of_layers(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="whose layers all keep every token's keys and values"):
+        check_calibration(open_model(name, device="cpu"), "some text", tmp_path / "ranges.json")

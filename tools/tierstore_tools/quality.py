@@ -129,11 +129,11 @@ def _compare(
 def _logits(model: LoadedModel, document: Sequence[int], chunk: int) -> Iterator[torch.Tensor]:
     """Of every token, chunk by chunk."""
     spec = model.kv_spec()
-    pool = PagePool(spec, pages_for_tokens(spec, len(document)))
-    runner = make_runner(model, [pool], EngineSettings())
+    pools = [PagePool(part, pages_for_tokens(spec, len(document))) for part in spec.split()]
+    runner = make_runner(model, pools, EngineSettings())
     for start in range(0, len(document), chunk):
         stop = min(start + chunk, len(document))
-        span = Span((range(pool.num_pages),), start, stop)
+        span = Span(tuple(range(pool.num_pages) for pool in pools), start, stop)
         yield runner.compute(
             Step((span,), document[start:stop], range(stop - start), COMPLETED, spec.chunk_tokens)
         )
