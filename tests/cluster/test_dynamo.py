@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import shutil
 import time
@@ -256,3 +257,30 @@ def test_the_selector_sends_a_prompt_to_where_it_is_held(selector, host):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         assert selector.select(f"r{number}", tokens, model="m") == number
+
+
+def test_the_proxy_hears_from_the_selector_what_each_engine_holds(selector, host):
+    pytest.importorskip("httpx")
+    from tierstore_proxy.residency import Selector
+
+    hosts = [host(), host()]
+    for number, each in enumerate(hosts):
+        selector.add(number, each.events[""], each.replay[""], model="m", block_tokens=16)
+    hosts[1].save(prompt(1))
+    tokens = prompt(1, pages=12).astype(np.uint32)
+    engines = [f"http://127.0.0.1:{8000 + number}" for number in (2, 1, 0)]
+
+    async def ask() -> list[int | None]:
+        asked = Selector(f"http://127.0.0.1:{selector.port}", engines)
+        deadline = time.monotonic() + SETTLED_S
+        while (held := await asked.held(tokens, "m", 10.0)) != [None, 128, 0]:
+            assert time.monotonic() < deadline, (held, asked.problem)
+            await asyncio.sleep(0.05)
+        gone = Selector(f"http://127.0.0.1:{free_port()}", engines)
+        nothing = await gone.held(tokens, "m", 10.0)
+        assert gone.problem
+        await asked.close()
+        await gone.close()
+        return nothing
+
+    assert asyncio.run(ask()) == [None, None, None]

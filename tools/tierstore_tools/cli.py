@@ -539,7 +539,7 @@ def scheduling(
         str | None, typer.Option(help="conversation,tree,simulated; default: those possible")
     ] = None,
     model: Annotated[str, typer.Option(help="A Hugging Face folder, or a preset")] = "tiny",
-    requests: Annotated[int, typer.Option(min=2, help="Of each workload at most")] = 500,
+    requests: Annotated[int, typer.Option(min=2, help="Of each workload at most")] = 2000,
     scale: Annotated[int, typer.Option(min=1, help="The trace's lengths are divided by it")] = 16,
     load: Annotated[float, typer.Option(help="Share of what the engine can do that comes in")] = 0.8,
     pool_tokens: Annotated[int, typer.Option(min=1024, help="Of the engine's page pool")] = 65_536,
@@ -687,6 +687,65 @@ def pool(
         json=json,
         plot=plot,
     )
+
+
+@app.command()
+def handover(
+    model: Annotated[
+        str, typer.Option(help="A Hugging Face folder, or a random Llama made here: small-text, tiny-text")
+    ] = "small-text",
+    tokens: Annotated[int, typer.Option(help="Of the prompts that arrive")] = 4000,
+    answer: Annotated[int, typer.Option(min=2, help="Tokens generated for each")] = 32,
+    streams: Annotated[int, typer.Option(min=1, help="That decode all the time")] = 4,
+    rate: Annotated[float, typer.Option(min=0.001, help="Prompts a second")] = 0.2,
+    seconds: Annotated[float, typer.Option(min=1, help="Of each arrangement, in each round")] = 30.0,
+    rounds: Annotated[int, typer.Option(min=1, help="In which all arrangements have their turn")] = 3,
+    prefill_chunk: Annotated[int, typer.Option(min=64, help="Prompt tokens computed per step")] = 1024,
+    chunks: Annotated[str, typer.Option(help="Others, with which single hand-overs are taken apart")] = "256",
+    pairs: Annotated[int, typer.Option(min=1, help="Such hand-overs of each kind")] = 5,
+    seed: Annotated[int, typer.Option(help="Asks the same again")] = 1,
+    directory: Annotated[Path | None, typer.Option("--dir", help="Where; default: a temporary one")] = None,
+    json: JsonOption = None,
+) -> None:
+    """Prefill and decode together and apart: TTFT, inter-token latency and throughput of mixed traffic."""
+    import tempfile
+
+    from tierstore_tools.handover import Traffic, run
+
+    if directory is not None:
+        _make_writable(directory)
+    traffic = Traffic(
+        model=model,
+        tokens=tokens,
+        answer=answer,
+        streams=streams,
+        rate_per_s=rate,
+        seconds=seconds,
+        rounds=rounds,
+        prefill_chunk=prefill_chunk,
+        chunks=_lengths("--chunks", chunks),
+        pairs=pairs,
+        seed=seed,
+    )
+    with tempfile.TemporaryDirectory(prefix="tierstore-bench-", dir=directory) as scratch:
+        run(traffic, Path(scratch), json=json)
+
+
+@app.command()
+def handover_plan(
+    costs: Annotated[Path, typer.Option(help="Measured by tierstore-bench handover --json")],
+    engines: Annotated[str, typer.Option(help="Numbers of engines")] = "2,4,8,16,32,64",
+    tokens: Annotated[int, typer.Option(min=1, help="Of a prompt")] = 4000,
+    answer: Annotated[str, typer.Option(help="Tokens generated, comma-separated")] = "32,128,512",
+    ttft_s: Annotated[float, typer.Option(help="99 % of the first tokens are to come within this")] = 10.0,
+    itl_s: Annotated[float, typer.Option(help="… and of the later ones")] = 0.2,
+    json: JsonOption = None,
+) -> None:
+    """From which traffic on prefill and decode pay apart: a simulation from measured costs."""
+    from tierstore_tools.handover_plan import Requests, read_costs, run
+
+    numbers, answers = _lengths("--engines", engines), _lengths("--answer", answer)
+    run(numbers, answers, Requests(tokens, answers[0], ttft_s, itl_s), read_costs(costs), json=json)
 
 
 def _json_object(option: str, text: str) -> dict[str, Any]:
