@@ -349,14 +349,16 @@ class Scheduler:
         prompt.looked_at = now
 
     def _take_turn(self, sequence: Sequence, sake: Place) -> int:
-        """Its prompt is computed next, for the sake of the request at a place; the tokens that takes. Those
-        of a load under way are none yet: others are computed meanwhile."""
+        """Its prompt is computed next, for the sake of the request at a place; the tokens that takes in two
+        steps, a chunk in each. Those of a load under way are none yet: others are computed meanwhile."""
         if sequence.request_id in self._turns:
             self._sakes[sequence.request_id] = min(sake, self._sakes[sequence.request_id])
             return 0
         self._turns[sequence.request_id] = len(self._turns)
         self._sakes[sequence.request_id] = sake
-        return sequence.remaining if sequence.state is SequenceState.RUNNING else 0
+        if sequence.state is not SequenceState.RUNNING:
+            return 0
+        return min(sequence.remaining, 2 * self._settings.prefill_chunk)
 
     def _computing_for(self, sequence: Sequence) -> Sequence | None:
         """Who is just computing, or loading, how this one's prompt begins."""
