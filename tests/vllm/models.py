@@ -7,11 +7,12 @@ from pathlib import Path
 from tierstore_tools.vllm import models
 from tierstore_tools.vllm.asks import prompt
 
-__all__ = ["GEMMA", "LLAMA", "LLAMA_6_LAYERS", "MLA", "OPT", "model", "prompt"]
+__all__ = ["GEMMA", "LLAMA", "LLAMA4", "LLAMA_6_LAYERS", "MLA", "OPT", "model", "prompt"]
 
 LLAMA = "tiny"  # 4 layers, one KV cache group: the main oracle, bit-equal in float32
 LLAMA_6_LAYERS = "tiny-6-layers"
 GEMMA = "tiny-gemma"  # 3 layers with a window of 64 tokens, 1 of full attention: 4 KV cache groups
+LLAMA4 = "tiny-llama4"  # 3 layers that attend within chunks of 160 tokens, 1 of full attention
 MLA = "tiny-mla"
 OPT = "tiny-opt"
 

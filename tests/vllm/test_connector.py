@@ -80,6 +80,7 @@ def wait_cached(engine, tokens, expected):
         pytest.param(models.LLAMA, {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}, EXACT, marks=NEEDS_AVX512),
         (models.GEMMA, {"blocks": 1024}, EXACT),
         (models.GEMMA, {"blocks": 1024, "prefix_match_unit": 8}, EXACT),
+        (models.LLAMA4, {"blocks": 1024}, EXACT),
         # Needs the cores to itself: vLLM's ranks wait for each other in sched_yield(), and where others want
         # to compute, too, everything else stands still for longer than patient() waits: the daemon, and a
         # shell's `sleep 1` (41 s on Linux 6.18). Those lookups are misses.
@@ -91,6 +92,7 @@ def wait_cached(engine, tokens, expected):
         "llama-fp8-kv",
         "gemma-windows",
         "gemma-finer-hashes",
+        "llama4-chunks",
         "llama-tp2",
     ],
 )

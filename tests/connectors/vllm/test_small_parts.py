@@ -159,6 +159,15 @@ def test_groups_of_anything_else_are_refused():
             read_groups(config, CACHE, chunk)
 
 
+@pytest.mark.parametrize("states_first", [True, False])
+def test_a_hybrid_model_is_told_which_group_is_in_the_way(states_first):
+    full, states = kind("FullAttentionSpec", block_size=16), kind("MambaSpec", block_size=16)
+    config = kv_config(*((states, full) if states_first else (full, states)))
+    number = 0 if states_first else 1
+    with pytest.raises(UnsupportedError, match=f"^KV cache group {number} keeps MambaSpec: only attention"):
+        read_groups(config, CACHE, 0)
+
+
 def test_the_breaker_opens_after_two_failures_and_tries_again():
     breaker = Breaker()
     breaker.failed(0.0)

@@ -58,6 +58,26 @@ def _gemma(**changes: Any) -> Any:
     return model
 
 
+def _llama4() -> Any:
+    """Three layers that attend within chunks of 160 tokens to one of full attention without rotary; dense. A
+    hit of 896 tokens ends inside of a chunk, one of 640 between two."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    shape: dict[str, Any] = {name: value for name, value in _BASE.items() if name != "intermediate_size"}
+    config = Llama4TextConfig(
+        **shape,
+        intermediate_size=256,
+        intermediate_size_mlp=256,
+        attention_chunk_size=160,
+        no_rope_layers=[1, 1, 1, 0],
+        interleave_moe_layer_step=0,
+        moe_layers=[],
+        num_local_experts=1,
+        num_experts_per_tok=1,
+    )
+    return Llama4ForCausalLM(config)
+
+
 def _opt(**changes: Any) -> Any:
     from transformers import OPTConfig, OPTForCausalLM
 
@@ -127,6 +147,7 @@ _KINDS: dict[str, Callable[[], Any]] = {
     "tiny-gemma": _gemma,
     "tiny-opt": _opt,
     "tiny-mla": _mla,
+    "tiny-llama4": _llama4,
     "small": _small,
     "small-text": lambda: _text(_small()),
 }
