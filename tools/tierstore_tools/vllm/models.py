@@ -78,6 +78,27 @@ def _llama4() -> Any:
     return Llama4ForCausalLM(config)
 
 
+def _qwen3_next() -> Any:
+    """Three layers of gated delta rule to one of full attention; on a CPU vLLM takes heads of 128 in
+    bfloat16, and none of 32."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    shape: dict[str, Any] = {**_BASE, "head_dim": 128}
+    config = Qwen3NextConfig(
+        **shape,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+    )
+    return Qwen3NextForCausalLM(config)
+
+
 def _opt(**changes: Any) -> Any:
     from transformers import OPTConfig, OPTForCausalLM
 
@@ -148,6 +169,7 @@ _KINDS: dict[str, Callable[[], Any]] = {
     "tiny-opt": _opt,
     "tiny-mla": _mla,
     "tiny-llama4": _llama4,
+    "tiny-qwen3-next": _qwen3_next,
     "small": _small,
     "small-text": lambda: _text(_small()),
 }
