@@ -260,7 +260,7 @@ class Staging:
         """At least so many bytes."""
         with self._lock:
             for at, memory in enumerate(self._free):
-                if nbytes <= memory.nbytes <= 2 * nbytes:
+                if nbytes <= memory.nbytes <= 4 * nbytes:
                     return self._free.pop(at)
         return Memory(round_up(nbytes, _STAGING_STEP), shared=False)
 
@@ -327,25 +327,25 @@ class Payloads:
     def read(self, pages: Sequence[tuple[PageRecord, memoryview]], *, encoded: bool = False) -> ReadBatch:
         """Fill the views, and say of each page whether it came back whole and with its checksum. ``encoded``:
         with payloads as they are on disk, which are verified all the same."""
-        staged: list[Memory] = []
+        # All of the room, so that neighbours share a request, and one piece of memory: many take long to map.
+        sizes = [
+            slot_bytes(record.nbytes if encoded else record.room) if record.codec else 0
+            for record, _ in pages
+        ]
+        total = sum(sizes)
+        if not total:
+            return self._read(pages, _Batch(pages))
+        staged = self._staging.take(total)
         try:
-            buffers = [self._buffer(record, view, encoded, staged) for record, view in pages]
+            buffers = []
+            start = 0
+            for (record, view), nbytes in zip(pages, sizes, strict=True):
+                own = staged.view(start, nbytes) if nbytes else view
+                buffers.append(_buffer(record, view, own, encoded))
+                start += nbytes
             return self._read(pages, _Batch(pages, buffers))
         finally:
-            self._staging.give_back(staged)
-
-    def _buffer(
-        self, record: PageRecord, view: memoryview, encoded: bool, staged: list[Memory]
-    ) -> PageBuffer:
-        if not record.codec:
-            return PageBuffer(view)
-        # All of the room, so that neighbours share a request.
-        nbytes = slot_bytes(record.nbytes if encoded else record.room)
-        staged.append(self._staging.take(nbytes))
-        own = staged[-1].view(0, nbytes)
-        if encoded:
-            return EncodedBuffer(record, view, own[: record.nbytes])
-        return EncodedBuffer(record, own, view)
+            self._staging.give_back([staged])
 
     def _read(self, pages: Sequence[tuple[PageRecord, memoryview]], batch: _Batch) -> ReadBatch:
         mode = self.read_mode
@@ -409,6 +409,15 @@ class Payloads:
         """Wait for what is in flight."""
         self._readers.close()
         self._writers.close()
+
+
+def _buffer(record: PageRecord, view: memoryview, own: memoryview, encoded: bool) -> PageBuffer:
+    """Of a page that is read into ``view``, with memory of its ``own`` where a codec keeps it."""
+    if not record.codec:
+        return PageBuffer(view)
+    if encoded:
+        return EncodedBuffer(record, view, own[: record.nbytes])
+    return EncodedBuffer(record, own, view)
 
 
 class _Batch:
