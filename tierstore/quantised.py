@@ -48,6 +48,8 @@ class _Shape:
         if len(sizes) != 8 * encoded[1]:
             return None
         groups = sizes.view("<u4").reshape(-1, 2).tolist()
+        if any(numbers % 2 for _, numbers in groups):
+            return None
         return cls(list(_DTYPES)[encoded[0]], tuple((count, numbers) for count, numbers in groups))
 
     @property
@@ -98,7 +100,7 @@ class Quantised:
 
     def encode(self, page: memoryview, room: memoryview, layout: str) -> int:
         shape = _shape(layout)
-        if shape is None:
+        if shape is None or shape.page_bytes != page.nbytes:
             return 0
         size = shape.stored_bytes(self._bits)
         if size >= page.nbytes or room.nbytes < size:

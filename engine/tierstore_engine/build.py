@@ -23,6 +23,7 @@ from tierstore.spec import DEFAULT_CHUNK_TOKENS, KVSpec, LayerKind
 from tierstore.tiers.cuda import CudaDevice
 from tierstore.tiers.device_pool import DevicePool, pages_that_fit
 from tierstore.tiers.hbm import PagePool
+from tierstore.tiers.two_level import bytes_for
 from tierstore.units import format_size
 from tierstore_connectors.bundled import open_connector
 from tierstore_connectors.common.handover import BOTH, Role
@@ -163,8 +164,8 @@ def build_engine(
     if model.device != "cpu":
         torch.cuda.empty_cache()  # the pool's size goes by what is free, and so is what torch only keeps
     pages = _fitting_pages(spec, model.device) if pool_pages is None else pool_pages
-    check_pool(spec, pages, model.device)
     counts = group_pages(spec, pages, settings)
+    check_pool(spec, pages, model.device, nbytes=_pool_bytes(spec, counts))
     connector = open_connector(
         spec,
         model.identity(spec),
@@ -261,12 +262,17 @@ def pages_for_tokens(spec: KVSpec, tokens: int) -> int:
     return -(-tokens // spec.chunk_tokens)
 
 
-def check_pool(spec: KVSpec, pool_pages: int, device: str) -> None:
+def _pool_bytes(spec: KVSpec, counts: Sequence[int]) -> int:
+    parts = spec.split()
+    return bytes_for(parts, counts) if len(parts) > 1 else counts[0] * spec.page_bytes
+
+
+def check_pool(spec: KVSpec, pool_pages: int, device: str, *, nbytes: int | None = None) -> None:
     """Raises :class:`UsageError` for a pool without a page, or larger than this machine's memory. (A GPU says
     what it has room for when the pool is made.)"""
     if pool_pages < 1:
         raise UsageError(f"the page pool needs room for at least one page of {format_size(spec.page_bytes)}")
-    wanted, memory = pool_pages * spec.page_bytes, _memory_bytes()
+    wanted, memory = nbytes or pool_pages * spec.page_bytes, _memory_bytes()
     if device == "cpu" and wanted > memory:
         raise UsageError(
             f"a page pool of {format_size(wanted)} ({pool_pages} pages of {format_size(spec.page_bytes)}) "

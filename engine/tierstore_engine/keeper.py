@@ -63,6 +63,17 @@ class PageKeeper:
         """Pages that could be had now."""
         return self.connector.available()
 
+    @property
+    def has_sides(self) -> bool:
+        """Whether the model has layer groups beside the first."""
+        return bool(self._sides)
+
+    def evict_idle(self) -> None:
+        """Let all that nobody uses leave HBM: where groups share a memory, pages that are used in place may
+        lie so that no large page is free, however few they are."""
+        for group, pool in enumerate(self.connector.pools):
+            self.connector.evict(pool.num_pages, group=group)
+
     def room(self) -> tuple[int, ...]:
         """The same of each layer group."""
         return tuple(self.connector.available(group=group) for group in range(len(self.connector.pools)))
@@ -335,12 +346,12 @@ class PageKeeper:
             stop = full  # who shares it is going to write to it
         if self._sides:
             stop = full  # hits end where pages do
-        saving = self._publish(sequence, stop, hint=_hint(sequence)) if save else None
         if save:
-            self._save_sides(sequence, full * self._chunk, hint=_hint(sequence), session=sequence.session)
+            hint = _hint(sequence)
+            saves = [self._publish(sequence, stop, hint=hint)]
+            saves += self._save_sides(sequence, full * self._chunk, hint=hint, session=sequence.session)
+            self._parking += [saving for saving in saves if saving is not None and not saving.done]
         self._drop_sides(sequence.sides)
-        if saving is not None and not saving.done:
-            self._parking.append(saving)
         submitted = min(sequence.saved_pages, full) if self.connector.shared else 0
         sequence.submitted_tokens = submitted * self._chunk
         self._release(sequence.pages)
@@ -408,12 +419,14 @@ class PageKeeper:
 
     def _save_sides(
         self, sequence: Sequence, tokens: int, *, hint: Hint | None = None, session: str | None
-    ) -> None:
+    ) -> list[Transfer[int]]:
+        """Publish what a hit at ``tokens`` needs of the groups beside the first; the copies are under way."""
         if sequence.no_save or not tokens:
-            return
+            return []
         point = SavePoint(sequence.prompt, tokens, hint, session)
-        for side, table in zip(self._sides, sequence.sides, strict=False):
-            side.save(table, point)
+        sides = zip(self._sides, sequence.sides, strict=False)
+        saves = [side.save(table, point) for side, table in sides]
+        return [saving for saving in saves if saving is not None]
 
     def _release(self, pages: list[int]) -> None:
         """A sequence is done with these pages: the last that has one gives it back."""

@@ -136,6 +136,7 @@ class Scheduler:
         self._ahead = LookAhead(keeper)
         self._refused_at: tuple[int, ...] | None = None  # the room when the oldest waiting one was refused
         self._short = False  # whether a prefill of this plan found no pages in a group beside the first
+        self._stuck = False  # whether the only one there was found no room: what is idle in HBM is in its way
         self._prompts: dict[RequestId, _Prompt] = {}
         self._turns: dict[RequestId, int] = {}  # of admitted prompts, as they were ordered last
         self._sakes: dict[RequestId, Place] = {}  # whom an admitted prompt is computed for, if not itself
@@ -199,12 +200,8 @@ class Scheduler:
         self.ended()
         self._short = False
         self._settle()
-        if self._by_cache:
-            self._admit_by_cache()
-            while self._relieve():
-                self._admit_by_cache()
-        else:
-            self._admit()
+        if self._cleared():
+            self._admit_all()
         self._settle()  # what was in HBM has loaded at once
         arriving = [s for s in self.admitted if s.partial is not None or self._keeper.arriving(s)]
         plan = Plan(self._work([s for s in self.admitted if s not in arriving]), [])
@@ -215,10 +212,30 @@ class Scheduler:
             plan.batch.extend(self._work(arriving))
         if not plan and self.waiting and self.admitted and all(s.held for s in self.admitted):
             self._park()  # they wait for one another, and for the pages that they hold
-        if not plan and self._short and len(self.admitted) > 1 and not self._keeper.parking:
+        if not plan and self._short and not self._keeper.parking:
             self._park()
         self._begin(plan)
         return plan
+
+    def _admit_all(self) -> None:
+        if self._by_cache:
+            self._admit_by_cache()
+            while self._relieve():
+                self._admit_by_cache()
+        else:
+            self._admit()
+        self._stuck = self._keeper.has_sides and bool(self._blocked or self._refused_at) and not self.admitted
+
+    def _cleared(self) -> bool:
+        """Whether sequences may be admitted. What is in the way of the only one has to leave HBM first: what
+        it has there itself it loads again, into pages that lie together."""
+        if self._stuck and not self.admitted:
+            if self._keeper.parking:
+                return False  # pages that are being saved cannot leave yet
+            self._keeper.evict_idle()
+            self._refused_at = None
+        self._stuck = False
+        return True
 
     def wait(self) -> None:
         """Nothing can be computed now: wait briefly for a load or for room instead of spinning."""
@@ -530,6 +547,7 @@ class Scheduler:
     def _park(self) -> Sequence:
         """Take its pages from the youngest."""
         youngest = self.admitted[-1]
+        self._stuck = self._keeper.has_sides and len(self.admitted) == 1
         self._keeper.leave(youngest)
         youngest.tally.preemptions += 1
         self._requeue(youngest)
@@ -551,7 +569,7 @@ class Scheduler:
                 break
             if not self._keeper.grow_sides(sequence, item.stop):
                 self._short = True
-                continue  # until others give pages back
+                break  # until others give pages back, which nobody younger takes
             work.append(item)
             budget -= item.tokens
         return work

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 
 from tierstore.groups import GroupRule, Past
 from tierstore.keys import Prompt
+from tierstore.transfer import Transfer
 from tierstore.types import GroupPages, Hint
 from tierstore_connectors.base import Connector
 from tierstore_engine.attention.base import NO_PAGE
@@ -90,7 +91,7 @@ class SideGroup(ABC):
         end, is given back."""
 
     @abstractmethod
-    def save(self, table: SideTable, point: SavePoint) -> None:
+    def save(self, table: SideTable, point: SavePoint) -> Transfer[int] | None:
         """Publish what a hit at ``point`` needs, if the table has it."""
 
     @abstractmethod
@@ -114,8 +115,8 @@ class SideGroup(ABC):
         """Pages of a hit are not taken over."""
         self._connector.release(held.pages, group=self._group)
 
-    def _publish(self, point: SavePoint, pages: Ints[int], first: int) -> None:
-        self._connector.save(
+    def _publish(self, point: SavePoint, pages: Ints[int], first: int) -> Transfer[int]:
+        return self._connector.save(
             point.prompt, pages, first=first, group=self._group, hint=point.hint, session=point.session
         )
 
@@ -182,14 +183,15 @@ class WindowGroup(SideGroup):
         for place in gone:
             table.pages[place] = NO_PAGE
 
-    def save(self, table: SideTable, point: SavePoint) -> None:
+    def save(self, table: SideTable, point: SavePoint) -> Transfer[int] | None:
         needed = self._rule.pages(point.tokens, self._chunk)
         if point.tokens <= table.saved_at or not needed:
-            return
+            return None
         pages = table.pages[needed.start : needed.stop]
-        if len(pages) == len(needed) and NO_PAGE not in pages:
-            self._publish(point, pages, needed.start)
-            table.saved_at = point.tokens
+        if len(pages) != len(needed) or NO_PAGE in pages:
+            return None
+        table.saved_at = point.tokens
+        return self._publish(point, pages, needed.start)
 
     def share(self, parent: SideTable, child: SideTable) -> bool:
         self._shares.update(page for page in parent.pages if page != NO_PAGE)
@@ -231,13 +233,14 @@ class StateGroup(SideGroup):
         self._connector.pools[self._group].copy_pages([(table.snapshot, table.pages[0])])
         table.snapshot_at = tokens
 
-    def save(self, table: SideTable, point: SavePoint) -> None:
+    def save(self, table: SideTable, point: SavePoint) -> Transfer[int] | None:
         if table.snapshot == NO_PAGE or table.snapshot_at != point.tokens or point.tokens <= table.saved_at:
-            return
-        self._publish(point, [table.snapshot], point.tokens // self._chunk - 1)
+            return None
+        saving = self._publish(point, [table.snapshot], point.tokens // self._chunk - 1)
         self._release([table.snapshot])  # published, it is not to be written again
         table.snapshot = NO_PAGE
         table.saved_at = point.tokens
+        return saving
 
     def share(self, parent: SideTable, child: SideTable) -> bool:
         live = self._connector.allocate(1, group=self._group)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,15 @@ def test_preset_weights_are_seeded(tmp_path: Path) -> None:
     assert load_model("tiny", seed=1).digest != load_model("tiny").digest
 
 
+def tensors_of(part: object) -> list[torch.Tensor]:
+    """All tensors of a layer, and of its mixer and MLP."""
+    if isinstance(part, torch.Tensor):
+        return [part]
+    if not is_dataclass(part):
+        return []
+    return [tensor for each in fields(part) for tensor in tensors_of(getattr(part, each.name))]
+
+
 def test_every_byte_of_the_weights_has_a_slot() -> None:
     """Nothing is left uninitialised, and nothing escapes the digest."""
     for config in (preset("tiny"), preset("qwen2.5-0.5b")):
@@ -147,7 +157,7 @@ def test_every_byte_of_the_weights_has_a_slot() -> None:
         weights = random_weights(small, seed=0, device="cpu")
         owned = [weights.embed, weights.norm, *([] if small.tied_embeddings else [weights.head])]
         for layer in weights.layers:
-            owned += [t for name in layer.__slots__ if (t := getattr(layer, name)) is not None]
+            owned += tensors_of(layer)
         assert sum(slot.tensor.nbytes for slot in slots(small, weights)) == sum(t.nbytes for t in owned)
         assert weights_bytes(small) == sum(t.nbytes for t in owned)
         assert all(torch.isfinite(tensor).all() for tensor in owned)

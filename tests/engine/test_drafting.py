@@ -124,11 +124,12 @@ def test_whatever_is_drafted(
 
 def repeating(model: LoadedModel) -> LoadedModel:
     """A model whose next token depends on the last one alone: greedily it soon goes in a circle."""
-    layers = tuple(
-        replace(layer, o=torch.zeros_like(layer.o), down=torch.zeros_like(layer.down))
-        for layer in model.weights.layers
-    )
-    return replace(model, weights=replace(model.weights, layers=layers), digest="repeating")
+    layers = []
+    for layer in model.weights.layers:
+        mixer = replace(layer.mixer, o=torch.zeros_like(layer.mixer.o))
+        mlp = replace(layer.mlp, down=torch.zeros_like(layer.mlp.down))
+        layers.append(replace(layer, mixer=mixer, mlp=mlp))
+    return replace(model, weights=replace(model.weights, layers=tuple(layers)), digest="repeating")
 
 
 def test_text_that_repeats_itself_takes_fewer_steps(tiny: LoadedModel, engine_of: EngineOf) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from tierstore.errors import UsageError
 from tierstore.spec import LayerKind
+from tierstore.tiers.two_level import fits
 from tierstore_connectors.bundled import open_connector
 from tierstore_engine.beams import BeamParams
 from tierstore_engine.build import LoadedModel, load_model, make_runner
@@ -185,6 +186,29 @@ def test_requests_that_give_way_come_back(pair, engines):
     got, expected = engine.generate(prompts, params), whole.generate(prompts, params)
     assert [one.tokens for one in got] == [other.tokens for other in expected]
     assert engine.stats().preemptions
+
+
+def test_the_same_prompt_again_where_it_only_just_fits(pair, engines):
+    """Its own pages in HBM are leased then, and no room for others."""
+    engine = engines(pair.grouped, pages=(22, 10))
+    peaks = engine._keeper.side_peaks(288 + 23)
+    assert fits(engine.connector.pools, [20, *peaks])
+    assert not fits(engine.connector.pools, [26, *peaks])
+    answers = [engine.generate([prompt(288)], GREEDY)[0] for _ in range(3)]
+    assert answers[1].tokens == answers[2].tokens == answers[0].tokens
+
+
+def test_pages_that_lie_everywhere_do_not_keep_the_only_request_from_going_on(pair, engines):
+    """Two sequences take their pages in turn, so that each lies in nearly every large page."""
+    engine, whole = engines(pair.grouped, pages=(24, 10), max_sequences=2), engines(pair.whole, store=False)
+    params = SamplingParams(max_new_tokens=100, ignore_eos=True)
+    first = [prompt(20, seed=seed) for seed in (1, 2)]
+    answers = engine.generate(first, params)
+    following = [*first[0], *answers[0].tokens, *prompt(150, seed=3)]
+    for group in (1,):
+        engine.connector.evict(100, group=group)
+    [got] = engine.generate([following], GREEDY)
+    assert got.tokens == whole.generate([following], GREEDY)[0].tokens
 
 
 def test_without_a_store_too(pair, engines):

@@ -243,3 +243,14 @@ def test_limits_of_what_a_client_sends(scripted: Fake, proxy: Proxy) -> None:
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
     release.set()
     first.join(WAIT_S)
+
+
+@pytest.mark.parametrize("path", ["/v1/models/../../metrics", "/v1/models/%2e%2e/%2e%2e/metrics"])
+def test_no_other_path_of_an_engine_can_be_had(path: str, scripted: Fake, proxy: Proxy) -> None:
+    engine = scripted(saying(whole(b"{}")))
+    live = proxy(decode=(engine.url,))
+    where = httpx.URL(str(live.http.base_url))
+    with socket.create_connection((where.host, where.port), WAIT_S) as plain:
+        plain.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        assert b" 404 " in plain.makefile("rb").readline()
+    assert not [each for each in engine.received if "metrics" in str(each)]

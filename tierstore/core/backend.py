@@ -40,7 +40,7 @@ from tierstore.backend import (
 )
 from tierstore.codec import NONE
 from tierstore.core.arrivals import Waiter
-from tierstore.core.clients import Client, LocalLease, LocalReservation, Path, Refusal
+from tierstore.core.clients import MOST_EXPECTING, Client, LocalLease, LocalReservation, Path, Refusal
 from tierstore.core.core import MOVER_THREADS, Core, open_tiers
 from tierstore.core.find import find, wake_loose
 from tierstore.core.health import STALL_S
@@ -219,7 +219,7 @@ class LocalBackend:
             nonlocal ended
             with state.lock:
                 ended = True
-                client.waiting -= 1
+                client.expecting.discard(transfer)
                 arrivals.forget(waiter)
 
         def look() -> None:
@@ -233,13 +233,16 @@ class LocalBackend:
         with state.lock:
             if state.closed:
                 return Transfer.completed(None)
-            client.require_patience()
-            if not self._waits(view, limit, waiter):
-                return Transfer.completed(None)
-            client.waiting += 1
+            if len(client.expecting) >= MOST_EXPECTING or not self._waits(view, limit, waiter):
+                return Transfer.completed(None)  # more are not waited for: they are looked up as they are
+            client.expecting.add(transfer)
             bring = self._brings_from_disk(view, limit)
         if bring is not None:  # the promise may be about what follows pages that are on disk only
-            looked = self._after_disk(bring, wait_s, lambda: None, otherwise=None)
+            try:
+                looked = self._after_disk(bring, wait_s, lambda: None, otherwise=None)
+            except BaseException:
+                transfer.cancel()
+                raise
             transfer.watch(looked)
             looked.on_end(look)
         return transfer
@@ -970,7 +973,10 @@ class LocalBackend:
                 self._state.leases.release(lease.hold)
             client.leases.clear()
             client.paths.clear()
+            expecting = list(client.expecting)
             self.core.client_ended(client)
+        for transfer in expecting:
+            transfer.cancel()
 
     def close(self) -> None:
         self.end()

@@ -13,9 +13,11 @@ from tierstore.backend import Lease, Registration, Reservation
 from tierstore.index import Page, Tier
 from tierstore.index.leases import PageLease
 from tierstore.tiers.slabs import slot_bytes
+from tierstore.transfer import Transfer
 
 MOST_IDENTITIES = 1024  # a client may register
 MOST_LEASES = 4096
+MOST_EXPECTING = 64  # prompts whose promised pages a client waits for: each is looked at as pages come
 MOST_WAITING = 4096  # requests that wait for a disk: a prefetch for each lease, if need be
 MOST_PATHS = 1024  # an engine asks for each prompt once per worker and KV cache group: 56 paths a prompt
 MOST_PATH_PAGES = 1 << 18  # in all remembered paths together
@@ -96,6 +98,7 @@ class Client:
     path_pages: int = 0
     reserved_bytes: int = 0
     waiting: int = 0  # requests that wait for a disk
+    expecting: set[Transfer[None]] = field(default_factory=set)  # that wait for promised pages
     suspects: bool = False  # a page that it takes for damaged is being looked at
     ended: bool = False
 

@@ -516,11 +516,12 @@ class GroupedStore:
     def allocate_hbm(self, count: int, *, group: int = 0) -> list[int] | None:
         """``count`` private pages of a group's pool, evicting cached ones; None when they cannot be had.
         Where the groups share a memory, those leave of whichever has most that nobody uses."""
-        while True:
-            made = self._make_room(group, count)
+        for _ in range(2):  # after the first nothing of its own is idle: then the others' is looked at
+            self._make_room(group, count)
             pages = self.stores[group].allocate_hbm(count)
-            if pages is not None or not made:
+            if pages is not None:
                 return pages
+        return None
 
     def available_hbm(self, *, group: int = 0) -> int:
         """Pages that :meth:`allocate_hbm` could find for a group: free ones and cached ones that may leave,
@@ -536,20 +537,22 @@ class GroupedStore:
                     available += whole * pool.small.per_large
         return available
 
-    def _make_room(self, group: int, count: int) -> bool:
+    def _make_room(self, group: int, count: int) -> None:
         """Have the other groups give large pages back, as long as one of them has more idle bytes than
-        ``group`` has. Whether any came free."""
-        pool, made = self.pools[group], False
+        ``group`` has, or ``group`` has too few."""
+        pool = self.pools[group]
         if not isinstance(pool, GroupPool):
-            return False
+            return
         others = [other for other in range(len(self.pools)) if other != group]
         while others and pool.free_pages < count:
             idle = {other: self._idle(other) * self.pools[other].spec.page_bytes for other in others}
             donor = max(idle, key=lambda other: idle[other])
-            if idle[donor] <= self._idle(group) * pool.spec.page_bytes or not self._empty_one(donor):
+            own = self._idle(group)
+            enough = pool.free_pages + own >= count
+            if enough and idle[donor] <= own * pool.spec.page_bytes:
                 break
-            made = True
-        return made
+            if not any(self._empty_one(other) for other in sorted(idle, key=lambda each: -idle[each])):
+                break
 
     def make_room_for(self, parts: Sequence[_Part]) -> None:
         """A load takes pages one by one, of its own group's: have the others make room for it first."""
@@ -564,6 +567,8 @@ class GroupedStore:
         """Let cached pages of a group leave until a large page of it is empty."""
         pool = self.pools[group]
         assert isinstance(pool, GroupPool)
+        if not pool.small.emptied_by(self.stores[group].idle_hbm()):
+            return False  # what is in use lies everywhere
         large = pool.small.large
         before = large.free
         while self.stores[group].evict(Tier.HBM.label, pool.small.per_large):

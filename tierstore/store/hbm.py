@@ -226,6 +226,11 @@ class HbmTier:
         self.counters.evicted_pages[Tier.HBM.label] += evicted
         return evicted
 
+    def idle(self) -> list[int]:
+        """The cached pages that nobody uses."""
+        copies = ((place, page.copies[Tier.HBM]) for place, page in self.published.items())
+        return [place for place, copy in copies if copy is not None and not copy.leases]
+
     def _drop(self, page: Page) -> None:
         assert self.pool is not None
         hbm_page = self.index.drop_copy(page, Tier.HBM)

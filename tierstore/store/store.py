@@ -500,6 +500,13 @@ class Store:
         with self._hbm.lock:
             self._hbm.release(hbm_pages)
 
+    def idle_hbm(self) -> list[int]:
+        """The cached pages of the pool that nobody uses."""
+        self._require_open()
+        with self._hbm.lock:
+            self._hbm.leases.expire()
+            return self._hbm.idle()
+
     def available_hbm(self) -> int:
         """Pages that ``allocate_hbm`` could find: free ones and cached ones that may leave."""
         self._hbm.require_process()

@@ -25,7 +25,8 @@ Cut(large_bytes=3072, per_large=(3, 1))
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -128,6 +129,7 @@ class SmallPages:
         self.per_large = per_large
         self.page_bytes = page_bytes
         self.parts: dict[int, list[int]] = {}  # by large page, its free small pages
+        self._open: set[int] = set()  # large pages that have any
         self.free_parts = 0
 
     @property
@@ -142,12 +144,13 @@ class SmallPages:
     def allocate(self, count: int) -> list[int] | None:
         """``count`` pages, from the fullest of its large pages first, or None if fewer are free."""
         taken: list[int] = []
-        for number in sorted(self.parts, key=lambda each: len(self.parts[each])) if self.free_parts else ():
-            if len(taken) == count:
-                break
+        while self._open and len(taken) < count:
+            number = min(self._open, key=lambda each: len(self.parts[each]))
             parts = self.parts[number]
             while parts and len(taken) < count:
                 taken.append(parts.pop())
+            if not parts:
+                self._open.discard(number)
         self.free_parts -= len(taken)
         while len(taken) < count:
             fresh_large = self.large.take()
@@ -160,6 +163,8 @@ class SmallPages:
             del parts[len(parts) - len(fresh) :]
             self.parts[fresh_large] = parts
             self.free_parts += len(parts)
+            if parts:
+                self._open.add(fresh_large)
             taken += fresh
         return taken
 
@@ -169,11 +174,18 @@ class SmallPages:
             number = page // self.per_large
             parts = self.parts[number]
             parts.append(page)
+            self._open.add(number)
             self.free_parts += 1
             if len(parts) == self.per_large:
                 del self.parts[number]
+                self._open.discard(number)
                 self.free_parts -= self.per_large
                 self.large.give(number)
+
+    def emptied_by(self, pages: Iterable[int]) -> int:
+        """How many large pages would be empty without these small ones, all of which are in use."""
+        leaving = Counter(page // self.per_large for page in pages)
+        return sum(len(self.parts[number]) + count == self.per_large for number, count in leaving.items())
 
 
 def small_pages(page_bytes: Sequence[int], nbytes: int) -> tuple[SmallPages, ...]:
@@ -281,4 +293,5 @@ def check(groups: Sequence[SmallPages]) -> None:
     assert len(owned) + groups[0].large.free == groups[0].large.count, "a large page is lost"
     for group in groups:
         assert sum(map(len, group.parts.values())) == group.free_parts
+        assert group._open == {number for number, parts in group.parts.items() if parts}
         assert all(len(set(parts)) == len(parts) < group.per_large for parts in group.parts.values())

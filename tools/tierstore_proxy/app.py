@@ -20,6 +20,7 @@ import uuid
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -163,7 +164,10 @@ class Proxy:
     async def _models(self, exchange: Exchange) -> None:
         with self.admission.place():
             headers = _upwards(exchange.request)
-            path = exchange.request.url.path
+            name = str(exchange.request.path_params.get("name", ""))
+            if any(part in (".", "..") for part in name.split("/")):
+                raise ApiError(404, "there is no such model")  # nor is any other path of an engine to be had
+            path = "/v1/models" + (f"/{quote(name)}" if name else "")
             ranked = rank_decode([engine.load for engine in self._decode], [0] * len(self._decode), 0)
             await self._bound(
                 exchange, self._first_that_answers(exchange, ranked, _Question("GET", path, None, headers))
@@ -221,7 +225,7 @@ class Proxy:
         self.metrics.went(prefilled.way)
         question = _Question("POST", asked.api.value, asked.decode_body(prefilled.params), headers, tokens)
         at = await self._first_that_answers(exchange, ranked, question)
-        if prompt is not None:
+        if prompt is not None and (exchange.status or 500) < 400:
             self._residency.note(prompt, at)
 
     async def _with_tokens(self, asked: Asked, headers: Mapping[str, str]) -> Prompt | None:

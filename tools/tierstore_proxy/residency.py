@@ -38,6 +38,7 @@ from tierstore_proxy.prompts import Prompt
 _BLOCK_BYTES = 256  # of a prompt's content: some 64 tokens
 _BLOCK_TOKENS = 64
 _MOST_BLOCKS = 1 << 18
+_MOST_MODELS = 64  # whose identities are remembered
 _AGAIN_S = 2.0  # after a daemon could not be asked
 _WORKERS_S = 10.0
 _MOST_ANSWER_BYTES = 1 << 20
@@ -118,6 +119,8 @@ class PromptLookups:
 
     def _look(self, operator: Operator, tokens: npt.NDArray[np.uint32], model: str, wait_s: float) -> int:
         if model not in self._identities:
+            if len(self._identities) >= _MOST_MODELS:
+                self._identities.clear()  # names are the clients' to choose
             self._identities[model] = self._chosen(known_identities(operator), model)
         part = register(operator, tokens, self._identities[model])
         lookup = messages.Lookup(0, part, len(tokens), wait_s / 2)

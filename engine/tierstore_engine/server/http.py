@@ -106,8 +106,8 @@ class Exchange:
 
     async def part(self, data: bytes, *, more: bool) -> None:
         """Send on; without ``more`` that was all."""
-        self.ended = not more
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        self.ended = not more
 
     async def start_events(self) -> None:
         await self.start(

@@ -10,11 +10,13 @@ import pytest
 import tierstore
 from tests.tierstore.store.conftest import load_bytes
 from tierstore import native
-from tierstore.codec import identity_codec
+from tierstore.codec import by_name, identity_codec
 from tierstore.errors import StoreUnavailableError
 from tierstore.keys import Identity, Prompt
+from tierstore.quantised import Quantised
 from tierstore.spec import KVSpec
 from tierstore.tiers.disk import INLINE
+from tierstore.tiers.disk.encoding import PageBytes, PageEncoder
 from tierstore.tiers.disk.fsck import fsck
 from tierstore.units import MIB
 
@@ -235,3 +237,23 @@ def test_an_unknown_codec_is_refused_before_anything_is_made(tmp_path):
     with pytest.raises(tierstore.UsageError, match="no codec 'gzip'"):
         opened(tmp_path / "store", "gzip")
     assert not (tmp_path / "store").exists()
+
+
+def test_a_page_that_its_codec_fails_on_is_written_as_it_is(monkeypatch):
+    """A layout that a client has made up, or a library that is not there: no failure of the disk."""
+    identity = Identity.of(SPEC, model="test", codec=identity_codec("raw", "int8"))
+    encoder = PageEncoder(by_name("int8"), inline_bytes=0)
+    monkeypatch.setattr(Quantised, "encode", lambda *_: 1 // 0)
+    page = PageBytes(memoryview(pages(1)[0]), identity, None)
+    assert encoder.encode([page]) == [None]
+    monkeypatch.undo()
+    short = PageBytes(memoryview(pages(1)[0])[:-2], identity, None)
+    assert encoder.encode([short]) == [None]
+    assert encoder.encode([page]) != [None]
+    encoder.close()
+
+
+def test_a_directory_names_what_stands_in_for_a_lossy_codec(tmp_path):
+    with opened(tmp_path / "store", "int8") as store:
+        meta = json.loads(store.backend.core.disk._index_db.get_meta(b"store"))
+        assert meta["codecs"] == ["int8", "lossless"]

@@ -8,6 +8,7 @@ is everything while the writer is behind: a processor that is busy costs bytes o
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -19,6 +20,7 @@ from functools import partial
 import xxhash
 
 from tierstore.codec import Codec, allowed, by_name
+from tierstore.errors import UsageError
 from tierstore.keys import Identity
 from tierstore.memory import Memory
 from tierstore.tiers.disk.io_threads import IOThreads
@@ -26,6 +28,8 @@ from tierstore.tiers.disk.payloads import Staging
 from tierstore.tiers.disk.records import room_for
 from tierstore.tiers.slabs import slot_bytes
 from tierstore.units import MIB
+
+_log = logging.getLogger(__name__)
 
 _THREADS = 2
 _NICE = 10  # beside an engine on the same core it gets a tenth
@@ -63,6 +67,7 @@ class PageEncoder:
 
     def __init__(self, codec: Codec, *, inline_bytes: int) -> None:
         self._codec = codec
+        self._stand_in = stand_in(codec)
         self._inline_bytes = inline_bytes  # such pages are in the index, where nothing is encoded
         self._staging = Staging(_KEPT_BYTES)
         self._threads = IOThreads(_THREADS, name="tierstore-encode")
@@ -75,7 +80,7 @@ class PageEncoder:
         futures = [self._threads.submit(partial(self._encode, page)) for page in pages]
         for future in futures:
             self._wait(future, give_up - time.monotonic())
-        return [None if future.cancelled() else future.result() for future in futures]
+        return [self._outcome(future) for future in futures]
 
     def give_back(self, encoded: Sequence[Encoded]) -> None:
         """Their payloads have been written, or will not be."""
@@ -84,6 +89,17 @@ class PageEncoder:
     def close(self) -> None:
         """Wait for what is under way."""
         self._threads.close()
+
+    def _outcome(self, future: Future[Encoded | None]) -> Encoded | None:
+        """What a codec made of a page. One that fails is no failure of the disk: the page is written as it
+        is."""
+        if future.cancelled():
+            return None
+        error = future.exception()
+        if error is not None:
+            _log.warning("disk tier: a page is written as it is, its codec failed: %r", error)
+            return None
+        return future.result()
 
     def _wait(self, future: Future[Encoded | None], timeout_s: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -96,7 +112,7 @@ class PageEncoder:
         self._yield_processor()
         codec: Codec | None = self._codec
         if codec is not None and not allowed(codec, page.identity.codec):
-            codec = _lossless()
+            codec = self._stand_in
         if codec is None or page.view.nbytes <= self._inline_bytes:
             return None
         memory = self._staging.take(codec.bound(page.view.nbytes))
@@ -130,6 +146,12 @@ class PageEncoder:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
-def _lossless() -> Codec | None:
-    """For pages that a lossy codec is not for."""
-    return by_name("lossless")
+def stand_in(codec: Codec) -> Codec | None:
+    """What keeps the pages that a lossy codec is not for; None where there is none, and they are kept as they
+    are."""
+    if not codec.lossy:
+        return None
+    try:
+        return by_name("lossless")
+    except UsageError:
+        return None

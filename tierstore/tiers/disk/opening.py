@@ -24,6 +24,7 @@ from tierstore.errors import StoreUnavailableError, UsageError
 from tierstore.memory import ALIGNMENT
 from tierstore.tiers.disk.calibration import Calibration, calibrate
 from tierstore.tiers.disk.directory import INDEX, StoreDirectory
+from tierstore.tiers.disk.encoding import stand_in
 from tierstore.tiers.disk.extents import ExtentFiles
 from tierstore.tiers.disk.index_db import ENCODED_FORMAT, FORMAT, Change, IndexDB, Serials
 from tierstore.tiers.disk.index_file import DamagedIndexError, IndexFile, check_index, stored_format
@@ -269,8 +270,9 @@ class _Opening:
             if meta.calibration is not None:
                 payloads.read_mode = meta.calibration.mode
             meta.capacity_bytes = self._layout.capacity_bytes
-            if self._codec is not None and self._codec.name not in meta.codecs:
-                meta.codecs = [*meta.codecs, self._codec.name]
+            used = [] if self._codec is None else [self._codec, stand_in(self._codec)]
+            names = [codec.name for codec in used if codec is not None]
+            meta.codecs = list(dict.fromkeys([*meta.codecs, *names]))
             index_db.put_meta(_encoded(meta), encoded=bool(meta.codecs))
             # The files' names, too, must outlive a power loss.
             self._io.sync_directory(self._directory.path)

@@ -9,6 +9,7 @@ that lie apart are handed to the kernel all at once instead, where that is faste
 from __future__ import annotations
 
 import enum
+import errno
 import logging
 import mmap
 import threading
@@ -20,6 +21,7 @@ from typing import NamedTuple
 import xxhash
 
 from tierstore.codec import by_number
+from tierstore.errors import UsageError
 from tierstore.memory import ALIGNMENT, Memory, address_of
 from tierstore.tiers.disk.extents import ExtentFiles
 from tierstore.tiers.disk.io_threads import IOThreads
@@ -335,7 +337,10 @@ class Payloads:
         total = sum(sizes)
         if not total:
             return self._read(pages, _Batch(pages))
-        staged = self._staging.take(total)
+        try:
+            staged = self._staging.take(total)
+        except UsageError as error:  # there is no memory to be had
+            return ReadBatch([PageRead.FAILED] * len(pages), OSError(errno.ENOMEM, str(error)))
         try:
             buffers = []
             start = 0
@@ -375,7 +380,8 @@ class Payloads:
             if buffer.checksum == record.checksum:
                 outcomes.append(PageRead.GOOD)
             else:  # bytes that did not come say nothing of those that are there
-                outcomes.append(PageRead.FAILED if number in failed else PageRead.DAMAGED)
+                unread = number in failed or (record.codec and by_number(record.codec) is None)
+                outcomes.append(PageRead.FAILED if unread else PageRead.DAMAGED)
         return ReadBatch(outcomes, next(iter(failed.values()), None))
 
     def _read_queued(self, batch: _Batch, requests: Sequence[Request]) -> list[Request]:

@@ -139,6 +139,8 @@ def decode(serial: int, data: bytes) -> PageRecord | None:
         return None
     tokens = body[_HEAD.size : end]
     kept = _KEPT.unpack_from(body, end)[0] if codec else 0
+    if codec and not 0 < kept <= nbytes:
+        return None
     return PageRecord(serial, parent, key, identity, tokens, nbytes, place, checksum, codec, created_s, kept)
 
 
