@@ -20,9 +20,9 @@ class EngineSettings:
     hit: it is loaded as far as that is faster than computing, from its back while the front is computed
     (``both-ends``) or before the rest is (``one-way``); ``load`` and ``compute`` do the one or the other
     whatever it takes. ``schedule`` says whose prompt is computed first: what has least left to compute
-    (``cache``, :mod:`tierstore_engine.ordering`), but nobody waits more than ``overtake_s`` seconds longer
-    for it than with ``fcfs``: first come, first served. On a GPU ``prefill_backend`` is ``kernels`` (this
-    package's), ``library`` (torch's) or ``auto``: what measures faster, by length of the past.
+    (``cache``, :mod:`tierstore_engine.ordering`), but the order lets no request be overtaken for more than
+    ``overtake_s`` seconds; ``fcfs`` is first come, first served. On a GPU ``prefill_backend`` is ``kernels``
+    (this package's), ``library`` (torch's) or ``auto``: what measures faster, by length of the past.
     ``checkpoint_tokens`` is how far apart a model with several layer groups is saved at most, so that hits
     may begin there (None: by size, :func:`tierstore.retention.checkpoint_tokens`; 0: where requests end and
     part only). Raises :class:`UsageError`."""
