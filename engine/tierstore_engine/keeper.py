@@ -4,7 +4,7 @@ given back here, and nowhere else."""
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ from tierstore.types import Hint, Loaded, inferred
 from tierstore_connectors.base import Connector, Hit
 from tierstore_engine.meeting import Meeting
 from tierstore_engine.sequence import Loading, Sequence, SequenceState
-from tierstore_engine.side_groups import SavePoint, SideTable, side_groups
+from tierstore_engine.side_groups import PageShares, SavePoint, SideTable, side_groups
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class PageKeeper:
         self._plan = plan
         self._prefill_chunk = prefill_chunk
         self._parking: deque[Transfer[int]] = deque()  # saves whose end may make pages available
-        self._shares: Counter[int] = Counter()  # by page, how many sequences have it beside the first
+        self._shares = PageShares()
         self._sides = side_groups(connector)
         self._checkpoint = checkpoint_tokens
 
@@ -430,14 +430,7 @@ class PageKeeper:
 
     def _release(self, pages: list[int]) -> None:
         """A sequence is done with these pages: the last that has one gives it back."""
-        owned = []
-        for page in pages:
-            if self._shares[page]:
-                self._shares[page] -= 1
-            else:
-                del self._shares[page]
-                owned.append(page)
-        self.connector.release(owned)
+        self.connector.release(self._shares.owned(pages))
 
     def _account(self, sequence: Sequence, loading: Loading, loaded: Loaded) -> None:
         tally = sequence.tally

@@ -52,6 +52,21 @@ class SavePoint:
     session: str | None = None
 
 
+class PageShares(Counter[int]):
+    """By page, how many sequences have it beside the first. The last that has one gives it back."""
+
+    def owned(self, pages: Ints[int]) -> list[int]:
+        """A sequence is done with these pages: those that nobody else has, to be given back."""
+        owned = []
+        for page in pages:
+            if self[page]:
+                self[page] -= 1
+            else:
+                del self[page]
+                owned.append(page)
+        return owned
+
+
 class SideGroup(ABC):
     """One group of one model: what its tables hold, and all that is said to the connector about them. Pages
     that forked sequences share are counted here. Belongs to the engine's thread."""
@@ -61,7 +76,7 @@ class SideGroup(ABC):
         self._group = group
         self._rule = connector.rules[group]
         self._chunk = connector.pool.spec.chunk_tokens
-        self._shares: Counter[int] = Counter()  # by page, how many tables have it beside the first
+        self._shares = PageShares()
 
     @property
     def shared_pages(self) -> int:
@@ -121,13 +136,7 @@ class SideGroup(ABC):
         )
 
     def _release(self, pages: list[int]) -> None:
-        owned = []
-        for page in pages:
-            if self._shares[page]:
-                self._shares[page] -= 1
-            else:
-                del self._shares[page]
-                owned.append(page)
+        owned = self._shares.owned(pages)
         if owned:
             self._connector.release(owned, group=self._group)
 
