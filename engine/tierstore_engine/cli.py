@@ -154,7 +154,7 @@ def serve(
         str, typer.Option(help="Whose prompt first: cache (least left to compute)|fcfs (oldest)")
     ] = "cache",
     overtake_s: Annotated[
-        float, typer.Option(help="Seconds that cache lets a request wait longer than fcfs, at most")
+        float, typer.Option(help="Seconds that the order of cache lets others overtake a request, at most")
     ] = 10.0,
     ttft_slo_s: Annotated[
         float | None,
