@@ -22,6 +22,7 @@ import bisect
 import errno
 import itertools
 import threading
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -254,6 +255,7 @@ def identity_of(root: bytes) -> Identity | None:
 
 FORMAT = 2
 ENCODED_FORMAT = 3  # where a codec may keep pages: earlier versions would take their payloads for pages
+_MOST_MISFILED = 1 << 12  # a leaf has fewer entries, and what a search finds lies in its own leaf
 _SIMILAR_TRIED = 16
 _FIXED_PAGES = 8  # two meta pages, the directory of trees, the roots of the free list
 
@@ -421,11 +423,24 @@ class IndexDB:
             found = list(itertools.islice(cursor.iternext(keys=True, values=False), count))
         return found, found[-1] + b"\0" if len(found) == count else None
 
-    def misfiled(self, tree: bytes) -> list[bytes]:
-        """The keys in a tree that a search for them does not find: damage to keys."""
+    def misfiled(self, tree: bytes) -> set[bytes]:
+        """Damage to keys: those in a tree that a search for them does not find, and those that are out of
+        order. A search may find what a damaged key says (it is there twice then, or between others), so the
+        order is looked at by itself; which of two is wrong cannot be known, so both are named."""
         db = self._trees[TREES.index(tree)]
+        wrong: set[bytes] = set()
+        before: deque[bytes] = deque(maxlen=_MOST_MISFILED)
         with _os_errors(), self._env.begin(db=db) as txn, txn.cursor() as cursor, txn.cursor() as finder:
-            return [key for key in cursor.iternext(keys=True, values=False) if not finder.set_key(key)]
+            for key in cursor.iternext(keys=True, values=False):
+                if not finder.set_key(key):
+                    wrong.add(key)
+                elif before and before[-1] >= key:
+                    wrong.add(key)
+                    while before and before[-1] >= key:
+                        wrong.add(before.pop())
+                else:
+                    before.append(key)
+        return wrong
 
     def remove_misfiled(self, tree: bytes, keys: Collection[bytes]) -> None:
         """Delete entries that a search does not find, durably: one look at every entry of the tree."""

@@ -100,7 +100,8 @@ def main(original: Path, scratch: Path, first: int, count: int) -> None:
         outcome = use(path, chance)
         sys.stdout.write(f"{outcome}\n")
         assert fsck(path, repair=True).clean
-        assert use(path, chance).startswith("served")
+        outcome = use(path, chance)
+        assert outcome.startswith("served"), outcome
         assert fsck(path, repair=True).clean
         shutil.rmtree(path)
 

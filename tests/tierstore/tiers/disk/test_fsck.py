@@ -515,3 +515,25 @@ def test_any_damage_is_survived_and_mended(original, tmp_path_factory, seed, in_
         assert data == original.saved[record.serial][1], f"page {record.serial} was said to be good"
     shelf.close()
     shutil.rmtree(path.parent)
+
+
+@pytest.mark.parametrize("reach", [1, 2, -1])
+def test_a_key_that_became_its_neighbours_is_mended(path, tmp_path, reach):
+    """A search finds such a key, so that only the order tells of it. Every place of every tree."""
+    shelf = Shelf(path, **OPTIONS)
+    for _ in range(3):
+        shelf.save([4 * KIB] * 5, chained=True)
+    shelf.tier.close()
+    data = (path / "index.lmdb").read_bytes()
+    serial = list(shelf.saved)[7]
+    places = [at for at in range(len(data)) if data.startswith(key(serial), at)]
+    mended = 0
+    for number, at in enumerate(places):
+        copy = shutil.copytree(path, tmp_path / str(number))
+        overwrite(copy / "index.lmdb", at, key(serial + reach))
+        report = fsck(copy, repair=True)
+        assert report.clean
+        mended += Category.DAMAGED in {finding.category for finding in report.findings}
+        assert fsck(copy).findings == []
+        DiskTier.open(copy, **OPTIONS).close()
+    assert mended >= 2  # in the tree of records and in the one of facts

@@ -219,6 +219,7 @@ class _Check:
         self._payload_seconds = max(scrub.seconds, inline_seconds)
         for verdict, why in WHY.items():
             found.condemn(chosen[verdicts == verdict], Category.DAMAGED, "payload", why)
+        found.drop_misfiled_payloads()
         self._verified = _sizes(rows[verdicts == Verdict.GOOD])
 
     def report(self, started: float) -> FsckReport:

@@ -115,7 +115,7 @@ def take_inventory(index_db: IndexDB, records: Records) -> Inventory:
     misfiled = {b"pages": records.misfiled}
     for tree in TREES:
         if tree not in misfiled:
-            misfiled[tree] = set(index_db.misfiled(tree))
+            misfiled[tree] = index_db.misfiled(tree)
     trees = _Trees(index_db, misfiled)
     roots, bad_roots = _roots(trees, odd)
     return Inventory(
@@ -136,7 +136,7 @@ def take_inventory(index_db: IndexDB, records: Records) -> Inventory:
 
 def read_records(index_db: IndexDB) -> Records:
     """Read what lies in the tree of records. Raises :class:`OSError`."""
-    misfiled = set(index_db.misfiled(b"pages"))
+    misfiled = index_db.misfiled(b"pages")
     odd: list[tuple[bytes, bytes]] = []
     packed = bytearray()
     numbers: dict[bytes, int] = {}
@@ -276,6 +276,17 @@ class Examination:
         self.good[rows] = False
         for serial in self.inventory.rows["serial"][rows].tolist():
             self._add(category, what, why, serial)
+
+    def drop_misfiled_payloads(self) -> None:
+        """Pages whose payloads in the index were found, though their keys are out of order, cannot stay."""
+        keys = self.inventory.misfiled.get(b"payload", set())
+        serials = [int.from_bytes(key[:_SERIAL_BYTES], "big") for key in keys]
+        rows = self.inventory.rows
+        inline = (rows["place"] == INLINE) & np.isin(
+            rows["serial"].astype(np.uint64), np.array(serials, np.uint64)
+        )
+        why = "its payload in the index is not where lookups look"
+        self.condemn(np.flatnonzero(self.good & inline), Category.DAMAGED, "payload", why)
 
     def drop_unreachable(self) -> None:
         """Pages whose parents cannot stay, or are not there, cannot stay either."""
