@@ -2,6 +2,10 @@
 
 import os
 
+import pytest
+
+pytest.register_assert_rewrite("tierstore.testing")  # the conformance suites say what they compared
+
 # Where these are set, pytest looks for the best alignment of two things that ought to be equal. For two pages
 # of random bytes that takes longer than any test may; without it the first difference is said, at once.
 for _name in ("CI", "BUILD_NUMBER"):

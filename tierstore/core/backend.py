@@ -581,8 +581,7 @@ class LocalBackend:
             self._hold_under(lease, first, pages)
             lease.located.update(lease.holders(first, pages))
             return Located(addresses, lease.ends, checksums)
-        hold = state.leases.take([(page, Tier.HOST) for page in lease.holders(first, pages)], math.inf)
-        return Located(addresses, release=partial(self._release_hold, hold))  # nobody else writes to it
+        return Located(addresses, release=self._hold_for_copying(lease, first, pages))  # nobody else writes
 
     def suspect(self, lease: Lease, position: int) -> None:
         assert isinstance(lease, LocalLease), "the lease is of another backend"
@@ -634,10 +633,20 @@ class LocalBackend:
             return lease.hold.released  # nobody counts the seconds but us
         return lease.hold.released or lease.hold.ends <= self._state.clock()
 
-    def _release_hold(self, hold: PageLease) -> None:
-        with self._state.lock:
-            self._state.leases.release(hold)
-            self._state.changed.notify_all()
+    def _hold_for_copying(self, lease: LocalLease, first: int, count: int) -> Callable[[], None]:
+        """Hold pages in the arena until the function that is returned is called, whatever becomes of the
+        lease. Loads that find no room wait for that. Under the lock."""
+        state = self._state
+        hold = state.leases.take([(page, Tier.HOST) for page in lease.holders(first, count)], math.inf)
+        state.fills.in_transit += count
+
+        def release() -> None:
+            with state.lock:
+                state.fills.in_transit -= 0 if hold.released else count
+                state.leases.release(hold)
+                state.changed.notify_all()
+
+        return release
 
     def send(self, lease: LocalLease, first: int, count: int, *, wait_s: float) -> Transfer[Sending]:
         """:meth:`locate`, for a client on another host: the pages themselves, held for as long as it takes to
@@ -650,11 +659,11 @@ class LocalBackend:
             state.counters.loaded_pages += pages
             if not held or host is None:
                 return Sending((), (), lambda: None)
-            hold = state.leases.take([(page, Tier.HOST) for page in lease.holders(first, pages)], math.inf)
+            release = self._hold_for_copying(lease, first, pages)
             self._hold_under(lease, first, pages)
             frames = [host.view(state.index.copy(page, Tier.HOST).place, page.nbytes) for page in held]
             checksums = [page.checksum or 0 for page in held]
-            return Sending(frames, checksums, partial(self._release_hold, hold))
+            return Sending(frames, checksums, release)
 
         return self._bring(lease, first, count, wait_s, Priority.LOAD, sending)
 

@@ -13,6 +13,7 @@ import tierstore
 from tests.tierstore.store.conftest import SPEC, load_bytes, pages_of
 from tierstore.errors import StoreUnavailableError, UsageError
 from tierstore.keys import Identity
+from tierstore.testing.backend import request_of
 from tierstore.testing.faulty_io import Fault, FaultyIO, Stall
 
 TOKENS = list(range(100, 170))
@@ -275,6 +276,23 @@ def test_a_hit_larger_than_the_host_tier_is_loaded_whole(open_store, host_pages)
             store.release_hbm(part.pages)
             store.evict("hbm")
         assert load_bytes(store, store.lookup(LONG)) == (len(LONG), pages_of(LONG))
+
+
+def test_a_load_waits_for_room_that_pages_being_copied_leave(open_store):
+    store = open_store(pages=8)
+    one, other = list(range(128)), list(range(1000, 1128))
+    for tokens in (one, other):
+        save(store, tokens)
+    lease = store.backend.find(request_of(store.identity, one), patience_s=10).wait(10)
+    copied = store.backend.locate(lease, 0, 8, wait_s=10).wait(10)
+    store.backend.release(lease)
+    buffers = [bytearray(store.spec.page_bytes) for _ in range(8)]
+    loading = store.load(store.lookup(other), buffers)
+    with pytest.raises(TimeoutError):
+        loading.wait(0.2)
+    copied.release()
+    assert loading.wait(30).tokens == len(other)
+    assert [bytes(buffer) for buffer in buffers] == pages_of(other)
 
 
 def test_a_prefetch_larger_than_the_host_tier_brings_the_beginning(open_store):
