@@ -48,15 +48,16 @@ def executor() -> None:
 
 
 def cuda_attention(pool: PagePool, config: ModelConfig, launcher: Launcher) -> CudaAttention:
-    return CudaAttention(torch.from_numpy(pool.array), config, launcher, chunk_tokens=pool.spec.chunk_tokens)
+    return CudaAttention(torch.from_numpy(pool.array), pool.spec, config, launcher)
 
 
 def engine_over(
     model: LoadedModel, attend: Callable[[PagePool, ModelConfig], Attention], **settings: int
 ) -> Engine:
     spec = model.kv_spec(chunk_tokens=CHUNK)
-    connector = NoStore(PagePool(spec, 64), model.identity(spec))
-    runnable = Model(model.config, model.weights, [attend(connector.pool, model.config)], device="cpu")
+    connector = NoStore([PagePool(part, 64) for part in spec.split()], model.identity(spec))
+    memories = [attend(pool, model.config) for pool in connector.pools]
+    runnable = Model(model.config, model.weights, memories, device="cpu")
     return Engine(runnable, model.tokenizer, connector, EngineSettings(prefill_chunk=48, **settings))
 
 
@@ -109,11 +110,14 @@ def test_tiny_engine_over_codes(kv_dtype: str) -> None:
     assert kinds == {"quantise_write", "prefill", "decode_simt", "combine_splits", "add_norm", "silu_mul"}
 
 
-@pytest.mark.parametrize("name", ["llama3", "mistral-windowed", "llama-linear-mqa-biased"])
+@pytest.mark.parametrize(
+    "name", ["llama3", "mistral-windowed", "llama-linear-mqa-biased", "gemma2", "gemma3", "gpt-oss", "llama4"]
+)
 def test_against_transformers(
     name: str, oracles: Callable[[str], Oracle], loaded: Callable[..., LoadedModel]
 ) -> None:
-    """Grouped heads, one KV head for all, windows. In float16 the rounding of weights and activations is most
+    """Grouped heads, one KV head for all, windows, attention chunks, sinks, capped scores; layer groups that
+    give pages back. In float16 the rounding of weights and activations is most
     of the difference to transformers' float32; it is the CPU backend's as well, and ours may not be much
     more."""
     oracle = oracles(name)

@@ -462,9 +462,7 @@ def test_the_kernels_on_a_device_that_defers(loaded: Callable[..., LoadedModel])
     model = loaded("tiny", dtype="float16")
     pool = device_pool(model, 3)
     run = open_run(model, pool)
-    attention = CudaAttention(
-        torch.from_numpy(pool.array), model.config, ExecutorLauncher(), chunk_tokens=CHUNK
-    )
+    attention = CudaAttention(torch.from_numpy(pool.array), pool.spec, model.config, ExecutorLauncher())
     run.engine.model = DeferredRunner(Model(model.config, model.weights, [attention], device="cpu"), pool)
     told, _ = run.ask([PROMPTS[1]])
     run.forget_in_hbm()

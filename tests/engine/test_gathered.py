@@ -60,7 +60,7 @@ def test_library_beside_the_other_backends(windowed: bool) -> None:
     )
     pool = filled_pool(config, 24)
     launcher = ExecutorLauncher()
-    ours = CudaAttention(torch.from_numpy(pool.array), config, launcher, chunk_tokens=CHUNK)
+    ours = CudaAttention(torch.from_numpy(pool.array), pool.spec, config, launcher)
     ours.library_at = LibraryRanges(((0, 50),))
     order = torch.randperm(24, generator=torch.Generator().manual_seed(2)).tolist()
     spans = [
@@ -90,7 +90,7 @@ def test_gathered_keys_are_those_of_the_pages() -> None:
     pool = filled_pool(config, 6)
     shape = (6, config.layers, 2, config.kv_heads, CHUNK, config.head_dim)
     kv = torch.from_numpy(pool.array).view(torch.float16).view(shape)
-    keys, values = GatheredPrefill(kv).gather(1, torch.tensor([4, 0, 5]), 35)
+    keys, values = GatheredPrefill(kv, 1.0).gather(1, torch.tensor([4, 0, 5]), 35)
     for plane, found in enumerate((keys, values)):
         expected = torch.cat([kv[page, 1, plane] for page in (4, 0, 5)], dim=1)[:, :35]
         assert torch.equal(found.squeeze(0), expected)
@@ -103,7 +103,7 @@ def test_a_chunk_behind_a_past_is_two_parts_merged(heads: int, kv_heads: int, pa
     config = replace(preset("tiny", dtype="float16"), heads=heads, kv_heads=kv_heads, head_dim=32)
     pool = filled_pool(config, 16)
     shape = (16, config.layers, 2, kv_heads, CHUNK, 32)
-    library = GatheredPrefill(torch.from_numpy(pool.array).view(torch.float16).view(shape))
+    library = GatheredPrefill(torch.from_numpy(pool.array).view(torch.float16).view(shape), 32**-0.5)
     table = torch.randperm(16, generator=torch.Generator().manual_seed(4))[: -(-(past + tokens) // CHUNK)]
     queries = 3 * torch.randn((tokens, heads, 32), generator=torch.Generator().manual_seed(5)).half()
     told = library.attend(1, queries, table, past + tokens)

@@ -69,7 +69,7 @@ class GraphRunner(Model):
 
 def runner_over(model: LoadedModel, pool: PagePool, *, max_sequences: int, graphs: bool = True) -> Model:
     pages = torch.from_numpy(pool.array)
-    attention = CudaAttention(pages, model.config, ExecutorLauncher(2), chunk_tokens=CHUNK)
+    attention = CudaAttention(pages, pool.spec, model.config, ExecutorLauncher(2))
     if not graphs:
         return Model(model.config, model.weights, [attention], device="cpu")
     runner = GraphRunner(model.config, model.weights, [attention], device="cpu")
@@ -146,7 +146,7 @@ def test_short_sequences_launch_blocks_for_short_ones(
     pool = PagePool(model.kv_spec(chunk_tokens=CHUNK), 24)
     generator = np.random.default_rng(6)
     pool.array.view(np.float16)[:] = generator.standard_normal(pool.array.view(np.float16).shape)
-    attention = CudaAttention(torch.from_numpy(pool.array), model.config, Watching(), chunk_tokens=CHUNK)
+    attention = CudaAttention(torch.from_numpy(pool.array), pool.spec, model.config, Watching())
     plain = Model(model.config, model.weights, [attention], device="cpu")
     graphs = DecodeGraphs(plain, attention, Rerun(), max_sequences=2, width=20)
     short, long = Span((list(range(8)),), 120, 121), Span((list(range(20)),), 300, 301)
@@ -217,9 +217,7 @@ def test_a_table_is_written_again_when_it_is_another(model: LoadedModel) -> None
 def test_capturing_and_dropping_need_no_collector(model: LoadedModel) -> None:
     """Device memory must not be given back in the middle of a capture, nor wait for the collector later."""
     pool = PagePool(model.kv_spec(chunk_tokens=CHUNK), 8)
-    attention = CudaAttention(
-        torch.from_numpy(pool.array), model.config, ExecutorLauncher(2), chunk_tokens=CHUNK
-    )
+    attention = CudaAttention(torch.from_numpy(pool.array), pool.spec, model.config, ExecutorLauncher(2))
     enabled: list[bool] = []
 
     class Watching(Rerun):

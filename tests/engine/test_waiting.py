@@ -43,9 +43,9 @@ def run(spans: tuple[Span, ...], library: LibraryRanges = NOWHERE) -> tuple[torc
     """The logits of the newest token of each span, and the kernels of one layer."""
     tiny = preset("tiny", dtype="float16")
     launcher = Nowhere()
-    page_bytes = tiny.kv_spec(chunk_tokens=CHUNK).page_bytes
-    pool = torch.empty((16, page_bytes), dtype=torch.uint8, device="meta")
-    attention = CudaAttention(pool, tiny, launcher, chunk_tokens=CHUNK)
+    spec = tiny.kv_spec(chunk_tokens=CHUNK)
+    pool = torch.empty((16, spec.page_bytes), dtype=torch.uint8, device="meta")
+    attention = CudaAttention(pool, spec, tiny, launcher)
     attention.library_at = library
     model = Model(tiny, _allocate(tiny, "meta"), [attention], device="meta")
     counts = [span.tokens for span in spans]

@@ -61,13 +61,14 @@ class BatchLayout:
 
     ``pages`` and ``offsets`` (int64 ``[tokens]``) say where each new token's KV goes; ``block_tables`` holds
     each span's table as an int64 tensor. Of a recurrent state there is nothing for each token: the first two
-    are empty, and a table has the state's page.
+    are empty, and a table has the state's page. ``group`` is the layer group's place in the spans' tables.
     """
 
     spans: tuple[Span, ...]
     block_tables: tuple[torch.Tensor, ...]
     pages: torch.Tensor
     offsets: torch.Tensor
+    group: int = 0
 
     @classmethod
     def of(cls, spans: Sequence[Span], *, chunk_tokens: int, device: str, group: int = 0) -> BatchLayout:
@@ -77,14 +78,14 @@ class BatchLayout:
         owners = torch.cat(
             [table[_chunks_of(span, chunk_tokens, device)] for table, span in zip(tables, spans, strict=True)]
         )
-        return cls(tuple(spans), tables, owners, positions % chunk_tokens)
+        return cls(tuple(spans), tables, owners, positions % chunk_tokens, group)
 
     @classmethod
     def of_states(cls, spans: Sequence[Span], *, device: str, group: int) -> BatchLayout:
         """Of a layer group with recurrent states."""
         tables = tuple(numbers_on(span.tables[group], device) for span in spans)
         nothing = torch.empty(0, dtype=torch.int64, device=device)
-        return cls(tuple(spans), tables, nothing, nothing)
+        return cls(tuple(spans), tables, nothing, nothing, group)
 
 
 class Attention(ABC):
@@ -146,7 +147,7 @@ def make_attention(pool: PagePool, config: ModelConfig) -> Attention:
         # Not a copy: a pool on a GPU shows its memory through __cuda_array_interface__.
         pages = torch.as_tensor(pool.array, device=pool.device)
         assert pages.data_ptr() == pool.array.__cuda_array_interface__["data"][0], "torch copied the pool"
-        return CudaAttention(pages, config, launcher, chunk_tokens=pool.spec.chunk_tokens)
+        return CudaAttention(pages, pool.spec, config, launcher)
     raise ModelError(f"no attention backend for device {pool.device!r} in this version: use cpu")
 
 

@@ -21,16 +21,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tierstore.spec import KVSpec, LayerKind
 from tierstore_engine.attention.base import Attention, BatchLayout, Span
 from tierstore_engine.attention.gathered import NOWHERE, GatheredPrefill, pages_of
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.kernels.launcher import Launcher
 from tierstore_engine.kernels.operations import (
+    EVERYTHING,
     AttentionKernels,
     ChunkSplits,
     LayerPages,
     PointwiseKernels,
     Sequences,
+    Sight,
     Slots,
 )
 from tierstore_engine.moving import to_device
@@ -53,53 +56,59 @@ class _Step:
 
 
 class CudaAttention(Attention):
-    """Attention over ``pages``, the whole pool as uint8 ``[num_pages, page_bytes]`` on the launcher's device.
+    """Attention over ``pages``, the whole pool of one layer group as uint8 ``[num_pages, page_bytes]`` on the
+    launcher's device (with any stride between pages), of which ``spec`` is the layout.
 
     Codes are dequantised to the model's dtype as they are read, in every kernel. Not thread-safe. Raises
     :class:`~tierstore_engine.kernels.errors.KernelError` for a model that the kernels do not compute (its
     head_dim, dtype, heads per KV head), and where they cannot be built or loaded.
     """
 
-    def __init__(
-        self, pages: torch.Tensor, config: ModelConfig, launcher: Launcher, *, chunk_tokens: int
-    ) -> None:
-        self.chunk_tokens = chunk_tokens
+    def __init__(self, pages: torch.Tensor, spec: KVSpec, config: ModelConfig, launcher: Launcher) -> None:
+        assert pages.shape[1] == spec.page_bytes, "the pool has another layout than the model"
+        [group] = spec.groups
+        self.chunk_tokens = spec.chunk_tokens
         self._launcher = launcher
+        scale = config.score_scale or group.head_dim**-0.5
         self._kernels = AttentionKernels(
             launcher,
             dtype=config.dtype,
             heads=config.heads,
-            kv_heads=config.kv_heads,
-            head_dim=config.head_dim,
-            page_tokens=chunk_tokens,
+            kv_heads=group.kv_heads,
+            head_dim=group.head_dim,
+            page_tokens=spec.chunk_tokens,
             kv=config.kv,
+            score_scale=scale,
+            score_cap=config.score_cap,
         )
-        spec = config.kv_spec(chunk_tokens=chunk_tokens)
-        assert pages.shape[1] == spec.page_bytes, "the pool has another layout than the model"
         self.library: GatheredPrefill | None = None
-        """None where pages hold codes: torch's attention reads none."""
+        """None where pages hold codes, or scores are capped: torch's attention does neither."""
         self.library_at = NOWHERE
         """Set by whoever has measured."""
         pool = pages
         if not config.kv.quantised:
             pool = pages.view(getattr(torch, config.dtype))
-            shape = (len(pool), config.layers, 2, config.kv_heads, chunk_tokens, config.head_dim)
-            self.library = GatheredPrefill(pool.view(shape))
+            if config.score_cap is None:
+                shape = (len(group.layers), 2, group.kv_heads, spec.chunk_tokens, group.head_dim)
+                self.library = GatheredPrefill(pool.view(len(pool), *shape), scale)
         self._most_parts = _MOST_PARTS // config.heads
-        self._windows = [config.window(layer) for layer in range(config.layers)]
-        self._layers = [
-            LayerPages(
+        self._sights = {layer: sight_of(config, layer) for layer in group.layers}
+        self._layers = {
+            layer: LayerPages(
                 pool,
                 page_stride=pool.stride(0),
                 offset=spec.layer(layer).start // pool.element_size(),
                 scales=_static_scales(config, layer, pool.device),
             )
-            for layer in range(config.layers)
-        ]
+            for layer in group.layers
+        }
+        self._place = {layer: place for place, layer in enumerate(group.layers)}
         self._step: _Step | None = None
         self._fixed: dict[int, _Step] = {}
 
     def pointwise(self, config: ModelConfig) -> Pointwise:
+        if config.centred_norms:  # the kernels know one kind of norm
+            return super().pointwise(config)
         return PointwiseKernels(self._launcher, dtype=config.dtype, epsilon=config.norm_eps)
 
     def fix(self, slots: Slots, decoding: Sequences) -> BatchLayout:
@@ -111,7 +120,8 @@ class CudaAttention(Attention):
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None, batch: BatchLayout) -> None:
         assert values is not None, "the kernels know no latents"
-        self._kernels.write(self._layers[layer], keys, values, self._prepared(batch).slots)
+        slots = self._prepared(batch).slots
+        self._kernels.write(self._layers[layer], _by_heads(keys), _by_heads(values), slots)
 
     def rotate_and_write(
         self,
@@ -120,10 +130,10 @@ class CudaAttention(Attention):
         rotations: tuple[torch.Tensor, torch.Tensor],
         batch: BatchLayout,
     ) -> torch.Tensor:
-        """In one launch where pages hold no codes, with the same bits."""
-        if not self._kernels.rotates:
+        """In one launch where pages hold no codes and heads are turned whole, with the same bits."""
+        if not self._kernels.rotates or rotations[0].shape[-1] != projections[0].shape[-1]:
             return super().rotate_and_write(layer, projections, rotations, batch)
-        queries, keys, values = projections
+        queries, keys, values = (_by_heads(each) for each in projections)
         rotated = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         cosines, sines = (part.reshape(len(queries), -1) for part in rotations)
         slots = self._prepared(batch).slots
@@ -152,17 +162,17 @@ class CudaAttention(Attention):
         self, layer: int, queries: torch.Tensor, batch: BatchLayout, lse: torch.Tensor | None
     ) -> torch.Tensor:
         step = self._prepared(batch, with_lse=lse is not None)
-        window = self._windows[layer]
+        sight = self._sights[layer]
         queries = queries.contiguous()
         out = torch.empty_like(queries)
         for sequences in step.prefilling:
-            self._kernels.prefill(self._layers[layer], queries, sequences, out, lse, window=window)
+            self._kernels.prefill(self._layers[layer], queries, sequences, out, lse, sight=sight)
         for row, span, table in step.gathered:
             assert self.library is not None
             rows = slice(row, row + span.tokens)
-            out[rows] = self.library.attend(layer, queries[rows], table, span.stop)
+            out[rows] = self.library.attend(self._place[layer], queries[rows], table, span.stop)
         if step.decoding is not None:
-            self._kernels.decode(self._layers[layer], queries, step.decoding, out, lse, window=window)
+            self._kernels.decode(self._layers[layer], queries, step.decoding, out, lse, sight=sight)
         return out
 
     def _prepared(self, batch: BatchLayout, *, with_lse: bool = False) -> _Step:
@@ -177,20 +187,31 @@ class CudaAttention(Attention):
 
     def _at_library(self, span: Span) -> bool:
         """A matter of the span alone, so that the same tokens are always computed in the same way."""
-        windowed = any(window is not None for window in self._windows)
-        return self.library is not None and not windowed and self.library_at.takes(span.tokens, span.start)
+        everything = all(sight == EVERYTHING for sight in self._sights.values())
+        return self.library is not None and everything and self.library_at.takes(span.tokens, span.start)
 
     def _splits(self, span: Span) -> int:
         """In how many parts a span is attended to, in all layers. Likewise."""
-        narrow = [window for window in self._windows if window is not None]
-        widest = max(narrow) if len(narrow) == len(self._windows) else None
+        widest = max(self._sights.values(), key=lambda sight: sight.most(span.stop))
         return self._kernels.chunk_splits(span.tokens, span.stop, widest)
+
+
+def sight_of(config: ModelConfig, layer: int) -> Sight:
+    """What a token sees in ``layer``."""
+    if config.kind(layer) is LayerKind.CHUNKED_ATTENTION:
+        return Sight(chunk=config.window(layer))
+    return Sight(window=config.window(layer))
 
 
 def _static_scales(config: ModelConfig, layer: int, device: torch.device) -> torch.Tensor | None:
     if not config.kv.ranges:
         return None
     return torch.stack([config.kv.static_scales(layer, plane) for plane in range(2)]).to(device)
+
+
+def _by_heads(x: torch.Tensor) -> torch.Tensor:
+    """``[tokens, heads, width]`` as the kernels take it: a token's heads in a row."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
 def _nowhere(span: Span) -> bool:
@@ -210,9 +231,9 @@ def _prepare(
     """Sort the sequences by kernel and put their numbers on the device, in one copy."""
     first_rows = accumulate((span.tokens for span in batch.spans), initial=0)
     everyone = list(zip(batch.spans, first_rows, strict=False))
-    device = batch.pages.device
+    device, group = batch.pages.device, batch.group
     gathered = [
-        (row, span, pages_of(span.block_table, span.stop, chunk_tokens, device))
+        (row, span, pages_of(span.tables[group], span.stop, chunk_tokens, device))
         for span, row in everyone
         if at_library(span)
     ]
@@ -225,9 +246,9 @@ def _prepare(
             singles.append(member)
         elif not at_library(span):
             (whole if splits_of(span) == 1 else split).append(member)
-    kinds = [_Kind(singles), _Kind(whole)]
+    kinds = [_Kind(group, singles), _Kind(group, whole)]
     for members in _groups(split, splits_of, most_parts):
-        kinds.append(_Kind(members, [splits_of(span) for span, _ in members]))
+        kinds.append(_Kind(group, members, [splits_of(span) for span, _ in members]))
     parts = [kind.numbers(chunk_tokens) for kind in kinds]
     numbers = to_device(torch.from_numpy(np.concatenate(parts)), device)
     on_device = torch.split(numbers, [len(part) for part in parts])
@@ -257,6 +278,7 @@ def _groups(
 class _Kind:
     """The sequences of one launch, with the number of ``splits`` of each, if they are split."""
 
+    group: int
     members: Sequence[_Member]
     splits: Sequence[int] = ()
 
@@ -264,7 +286,7 @@ class _Kind:
         """All sequences' first rows, then their counts, their lengths, their splits and first parts (where
         they are split), and their block tables, padded to one width."""
         spans = [span for span, _ in self.members]
-        tables = [span.block_table[: -(-span.stop // chunk_tokens)] for span in spans]
+        tables = [span.tables[self.group][: -(-span.stop // chunk_tokens)] for span in spans]
         width = max(map(len, tables), default=0)
         numbers = [first for _, first in self.members]
         numbers += [span.tokens for span in spans]

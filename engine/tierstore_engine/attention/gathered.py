@@ -48,12 +48,13 @@ NOWHERE = LibraryRanges()
 
 class GatheredPrefill:
     """Attention of one sequence's newest tokens over its pages in ``kv``
-    ``[num_pages, layers, 2, kv_heads, chunk_tokens, head_dim]``."""
+    ``[num_pages, layers, 2, kv_heads, chunk_tokens, head_dim]``; products are multiplied by ``scale``. Layers
+    are counted within their group."""
 
-    def __init__(self, kv: torch.Tensor) -> None:
+    def __init__(self, kv: torch.Tensor, scale: float) -> None:
         self._dtype = kv.dtype
         self._words = kv.view(torch.int64)  # a gather costs by its elements: four numbers of 16 bits in each
-        self._scale = kv.shape[-1] ** -0.5
+        self._scale = scale
 
     def attend(self, layer: int, queries: torch.Tensor, table: torch.Tensor, stop: int) -> torch.Tensor:
         """``queries [tokens, heads, head_dim]`` are of the tokens up to ``stop``; ``table`` (int64) are the

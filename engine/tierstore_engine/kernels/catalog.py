@@ -90,9 +90,16 @@ def pointwise_set(dtype: str) -> PointwiseSet:
 
 
 def kernel_set(
-    *, dtype: str, head_dim: int, group: int, page_tokens: int, kv: KVFormat = FLOATS
+    *,
+    dtype: str,
+    head_dim: int,
+    group: int,
+    page_tokens: int,
+    kv: KVFormat = FLOATS,
+    capped: bool = False,
 ) -> KernelSet:
-    """The kernels for pages of ``page_tokens`` tokens and ``group`` query heads per KV head.
+    """The kernels for pages of ``page_tokens`` tokens and ``group`` query heads per KV head. Scores are
+    ``capped`` or not.
 
     Raises :class:`KernelError` for what the kernels do not compute.
     """
@@ -108,8 +115,9 @@ def kernel_set(
         raise KernelError(f"the CUDA backend needs chunk_tokens to be a multiple of 16, not {page_tokens}")
     number = _C_TYPES[dtype]
     codes = f", Codes<{', '.join(_CODES[code.dtype] for code in kv.codes)}>" if kv.quantised else ""
-    prefill, prefill_rows = _prefill(number, head_dim, page_tokens, codes, split=False)
-    split_prefill, _ = _prefill(number, head_dim, page_tokens, codes, split=True)
+    options = f"{codes or ', Floats'}, true" if capped else codes
+    prefill, prefill_rows = _prefill(number, head_dim, page_tokens, options, capped=capped, split=False)
+    split_prefill, _ = _prefill(number, head_dim, page_tokens, options, capped=capped, split=True)
     page = f"{number}, {head_dim}, {page_tokens}"
     rotating = Instance("rope_write.cu", f"rope_write<{page}, true>", 256)
     plain = Instance("rope_write.cu", f"rope_write<{page}, false>", 256)
@@ -117,7 +125,7 @@ def kernel_set(
     return KernelSet(
         rope_write=None if codes else rotating,
         write=quantising if codes else plain,
-        decode=_decode(number, head_dim, group, page_tokens, codes),
+        decode=_decode(number, head_dim, group, page_tokens, options),
         combine=Instance("merge.cu", f"combine_splits<{number}, {head_dim}, {page_tokens}>", head_dim),
         prefill=prefill,
         split_prefill=split_prefill,
@@ -127,7 +135,7 @@ def kernel_set(
     )
 
 
-def _decode(number: str, head_dim: int, group: int, page_tokens: int, codes: str) -> Instance:
+def _decode(number: str, head_dim: int, group: int, page_tokens: int, options: str) -> Instance:
     warps = 2 if head_dim > 128 else 4
     stages = 3 if head_dim > 96 else 4
     ring = warps * stages * 2 * _DECODE_TILE * head_dim * 2
@@ -135,20 +143,21 @@ def _decode(number: str, head_dim: int, group: int, page_tokens: int, codes: str
     states = warps * (group if simt else _MMA_ROWS) * (head_dim + 2) * 4
     shape = f"{group}, {warps}, {stages}" if simt else f"{warps}, {stages}"
     kernel = "decode_simt" if simt else "decode_mma"
-    name = f"{kernel}<{number}, {head_dim}, {page_tokens}, {shape}{codes}>"
+    name = f"{kernel}<{number}, {head_dim}, {page_tokens}, {shape}{options}>"
     return Instance(f"{kernel}.cu", name, warps * 32, max(ring, states))
 
 
 def _prefill(
-    number: str, head_dim: int, page_tokens: int, codes: str, *, split: bool
+    number: str, head_dim: int, page_tokens: int, options: str, *, capped: bool, split: bool
 ) -> tuple[Instance, int]:
     # Two strips of 16 rows per warp share each fragment of K and V; a head_dim of 256 leaves registers for
-    # one. Longer tiles mean fewer barriers; 32 tokens is what fits the registers from head_dim 96 on.
-    warps, strips = 4, 2 if head_dim <= 128 else 1
+    # one, as does one of 96 where scores are capped. Longer tiles mean fewer barriers; 32 tokens is what fits
+    # the registers from head_dim 96 on.
+    warps, strips = 4, 2 if head_dim <= (64 if capped else 128) else 1
     tile = 64 if head_dim <= 64 else 32
     while page_tokens % tile:
         tile //= 2
     rows = warps * strips * 16
     shape = f"{head_dim}, {page_tokens}, {tile}, {warps}, {strips}, {str(split).lower()}"
-    name = f"prefill<{number}, {shape}{codes}>"
+    name = f"prefill<{number}, {shape}{options}>"
     return Instance("prefill.cu", name, warps * 32, (rows + 4 * tile) * head_dim * 2), rows

@@ -14,10 +14,11 @@
 
 #include "numbers.cuh"
 #include "paged.cuh"
+#include "scores.cuh"
 #include "split.cuh"
 #include "tile.cuh"
 
-template <class T, int HEAD_DIM, int PAGE, int WARPS, int STAGES, class KV = Floats>
+template <class T, int HEAD_DIM, int PAGE, int WARPS, int STAGES, class KV = Floats, bool CAPPED = false>
 __global__ void __launch_bounds__(WARPS * 32)
     decode_mma(const T* __restrict__ queries,      // [tokens, heads, HEAD_DIM]
                const int* __restrict__ rows,       // [sequences]: each one's row of queries
@@ -27,7 +28,7 @@ __global__ void __launch_bounds__(WARPS * 32)
                const int* __restrict__ lengths,    // [sequences], the new token included; 0: no such sequence
                float* __restrict__ part_out,       // [sequences, gridDim.y, heads, HEAD_DIM]
                float* __restrict__ part_log2,      // [sequences, gridDim.y, heads]
-               int group, int window, int min_split_pages, int max_splits, float scale) {
+               int group, int window, int chunk, int min_split_pages, int max_splits, float scale, float cap) {
   constexpr int TOKENS = 16, CHUNKS = Tile<HEAD_DIM>::CHUNKS, TILE = TOKENS * HEAD_DIM;
   static_assert(PAGE % TOKENS == 0, "a tile lies in one page");
   extern __shared__ __align__(16) unsigned char smem[];
@@ -35,9 +36,10 @@ __global__ void __launch_bounds__(WARPS * 32)
   const int kv_head = blockIdx.x, split = blockIdx.y, sequence = blockIdx.z, kv_heads = gridDim.x;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int length = lengths[sequence];
-  const int splits = split_count<PAGE>(length, window, min_split_pages, max_splits);
+  const int first = first_visible(length - 1, window, chunk);
+  const int splits = split_count<PAGE>(first, length, min_split_pages, max_splits);
   if (split >= splits) return;
-  const TokenRange range = split_range<PAGE>(length, window, split, splits);
+  const TokenRange range = split_range<PAGE>(first, length, split, splits);
   const HeadPages<T, HEAD_DIM, PAGE, KV> pages(pool, page_stride, layer_offset, static_scales,
                                                tables + sequence * table_stride, kv_head, kv_heads);
   const int heads = kv_heads * group, first_head = kv_head * group;
@@ -80,7 +82,7 @@ __global__ void __launch_bounds__(WARPS * 32)
       q[step][part] = row < group ? *reinterpret_cast<const unsigned*>(q_heads + row * HEAD_DIM + dim) : 0u;
     }
 
-  const float scale_log2 = scale * LOG2_E;
+  const Scores<CAPPED> scoring(scale, cap);
   float out[HEAD_DIM / 8][4] = {};
   float maximum[2] = {NEGATIVE_INFINITY, NEGATIVE_INFINITY}, denominator[2] = {0.f, 0.f};
   for (int tile = 0; tile < tiles; tile++) {
@@ -108,7 +110,7 @@ __global__ void __launch_bounds__(WARPS * 32)
       for (int i = 0; i < 4; i++) {
         const int column = token + i / 2 * 8 + i % 2;
         float& score = scores[i / 2][half * 2 + i % 2];
-        score = column >= range.begin && column < range.end ? score * scale_log2 : NEGATIVE_INFINITY;
+        score = column >= range.begin && column < range.end ? scoring.of(score) * scoring.outer : NEGATIVE_INFINITY;
         most = fmaxf(most, score);
       }
       most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));

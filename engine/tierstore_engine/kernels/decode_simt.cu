@@ -12,6 +12,7 @@
 
 #include "numbers.cuh"
 #include "paged.cuh"
+#include "scores.cuh"
 #include "split.cuh"
 
 // The lanes that share a token's row: a power of two, at most 8 of them, so that a lane has at least 2 vectors of
@@ -23,7 +24,7 @@ __device__ constexpr int lanes_per_row(int head_dim) {
   return chunks % 4 == 0 ? 4 : 2;
 }
 
-template <class T, int HEAD_DIM, int PAGE, int GROUP, int WARPS, int STAGES, class KV = Floats>
+template <class T, int HEAD_DIM, int PAGE, int GROUP, int WARPS, int STAGES, class KV = Floats, bool CAPPED = false>
 __global__ void __launch_bounds__(WARPS * 32)
     decode_simt(const T* __restrict__ queries,   // the parameters are those of decode_mma
                 const int* __restrict__ rows,
@@ -33,7 +34,7 @@ __global__ void __launch_bounds__(WARPS * 32)
                 const int* __restrict__ lengths,
                 float* __restrict__ part_out,
                 float* __restrict__ part_log2,
-                int group, int window, int min_split_pages, int max_splits, float scale) {
+                int group, int window, int chunk, int min_split_pages, int max_splits, float scale, float cap) {
   constexpr int TOKENS = 16, TILE = TOKENS * HEAD_DIM;
   constexpr int LANES = lanes_per_row(HEAD_DIM), VECTORS = HEAD_DIM / 8 / LANES;
   constexpr int ROWS = 32 / LANES, PASSES = TOKENS / ROWS;  // tokens a warp takes at once, times for a tile
@@ -43,9 +44,10 @@ __global__ void __launch_bounds__(WARPS * 32)
   const int kv_head = blockIdx.x, split = blockIdx.y, sequence = blockIdx.z, kv_heads = gridDim.x;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, share = lane % LANES, row = lane / LANES;
   const int length = lengths[sequence];
-  const int splits = split_count<PAGE>(length, window, min_split_pages, max_splits);
+  const int first = first_visible(length - 1, window, chunk);
+  const int splits = split_count<PAGE>(first, length, min_split_pages, max_splits);
   if (split >= splits) return;
-  const TokenRange range = split_range<PAGE>(length, window, split, splits);
+  const TokenRange range = split_range<PAGE>(first, length, split, splits);
   const HeadPages<T, HEAD_DIM, PAGE, KV> pages(pool, page_stride, layer_offset, static_scales,
                                                tables + sequence * table_stride, kv_head, kv_heads);
   const int heads = kv_heads * GROUP, first_head = kv_head * GROUP;
@@ -81,7 +83,7 @@ __global__ void __launch_bounds__(WARPS * 32)
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; stage++) load(stage);
 
-  const float scale_log2 = scale * LOG2_E;
+  const Scores<CAPPED> scoring(scale, cap);
   const T* const q_heads = queries + (static_cast<long long>(rows[sequence]) * heads + first_head) * HEAD_DIM;
   float q[GROUP][VECTORS][8], out[GROUP][VECTORS][8] = {}, maximum[GROUP], denominator[GROUP];
 #pragma unroll
@@ -93,7 +95,7 @@ __global__ void __launch_bounds__(WARPS * 32)
       const T* const from = q_heads + head * HEAD_DIM + (vector * LANES + share) * 8;
       widen8<T>(q[head][vector], *reinterpret_cast<const uint4*>(from));
 #pragma unroll
-      for (int i = 0; i < 8; i++) q[head][vector][i] *= scale_log2;
+      for (int i = 0; i < 8; i++) q[head][vector][i] *= CAPPED ? 1.f : scoring.outer;
     }
   }
 
@@ -124,6 +126,7 @@ __global__ void __launch_bounds__(WARPS * 32)
 #pragma unroll
         for (int other = LANES / 2; other > 0; other /= 2)
           scores[pass][head] += __shfl_xor_sync(0xffffffffu, scores[pass][head], other);
+        if constexpr (CAPPED) scores[pass][head] = scoring.of(scores[pass][head]) * scoring.outer;
         if (!visible) scores[pass][head] = NEGATIVE_INFINITY;
       }
     }

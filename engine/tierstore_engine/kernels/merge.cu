@@ -56,9 +56,10 @@ __global__ void __launch_bounds__(HEAD_DIM)
                    const int* __restrict__ lengths,      // [sequences]; 0: no such sequence, nothing is written
                    T* __restrict__ out,                  // [tokens, heads, HEAD_DIM]
                    float* __restrict__ lse,              // [tokens, heads], natural logarithm, or null
-                   int part_splits, int window, int min_split_pages, int max_splits) {
+                   int part_splits, int window, int chunk, int min_split_pages, int max_splits) {
   const int head = blockIdx.x, heads = gridDim.x, sequence = blockIdx.y;
-  const int splits = split_count<PAGE>(lengths[sequence], window, min_split_pages, max_splits);
+  const int length = lengths[sequence], seen_from = first_visible(length - 1, window, chunk);
+  const int splits = split_count<PAGE>(seen_from, length, min_split_pages, max_splits);
   if (splits == 0) return;
   const long long first = static_cast<long long>(sequence) * part_splits * heads + head;
   const long long query = static_cast<long long>(rows[sequence]) * heads + head;

@@ -23,6 +23,33 @@ _COPY_BLOCKS = 16  # enough to fill PCIe; more would take SMs from whoever compu
 
 
 @dataclass(frozen=True, slots=True)
+class Sight:
+    """Which tokens a token sees of those up to itself: the last ``window``, those of its attention chunk of
+    ``chunk`` tokens, or all."""
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def first(self, position: int) -> int:
+        """As ``first_visible`` in ``scores.cuh``."""
+        if self.chunk is not None:
+            return position - position % self.chunk
+        return max(position - self.window + 1, 0) if self.window is not None else 0
+
+    def most(self, length: int, tokens: int = 1) -> int:
+        """Tokens that the last ``tokens`` of ``length`` see together, at most."""
+        reach = self.window or self.chunk
+        return min(length, reach + tokens) if reach is not None else length
+
+    def numbers(self) -> tuple[np.int32, np.int32]:
+        """The kernels' arguments."""
+        return np.int32(self.window or 0), np.int32(self.chunk or 0)
+
+
+EVERYTHING = Sight()
+
+
+@dataclass(frozen=True, slots=True)
 class SplitRule:
     """How a sequence is cut into splits: of at least ``min_pages`` pages, at most ``max_splits``; a chunk of
     prefill, which has blocks of its own, in no more than makes ``chunk_blocks`` of them (about two for each
@@ -35,10 +62,9 @@ class SplitRule:
     max_splits: int = 64
     chunk_blocks: int = 256
 
-    def splits(self, length: int, window: int | None, page_tokens: int) -> int:
-        """As ``split_count`` in ``split.cuh``; never less with a larger ``length``, nor without a window."""
-        first = max(length - window, 0) if window else 0
-        pages = -(-length // page_tokens) - first // page_tokens
+    def splits(self, length: int, page_tokens: int, sight: Sight = EVERYTHING) -> int:
+        """As ``split_count`` in ``split.cuh``, of a token that is the last of ``length``."""
+        pages = -(-length // page_tokens) - sight.first(length - 1) // page_tokens
         return min(-(-pages // self.min_pages), self.max_splits)
 
     def chunk_splits(self, blocks: int, visible: int, page_tokens: int) -> int:
@@ -106,6 +132,8 @@ class Slots:
 
 class AttentionKernels:
     """The kernels for one shape of attention on one device, loaded. ``dtype`` is ``float16`` or ``bfloat16``.
+    Products are multiplied by ``score_scale`` (None: by the root of head_dim), and the scores capped by
+    ``score_cap``, if any.
 
     Raises :class:`~tierstore_engine.kernels.errors.KernelError` for shapes that they do not compute, and
     where they cannot be built or loaded.
@@ -121,13 +149,22 @@ class AttentionKernels:
         head_dim: int,
         page_tokens: int,
         kv: KVFormat = FLOATS,
+        score_scale: float | None = None,
+        score_cap: float | None = None,
         split_rule: SplitRule | None = None,
     ) -> None:
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.group = heads // kv_heads
         self.page_tokens = page_tokens
         self.split_rule = split_rule or SplitRule()
-        kernels = kernel_set(dtype=dtype, head_dim=head_dim, group=self.group, page_tokens=page_tokens, kv=kv)
+        kernels = kernel_set(
+            dtype=dtype,
+            head_dim=head_dim,
+            group=self.group,
+            page_tokens=page_tokens,
+            kv=kv,
+            capped=score_cap is not None,
+        )
         self._prefill_rows = kernels.prefill_rows
         self._rope_write = None if kernels.rope_write is None else launcher.load(kernels.rope_write)
         self._write = launcher.load(kernels.write)
@@ -137,7 +174,7 @@ class AttentionKernels:
         self._split_prefill = launcher.load(kernels.split_prefill)
         self._combine_chunks = launcher.load(kernels.combine_chunks)
         self._merge = launcher.load(kernels.merge)
-        self._scale = np.float32(head_dim**-0.5)
+        self._scoring = (np.float32(score_scale or head_dim**-0.5), np.float32(score_cap or 0.0))
 
     def write(self, layer: LayerPages, keys: torch.Tensor, values: torch.Tensor, slots: Slots) -> None:
         """Put ``keys`` and ``values`` (``[tokens, kv_heads, head_dim]``, any stride between tokens) into
@@ -187,10 +224,10 @@ class AttentionKernels:
         assert self._rope_write is not None
         self._rope_write((len(keys),), arguments)
 
-    def chunk_splits(self, count: int, length: int, window: int | None = None) -> int:
+    def chunk_splits(self, count: int, length: int, sight: Sight = EVERYTHING) -> int:
         """In how many parts a chunk of ``count`` tokens, the last of ``length``, had best be attended to:
         1 where it has blocks enough for a device, or sees little. Of these two numbers alone."""
-        visible = min(length, window + count) if window else length
+        visible = sight.most(length, count)
         blocks = -(-count * self.group // self._prefill_rows) * self.kv_heads
         return self.split_rule.chunk_splits(blocks, visible, self.page_tokens)
 
@@ -202,10 +239,9 @@ class AttentionKernels:
         out: torch.Tensor,
         lse: torch.Tensor | None = None,
         *,
-        window: int | None = None,
+        sight: Sight = EVERYTHING,
     ) -> None:
-        """Causal attention of each sequence's last ``counts`` tokens over all its tokens, or the last
-        ``window``.
+        """Causal attention of each sequence's last ``counts`` tokens over those that they see.
 
         ``queries`` and ``out`` are ``[tokens, heads, head_dim]``, ``lse [tokens, heads]``; only the
         sequences' rows are read and written. Two launches where the sequences have ``splits``, which take
@@ -214,7 +250,7 @@ class AttentionKernels:
         rows = -(-sequences.max_count * self.group // self._prefill_rows)
         pages = (*_pool(layer), layer.scales, *_tables(sequences))
         inputs = (queries, sequences.rows, sequences.counts, *pages)
-        numbers = (np.int32(self.group), np.int32(window or 0), self._scale)
+        numbers = (np.int32(self.group), *sight.numbers(), *self._scoring)
         splits = sequences.splits
         if splits is None:
             unused = (None, np.int32(1), None, None, None)
@@ -239,24 +275,24 @@ class AttentionKernels:
         out: torch.Tensor,
         lse: torch.Tensor | None = None,
         *,
-        window: int | None = None,
+        sight: Sight = EVERYTHING,
     ) -> None:
         """The same for one row per sequence; ``counts`` is not looked at. A sequence of length 0 is none: its
         row of ``out`` is left alone."""
-        # A window may still cover one page more than the last token's position suggests.
-        length = min(sequences.max_length, window + self.page_tokens) if window else sequences.max_length
-        splits = max(self.split_rule.splits(length, None, self.page_tokens), 1)
+        # What is seen may cover one page more than its tokens suggest.
+        most = sight.most(sequences.max_length, self.page_tokens)
+        splits = max(self.split_rule.splits(most, self.page_tokens), 1)
         part_log2 = _workspace((len(sequences), splits, self.heads), queries.device)
         part_out = _workspace((*part_log2.shape, self.head_dim), queries.device)
         rule = (np.int32(self.split_rule.min_pages), np.int32(self.split_rule.max_splits))
         arguments = (
             *(queries, sequences.rows, *_pool(layer), layer.scales, *_tables(sequences), part_out, part_log2),
-            *(np.int32(self.group), np.int32(window or 0), *rule, self._scale),
+            *(np.int32(self.group), *sight.numbers(), *rule, *self._scoring),
         )
         self._decode((self.kv_heads, splits, len(sequences)), arguments)
         combined = (
             *(part_out, part_log2, sequences.rows, sequences.lengths, out, lse),
-            *(np.int32(splits), np.int32(window or 0), *rule),
+            *(np.int32(splits), *sight.numbers(), *rule),
         )
         self._combine((self.heads, len(sequences)), combined)
 

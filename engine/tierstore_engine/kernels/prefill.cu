@@ -6,7 +6,7 @@
 // 16 rows, and every fragment of K and V that it loads from shared memory serves all of them.
 //
 // The new tokens are the last of the `lengths` tokens: row i of `counts` sees all tokens up to its own position
-// length - count + i, within the window. That covers a cold prefill (count = length), a chunk after a cached
+// length - count + i, within the window or its attention chunk. That covers a cold prefill (count = length), a chunk after a cached
 // prefix, and a single token. Sequences of any mix of lengths go in one launch.
 //
 // A few new tokens behind a long past are few blocks with much to read. With SPLIT the tiles that a block would
@@ -15,15 +15,18 @@
 // sequence by itself.
 //
 // grid (ceil(max count * group / ROWS), kv_heads, sequences * most_splits), block WARPS * 32, dynamic shared
-// memory (ROWS + 4 * TILE) * HEAD_DIM * 2 bytes.
+// memory (ROWS + 4 * TILE) * HEAD_DIM * 2 bytes. For the smallest heads the compiler would spill to fit four blocks
+// on an SM; three are enough. (0: none given.)
 #include <ptx.cuh>
 
 #include "numbers.cuh"
 #include "paged.cuh"
+#include "scores.cuh"
 #include "tile.cuh"
 
-template <class T, int HEAD_DIM, int PAGE, int TILE, int WARPS, int STRIPS, bool SPLIT, class KV = Floats>
-__global__ void __launch_bounds__(WARPS * 32)
+template <class T, int HEAD_DIM, int PAGE, int TILE, int WARPS, int STRIPS, bool SPLIT, class KV = Floats,
+          bool CAPPED = false>
+__global__ void __launch_bounds__(WARPS * 32, HEAD_DIM == 16 ? 3 : 0)
     prefill(const T* __restrict__ queries,   // [tokens, heads, HEAD_DIM]
             const int* __restrict__ rows,    // [sequences]: each one's first row of queries
             const int* __restrict__ counts,  // [sequences]: its new tokens
@@ -38,7 +41,7 @@ __global__ void __launch_bounds__(WARPS * 32)
             const int* __restrict__ first_parts,  // [sequences]: its parts are [splits, count] from here on
             float* __restrict__ part_out,         // [parts, heads, HEAD_DIM]
             float* __restrict__ part_log2,        // [parts, heads], base 2; -inf where nothing was seen
-            int group, int window, float scale) {
+            int group, int window, int chunk, float scale, float cap) {
   constexpr int ROWS = WARPS * STRIPS * 16, CHUNKS = Tile<HEAD_DIM>::CHUNKS, THREADS = WARPS * 32;
   static_assert(PAGE % TILE == 0 && TILE % 16 == 0, "a tile lies in one page");
   extern __shared__ __align__(16) unsigned char smem[];
@@ -55,7 +58,7 @@ __global__ void __launch_bounds__(WARPS * 32)
   const int past = length - count;
   const int first_position = past + first_row / group;
   const int last_position = past + min(count - 1, (first_row + ROWS - 1) / group);
-  const int visible_begin = window > 0 ? max(first_position - window + 1, 0) : 0;
+  const int visible_begin = first_visible(first_position, window, chunk);
   const int visible_end = last_position + 1;
   int first_token = visible_begin / TILE * TILE, end_token = visible_end;  // of the tiles to walk over
   if constexpr (SPLIT) {
@@ -102,7 +105,8 @@ __global__ void __launch_bounds__(WARPS * 32)
     return first_row + (warp * STRIPS + strip) * 16 + half * 8 + lane / 4;
   };
 
-  const float scale_log2 = scale * LOG2_E;
+  const Scores<CAPPED> scoring(scale, cap);
+  const float scale_log2 = scoring.outer;
   float sums[STRIPS][HEAD_DIM / 8][4] = {};
   float maximum[STRIPS][2], denominator[STRIPS][2] = {};  // the maximum is that of the scores before scaling
 #pragma unroll
@@ -136,9 +140,16 @@ __global__ void __launch_bounds__(WARPS * 32)
       }
     }
 
+    if constexpr (CAPPED)
+#pragma unroll
+      for (int strip = 0; strip < STRIPS; strip++)
+#pragma unroll
+        for (int column = 0; column < TILE / 8; column++)
+#pragma unroll
+          for (int i = 0; i < 4; i++) scores[strip][column][i] = scoring.of(scores[strip][column][i]);
+
     // Only tiles on the diagonal, at the window's edge or at the end of the keys need a mask.
-    const bool edge = token + TILE - 1 > first_position || token < visible_begin ||
-                      (window > 0 && token <= last_position - window);
+    const bool edge = token + TILE - 1 > first_position || token < first_visible(last_position, window, chunk);
     if (edge) {
 #pragma unroll
       for (int strip = 0; strip < STRIPS; strip++)
@@ -146,10 +157,11 @@ __global__ void __launch_bounds__(WARPS * 32)
         for (int half = 0; half < 2; half++) {
           // Rows beyond the last are computed as if they were the last token's, and not written.
           const int position = past + min(row_of(strip, half) / group, count - 1);
+          const int oldest = first_visible(position, window, chunk);
 #pragma unroll
           for (int i = 0; i < TILE / 4; i++) {
             const int key = token + i / 2 * 8 + lane % 4 * 2 + i % 2;
-            if (key > position || (window > 0 && key <= position - window))
+            if (key > position || key < oldest)
               scores[strip][i / 2][half * 2 + i % 2] = NEGATIVE_INFINITY;
           }
         }

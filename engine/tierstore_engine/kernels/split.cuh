@@ -11,25 +11,22 @@
 #include <ptx.cuh>
 
 #include "numbers.cuh"
+#include "scores.cuh"
 
 struct TokenRange {
   int begin, end;
 };
 
-__device__ __forceinline__ int first_visible(int length, int window) {
-  return window > 0 && length > window ? length - window : 0;
-}
-
-// In how many splits the tokens that a query at the end of `length` tokens sees are cut.
+// In how many splits the tokens from `first` up to `length` are cut.
 template <int PAGE>
-__device__ __forceinline__ int split_count(int length, int window, int min_split_pages, int max_splits) {
-  const int pages = (length + PAGE - 1) / PAGE - first_visible(length, window) / PAGE;
+__device__ __forceinline__ int split_count(int first, int length, int min_split_pages, int max_splits) {
+  const int pages = (length + PAGE - 1) / PAGE - first / PAGE;
   return min((pages + min_split_pages - 1) / min_split_pages, max_splits);
 }
 
 template <int PAGE>
-__device__ __forceinline__ TokenRange split_range(int length, int window, int split, int splits) {
-  const int first = first_visible(length, window), first_page = first / PAGE;
+__device__ __forceinline__ TokenRange split_range(int first, int length, int split, int splits) {
+  const int first_page = first / PAGE;
   const int pages = (length + PAGE - 1) / PAGE - first_page;
   const int begin = first_page + static_cast<int>(static_cast<long long>(pages) * split / splits);
   const int end = first_page + static_cast<int>(static_cast<long long>(pages) * (split + 1) / splits);

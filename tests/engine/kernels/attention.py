@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hypothesis import strategies as st
+
 from tests.engine.kernels.device import MirrorLauncher, kernel_launcher
 from tests.engine.kernels.executor.launcher import ExecutorLauncher
 from tests.engine.kernels.problem import Problem, Shape
-from tierstore_engine.kernels.operations import AttentionKernels, SplitRule
+from tierstore_engine.kernels.operations import EVERYTHING, AttentionKernels, Sight, SplitRule
 
 SMALL_SPLITS = SplitRule(min_pages=1, max_splits=3)
+SIGHTS = [EVERYTHING, Sight(window=50), Sight(chunk=60)]
+SOAKED = [*SIGHTS, Sight(window=1), Sight(window=64), Sight(chunk=64), Sight(chunk=100)]
+
+
+def sights_of(most: int) -> st.SearchStrategy[Sight]:
+    """Windows and chunks of up to so many tokens."""
+    tokens = st.integers(1, most)
+    return st.just(EVERYTHING) | st.builds(Sight, tokens) | st.builds(Sight, st.none(), tokens)
 
 
 class Executed:
@@ -32,6 +42,8 @@ class Executed:
             head_dim=shape.head_dim,
             page_tokens=shape.page_tokens,
             kv=shape.format,
+            score_scale=shape.score_scale,
+            score_cap=shape.score_cap,
             split_rule=split_rule,
         )
 
@@ -40,7 +52,7 @@ class Executed:
         self.launcher.seed = seed
         sequences = problem.sequences(splits=splits)
         arguments = (problem.layer, problem.queries, sequences, problem.out, problem.lse)
-        self.kernels.prefill(*arguments, window=problem.window)
+        self.kernels.prefill(*arguments, sight=problem.sight)
         return problem
 
     def decode(self, problem: Problem, *, seed: int = 0) -> Problem:
@@ -48,7 +60,7 @@ class Executed:
         self.launcher.seed = seed
         sequences = problem.sequences()
         arguments = (problem.layer, problem.queries, sequences, problem.out, problem.lse)
-        self.kernels.decode(*arguments, window=problem.window)
+        self.kernels.decode(*arguments, sight=problem.sight)
         return problem
 
 

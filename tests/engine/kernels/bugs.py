@@ -34,12 +34,12 @@ PREFILL = [
     Bug(
         "diagonal found too late", "prefill.cu", "token + TILE - 1 > first_position", "token > first_position"
     ),
-    Bug("window one too wide", "prefill.cu", "key <= position - window", "key < position - window"),
+    Bug("window one too wide", "scores.cuh", "position - window + 1, 0)", "position - window, 0)"),
     Bug(
         "window edge not masked",
         "prefill.cu",
-        "token <= last_position - window",
-        "token < first_position - window",
+        "token < first_visible(last_position, window, chunk)",
+        "token < visible_begin",
     ),
     Bug("keys beyond the end are read", "prefill.cu", "&& token + row < end_token", ""),
     Bug("keys before the window are read", "prefill.cu", "token + row >= visible_begin &&", ""),
@@ -125,6 +125,26 @@ SPLIT_PREFILL = [
         "stride = heads",
     ),
     Bug("one part too few", "merge.cu", "stride, splits[sequence], out", "stride, splits[sequence] - 1, out"),
+]
+
+CHUNKED = [
+    Bug(
+        "chunks of queries' own", "scores.cuh", "position - position % chunk", "max(position - chunk + 1, 0)"
+    ),
+    Bug(
+        "chunk begins one early",
+        "scores.cuh",
+        "position - position % chunk",
+        "position - position % chunk - 1",
+    ),
+    Bug("chunk of the first row for all", "prefill.cu", "key < oldest", "key < visible_begin"),
+]
+
+CAPPED = [
+    Bug("scores not capped", "scores.cuh", "if constexpr (!CAPPED) return product;", "return product;"),
+    Bug("cap forgotten", "scores.cuh", "(CAPPED ? cap : scale) * LOG2_E", "LOG2_E"),
+    Bug("capped before scaling", "scores.cuh", "inner(CAPPED ? scale / cap : 1.f)", "inner(1.f / cap)"),
+    Bug("sigmoid instead of tanh", "scores.cuh", "1.f - __fdividef(2.f,", "1.f - __fdividef(1.f,"),
 ]
 
 TILES = [
@@ -280,7 +300,7 @@ SPLITS = [
     Bug("token not within its page", "paged.cuh", "(token % PAGE) * HEAD_DIM", "0"),
     Bug("splits overlap", "split.cuh", "min(end * PAGE, length)", "min(end * PAGE + 1, length)"),
     Bug("splits leave a gap", "split.cuh", "min(end * PAGE, length)", "min(end * PAGE - 1, length)"),
-    Bug("window one too wide", "split.cuh", "? length - window : 0", "? length - window - 1 : 0"),
+    Bug("window of a split one too wide", "scores.cuh", "position - window + 1, 0)", "position - window, 0)"),
     Bug("warps not rescaled", "split.cuh", "ptx::exp2_approx(maximum[warp * ROWS + row] - most)", "1.f"),
     Bug("splits not weighted", "merge.cu", "ptx::exp2_approx(logs[i] - most)", "1.f"),
     Bug("last split forgotten", "merge.cu", "= begin + i < splits ?", "= begin + i < splits - 1 ?"),

@@ -15,7 +15,7 @@ import torch
 
 from tests.engine.kernels.executor import guarded
 from tierstore.spec import KVSpec
-from tierstore_engine.kernels.operations import ChunkSplits, LayerPages, Sequences, Slots
+from tierstore_engine.kernels.operations import EVERYTHING, ChunkSplits, LayerPages, Sequences, Sight, Slots
 from tierstore_engine.kv_format import KVFormat, quantise
 
 LAYERS, LAYER = 2, 1
@@ -34,6 +34,8 @@ class Shape:
     head_dim: int = 64
     page_tokens: int = 64
     kv: str = "auto"
+    score_scale: float | None = None
+    score_cap: float | None = None
 
     @property
     def format(self) -> KVFormat:
@@ -74,13 +76,18 @@ class Problem:
     result.
 
     Between the sequences' rows there are rows that belong to nobody; they must come out as they went in
-    (NaN).
+    (NaN). Pages of which nobody sees anything have been given back, as those of a windowed group.
     """
 
     def __init__(
-        self, shape: Shape, spans: Sequence[tuple[int, int]], *, window: int | None = None, seed: int = 0
+        self,
+        shape: Shape,
+        spans: Sequence[tuple[int, int]],
+        *,
+        sight: Sight = EVERYTHING,
+        seed: int = 0,
     ) -> None:
-        self.shape, self.spans, self.window = shape, list(spans), window
+        self.shape, self.spans, self.sight = shape, list(spans), sight
         self._random = torch.Generator().manual_seed(seed)
         lengths = [past + new for past, new in spans]
         pages = [-(-length // shape.page_tokens) for length in lengths]
@@ -89,9 +96,9 @@ class Problem:
         self.keys = [self._normal(length, shape.kv_heads) for length in lengths]
         self.values = [self._normal(length, shape.kv_heads) for length in lengths]
         if shape.format.quantised:
-            self.pool = self._filled_codes(sum(pages) + 1, window)
+            self.pool = self._filled_codes(sum(pages) + 1)
         else:
-            self.pool = self._filled_pool(sum(pages) + 1, window)
+            self.pool = self._filled_pool(sum(pages) + 1)
 
         self.first_rows = []
         rows = 1
@@ -111,7 +118,10 @@ class Problem:
 
     def sequences(self, *, extra_width: int = 1, splits: Iterable[int] | None = None) -> Sequences:
         width = max(map(len, self.tables), default=0) + extra_width
-        tables = [table + [NO_PAGE] * (width - len(table)) for table in self.tables]
+        tables = []
+        for table, (past, _) in zip(self.tables, self.spans, strict=True):
+            gone = self.sight.first(past) // self.shape.page_tokens
+            tables.append([-1] * gone + table[gone:] + [NO_PAGE] * (width - len(table)))
         lengths = [past + new for past, new in self.spans]
         counts = [new for _, new in self.spans]
         return Sequences(
@@ -155,12 +165,14 @@ class Problem:
         group = self.shape.heads // self.shape.kv_heads
         keys = self.keys[index].double().repeat_interleave(group, 1)
         values = self.values[index].double().repeat_interleave(group, 1)
-        scores = torch.einsum("qhd,khd->hqk", queries.double(), keys) * self.shape.head_dim**-0.5
+        scores = torch.einsum("qhd,khd->hqk", queries.double(), keys)
+        scores *= self.shape.score_scale or self.shape.head_dim**-0.5
+        if (cap := self.shape.score_cap) is not None:
+            scores = cap * torch.tanh(scores / cap)
         positions = torch.arange(past, past + new)[:, None]
         others = torch.arange(past + new)[None, :]
-        hidden = others > positions
-        if self.window:
-            hidden |= others <= positions - self.window
+        oldest = torch.tensor([self.sight.first(position) for position in range(past, past + new)])[:, None]
+        hidden = (others > positions) | (others < oldest)
         scores = scores.masked_fill(hidden, -torch.inf)
         weights = scores.softmax(-1)
         out = torch.einsum("hqk,khd->qhd", weights, values)
@@ -173,11 +185,11 @@ class Problem:
         numbers = torch.randn((tokens, heads, self.shape.head_dim), generator=self._random)
         return numbers.to(self.shape.torch_dtype)
 
-    def _filled_pool(self, num_pages: int, window: int | None) -> torch.Tensor:
+    def _filled_pool(self, num_pages: int) -> torch.Tensor:
         shape = self.shape
         pool = torch.full((num_pages, *shape.page_shape), torch.nan, dtype=shape.torch_dtype)
         for index, (past, _) in enumerate(self.spans):
-            unseen = max(past - window + 1, 0) if window else 0  # tokens before the first row's window
+            unseen = self.sight.first(past)  # tokens that the first row does not see, nor any other
             for plane, tokens in enumerate((self.keys[index], self.values[index])):
                 seen = tokens.clone()
                 seen[:unseen] = torch.nan
@@ -186,13 +198,13 @@ class Problem:
                     pool[page, LAYER, plane, :, : len(part)] = part.transpose(0, 1)
         return guarded_tensor(pool)
 
-    def _filled_codes(self, num_pages: int, window: int | None) -> torch.Tensor:
+    def _filled_codes(self, num_pages: int) -> torch.Tensor:
         """The same of codes: what they stand for, in the kernels' dtype, takes the numbers' place. Bytes
         that nobody must look at are 255: scales that are NaN."""
         shape, spec = self.shape, self.shape.spec
         pool = torch.full((num_pages, spec.page_bytes), 255, dtype=torch.uint8)
         for index, (past, _) in enumerate(self.spans):
-            unseen = max(past - window + 1, 0) if window else 0
+            unseen = self.sight.first(past)
             for plane, vectors in enumerate((self.keys, self.values)):
                 code = shape.format.codes[plane]
                 codes, scales = quantise(vectors[index], code)

@@ -21,7 +21,7 @@ from tests.engine.kernels.problem import Problem, Shape, guarded_tensor, int32
 from tierstore_connectors.vllm import pieces
 from tierstore_engine.kernels import KERNEL_DIR
 from tierstore_engine.kernels.catalog import Instance
-from tierstore_engine.kernels.operations import PageCopy, PointwiseKernels, Slots
+from tierstore_engine.kernels.operations import EVERYTHING, PageCopy, PointwiseKernels, Sight, Slots
 
 SHAPES = {
     "plain": Shape(heads=2, kv_heads=1),
@@ -34,16 +34,16 @@ SHAPES = {
 
 
 def prefill(shape: Shape, folder: Path) -> None:
-    for seed, window in ((0, None), (1, 40)):
+    for seed, sight in ((0, EVERYTHING), (1, Sight(window=40))):
         for splits in (None, (1, 3)):
-            problem = Problem(shape, [(0, 70), (129, 3)], window=window)
+            problem = Problem(shape, [(0, 70), (129, 3)], sight=sight)
             executed = Executed(shape, launcher=ExecutorLauncher(folder=folder, races=True))
             executed.prefill(problem, splits=splits, seed=seed)
 
 
 def decode(shape: Shape, folder: Path) -> None:
-    for seed, window in ((0, None), (1, 40)):
-        problem = Problem(shape, one_token_each([200, 65]), window=window)
+    for seed, sight in ((0, EVERYTHING), (1, Sight(window=40))):
+        problem = Problem(shape, one_token_each([200, 65]), sight=sight)
         Executed(shape, launcher=ExecutorLauncher(folder=folder, races=True)).decode(problem, seed=seed)
 
 

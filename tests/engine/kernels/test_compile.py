@@ -43,7 +43,7 @@ CEILINGS = {
     "decode_simt 1": (64, 64, 64, 104, 96, 128),
     "decode_simt 2": (72, 80, 96, 168, 128, 168),
     "decode_mma": (64, 80, 128, 160, 208, 248),
-    "prefill": (152, 168, 240, 232, WIDEST, WIDEST),
+    "prefill": (168, 168, 240, 232, WIDEST, WIDEST),
 }
 PAGE_COPY_CEILING = 48
 POINTWISE_CEILING = 48
@@ -173,6 +173,16 @@ def of_codes(dtype: str, kv: str, head_dims: Sequence[int]) -> list[tuple[Instan
 @pytest.mark.parametrize(("arch", "kv"), [("sm_80", "fp8_e4m3"), ("sm_90", "k8v4"), ("sm_120", "fp8_e4m3")])
 def test_codes_do_not_spill(nvrtc: Nvrtc, arch: str, kv: str) -> None:
     check(nvrtc, [(*job, arch) for job in of_codes("bfloat16", kv, (128,))])
+
+
+@pytest.mark.parametrize(("arch", "head_dim"), [("sm_80", 256), ("sm_90", 128), ("sm_120", 256)])
+def test_capped_scores_do_not_spill(nvrtc: Nvrtc, arch: str, head_dim: int) -> None:
+    shape = {"dtype": "bfloat16", "head_dim": head_dim, "page_tokens": 64, "capped": True}
+    found = set()
+    for group in (2, 16):
+        kernels = kernel_set(group=group, **shape)
+        found |= {kernels.decode, kernels.prefill, kernels.split_prefill}
+    check(nvrtc, [(instance, WIDEST, arch) for instance in sorted(found, key=str)])
 
 
 @pytest.mark.soak

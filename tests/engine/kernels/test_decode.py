@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.kernels.attention import Executed, one_token_each
+from tests.engine.kernels.attention import SIGHTS, SOAKED, Executed, one_token_each, sights_of
 from tests.engine.kernels.executor import SCHEDULES
 from tests.engine.kernels.problem import Problem, Shape
-from tierstore_engine.kernels.operations import SplitRule
+from tierstore_engine.kernels.operations import EVERYTHING, Sight, SplitRule
 
 pytestmark = pytest.mark.usefixtures("executor")
 
@@ -31,6 +31,9 @@ SHAPES = {
     "odd-pages": Shape(heads=6, page_tokens=48),
     "fp8": Shape(dtype="bfloat16", heads=6, kv="fp8_e4m3"),
     "mixed": Shape(heads=4, head_dim=96, page_tokens=48, kv="k8v4"),
+    "capped": Shape(dtype="bfloat16", heads=6, head_dim=256, score_cap=3.0, score_scale=0.1),
+    "capped-pairs": Shape(heads=4, head_dim=128, score_cap=2.0),
+    "capped-fp8": Shape(heads=6, kv="fp8_e4m3", score_cap=2.0),
 }
 ALL_SHAPES = [
     Shape(dtype, heads, kv_heads, head_dim)
@@ -41,34 +44,34 @@ ALL_SHAPES = [
 
 executed = cache(Executed)
 lengths = st.lists(st.integers(1, 300) | st.sampled_from([63, 64, 65, 128, 900]), min_size=1, max_size=4)
-windows = st.none() | st.integers(1, 300)
+sights = sights_of(300)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("window", [None, 50])
-def test_edges(shape: Shape, window: int | None) -> None:
+@pytest.mark.parametrize("sight", SIGHTS, ids=str)
+def test_edges(shape: Shape, sight: Sight) -> None:
     for seed in SCHEDULES:
-        problem = Problem(shape, one_token_each([1, 64, 65, 250, 900]), window=window, seed=seed)
+        problem = Problem(shape, one_token_each([1, 64, 65, 250, 900]), sight=sight, seed=seed)
         executed(shape).decode(problem, seed=seed).check()
 
 
 @given(
     shape=st.sampled_from(list(SHAPES.values())),
     lengths=lengths,
-    window=windows,
+    sight=sights,
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=60, deadline=None)
-def test_any_batch(shape: Shape, lengths: list[int], window: int | None, seed: int) -> None:
-    problem = Problem(shape, one_token_each(lengths), window=window, seed=seed)
+def test_any_batch(shape: Shape, lengths: list[int], sight: Sight, seed: int) -> None:
+    problem = Problem(shape, one_token_each(lengths), sight=sight, seed=seed)
     executed(shape).decode(problem, seed=seed).check()
 
 
-@given(group=st.integers(1, 16), lengths=lengths, window=windows, seed=st.integers(0, 1000))
+@given(group=st.integers(1, 16), lengths=lengths, sight=sights, seed=st.integers(0, 1000))
 @settings(max_examples=48, deadline=None)
-def test_any_group(group: int, lengths: list[int], window: int | None, seed: int) -> None:
+def test_any_group(group: int, lengths: list[int], sight: Sight, seed: int) -> None:
     shape = Shape(heads=group, kv_heads=1)
-    problem = Problem(shape, one_token_each(lengths), window=window, seed=seed)
+    problem = Problem(shape, one_token_each(lengths), sight=sight, seed=seed)
     executed(shape).decode(problem, seed=seed).check()
 
 
@@ -82,18 +85,18 @@ def test_any_number_of_splits(max_splits: int) -> None:
 
 @given(
     length=st.integers(1, 5000),
-    window=st.none() | st.integers(1, 5000),
+    sight=sights_of(5000),
     min_pages=st.integers(1, 9),
     max_splits=st.integers(1, 70),
 )
 def test_the_launch_has_a_block_for_every_split(
-    length: int, window: int | None, min_pages: int, max_splits: int
+    length: int, sight: Sight, min_pages: int, max_splits: int
 ) -> None:
     """What the host takes as the bound for a batch is one for each of its sequences."""
     rule = SplitRule(min_pages, max_splits)
-    bound = rule.splits(min(length, window + 64) if window else length, None, 64)
-    assert all(rule.splits(shorter, window, 64) <= bound for shorter in range(1, length + 1, 37))
-    assert rule.splits(length, window, 64) <= bound
+    bound = rule.splits(sight.most(length, 64), 64, EVERYTHING)
+    assert all(rule.splits(shorter, 64, sight) <= bound for shorter in range(1, length + 1, 37))
+    assert rule.splits(length, 64, sight) <= bound
 
 
 @pytest.mark.parametrize("name", ["pairs", "gqa-wide"])
@@ -130,8 +133,8 @@ def test_sequences_of_length_zero_are_left_alone(name: str) -> None:
 @pytest.mark.parametrize("shape", ALL_SHAPES, ids=str)
 def test_every_shape(shape: Shape) -> None:
     for seed in range(8):
-        for window in (None, 1, 64, 100):
-            problem = Problem(shape, one_token_each([1, 63, 64, 65, 200, 1000]), window=window, seed=seed)
+        for sight in SOAKED:
+            problem = Problem(shape, one_token_each([1, 63, 64, 65, 200, 1000]), sight=sight, seed=seed)
             executed(shape).decode(problem, seed=seed).check()
 
 
@@ -139,10 +142,10 @@ def test_every_shape(shape: Shape) -> None:
 @given(
     shape=st.sampled_from(ALL_SHAPES),
     lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=6),
-    window=st.none() | st.integers(1, 3000),
+    sight=sights_of(3000),
     seed=st.integers(0, 10**6),
 )
 @settings(max_examples=1000, deadline=None)
-def test_many_batches(shape: Shape, lengths: list[int], window: int | None, seed: int) -> None:
-    problem = Problem(shape, one_token_each(lengths), window=window, seed=seed)
+def test_many_batches(shape: Shape, lengths: list[int], sight: Sight, seed: int) -> None:
+    problem = Problem(shape, one_token_each(lengths), sight=sight, seed=seed)
     executed(shape).decode(problem, seed=seed).check()

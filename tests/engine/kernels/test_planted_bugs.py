@@ -24,7 +24,7 @@ from tests.engine.kernels.test_pointwise import EPSILON, check
 from tests.engine.kernels.test_quantise_write import check_bytes
 from tierstore_engine.kernels import KERNEL_DIR
 from tierstore_engine.kernels.catalog import Instance, kernel_set, pointwise_set
-from tierstore_engine.kernels.operations import PointwiseKernels
+from tierstore_engine.kernels.operations import EVERYTHING, PointwiseKernels, Sight
 from tierstore_engine.pointwise import Pointwise
 
 pytestmark = ABOUT_THE_EXECUTOR
@@ -33,10 +33,16 @@ Builds: TypeAlias = "dict[Bug, Future[None]]"
 
 PREFILL_GROUP, MMA_GROUP, SIMT_GROUP = 3, 5, 2
 CODES_SHAPE = Shape(heads=2 * SIMT_GROUP, kv_heads=2, kv="k8v4")
-PREFILLS = [([(0, 70), (129, 3)], None), ([(100, 40)], 40), ([(64, 90)], 70)]
-SPLITS = ((3, 2), (3,), (4,))
+CAPPED_SHAPE = Shape(heads=2 * SIMT_GROUP, kv_heads=2, score_cap=2.0)
+PREFILLS = [
+    ([(0, 70), (129, 3)], EVERYTHING),
+    ([(100, 40)], Sight(window=40)),
+    ([(64, 90)], Sight(window=70)),
+    ([(70, 90)], Sight(chunk=100)),
+]
+SPLITS = ((3, 2), (3,), (4,), (2,))
 # Long enough for every warp's ring to be filled more than once.
-DECODES = [([900, 65, 1], None), ([300, 130], 70)]
+DECODES = [([900, 65, 1], EVERYTHING), ([300, 130], Sight(window=70)), ([300, 130], Sight(chunk=70))]
 
 
 def planted(bug: Bug, folder: Path) -> Path:
@@ -89,8 +95,14 @@ def launched_by(bug: Bug) -> list[Instance]:
             kv=shape.format,
         )
         return [codes.decode, codes.combine, codes.write]
-    prefilling = bug in bugs.PREFILL + bugs.SPLIT_PREFILL + bugs.TILES + bugs.PAGES
+    prefilling = bug in bugs.PREFILL + bugs.SPLIT_PREFILL + bugs.CHUNKED + bugs.TILES + bugs.PAGES
     group = PREFILL_GROUP if prefilling else SIMT_GROUP if bug in bugs.DECODE_SIMT else MMA_GROUP
+    if bug in bugs.CAPPED:
+        capped = CAPPED_SHAPE
+        found = kernel_set(
+            dtype=capped.dtype, head_dim=capped.head_dim, group=SIMT_GROUP, page_tokens=64, capped=True
+        )
+        return [found.decode, found.combine]
     shape = Shape()
     found = kernel_set(dtype=shape.dtype, head_dim=shape.head_dim, group=group, page_tokens=shape.page_tokens)
     if bug in bugs.SPLIT_PREFILL:
@@ -100,10 +112,10 @@ def launched_by(bug: Bug) -> list[Instance]:
 
 def assert_prefill_caught(kernels: Path, *, split: bool = False) -> None:
     executed = Executed(Shape(heads=PREFILL_GROUP, kv_heads=1), launcher=ExecutorLauncher(folder=kernels))
-    for (spans, window), splits in zip(PREFILLS, SPLITS, strict=True):
+    for (spans, sight), splits in zip(PREFILLS, SPLITS, strict=True):
         for seed in SCHEDULES:
             try:
-                problem = Problem(executed.shape, spans, window=window)
+                problem = Problem(executed.shape, spans, sight=sight)
                 executed.prefill(problem, splits=splits if split else None, seed=seed).check()
             except (AssertionError, ExecutionError):
                 return
@@ -111,11 +123,16 @@ def assert_prefill_caught(kernels: Path, *, split: bool = False) -> None:
 
 
 def assert_decode_caught(kernels: Path, group: int) -> None:
-    executed = Executed(Shape(heads=2 * group, kv_heads=2), launcher=ExecutorLauncher(folder=kernels))
-    for lengths, window in DECODES:
+    assert_shape_caught(kernels, Shape(heads=2 * group, kv_heads=2))
+
+
+def assert_shape_caught(kernels: Path, shape: Shape) -> None:
+    """Of decoding."""
+    executed = Executed(shape, launcher=ExecutorLauncher(folder=kernels))
+    for lengths, sight in DECODES:
         for seed in SCHEDULES:
             try:
-                problem = Problem(executed.shape, one_token_each(lengths), window=window)
+                problem = Problem(executed.shape, one_token_each(lengths), sight=sight)
                 executed.decode(problem, seed=seed).check()
             except (AssertionError, ExecutionError):
                 return
@@ -125,9 +142,9 @@ def assert_decode_caught(kernels: Path, group: int) -> None:
 def assert_codes_caught(kernels: Path) -> None:
     """K in 8 bits and V in 4, decoded on CUDA cores, and written."""
     executed = Executed(CODES_SHAPE, launcher=ExecutorLauncher(folder=kernels))
-    for lengths, window in DECODES:
+    for lengths, sight in DECODES:
         try:
-            problem = Problem(executed.shape, one_token_each(lengths), window=window)
+            problem = Problem(executed.shape, one_token_each(lengths), sight=sight)
             executed.decode(problem).check()
         except (AssertionError, ExecutionError):
             return
@@ -162,7 +179,7 @@ def named(found: list[Bug]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("bug", found, ids=lambda bug: f"{bug.file}: {bug.name}")
 
 
-@named(bugs.PREFILL + bugs.TILES + bugs.PAGES)
+@named(bugs.PREFILL + bugs.CHUNKED + bugs.TILES + bugs.PAGES)
 def test_prefill(bug: Bug, tmp_path: Path, builds: Builds) -> None:
     builds[bug].result()
     assert_prefill_caught(planted(bug, tmp_path))
@@ -186,6 +203,12 @@ def test_decode_on_cuda_cores(bug: Bug, tmp_path: Path, builds: Builds) -> None:
     assert_decode_caught(planted(bug, tmp_path), group=SIMT_GROUP)
 
 
+@named(bugs.CAPPED)
+def test_capped_scores(bug: Bug, tmp_path: Path, builds: Builds) -> None:
+    builds[bug].result()
+    assert_shape_caught(planted(bug, tmp_path), CAPPED_SHAPE)
+
+
 @named(bugs.CODES)
 def test_codes(bug: Bug, tmp_path: Path, builds: Builds) -> None:
     builds[bug].result()
@@ -203,6 +226,8 @@ def test_without_a_bug_nothing_is_caught() -> None:
         assert_pointwise_caught(KERNEL_DIR)
     with pytest.raises(pytest.fail.Exception):
         assert_codes_caught(KERNEL_DIR)
+    with pytest.raises(pytest.fail.Exception):
+        assert_shape_caught(KERNEL_DIR, CAPPED_SHAPE)
     with pytest.raises(pytest.fail.Exception):
         assert_prefill_caught(KERNEL_DIR)
     with pytest.raises(pytest.fail.Exception):

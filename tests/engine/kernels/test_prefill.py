@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.kernels.attention import Executed
+from tests.engine.kernels.attention import SIGHTS, SOAKED, Executed, sights_of
 from tests.engine.kernels.executor import SCHEDULES
 from tests.engine.kernels.problem import Problem, Shape
-from tierstore_engine.kernels.operations import SplitRule
+from tierstore_engine.kernels.operations import Sight, SplitRule
 
 pytestmark = pytest.mark.usefixtures("executor")
 
@@ -26,6 +26,8 @@ SHAPES = {
     "odd-pages": Shape(page_tokens=48),
     "fp8": Shape(dtype="bfloat16", heads=6, kv="fp8_e4m3"),
     "mixed": Shape(heads=4, head_dim=96, page_tokens=48, kv="k8v4"),
+    "capped": Shape(dtype="bfloat16", heads=4, head_dim=256, score_cap=3.0, score_scale=0.1),
+    "capped-fp8": Shape(heads=6, kv="fp8_e4m3", score_cap=2.0),
 }
 ALL_SHAPES = [
     Shape(dtype, heads, kv_heads, head_dim)
@@ -48,34 +50,34 @@ SPLIT_OF_LLAMA = {
 
 executed = cache(Executed)
 spans = st.lists(st.tuples(st.integers(0, 200), st.integers(1, 80)), min_size=1, max_size=3)
-windows = st.none() | st.integers(1, 150)
+sights = sights_of(150)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("window", [None, 50])
-def test_edges(shape: Shape, window: int | None) -> None:
+@pytest.mark.parametrize("sight", SIGHTS, ids=str)
+def test_edges(shape: Shape, sight: Sight) -> None:
     """A cold prompt, a chunk after exactly one page, one that crosses a boundary, a single token."""
     for seed in SCHEDULES:
-        problem = Problem(shape, [(0, 70), (64, 33), (50, 30), (129, 1)], window=window, seed=seed)
+        problem = Problem(shape, [(0, 70), (64, 33), (50, 30), (129, 1)], sight=sight, seed=seed)
         executed(shape).prefill(problem, seed=seed).check()
 
 
 @given(
     shape=st.sampled_from(list(SHAPES.values())),
     spans=spans,
-    window=windows,
+    sight=sights,
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=40, deadline=None)
-def test_any_batch(shape: Shape, spans: list[tuple[int, int]], window: int | None, seed: int) -> None:
-    executed(shape).prefill(Problem(shape, spans, window=window, seed=seed), seed=seed).check()
+def test_any_batch(shape: Shape, spans: list[tuple[int, int]], sight: Sight, seed: int) -> None:
+    executed(shape).prefill(Problem(shape, spans, sight=sight, seed=seed), seed=seed).check()
 
 
-@given(group=st.integers(1, 16), spans=spans, window=windows, seed=st.integers(0, 1000))
+@given(group=st.integers(1, 16), spans=spans, sight=sights, seed=st.integers(0, 1000))
 @settings(max_examples=32, deadline=None)
-def test_any_group(group: int, spans: list[tuple[int, int]], window: int | None, seed: int) -> None:
+def test_any_group(group: int, spans: list[tuple[int, int]], sight: Sight, seed: int) -> None:
     shape = Shape(heads=group, kv_heads=1)
-    executed(shape).prefill(Problem(shape, spans, window=window, seed=seed), seed=seed).check()
+    executed(shape).prefill(Problem(shape, spans, sight=sight, seed=seed), seed=seed).check()
 
 
 def test_schedules_and_neighbours_change_no_bits() -> None:
@@ -95,12 +97,12 @@ def test_schedules_and_neighbours_change_no_bits() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("window", [None, 50])
-def test_splits(shape: Shape, window: int | None) -> None:
+@pytest.mark.parametrize("sight", SIGHTS, ids=str)
+def test_splits(shape: Shape, sight: Sight) -> None:
     """Each sequence in parts of its own number: one that is not split, parts that are empty, and parts that
     see nothing of some rows' windows."""
     for seed in SCHEDULES:
-        problem = Problem(shape, [(0, 70), (64, 33), (350, 30), (10, 2)], window=window, seed=seed)
+        problem = Problem(shape, [(0, 70), (64, 33), (350, 30), (10, 2)], sight=sight, seed=seed)
         executed(shape).prefill(problem, splits=[2, 1, 5, 3], seed=seed).check()
 
 
@@ -108,14 +110,14 @@ def test_splits(shape: Shape, window: int | None) -> None:
     shape=st.sampled_from(list(SHAPES.values())),
     spans=spans,
     splits=st.lists(st.integers(1, 6), min_size=3, max_size=3),
-    window=windows,
+    sight=sights,
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=24, deadline=None)
 def test_any_batch_in_splits(
-    shape: Shape, spans: list[tuple[int, int]], splits: list[int], window: int | None, seed: int
+    shape: Shape, spans: list[tuple[int, int]], splits: list[int], sight: Sight, seed: int
 ) -> None:
-    problem = Problem(shape, spans, window=window, seed=seed)
+    problem = Problem(shape, spans, sight=sight, seed=seed)
     executed(shape).prefill(problem, splits=splits[: len(spans)], seed=seed).check()
 
 
@@ -143,16 +145,16 @@ def test_a_short_chunk_behind_a_long_past_fills_a_device() -> None:
     ).kernels
     splits = {(count, past): kernels.chunk_splits(count, past + count) for count, past in SPLIT_OF_LLAMA}
     assert splits == SPLIT_OF_LLAMA
-    assert kernels.chunk_splits(64, 100_000, window=4096) == 8
-    assert kernels.chunk_splits(64, 100_000, window=100) == 1
+    assert kernels.chunk_splits(64, 100_000, Sight(window=4096)) == 8
+    assert kernels.chunk_splits(64, 100_000, Sight(chunk=100)) == 1
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("shape", ALL_SHAPES, ids=str)
 def test_every_shape(shape: Shape) -> None:
     for seed in range(8):
-        for window in (None, 1, 64, 100):
-            problem = Problem(shape, [(0, 130), (191, 65), (64, 64), (333, 2)], window=window, seed=seed)
+        for sight in SOAKED:
+            problem = Problem(shape, [(0, 130), (191, 65), (64, 64), (333, 2)], sight=sight, seed=seed)
             executed(shape).prefill(problem, seed=seed).check()
 
 
@@ -160,9 +162,9 @@ def test_every_shape(shape: Shape) -> None:
 @given(
     shape=st.sampled_from(ALL_SHAPES),
     spans=st.lists(st.tuples(st.integers(0, 700), st.integers(1, 300)), min_size=1, max_size=5),
-    window=st.none() | st.integers(1, 800),
+    sight=sights_of(800),
     seed=st.integers(0, 10**6),
 )
 @settings(max_examples=1000, deadline=None)
-def test_many_batches(shape: Shape, spans: list[tuple[int, int]], window: int | None, seed: int) -> None:
-    executed(shape).prefill(Problem(shape, spans, window=window, seed=seed), seed=seed).check()
+def test_many_batches(shape: Shape, spans: list[tuple[int, int]], sight: Sight, seed: int) -> None:
+    executed(shape).prefill(Problem(shape, spans, sight=sight, seed=seed), seed=seed).check()

@@ -110,7 +110,7 @@ def _one(
         splits=ChunkSplits(number(split), number(0), split, split * tokens) if split > 1 else None,
     )
     layer = LayerPages(pool, page_stride=pool.stride(0), offset=read * pool.stride(1))
-    library = GatheredPrefill(pool)
+    library = GatheredPrefill(pool, shape.head_dim**-0.5)
     keys, values = (part.contiguous() for part in library.gather(read, table, stop))
     ours = queries.transpose(0, 1).unsqueeze(0)
     mask = causal_lower_right(tokens, stop) if past else None

@@ -50,6 +50,7 @@ T __shfl_xor_sync(unsigned mask, T value, int flip, machine::Where where = machi
 }
 
 inline float __int_as_float(int bits) { return std::bit_cast<float>(bits); }
+inline float __fdividef(float x, float y) { return x / y; }
 inline int __float_as_int(float number) { return std::bit_cast<int>(number); }
 
 template <class T, class U>
