@@ -520,7 +520,8 @@ def test_any_damage_is_survived_and_mended(original, tmp_path_factory, seed, in_
 @pytest.mark.parametrize("reach", [1, 2, -1])
 def test_a_key_that_became_its_neighbours_is_mended(path, tmp_path, reach):
     """A search finds such a key, so that only the order tells of it. Every place of every tree."""
-    shelf = Shelf(path, **OPTIONS)
+    options = OPTIONS | {"capacity_bytes": 24 * MIB}
+    shelf = Shelf(path, **options)
     for _ in range(3):
         shelf.save([4 * KIB] * 5, chained=True)
     shelf.tier.close()
@@ -535,5 +536,6 @@ def test_a_key_that_became_its_neighbours_is_mended(path, tmp_path, reach):
         assert report.clean
         mended += Category.DAMAGED in {finding.category for finding in report.findings}
         assert fsck(copy).findings == []
-        DiskTier.open(copy, **OPTIONS).close()
+        DiskTier.open(copy, **options).close()
+        shutil.rmtree(copy)
     assert mended >= 2  # in the tree of records and in the one of facts
