@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -43,6 +43,12 @@ from tierstore.spec import LayerGroup, LayerKind
 
 Held: TypeAlias = Sequence[range]
 """Ranges of tokens that are held of a group: ascending, disjoint, none empty."""
+
+Search: TypeAlias = "Generator[Mapping[int, range], Mapping[int, Sequence[int]], int]"
+"""See :func:`search`."""
+
+_SCANNED = 64  # chunks that are asked for at first, where a prompt does not go on at an earlier one's end
+_LOOKS = 3  # at what has been found, while some of it leaves
 
 
 class Past(enum.Enum):
@@ -161,6 +167,63 @@ def longest_hit(groups: Sequence[tuple[GroupRule, Held]], limit: int, *, align: 
             length = rule._longest(held, length)
         agreed = length == before
     return length
+
+
+def search(rules: Mapping[int, GroupRule], branch: int, chunk_tokens: int) -> Search:
+    """Find the longest hit of at most ``branch`` tokens where only asking tells which pages are held.
+
+    For groups whose pages are found one by one, by any number; those of which every token is needed have been
+    asked already, and go up to ``branch``. Yields the chunks to ask for, by group, where there are any, and
+    is sent those of them that are held. Returns the hit's length, a multiple of ``chunk_tokens``: the last
+    chunks that were asked for are what it needs, and all of them were held (of a hit of 0 tokens, nothing).
+
+    What a hit of ``branch`` needs comes first, which mostly is the answer: a prompt goes on where an earlier
+    one ended. If it is not, pages are asked for from there towards the front, further each time.
+
+    >>> looking = search({0: GroupRule.state()}, 100, chunk_tokens=16)
+    >>> next(looking)
+    {0: range(5, 6)}
+    >>> looking.send({0: []})
+    {0: range(0, 6)}
+    >>> looking.send({0: [1, 3]})
+    {0: range(3, 4)}
+    >>> looking.send({0: [3]})
+    Traceback (most recent call last):
+    StopIteration: 64
+    """
+    length = branch - branch % chunk_tokens
+    held: dict[int, set[int]] = {group: set() for group in rules}
+
+    def longest() -> int:
+        runs = [(rules[group], page_ranges(list(pages), chunk_tokens)) for group, pages in held.items()]
+        return longest_hit(runs, length, align=chunk_tokens)
+
+    scanned = False
+    for _ in range(_LOOKS):
+        needed = {group: rule.pages(length, chunk_tokens) for group, rule in rules.items()}
+        needed = {group: chunks for group, chunks in needed.items() if chunks}
+        answer = yield needed  # maybe nothing, so that the last answer is always what the hit needs
+        missing = {group: set(chunks).difference(answer[group]) for group, chunks in needed.items()}
+        if not any(missing.values()):
+            return length
+        if scanned:  # some have left meanwhile
+            for group, gone in missing.items():
+                held[group] -= gone
+            length = longest()
+        else:
+            low, step, found = length // chunk_tokens, _SCANNED, 0
+            # What a longer hit needs begins no earlier, so one that is found behind ``low`` is the longest.
+            while low and found < max(low * chunk_tokens, 1):
+                chunks = range(max(low - step, 0), low)
+                low, step = chunks.start, 2 * step
+                answer = yield dict.fromkeys(rules, chunks)
+                for group, places in answer.items():
+                    held[group].update(places)
+                found = longest()
+            length, scanned = found, True
+        if not length:
+            break
+    return 0
 
 
 def page_ranges(pages: Sequence[int], chunk_tokens: int) -> list[range]:

@@ -107,19 +107,6 @@ def test_mla(model, daemon):
     assert (daemon.stats().store.pages == 0) == without
 
 
-def test_a_model_with_states_runs_without_the_cache(model, daemon):
-    with Engine(
-        model(models.QWEN3_NEXT), connector=patient(daemon.url), block_size=None, dtype="bfloat16"
-    ) as engine:
-        cold = engine.ask(Ask(LONG))
-        engine.reset_prefix_cache()
-        again = engine.ask(Ask(LONG))
-        assert again.external_hit_tokens == 0
-        assert same(again, cold)
-        assert "runs without the cache: KV cache group 0 keeps MambaSpec: only attention over" in engine.log
-    assert daemon.stats().store.pages == 0
-
-
 def test_log_probabilities_of_the_prompt_are_computed(model, daemon):
     """vLLM reads no cache for them, and what it computes is saved."""
     with Engine(model(models.LLAMA), connector=patient(daemon.url)) as engine:

@@ -905,8 +905,12 @@ class LocalBackend:
         limit = view.num_tokens // view.chunk_tokens * view.chunk_tokens
 
         def set_pins() -> int | Refusal:
-            match = self._found(view, limit).match
-            whole = match.pages[: match.tokens // view.chunk_tokens]  # the last may match in part only
+            whole: Sequence[Page]
+            if view.loose:
+                whole = view.pages_in_tree(state)
+            else:
+                match = self._found(view, limit).match
+                whole = match.pages[: match.tokens // view.chunk_tokens]  # the last may match in part only
             try:
                 self.core.pins.pin(self.client.tenant, whole)
             except Refusal as refusal:
@@ -920,9 +924,13 @@ class LocalBackend:
                     view.spell_out()
                 pages = view.pages_in_tree(state)
                 return Transfer.completed(self.core.pins.unpin(self.client.tenant, pages) * view.chunk_tokens)
-            if not self._found(view, limit).look_on_disk:
+            if view.loose:
+                bring = self._brings_from_disk(view, limit)
+            else:
+                bring = self._look_at(view, limit) if self._found(view, limit).look_on_disk else None
+            if bring is None:
                 return Transfer.completed(set_pins())
-        return self._after_disk(self._look_at(view, limit), _PIN_LOOK_S, set_pins, otherwise=0)
+        return self._after_disk(bring, _PIN_LOOK_S, set_pins, otherwise=0)
 
     def evict(self, tier: str, pages: int | None) -> int:
         name = Tier(LABELS.index(tier))

@@ -13,7 +13,7 @@ collide on purpose, and a chunk's own tokens say nothing of what is before them.
 **A lookup** asks the chains first. How far all of them go is the ``branch``, and the longest hit that there
 can be. What the other groups need of that is asked for next, which mostly is the answer: a prompt goes on
 where an earlier one ended. If it is not, names are asked for from there towards the front, further each
-time, until the longest hit is known by :func:`~tierstore.groups.longest_hit`.
+time, until the longest hit is known (:func:`tierstore.groups.search`).
 
 **A load** is one transfer over all groups. What has come in time decides, by the same rule, how long the hit
 is; pages that this needs not are given back. So a group that is late, or whose daemon has gone, shortens the
@@ -36,7 +36,7 @@ import numpy as np
 
 from tierstore.arguments import optional_seconds, whole_number
 from tierstore.errors import UsageError
-from tierstore.groups import GroupRule, Past, longest_hit, page_ranges
+from tierstore.groups import GroupRule, Past, longest_hit, page_ranges, search
 from tierstore.index import LABELS, Tier
 from tierstore.keys import KEY_BYTES, TOKEN_BYTES, Identity, PageKey, Prompt, TokenIds
 from tierstore.planner import Part, Plan
@@ -54,10 +54,7 @@ from tierstore.types import GroupPages, Hint, Loaded, Promise
 _NAME_BYTES = 32
 LEAST_TOKENS = _NAME_BYTES // TOKEN_BYTES
 """A name takes the place of so many tokens: chunks may not be shorter."""
-_SCANNED = 64  # chunks that are asked for at first, where a prompt does not go on at an earlier one's end
 R = TypeVar("R")
-
-_LOOKS = 3  # at what has been found, while some of it leaves
 
 
 def group_specs(spec: KVSpec) -> tuple[KVSpec, ...]:
@@ -151,11 +148,6 @@ class _Part:
     def places(self) -> Sequence[int]:
         """The chunk of each page, in the order of the hit's."""
         return self.chunks if self.chain else [self.chunks.start + at for at in self.hit.positions]
-
-    @property
-    def complete(self) -> bool:
-        """Whether all of its pages are held."""
-        return self.hit.num_pages >= len(self.chunks)
 
     def runs(self) -> list[tuple[str, int]]:
         """Pages by tier, in the order of the hit's."""
@@ -339,54 +331,22 @@ class GroupedStore:
     def _find(self, prompt: GroupedPrompt, branch: int, held: list[list[Hit]]) -> tuple[int, list[_Part]]:
         """The longest hit that the chains leave, and what it needs of the other groups. Every hit of a store
         on the way is in ``held``."""
-        chunk_tokens = self.spec.chunk_tokens
-        length = branch - branch % chunk_tokens
-        there: dict[int, set[int]] = {group: set() for group in self._loose}
-        scanned = False
-        for _ in range(_LOOKS):
-            parts = self._look(prompt, {each: self.rules[each].pages(length, chunk_tokens) for each in there})
-            held.append([part.hit for part in parts])
-            if all(part.complete for part in parts):
-                return length, parts
-            if not scanned:
-                length = self._scan(prompt, length, there, held)
-                scanned = True
-            else:  # some have left meanwhile
-                for part in parts:
-                    there[part.group] -= set(part.chunks).difference(part.places)
-                length = self._longest(there, length)
-            if not length:
-                break
-        return 0, []
-
-    def _scan(
-        self, prompt: GroupedPrompt, length: int, there: Mapping[int, set[int]], held: list[list[Hit]]
-    ) -> int:
-        """The longest hit of at most ``length``. Asks for pages from there towards the front; ``there`` are
-        those that were found, by group."""
-        chunk_tokens = self.spec.chunk_tokens
-        low, step, longest = length // chunk_tokens, _SCANNED, 0
-        # What a longer hit needs begins no earlier, so one that is found behind ``low`` is the longest.
-        while low and longest < max(low * chunk_tokens, 1):
-            chunks = range(max(low - step, 0), low)
-            low, step = chunks.start, 2 * step
-            parts = self._look(prompt, dict.fromkeys(self._loose, chunks))
-            held.append([part.hit for part in parts])
-            for part in parts:
-                there[part.group].update(part.places)
-            longest = self._longest(there, length)
-        return longest
-
-    def _longest(self, there: Mapping[int, set[int]], limit: int) -> int:
-        chunk_tokens = self.spec.chunk_tokens
-        held = [(self.rules[each], page_ranges(list(found), chunk_tokens)) for each, found in there.items()]
-        return longest_hit(held, limit, align=chunk_tokens)
+        looking = search({group: self.rules[group] for group in self._loose}, branch, self.spec.chunk_tokens)
+        parts: list[_Part] = []
+        try:
+            wanted = next(looking)
+            while True:
+                parts = self._look(prompt, wanted)
+                held.append([part.hit for part in parts])
+                wanted = looking.send({part.group: part.places for part in parts})
+        except StopIteration as end:
+            return int(end.value), parts if end.value else []
 
     def _look(self, prompt: GroupedPrompt, wanted: Mapping[int, range]) -> list[_Part]:
-        """What is held of chunks of each group, where there are any."""
-        asked = [(group, chunks) for group, chunks in wanted.items() if chunks]
-        hits = lookup_all([(self.stores[group], prompt.named(group, chunks)) for group, chunks in asked])
-        return [_Part(group, False, chunks, hit) for (group, chunks), hit in zip(asked, hits, strict=True)]
+        """What is held of chunks of each group."""
+        named = [(self.stores[group], prompt.named(group, chunks)) for group, chunks in wanted.items()]
+        hits = zip(wanted.items(), lookup_all(named), strict=True)
+        return [_Part(group, False, chunks, hit) for (group, chunks), hit in hits]
 
     def _checked(self, prompt: Prompt | TokenIds) -> GroupedPrompt:
         if isinstance(prompt, GroupedPrompt):

@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from tierstore.errors import TierStoreError
 from tierstore_connectors.common import handover
@@ -45,6 +46,7 @@ with suppress(ValueError):  # it is registered already
     KVConnectorFactory.register_connector("TierStoreConnector", __name__, "TierStoreConnector")
 
 _REPORTS_REQUESTS = "get_transfer_results" in vars(KVConnectorBase_V1)  # from 0.30 on
+_OFFERS_STATES = "take_boundary_state_offloads" in vars(KVCacheManager)  # from 0.32 on
 _FIXED_SEED = "resolve_none_hash_seed" in vars(kv_cache_utils)  # from 0.29 on
 
 
@@ -178,7 +180,12 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
             settings = Settings.parse(config.kv_transfer_config.kv_connector_extra_config or {})
             if not settings.model_name:
                 settings = replace(settings, model_name=str(config.model_config.served_model_name or ""))
-            groups = read_groups(self._kv_cache_config, config.cache_config, settings.chunk_tokens)
+            groups = read_groups(
+                self._kv_cache_config,
+                config.cache_config,
+                settings.chunk_tokens,
+                offers_states=_OFFERS_STATES,
+            )
             if not _REPORTS_REQUESTS and (len(groups.groups) > 1 or groups.groups[0].windowed):
                 # Earlier ones do not say which blocks have gone.
                 raise UnsupportedError("sliding windows need vLLM 0.30 or later")

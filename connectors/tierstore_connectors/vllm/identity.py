@@ -6,6 +6,11 @@ salt. A key made from less would give prompts that only look alike each other's 
 chunk's last block is the chunk's key, hashed once more with adapter and salt: with
 ``--prefix-caching-hash-algo xxhash`` a tenant could find collisions of vLLM's own hash.
 
+**Names.** A page of attention is found along the pages before it, whose tokens are compared. The state of a
+chunk's end is found by itself: its name is SHA-256, chained over the keys and the tokens of all chunks up to
+there. The name stands where other pages have tokens, and all of its bits are compared. So the state of
+another prefix is not served even where vLLM's hashes collide.
+
 **The identity** is everything that vLLM's block hashes do not cover. Two engines share pages only where all
 of it is equal: the model's configuration and weights, the dtypes, quantization, the attention backends,
 vLLM's version (a page's bytes are the backend's affair), the layout, and which part of the model this worker
@@ -27,7 +32,7 @@ from typing import Any
 
 import msgspec
 
-from tierstore.keys import KEY_BYTES, Identity, PageKey
+from tierstore.keys import KEY_BYTES, TOKEN_BYTES, Identity, PageKey, Prompt
 from tierstore.spec import KVSpec
 from tierstore_connectors.common.facts import (
     COMMIT,
@@ -138,11 +143,15 @@ class AdapterVersions:
 
 
 def page_identity(
-    layout: PageLayout, *, chunk_tokens: int, model: str, revision: str, shard: str
+    layout: PageLayout, *, chunk_tokens: int, model: str, revision: str, shard: str, meaning: str = ""
 ) -> Identity:
-    """The identity of pages with ``layout``."""
+    """The identity of pages with ``layout``. ``meaning``: of their bytes, as far as the layout says nothing
+    of it."""
     spec = KVSpec.opaque(layout.page_bytes, chunk_tokens=chunk_tokens)
-    return Identity.of(spec, model=model, revision=revision, codec=f"vllm-{layout.digest}", shard=shard)
+    codec = f"vllm-{layout.digest}"
+    if meaning:
+        codec += f"-{hashlib.sha256(meaning.encode()).hexdigest()[:16]}"
+    return Identity.of(spec, model=model, revision=revision, codec=codec, shard=shard)
 
 
 def request_salt(adapter: Sequence[str], salt: str | None) -> bytes:
@@ -162,6 +171,39 @@ def chunk_keys(
     """The keys of the whole chunks from chunk ``first`` on."""
     last = range((first + 1) * blocks_per_chunk - 1, len(block_hashes), blocks_per_chunk)
     return [chunk_key(block_hashes[at], secret) for at in last]
+
+
+class ChunkNames:
+    """The names of a prompt's chunks, as it grows."""
+
+    def __init__(self, chunk_tokens: int) -> None:
+        self.chunk_tokens = chunk_tokens
+        self._names: list[bytes] = []
+
+    def cut(self, chunks: int) -> None:
+        """The prompt goes on in another way behind its first ``chunks`` chunks."""
+        del self._names[chunks:]
+
+    def pages(
+        self, identity: Identity, chunks: range, keys: Sequence[PageKey], tokens: bytes | bytearray
+    ) -> Prompt:
+        """The pages of ``chunks``, each to be found by its name. ``keys`` and ``tokens`` (uint32,
+        little-endian) are those of the prompt, up to there at least."""
+        width = self.chunk_tokens * TOKEN_BYTES
+        known = list(self._names)
+        for chunk in range(len(known), chunks.stop):
+            before = known[-1] if known else b""
+            part = tokens[chunk * width : (chunk + 1) * width]
+            known.append(hashlib.sha256(before + keys[chunk] + part).digest())
+        self._names = known
+        names = known[chunks.start : chunks.stop]
+        return Prompt.loose_pages(
+            identity,
+            b"".join([name.ljust(width, b"\0") for name in names]),
+            [PageKey(name[:KEY_BYTES]) for name in names],
+            chunk_tokens=self.chunk_tokens,
+            pages_before=chunks.start,
+        )
 
 
 def hashes_are_private(algorithm: str, environment: Mapping[str, str], *, fixed_seed: bool) -> bool:

@@ -1,10 +1,12 @@
 """Lookups: threads ask the daemon what it holds of prompts, the scheduler polls in every step.
 
-Prompts that wait at the same time are asked for together (:meth:`Lookups.ask`), in up to three rounds, each
-of which builds on the answers of the one before: an answer has to be had for each KV cache group on each
-worker, since a chunk that one of them lacks cannot be loaded. Then pages on disk are *brought* into memory,
-with a deadline, before anything is promised to vLLM: a page that turns out to be damaged is then a shorter
-hit and not a failed load. A lease keeps what was found in place all along.
+Prompts that wait at the same time are asked for together (:meth:`Lookups.ask`), in rounds, each of which
+builds on the answers of the one before: an answer has to be had for each KV cache group on each worker, since
+a chunk that one of them lacks cannot be loaded. Groups of attention are asked how far they go; then those
+with states, whether they have the one at that place, and where else, until the longest hit is known that all
+can serve (:func:`tierstore.groups.search`). Then pages on disk are *brought* into memory, with a deadline,
+before anything is promised to vLLM: a page that turns out to be damaged is then a shorter hit (where there
+are states: none) and not a failed load. A lease keeps what was found in place all along.
 
 What another engine has promised to save is waited for first, before anything is asked, as long as it said.
 
@@ -16,19 +18,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
 from tierstore.errors import StoreClosedError
+from tierstore.groups import GroupRule, Past, Search, search
 from tierstore.keys import Identity, PageKey, Prompt
 from tierstore.planner import Planner
 from tierstore.transfer import Transfer, TransferState
 from tierstore.types import Promise
 from tierstore_connectors.common.guard import Breaker, ErrorLog
 from tierstore_connectors.vllm.config import Settings
-from tierstore_connectors.vllm.orders import Shard, under_epoch
+from tierstore_connectors.vllm.identity import ChunkNames
+from tierstore_connectors.vllm.orders import Shard, kept_by_name, under_epoch
 from tierstore_connectors.vllm.stores import Hit, Store, Stores, look_up, prompt_of
 
 _THREADS = 2  # that wait for answers
@@ -39,6 +43,29 @@ _BRINGERS = 4  # that wait for other hosts
 _FIRST_POLL_S = 0.004
 _POLL_S = 0.001
 _CONNECT_S = 1.0  # that the engine's start waits for the daemon
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where pages of one KV cache group are: those of one worker. ``rule``: what a hit needs of them."""
+
+    store: Store
+    identity: Identity
+    rule: GroupRule
+
+
+@dataclass(frozen=True, slots=True)
+class _Bringing:
+    """Pages on their way from disk. ``all_of``: of pages that are nothing without one another, the tokens
+    that they stand for."""
+
+    transfer: Transfer[int]
+    all_of: int = 0
+
+    def tokens(self, found: int) -> int:
+        """How many of the ``found`` tokens can be loaded of what has come."""
+        came = self.transfer.wait()
+        return came if not self.all_of else found if came >= self.all_of else 0
 
 
 class PromptLookup:
@@ -61,10 +88,12 @@ class PromptLookup:
         self._data: bytes | None = None
         self._answered = threading.Event()
         self._lock = threading.Lock()
+        self._names = ChunkNames(chunk_tokens)
         self._hits: list[Hit] = []  # guarded by _lock, as is all below
-        self._brought: list[Transfer[int]] = []
+        self._brought: list[_Bringing] = []
         self._expected: list[Transfer[None]] | None = None
         self._found = len(keys) * chunk_tokens  # as far as the answers go
+        self._only: int | None = None  # the length that a hit has to have
         self._released = False
 
     @property
@@ -99,7 +128,7 @@ class PromptLookup:
             self._answered.wait(timeout)
             return
         with self._lock:
-            brought = list(self._brought)
+            brought = [each.transfer for each in self._brought]
         for bringing in brought:
             if not bringing.done:
                 with suppress(TimeoutError):
@@ -114,10 +143,11 @@ class PromptLookup:
             if self._released:
                 return 0
             brought = list(self._brought)
-        if not all(transfer.done for transfer in brought):  # ends those whose time is over
+        if not all(each.transfer.done for each in brought):  # ends those whose time is over
             return None
-        least = min((transfer.wait() for transfer in brought), default=self._found)
-        return min(least, self._found) // self.chunk_tokens * self.chunk_tokens
+        came = min((each.tokens(self._found) for each in brought), default=self._found)
+        tokens = min(came, self._found) // self.chunk_tokens * self.chunk_tokens
+        return tokens if self._only in (None, tokens) else 0
 
     def release(self) -> None:
         """Give everything back. Repeating it is harmless."""
@@ -126,8 +156,8 @@ class PromptLookup:
             hits, self._hits = self._hits, []
             brought, self._brought = self._brought, []
             expected, self._expected = self._expected or [], []
-        for transfer in brought:
-            transfer.cancel()
+        for bringing in brought:
+            bringing.transfer.cancel()
         for waiting in expected:
             waiting.cancel()
         for hit in hits:
@@ -137,28 +167,51 @@ class PromptLookup:
 
     def prompt(self, identity: Identity) -> Prompt:
         """As much of the prompt as has been in every answer so far."""
+        keys = self.keys[: self._found // self.chunk_tokens]
+        return prompt_of(identity, keys, self._known_tokens(), self.chunk_tokens)
+
+    def pages(self, identity: Identity, chunks: range) -> Prompt:
+        """Some of its pages, by name."""
+        return self._names.pages(identity, chunks, self.keys, self._known_tokens())
+
+    def _known_tokens(self) -> bytes:
         if self._data is None:
             self._data = self._tokens()
-        keys = self.keys[: self._found // self.chunk_tokens]
-        return prompt_of(identity, keys, self._data, self.chunk_tokens)
+        return self._data
 
-    def expect(self, stores: Sequence[tuple[Store, Identity]], promise: Promise) -> None:
+    def expect(self, places: Sequence[_Place], promise: Promise) -> None:
         """Begin to wait for promised pages in all of these places, unless the lookup was released."""
-        expected = [store.expect(self.prompt(identity), promise) for store, identity in stores]
+        expected = []
+        length = min(promise.tokens, len(self.keys) * self.chunk_tokens)
+        length -= length % self.chunk_tokens
+        for place in places:
+            if not kept_by_name(place.rule):
+                expected.append(place.store.expect(self.prompt(place.identity), promise))
+            elif chunks := place.rule.pages(length, self.chunk_tokens):
+                needed = Promise(len(chunks) * self.chunk_tokens, promise.until_s)
+                expected.append(place.store.expect(self.pages(place.identity, chunks), needed))
         with self._lock:
             if not self._released:
                 self._expected, expected = expected, []
         for transfer in expected:
             transfer.cancel()
 
-    def hold(self, hit: Hit, *, instead_of: Hit | None) -> None:
-        """Take an answer in."""
+    def hold(self, hit: Hit | None, *, instead_of: Hit | None, limits: bool = True) -> None:
+        """Take an answer in. ``limits``: nothing behind the hit can be loaded."""
         with self._lock:
-            self._found = min(self._found, hit.tokens)
+            if hit is not None and limits:
+                self._found = min(self._found, hit.tokens)
             self._hits = [each for each in self._hits if each is not instead_of]
-            self._hits.append(hit)
+            if hit is not None:
+                self._hits.append(hit)
         if instead_of is not None:
             instead_of.release()
+
+    def found_exactly(self, tokens: int) -> None:
+        """No hit but one of so many tokens can be loaded."""
+        with self._lock:
+            self._found = min(self._found, tokens)
+            self._only = tokens
 
     def decline(self, tokens: int) -> None:
         """Make no use of what is behind the first ``tokens``."""
@@ -167,14 +220,15 @@ class PromptLookup:
             self.declined = max(self._found - tokens, 0)
             self._found = min(self._found, tokens)
 
-    def bring(self, hit: Hit, within_s: float) -> Transfer[int] | None:
+    def bring(self, hit: Hit, within_s: float, *, by_name: bool) -> Transfer[int] | None:
         """Begin to bring pages from disk, unless the lookup was released: that would lease them once more."""
         with self._lock:
             if self._released:
                 return None
-            self.on_disk = max(self.on_disk, hit.by_tier["disk"])
+            if not by_name:
+                self.on_disk = max(self.on_disk, hit.by_tier["disk"])
             brought = hit.prefetch(deadline_s=within_s)
-            self._brought.append(brought)
+            self._brought.append(_Bringing(brought, hit.tokens if by_name else 0))
             return brought
 
     def end(self) -> None:
@@ -186,18 +240,51 @@ class PromptLookup:
 
 @dataclass(slots=True)
 class _Question:
-    """One prompt under one identity. ``windowed``: only a window of it is read."""
+    """One prompt in one place, and the answer of which it is known that it is needed."""
 
     lookup: PromptLookup
-    store: Store
-    identity: Identity
-    windowed: bool
+    place: _Place
     hit: Hit | None = None
 
     @property
-    def on_disk(self) -> bool:
-        """Whether there is something to bring."""
-        return self.hit is not None and not self.windowed and bool(self.hit.by_tier.get("disk"))
+    def by_name(self) -> bool:
+        """Whether pages are asked for one by one."""
+        return kept_by_name(self.place.rule)
+
+    @property
+    def brought(self) -> bool:
+        """Whether there is something to bring: only a window of the others is read."""
+        whole = self.place.rule.past in (Past.ALL, Past.STATE)
+        return self.hit is not None and whole and bool(self.hit.by_tier.get("disk"))
+
+    def answer(self, hit: Hit | None) -> None:
+        """Take an answer in, and give the one before back."""
+        self.lookup.hold(hit, instead_of=self.hit, limits=not self.by_name)
+        self.hit = hit
+
+
+@dataclass(slots=True)
+class _Searching:
+    """The search for the longest hit of one prompt. ``asked``: chunks by the number of their question."""
+
+    questions: Sequence[_Question]
+    steps: Search
+    asked: Mapping[int, range]
+
+    def go_on(self, hits: Mapping[int, Hit]) -> bool:
+        """Whether there is more to ask, after these answers. If not, they are what the hit needs."""
+        for number, question in enumerate(self.questions):
+            question.answer(hits.get(number))
+        held = {
+            number: [chunks.start + at for at in hits[number].positions]
+            for number, chunks in self.asked.items()
+        }
+        try:
+            self.asked = self.steps.send(held)
+        except StopIteration as end:
+            self.questions[0].lookup.found_exactly(end.value)
+            return False
+        return True
 
 
 class Lookups:
@@ -251,10 +338,10 @@ class Lookups:
     def ask(self, lookups: Sequence[PromptLookup], epoch: str) -> None:
         """Ask for all of these prompts, soon and together."""
         places = [
-            (
+            _Place(
                 self._stores.open(group.identity, group.page_bytes, shard.chunk_tokens),
                 under_epoch(group.identity, epoch),
-                group.windowed,
+                group.rule,
             )
             for shard in self._shards
             for group in shard.groups
@@ -263,11 +350,11 @@ class Lookups:
         for lookup in lookups:
             lookup.batch, lookup.asked_at, lookup.epoch = self._batches, self._clock(), epoch
             if lookup.promise is not None:
-                self._threads.submit(self._expect, lookup, lookup.promise, [place[:2] for place in places])
+                self._threads.submit(self._expect, lookup, lookup.promise, places)
         questions = [
-            [_Question(lookup, *place) for place in places] for lookup in lookups if lookup.promise is None
+            [_Question(lookup, place) for place in places] for lookup in lookups if lookup.promise is None
         ]
-        if questions and any(store.backend.remote for store, _, _ in places):
+        if questions and any(place.store.backend.remote for place in places):
             self._bringers.submit(self._ask_further, questions)
         elif questions:
             self._threads.submit(self._ask, questions)
@@ -309,9 +396,7 @@ class Lookups:
 
     # -- on a thread -----------------------------------------------------------------------------------
 
-    def _expect(
-        self, lookup: PromptLookup, promise: Promise, places: Sequence[tuple[Store, Identity]]
-    ) -> None:
+    def _expect(self, lookup: PromptLookup, promise: Promise, places: Sequence[_Place]) -> None:
         try:
             lookup.expect(places, promise)
         except StoreClosedError:  # asked of a session that has been given up
@@ -332,11 +417,13 @@ class Lookups:
             self._ask(questions)
 
     def _bring_from_others(self, questions: Sequence[_Question]) -> None:
-        asked = [(each.store, each.lookup.prompt(each.identity)) for each in questions]
+        questions = [each for each in questions if not each.by_name]  # the others are no other hosts' affair
+        asked = [(each.place.store, each.lookup.prompt(each.place.identity)) for each in questions]
         brought = []
         for question, hit in zip(questions, look_up(asked), strict=True):
-            question.store.planner = self.planner
-            bringing = question.store.bring(hit, deadline_s=self._settings.prefetch_s)
+            store = question.place.store
+            store.planner = self.planner
+            bringing = store.bring(hit, deadline_s=self._settings.prefetch_s)
             hit.release()
             if bringing is not None:
                 question.lookup.extra_s = self._settings.prefetch_s
@@ -363,30 +450,60 @@ class Lookups:
     def _ask_rounds(self, questions: Sequence[Sequence[_Question]]) -> None:
         # A prompt that the first group lacks is lacking in nearly all cases: one question finds that out. As
         # a rule all groups hold equally much: the others are not asked for more than the first has.
+        chains = [[each for each in of_prompt if not each.by_name] for of_prompt in questions]
         began = time.monotonic()
-        _look_up(each[0] for each in questions)
+        _look_up(each[0] for each in chains if each)
         late = time.monotonic() - began >= self._settings.lookup_s
         for first, *_ in questions:
             if not first.lookup.found:
                 first.lookup.late = late  # else the daemon has said that there is none
                 first.lookup.end()  # it need not wait for the others
-        _look_up(question for each in questions for question in each[1:])
-        for of_prompt in questions:
+        _look_up(question for each in chains for question in each[1:])
+        for of_prompt in chains:
             self._plan(of_prompt)
+        self._search([[each for each in of_prompt if each.by_name] for of_prompt in questions])
         # What one group lacks cannot be loaded of any, and need not be brought.
         everything = [question for each in questions for question in each]
-        _look_up(each for each in everything if each.on_disk and _tokens(each) > each.lookup.found)
+        _look_up(
+            each
+            for each in everything
+            if each.brought and not each.by_name and _tokens(each) > each.lookup.found
+        )
         for each in everything:
-            if each.hit is not None and each.on_disk and each.lookup.found:
+            if each.hit is not None and each.brought and each.lookup.found:
                 self._bring(each, each.hit)
+
+    def _search(self, questions: Sequence[Sequence[_Question]]) -> None:
+        """Find the longest hit of each prompt that the groups can serve whose pages are asked for one by
+        one; all prompts' questions at once."""
+        searching = []
+        for of_prompt in questions:
+            if not of_prompt or not (found := of_prompt[0].lookup.found):
+                continue
+            rules = {number: each.place.rule for number, each in enumerate(of_prompt)}
+            steps = search(rules, found, of_prompt[0].lookup.chunk_tokens)
+            searching.append(_Searching(of_prompt, steps, next(steps)))
+        while searching:
+            hits = iter(
+                look_up(
+                    (
+                        each.questions[number].place.store,
+                        each.questions[number].lookup.pages(each.questions[number].place.identity, chunks),
+                    )
+                    for each in searching
+                    for number, chunks in each.asked.items()
+                )
+            )
+            answered = [(each, {number: next(hits) for number in each.asked}) for each in searching]
+            searching = [each for each, found_there in answered if each.go_on(found_there)]
 
     def _plan(self, questions: Sequence[_Question]) -> None:
         """Decline what the disk has of one prompt where it would come later than computing it. All groups are
         read at the same time, and their rates are measured so: one of them stands for all."""
-        question = next((each for each in questions if each.on_disk and each.lookup.found), None)
+        question = next((each for each in questions if each.brought and each.lookup.found), None)
         if question is None or question.hit is None:
             return
-        lookup, store = question.lookup, question.store
+        lookup, store = question.lookup, question.place.store
         store.planner = self.planner
         planned = store.plan(question.hit, len(lookup.keys) * lookup.chunk_tokens + 1)
         if planned.declined:
@@ -396,10 +513,10 @@ class Lookups:
     def _bring(self, question: _Question, hit: Hit) -> None:
         """Begin to bring pages from disk, and measure that."""
         began, on_disk = self._clock(), hit.by_tier["disk"]
-        brought = question.lookup.bring(hit, self._settings.prefetch_s)
+        brought = question.lookup.bring(hit, self._settings.prefetch_s, by_name=question.by_name)
         if brought is None:
             return
-        token_bytes = question.store.spec.page_bytes / question.lookup.chunk_tokens
+        token_bytes = question.place.store.spec.page_bytes / question.lookup.chunk_tokens
 
         def came() -> None:
             now = self._clock()
@@ -414,10 +531,9 @@ class Lookups:
 def _look_up(questions: Iterable[_Question]) -> None:
     """Ask all of these at once, except for prompts that were released or are known not to be held."""
     asked = [each for each in questions if each.lookup.found]
-    hits = look_up((each.store, each.lookup.prompt(each.identity)) for each in asked) if asked else ()
-    for question, hit in zip(asked, hits, strict=True):
-        question.lookup.hold(hit, instead_of=question.hit)
-        question.hit = hit
+    prompts = ((each.place.store, each.lookup.prompt(each.place.identity)) for each in asked)
+    for question, hit in zip(asked, look_up(prompts) if asked else (), strict=True):
+        question.answer(hit)
 
 
 def _tokens(question: _Question) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from tierstore.groups import GroupRule, Past
 from tierstore.keys import Identity, PageKey
 
 NULL_BLOCK = 0  # vLLM's block that stands for "nothing there"
@@ -11,12 +12,12 @@ NULL_BLOCK = 0  # vLLM's block that stands for "nothing there"
 
 @dataclass(frozen=True, slots=True)
 class GroupPages:
-    """Pages of one KV cache group on one worker. ``windowed``: only the last of them are read."""
+    """Pages of one KV cache group on one worker. ``rule``: those of them that a hit needs."""
 
     group: int
     identity: Identity
     page_bytes: int
-    windowed: bool
+    rule: GroupRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,8 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class GroupBlocks:
-    """The blocks of chunks ``first, first + 1, …`` in one group. A block that is not to be touched is 0."""
+    """The blocks of chunks ``first, first + 1, …`` in one group, or the ones with the states at their ends. A
+    block that is not to be touched is 0."""
 
     group: int
     first: int
@@ -109,6 +111,13 @@ class LoadReport:
         for request, chunk in other.failed.items():
             failed[request] = min(chunk, failed.get(request, chunk))
         return LoadReport(failed)
+
+
+def kept_by_name(rule: GroupRule) -> bool:
+    """Whether pages are found one by one, each by a name that stands for all tokens up to its end
+    (:class:`~tierstore_connectors.vllm.identity.ChunkNames`). The others are found by the tokens of all
+    chunks before them, of which none may be missing."""
+    return rule.past is Past.STATE
 
 
 def under_epoch(identity: Identity, epoch: str) -> Identity:

@@ -61,15 +61,16 @@ def register_groups(
         if not own:
             continue  # all of its layers are in other pipeline stages
         shapes = [_shape(name, tensor) for name, tensor in own.items()]
-        layout = page_layout(shapes, num_blocks=num_blocks, blocks=groups.blocks_per_chunk(group))
+        layout = page_layout(shapes, num_blocks=num_blocks, blocks=groups.blocks_per_page(group))
         identity = page_identity(
             layout,
             chunk_tokens=groups.chunk_tokens,
             model=model,
             revision=revision,
             shard=rank.shard(groups.label(group)),
+            meaning=group.meaning,
         )
-        pages = GroupPages(group.number, identity, layout.page_bytes, group.windowed)
+        pages = GroupPages(group.number, identity, layout.page_bytes, group.rule)
         kept[group.number] = WorkerGroup(pages, layout, blocks_on(layout, list(own.values())))
     return kept
 

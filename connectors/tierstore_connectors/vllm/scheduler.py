@@ -10,7 +10,9 @@ and once more each time vLLM has preempted it; what failed is not promised to ot
 looked up, and saved once a minute at most. Prompts that come together are looked up together.
 
 **A chunk is saved** when its blocks are complete after a step: its tokens are known (vLLM has hashed them)
-and computed. So the drafts of speculative decoding, which may be rejected, are never saved.
+and computed. So the drafts of speculative decoding, which may be rejected, are never saved. A state is saved
+when vLLM says which block holds it, and where vLLM has gone on from one that the store may lack
+(``groups.py``).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from functools import partial
 from typing import Any
 
 from tierstore.errors import UsageError
+from tierstore.groups import Past
 from tierstore.keys import PageKey, encode_tokens
 from tierstore.types import Promise
 from tierstore_connectors.common.counters import Counters
@@ -33,12 +36,15 @@ from tierstore_connectors.vllm.groups import (
     Groups,
     blocks_to_load,
     blocks_to_save,
+    state_blocks,
     writable_blocks,
 )
 from tierstore_connectors.vllm.identity import AdapterVersions, chunk_keys, request_salt
 from tierstore_connectors.vllm.layout import UnsupportedError
 from tierstore_connectors.vllm.lookup import Lookups, PromptLookup
 from tierstore_connectors.vllm.orders import (
+    NULL_BLOCK,
+    GroupBlocks,
     LoadOrder,
     LoadReport,
     PromptUpdate,
@@ -59,9 +65,10 @@ class TrackedRequest:
 
     ``held`` tokens are in the store as far as the lookup has found; ``local`` are those that vLLM has
     itself. ``known`` chunks have been sent to the workers, ``saved`` need not be saved (any more). ``loads``
-    have been promised. ``stale``: some of its KV was computed before everything was forgotten, and nothing of
-    it may be saved. ``uncached``: it is unknown which weights it is computed with. ``promise`` is another
-    engine's, until it was waited for."""
+    have been promised. ``resumable``: where there are states, the store has (or gets) all of them at the end
+    of this chunk of the prompt, and needs none of before. ``stale``: some of its KV was computed before
+    everything was forgotten, and nothing of it may be saved. ``uncached``: it is unknown which weights it is
+    computed with. ``promise`` is another engine's, until it was waited for."""
 
     request: Any  # vLLM's
     options: RequestOptions
@@ -75,6 +82,7 @@ class TrackedRequest:
     local: int = 0
     known: int = 0
     saved: int = 0
+    resumable: int = 0
     loads: int = 0
     stale: bool = False
     uncached: bool = False
@@ -208,7 +216,7 @@ class SchedulerHalf:
         self.stored.clear()
         for tracked in self._tracked.values():
             tracked.release()
-            tracked.held = tracked.saved = 0
+            tracked.held = tracked.saved = tracked.resumable = 0
             tracked.stale = tracked.request.num_computed_tokens > 0
         self.lookups.renew()
 
@@ -273,8 +281,10 @@ class SchedulerHalf:
     def _limited(self, tracked: TrackedRequest, now: float) -> int:
         """The tokens that may be promised."""
         chunk_tokens = self.groups.chunk_tokens
-        held = min((tracked.answer or 0) // chunk_tokens, self._most_chunks(tracked))
-        return self.refused.before_first(tracked.keys[:held], now) * chunk_tokens
+        answer = tracked.answer or 0
+        held = min(answer // chunk_tokens, self._most_chunks(tracked))
+        limited = self.refused.before_first(tracked.keys[:held], now) * chunk_tokens
+        return 0 if limited < answer and self.groups.with_states else limited  # a state is of one place only
 
     def _look_up(self, first: TrackedRequest) -> None:
         """Ask about this request now, and about those that have come with it. Without a daemon the answer is
@@ -335,6 +345,7 @@ class SchedulerHalf:
             tracked.update_keys(self.groups)
             stored = self.stored.to_last(tracked.keys[: tracked.local // chunk_tokens], self._clock())
         tracked.saved = max(tracked.saved, stored)
+        tracked.resumable = max(tracked.resumable, stored)
         if not external:
             if request.request_id not in self._promised:
                 tracked.release()
@@ -343,6 +354,7 @@ class SchedulerHalf:
         self._promised[request.request_id] = tracked
         self._lost.append(request.request_id)  # until it is ordered
         end = tracked.local + external
+        assert end == tracked.answer or not self.groups.with_states, "states are loaded where they were found"
         chunks = -(-end // chunk_tokens)
         groups = [
             blocks_to_load(self.groups, group, tables[group.number], tracked.local, end)
@@ -367,7 +379,7 @@ class SchedulerHalf:
             if at < len(tracked.keys):
                 self.refused.add(tracked.keys[at], now)
                 self.stored.discard(tracked.keys[at:])
-            tracked.held = tracked.saved = 0  # it may not be there any more
+            tracked.held = tracked.saved = tracked.resumable = 0  # it may not be there any more
             self.counters.add("failed_loads")
         for request in finished:
             tracked = self._promised.pop(request, None)
@@ -408,7 +420,7 @@ class SchedulerHalf:
         lost = [order.request for order in self._loads] + self._lost
         self._loads, self._lost, self._grown = [], [], []
         for tracked in self._tracked.values():
-            tracked.known = tracked.saved = 0  # what the workers know is not certain any more
+            tracked.known = tracked.saved = tracked.resumable = 0  # what they know is not certain any more
         work = StepWork(self._steps, self.epoch, refused=lost, forget=[*self._forget, *self._tracked])
         work.all_fresh = True
         self._forget, self._pin = [], []
@@ -456,6 +468,7 @@ class SchedulerHalf:
 
     def _saves(self, output: Any) -> list[SaveOrder]:
         computed = _computed_before(output)
+        begun = {new.req_id for new in output.scheduled_new_reqs}
         orders: list[SaveOrder] = []
         if not self._may_save or not self.lookups.connected:
             return orders
@@ -463,34 +476,66 @@ class SchedulerHalf:
             tracked = self._tracked.get(request)
             if tracked is None or tracked.options.no_save or tracked.stale or tracked.uncached:
                 continue
-            order = self._save(tracked, computed[request] + tokens, partial(self._tables.of, request))
+            table = partial(self._tables.of, request)
+            end, resumed = computed[request] + tokens, computed[request] if request in begun else 0
+            states = self._states(tracked, resumed, end, table) if self.groups.with_states else []
+            order = self._save(tracked, end, table, states)
             if order is not None:
                 orders.append(order)
         return orders
 
+    def _states(
+        self, tracked: TrackedRequest, resumed: int, computed: int, table: Callable[[], BlockTable]
+    ) -> list[GroupBlocks]:
+        """The states that are to be saved after a step, up to which ``computed`` tokens are computed. A
+        request that begins with it goes on from its first ``resumed`` tokens."""
+        chunk_tokens = self.groups.chunk_tokens
+        found = list(self._tables.states(tracked.request.request_id))
+        if resumed // chunk_tokens > tracked.saved:
+            found += [
+                (group.number, table()[group.number][resumed // group.block_tokens - 1], resumed)
+                for group in self.groups.groups
+                if group.rule.past is Past.STATE
+            ]
+        known = min(computed // chunk_tokens, tracked.update_keys(self.groups))
+        saved = [
+            state_blocks(self.groups, group, block, tokens)
+            for group, block, tokens in found
+            if not tokens % chunk_tokens
+            and tracked.resumable < tokens // chunk_tokens <= known
+            and block != NULL_BLOCK
+        ]
+        in_prompt = tracked.request.num_prompt_tokens // chunk_tokens
+        ends = [blocks.end for blocks in saved if blocks.end <= in_prompt]
+        tracked.resumable = max([tracked.resumable, *ends])
+        return saved
+
     def _save(
-        self, tracked: TrackedRequest, computed: int, table: Callable[[], BlockTable]
+        self,
+        tracked: TrackedRequest,
+        computed: int,
+        table: Callable[[], BlockTable],
+        states: Sequence[GroupBlocks],
     ) -> SaveOrder | None:
-        if computed // self.groups.chunk_tokens <= tracked.saved:
-            return None
         end = min(computed // self.groups.chunk_tokens, tracked.update_keys(self.groups))
         first = tracked.saved
-        if end <= first:
+        groups = list(states)
+        if end > first:
+            tracked.saved = end
+            tables = table()
+            groups += [
+                blocks_to_save(self.groups, group, tables[group.number], first, end)
+                for group in self.groups.groups
+                if group.rule.past is not Past.STATE
+            ]
+        saved = tuple(each for each in groups if each.chunks)
+        if not saved:
             return None
-        tracked.saved = end
-        tables = table()
-        saved = [
-            blocks_to_save(self.groups, group, tables[group.number], first, end)
-            for group in self.groups.groups
-        ]
-        groups = tuple(each for each in saved if each.chunks)
-        if not groups:
-            return None
-        self._grow(tracked, end)
-        if self.lookups.reachable:
+        self._grow(tracked, max(each.end for each in saved))
+        if end > first and self.lookups.reachable:
             self.stored.add(tracked.keys[end - 1], self._clock())
         options = tracked.options
-        return SaveOrder(tracked.request.request_id, groups, options.ttl_s, options.priority)
+        return SaveOrder(tracked.request.request_id, saved, options.ttl_s, options.priority)
 
     def _grow(self, tracked: TrackedRequest, chunks: int) -> None:
         """Have the workers know the first ``chunks`` chunks of a prompt."""
@@ -514,7 +559,8 @@ class SchedulerHalf:
             return None
         tokens = 0
         if self.lookups.reachable and not tracked.stale and not tracked.uncached:
-            chunks = min(tracked.saved, tracked.request.num_prompt_tokens // self.groups.chunk_tokens)
+            saved = tracked.resumable if self.groups.with_states else tracked.saved
+            chunks = min(saved, tracked.request.num_prompt_tokens // self.groups.chunk_tokens)
             tokens = chunks * self.groups.chunk_tokens
         self.counters.add("handed_over_tokens", tokens)
         return Promise(tokens, self._settings.handover_s)

@@ -36,12 +36,25 @@ _SETTLE_S = 0.004  # after a step, in which vLLM samples and hands out its token
 
 @dataclass(frozen=True, slots=True)
 class LoadPart:
-    """The pages of one group. ``page_bytes`` of each, for the statistics."""
+    """The pages of one group: those of ``prompt`` from page ``first`` on."""
 
     store: Store
     prompt: Prompt
     blocks: GroupBlocks
     target: LoadedBlocks
+    first: int
+
+    @property
+    def pages(self) -> int:
+        """How many of the prompt's pages have to be held."""
+        return self.first + len(self.blocks.chunks)
+
+    def loaded(self, pages: int, first: int) -> int:
+        """Up to which chunk the prompt can be used with the first ``pages`` pages. ``first``: up to which
+        one without any."""
+        if pages >= self.pages:
+            return self.blocks.end
+        return self.blocks.first if self.prompt.loose else max(pages, first)
 
 
 class Load:
@@ -95,16 +108,14 @@ class Load:
         try:
             with self._lock:
                 short = any(
-                    hit.tokens < part.blocks.end * hit.chunk_tokens
+                    hit.tokens < part.pages * hit.chunk_tokens
                     for part, hit in zip(self._parts, hits, strict=True)
                 )
                 self._stopped = self._stopped or short
                 if not self._stopped:
                     left = max(self._ends - self._clock(), 0.0)
                     for part, hit in zip(self._parts, hits, strict=True):
-                        transfer = start_load(
-                            part.store, hit, part.target, first=part.blocks.first, deadline_s=left
-                        )
+                        transfer = start_load(part.store, hit, part.target, first=part.first, deadline_s=left)
                         started += 1
                         self._transfers.append(transfer)
                 return list(self._transfers)
@@ -134,9 +145,7 @@ class Load:
         for part, transfer in zip(self._parts, transfers, strict=True):
             result = transfer.wait()
             self.nbytes += result.moved_bytes
-            chunks = result.tokens // part.prompt.chunk_tokens
-            if chunks < part.blocks.end:
-                loaded = min(loaded, max(chunks, first))
+            loaded = min(loaded, part.loaded(result.tokens // part.prompt.chunk_tokens, first))
         return loaded
 
     def _stop(self) -> None:

@@ -13,22 +13,26 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from tierstore.keys import TOKEN_BYTES, Identity, PageKey
+from tierstore.groups import Past
+from tierstore.keys import TOKEN_BYTES, Identity, PageKey, Prompt
 from tierstore.tiers.pinned import Pin
 from tierstore.types import Hint
 from tierstore_connectors.common.counters import Counters
 from tierstore_connectors.common.guard import ErrorLog
 from tierstore_connectors.vllm.config import Settings
 from tierstore_connectors.vllm.copies import Blocks, LoadedBlocks, SavedBlocks, valid_blocks
+from tierstore_connectors.vllm.identity import ChunkNames
 from tierstore_connectors.vllm.layout import PageLayout
 from tierstore_connectors.vllm.orders import (
     GroupBlocks,
     GroupPages,
     LoadOrder,
     LoadReport,
+    PromptUpdate,
     SaveOrder,
     Shard,
     StepWork,
+    kept_by_name,
     under_epoch,
 )
 from tierstore_connectors.vllm.stores import Stores, prompt_of
@@ -62,8 +66,26 @@ class Results:
 
 @dataclass(slots=True)
 class _KnownPrompt:
+    names: ChunkNames
     keys: list[PageKey] = field(default_factory=list)
     tokens: bytearray = field(default_factory=bytearray)
+
+    def grow(self, grown: PromptUpdate) -> None:
+        """Take in what goes on behind its first chunks."""
+        if grown.first > len(self.keys):
+            return  # something was missed: what follows cannot be named
+        self.names.cut(grown.first)
+        del self.keys[grown.first :]
+        del self.tokens[grown.first * self.names.chunk_tokens * TOKEN_BYTES :]
+        self.keys += grown.keys
+        self.tokens += grown.tokens
+
+    def pages(self, pages: GroupPages, identity: Identity, chunks: range) -> tuple[Prompt, int]:
+        """What finds pages of a group, and the number of the first of ``chunks`` in it."""
+        if kept_by_name(pages.rule):
+            return self.names.pages(identity, chunks, self.keys, self.tokens), 0
+        keys = self.keys[: chunks.stop]
+        return prompt_of(identity, keys, bytes(self.tokens), self.names.chunk_tokens), chunks.start
 
 
 class WorkerHalf:
@@ -215,13 +237,10 @@ class WorkerHalf:
         if work.epoch != self._epoch:
             self._renew(work.epoch)
         for grown in work.grown:
-            known = self._prompts.setdefault(grown.request, _KnownPrompt())
-            if grown.first > len(known.keys):
-                continue  # something was missed: what follows cannot be named
-            del known.keys[grown.first :]
-            del known.tokens[grown.first * self._chunk_tokens * TOKEN_BYTES :]
-            known.keys += grown.keys
-            known.tokens += grown.tokens
+            known = self._prompts.get(grown.request)
+            if known is None:
+                known = self._prompts[grown.request] = _KnownPrompt(ChunkNames(self._chunk_tokens))
+            known.grow(grown)
 
     def _share(self, pin: Pin) -> None:
         for group in self._groups.values():
@@ -259,13 +278,11 @@ class WorkerHalf:
             if not self._valid(blocks):
                 return None
             self._saves.fence(blocks.blocks, self._settings.fence_s)
-            keys = known.keys[: blocks.end]
-            prompt = prompt_of(
-                self._under(group.pages.identity), keys, bytes(known.tokens), self._chunk_tokens
-            )
+            chunks = range(blocks.first, blocks.end)
+            prompt, first = known.pages(group.pages, self._under(group.pages.identity), chunks)
             store = self._stores.open(group.pages.identity, group.pages.page_bytes, self._chunk_tokens)
-            target = LoadedBlocks(group.blocks, blocks.chunks, blocks.first, self._errors.caught)
-            parts.append(LoadPart(store, prompt, blocks, target))
+            target = LoadedBlocks(group.blocks, blocks.chunks, first, self._errors.caught)
+            parts.append(LoadPart(store, prompt, blocks, target, first))
         return Load(order, parts, deadline_s=self._settings.load_s, errors=self._errors)
 
     def _loaded(self, load: Load) -> None:
@@ -276,10 +293,11 @@ class WorkerHalf:
         self._counters.add("load_seconds", time.monotonic() - load.began)
 
     def _failed(self, order: LoadOrder, chunks: int, results: Results) -> None:
-        """Only the first ``chunks`` chunks are there."""
+        """Only the first ``chunks`` chunks are there. vLLM can go on behind them where every token's KV is in
+        the blocks of one group; else the request is computed anew."""
         self._report.failed[order.request] = chunks
         missing = order.groups[0] if len(order.groups) == 1 == self._model_groups else None
-        if missing is None:
+        if missing is None or self._groups[missing.group].pages.rule.past is not Past.ALL:
             results.failed.add(order.request)
             return
         for at, chunk in enumerate(missing.chunks, missing.first):
@@ -292,8 +310,8 @@ class WorkerHalf:
             self._errors.warn("orders", "a save named chunks that this worker does not know")
             return None
         group = self._groups[blocks.group]
-        keys = known.keys[: blocks.end]
-        prompt = prompt_of(self._under(group.pages.identity), keys, bytes(known.tokens), self._chunk_tokens)
+        chunks = range(blocks.first, blocks.end)
+        prompt, first = known.pages(group.pages, self._under(group.pages.identity), chunks)
         store = self._stores.open(group.pages.identity, group.pages.page_bytes, self._chunk_tokens)
         source = SavedBlocks(group.blocks, blocks.chunks, self._errors.caught)
         count = len(blocks.chunks)
@@ -302,7 +320,7 @@ class WorkerHalf:
             store,
             prompt,
             source,
-            blocks.first,
+            first,
             count,
             blocks_of(blocks.chunks),
             Hint(ttl_s=order.ttl_s, priority=order.priority) if order.hinted else None,
@@ -312,9 +330,9 @@ class WorkerHalf:
         known = self._prompts.get(request)
         if known is None or not known.keys:
             return
-        keys, tokens = list(known.keys), bytes(known.tokens)
+        chunks = range(len(known.keys))
         for group in self._groups.values():
-            prompt = prompt_of(self._under(group.pages.identity), keys, tokens, self._chunk_tokens)
+            prompt, _ = known.pages(group.pages, self._under(group.pages.identity), chunks)
             store = self._stores.open(group.pages.identity, group.pages.page_bytes, self._chunk_tokens)
 
             def pin(store=store, prompt=prompt) -> None:  # type: ignore[no-untyped-def]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.tierstore.daemon.client.conftest import shared_daemon  # noqa: F401  # a fixture
+from tierstore.groups import GroupRule
 from tierstore.keys import Identity
 from tierstore.spec import KVSpec
 from tierstore_connectors.common.counters import Counters
@@ -25,6 +26,7 @@ from tierstore_connectors.vllm.scheduler import SchedulerHalf
 from tierstore_connectors.vllm.worker import WorkerGroup, WorkerHalf
 
 BLOCK, CHUNK, NUM_BLOCKS = 8, 16, 64
+WINDOW = 20  # tokens before a hit
 _models = itertools.count()
 
 
@@ -57,9 +59,9 @@ class Request:
             self.block_hashes.append(parent[-8:] + bytes([hash(parent + tokens) & 0xFF for _ in range(24)]))
 
 
-def step(new=(), cached=(), scheduled=None, tables=None, preempted=(), tokens=None):
+def step(new=(), cached=(), scheduled=None, tables=None, preempted=(), tokens=None, states=None):
     """A ``SchedulerOutput``: ``new`` and ``cached`` are (request id, computed tokens, new blocks by
-    group)."""
+    group); ``states`` are (group, block, tokens) by request."""
     scheduled = scheduled or {}
     return SimpleNamespace(
         scheduled_new_reqs=[
@@ -74,7 +76,9 @@ def step(new=(), cached=(), scheduled=None, tables=None, preempted=(), tokens=No
         num_scheduled_tokens=scheduled,
         total_num_scheduled_tokens=sum(scheduled.values()),
         preempted_req_ids=set(preempted),
-        kv_connector_block_state=SimpleNamespace(get_block_ids=lambda name: (tables or {}).get(name)),
+        kv_connector_block_state=SimpleNamespace(
+            get_block_ids=lambda name: (tables or {}).get(name), boundary_state_offloads=states or {}
+        ),
     )
 
 
@@ -92,8 +96,8 @@ class HostMemory:
 
 
 class Engine:
-    """One scheduler's half, one worker's, and the KV memory of ``windowed`` groups. ``lacking``: groups whose
-    layers are in other pipeline stages."""
+    """One scheduler's half, one worker's, and the KV memory of ``windowed`` groups, or those of ``rules``.
+    ``lacking``: groups whose layers are in other pipeline stages."""
 
     def __init__(
         self,
@@ -101,6 +105,7 @@ class Engine:
         model,
         *,
         windowed=(False,),
+        rules=None,
         lacking=(),
         on=None,
         loads=True,
@@ -111,9 +116,8 @@ class Engine:
         self.on = on or HostMemory()
         self.settings = Settings(store=url, **{"lookup_s": 5.0, **settings})
         self.errors, self.counters = ErrorLog(logging.getLogger("vllm.tierstore")), Counters()
-        groups = tuple(
-            Group(number, (f"layer {number}",), BLOCK, window) for number, window in enumerate(windowed)
-        )
+        rules = rules or [GroupRule.window(WINDOW) if each else GroupRule.all() for each in windowed]
+        groups = tuple(Group(number, (f"layer {number}",), BLOCK, rule) for number, rule in enumerate(rules))
         self.groups = Groups(groups, len(groups), BLOCK, CHUNK)
         self.memory, kept = [], {}
         for group in groups:
@@ -121,10 +125,11 @@ class Engine:
             self.memory.append(array)
             pointer = array.__array_interface__["data"][0]
             shape = TensorShape(group.layers[0], pointer, array.shape, array.strides, 4, "float32")
-            layout = page_layout([shape], num_blocks=NUM_BLOCKS, blocks=CHUNK // BLOCK)
+            blocks = self.groups.blocks_per_page(group)
+            layout = page_layout([shape], num_blocks=NUM_BLOCKS, blocks=blocks)
             spec = KVSpec.opaque(layout.page_bytes, chunk_tokens=CHUNK)
             identity = Identity.of(spec, model=model, shard=f"group{group.number}")
-            pages = GroupPages(group.number, identity, layout.page_bytes, group.windowed)
+            pages = GroupPages(group.number, identity, layout.page_bytes, group.rule)
             if group.number not in lacking:
                 kept[group.number] = WorkerGroup(pages, layout, self.on.blocks(layout, array))
         self.worker = WorkerHalf(self.settings, kept, len(groups), CHUNK, self.errors, self.counters)

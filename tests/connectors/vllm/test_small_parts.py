@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tierstore.errors import UsageError
+from tierstore.groups import GroupRule
 from tierstore.keys import PageKey
 from tierstore.types import Promise
 from tierstore_connectors.common import handover
@@ -17,7 +18,7 @@ from tierstore_connectors.common.counters import Counters, added
 from tierstore_connectors.common.facts import host_device, plain
 from tierstore_connectors.common.guard import Breaker, ErrorLog, RecentKeys, guarded
 from tierstore_connectors.vllm.config import RequestOptions, Settings
-from tierstore_connectors.vllm.groups import BlockTables, read_groups
+from tierstore_connectors.vllm.groups import BlockTables, blocks_to_load, read_groups
 from tierstore_connectors.vllm.identity import (
     AdapterVersions,
     chunk_keys,
@@ -124,32 +125,39 @@ def kind(name, **fields):
 
 
 def test_groups_of_attention_are_understood():
-    full, window = kind("FullAttentionSpec", block_size=16), kind("SlidingWindowSpec", block_size=16)
+    full = kind("FullAttentionSpec", block_size=16)
+    window = kind("SlidingWindowSpec", block_size=16, sliding_window=20)
     one = read_groups(kv_config(full), CACHE, 0)
     assert (one.hash_tokens, one.chunk_tokens, one.count) == (16, 64, 1)
     two = read_groups(kv_config(full, window, hash_block_size=16), CACHE, 0)
-    assert [group.windowed for group in two.groups] == [False, True]
-    assert two.blocks_per_chunk(two.groups[1]) == 4
-    uneven = read_groups(
-        kv_config(full, kind("SlidingWindowSpec", block_size=48), hash_block_size=16), CACHE, 0
-    )
+    assert [group.rule for group in two.groups] == [GroupRule.all(), GroupRule.window(19)]
+    assert two.blocks_per_page(two.groups[1]) == 4
+    chunked = kind("ChunkedLocalAttentionSpec", block_size=48, attention_chunk_size=160)
+    uneven = read_groups(kv_config(full, chunked, hash_block_size=16), CACHE, 0)
     assert uneven.chunk_tokens == 96
+    assert uneven.groups[1].rule == GroupRule.chunked(160)
     # Before 0.32: finer, where the user asks for it, but not of a model with one group.
     finer = SimpleNamespace(block_size=16, prefix_match_unit=8)
     assert read_groups(kv_config(full, window), CACHE, 0).hash_tokens == 16
     assert read_groups(kv_config(full, window), finer, 0).hash_tokens == 8
     assert read_groups(kv_config(full), finer, 0).hash_tokens == 16
     mixed = kind("UniformTypeKVCacheSpecs", block_size=16, kv_cache_specs={"l0": full})
-    assert read_groups(kv_config(mixed), CACHE, 0).groups[0].windowed is False
+    assert read_groups(kv_config(mixed), CACHE, 0).groups[0].rule == GroupRule.all()
     assert read_groups(kv_config(full), CACHE, 128).chunk_tokens == 128
 
 
 def test_groups_of_anything_else_are_refused():
+    states = kind("MambaSpec", **STATES)
     full = kind("FullAttentionSpec", block_size=16)
     hidden = kv_config(full)
     hidden.kv_cache_groups[0].enable_kv_transfer = False
     for config, chunk in (
-        (kv_config(kind("MambaSpec", block_size=16)), 0),
+        (
+            kv_config(
+                kind("UniformTypeKVCacheSpecs", block_size=16, kv_cache_specs={"a": full, "b": states})
+            ),
+            0,
+        ),
         (kv_config(full, kind("CircularBufferSpec", block_size=16)), 0),
         (kv_config(), 0),
         (hidden, 0),
@@ -159,13 +167,45 @@ def test_groups_of_anything_else_are_refused():
             read_groups(config, CACHE, chunk)
 
 
-@pytest.mark.parametrize("states_first", [True, False])
-def test_a_hybrid_model_is_told_which_group_is_in_the_way(states_first):
-    full, states = kind("FullAttentionSpec", block_size=16), kind("MambaSpec", block_size=16)
-    config = kv_config(*((states, full) if states_first else (full, states)))
-    number = 0 if states_first else 1
-    with pytest.raises(UnsupportedError, match=f"^KV cache group {number} keeps MambaSpec: only attention"):
-        read_groups(config, CACHE, 0)
+STATES = {
+    "block_size": 48,
+    "num_speculative_blocks": 0,
+    "mamba_type": "gdn",
+    "shapes": ((3, 8), (2, 4)),
+    "dtypes": ("bfloat16", "float32"),
+}
+ALIGNED = SimpleNamespace(block_size=48, mamba_cache_mode="align")
+
+
+def test_a_page_of_states_is_one_block_at_the_end_of_a_chunk():
+    full, states = kind("FullAttentionSpec", block_size=48), kind("MambaSpec", **STATES)
+    groups = read_groups(kv_config(states, full, hash_block_size=16), ALIGNED, 0)
+    assert groups.chunk_tokens == 48  # and not as long as others: states are at any block's end
+    assert [group.rule for group in groups.groups] == [GroupRule.state(), GroupRule.all()]
+    assert [groups.label(group) for group in groups.groups] == ["state0", "group0/1"]
+    state, _ = groups.groups
+    wide = read_groups(kv_config(states, full, hash_block_size=16), ALIGNED, 96)
+    assert [wide.blocks_per_page(group) for group in wide.groups] == [1, 2]
+    loaded = blocks_to_load(wide, wide.groups[0], [0, 7, 0, 9], 96, 192)
+    assert (loaded.first, loaded.chunks) == (1, ((9,),))
+    other = {**STATES, "shapes": ((8, 3), (2, 4))}  # the same bytes, in another order
+    turned = read_groups(kv_config(kind("MambaSpec", **other), full, hash_block_size=16), ALIGNED, 0)
+    assert turned.groups[0].meaning != state.meaning
+
+
+@pytest.mark.parametrize(
+    ("cache", "states", "offers", "why"),
+    [
+        ({"mamba_cache_mode": "none"}, {}, True, "'align' only .this is 'none'.: switch prefix caching on"),
+        ({"use_replayssm": True}, {}, True, "use_replayssm"),
+        ({}, {"num_speculative_blocks": 2}, True, "speculative decoding"),
+        ({}, {}, False, "need vLLM 0.32 or later"),
+    ],
+)
+def test_states_are_refused_where_blocks_do_not_hold_them_when_vllm_says_so(cache, states, offers, why):
+    config = kv_config(kind("MambaSpec", **{**STATES, **states}), hash_block_size=16)
+    with pytest.raises(UnsupportedError, match=why):
+        read_groups(config, SimpleNamespace(**{**vars(ALIGNED), **cache}), 0, offers_states=offers)
 
 
 def test_the_breaker_opens_after_two_failures_and_tries_again():

@@ -6,10 +6,9 @@ import pytest
 
 import tierstore
 from tests.tierstore.store.grouped_model import CHUNK, CHUNKED, FULL, GEMMA, HYBRID, IDENTITY, Engine
-from tierstore import UsageError
+from tierstore import UsageError, groups
 from tierstore.index import Tier
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
-from tierstore.store import grouped
 from tierstore.store.grouped import group_specs
 from tierstore.transfer import TransferState
 from tierstore.types import Promise
@@ -126,7 +125,7 @@ def test_the_slowest_page_that_is_needed_counts(tmp_path):
 
 
 def test_an_end_that_needs_nothing_does_not_hide_a_longer_hit(tmp_path, monkeypatch):
-    monkeypatch.setattr(grouped, "_SCANNED", 1)
+    monkeypatch.setattr(groups, "_SCANNED", 1)
     with Engine(KVSpec((FULL, CHUNKED), "float32", CHUNK), tmp_path) as engine:  # attention chunks of 64
         engine.save_to(TOKENS[:96], 80)
         with engine.lookup(TOKENS) as hit:

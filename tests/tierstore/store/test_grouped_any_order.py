@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.tierstore.store import grouped_model as model
 from tests.tierstore.store.grouped_model import CHUNK, Engine
+from tierstore import groups
 from tierstore.index import Tier
 from tierstore.spec import KVSpec
-from tierstore.store import grouped
 
 LENGTH = 10 * CHUNK + 5
 CHUNKS = LENGTH // CHUNK
@@ -93,7 +93,7 @@ def look(engine, tokens, limit, saved, *, load):
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(chains, others, st.tuples(*[st.integers(0, LENGTH - 1)] * 3), steps)
 def test_any_order_of_things(tmp_path_factory, monkeypatch, chains, others, parts, steps):
-    monkeypatch.setattr(grouped, "_SCANNED", 1)  # as a long prompt is scanned: in several steps
+    monkeypatch.setattr(groups, "_SCANNED", 1)  # as a long prompt is scanned: in several steps
     spec = KVSpec((*chains, *others), "float32", CHUNK)
     tokens = prompts(parts)
     saved = [set() for _ in spec.groups]

@@ -107,6 +107,22 @@ def test_what_is_there_is_not_written_again(store):
     assert store.stats().counters["already_stored_pages"] == 2
 
 
+def test_a_pin_holds_those_that_are_there(store):
+    save(store, range(4))
+    assert store.flush(30)
+    store.evict("host")
+    asked = loose(store, [0, 9, 2])
+    assert store.pin(asked) == 2 * CHUNK
+    for tier in ("host", "disk"):
+        store.evict(tier)
+    assert load(store, range(4)) == {0: content(0), 2: content(2)}
+    assert store.unpin(asked) == 2 * CHUNK
+    assert store.unpin(asked) == 0
+    for tier in ("host", "disk"):
+        store.evict(tier)
+    assert load(store, range(4)) == {}
+
+
 def test_the_tokens_decide(store):
     save(store, [1])
     other = Prompt.loose_pages(store.identity, bytes(32), [PageKey(name(1)[:16])], chunk_tokens=CHUNK)

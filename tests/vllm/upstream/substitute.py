@@ -102,7 +102,7 @@ def _connect(scheduler):
     lookup._CONNECT_S = 0.0
     spec = KVSpec.opaque(4096, chunk_tokens=half.groups.chunk_tokens)
     pages = tuple(
-        GroupPages(group.number, Identity.of(spec, model="m", shard=str(group.number)), 4096, group.windowed)
+        GroupPages(group.number, Identity.of(spec, model="m", shard=str(group.number)), 4096, group.rule)
         for group in half.groups.groups
     )
     shard = WorkerShard(Shard(half.groups.chunk_tokens, pages))
