@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tierstore import groups as layer_groups
 from tierstore.errors import UsageError
-from tierstore.groups import GroupRule, Past, longest_hit, page_ranges
+from tierstore.groups import GroupRule, Past, longest_hit, page_ranges, search
 from tierstore.spec import LayerGroup, LayerKind
 
 CHUNK = 4
@@ -84,6 +85,43 @@ def test_a_hit_is_what_a_model_that_keeps_everything_says(groups, tail, limit, a
         else:
             assert set(needed) == attended(model.rule, hit)
         assert set(needed) <= model.tokens  # needed, and held
+
+
+@given(
+    st.lists(st.tuples(RULES, evictions()), min_size=1, max_size=4),
+    st.integers(0, PAGES * CHUNK + CHUNK),
+    st.sampled_from([1, 2, 64]),
+    st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(0, PAGES - 1)), max_size=3),
+)
+def test_a_search_finds_the_longest_hit_and_ends_with_what_it_needs(groups, branch, scanned, leaving):
+    """``leaving``: at this question, a page of this group leaves."""
+    held = [set(pages) for _, pages in groups]
+    longest = longest_hit(
+        [(rule, page_ranges(list(pages), CHUNK)) for rule, pages in groups], branch, align=CHUNK
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layer_groups, "_SCANNED", scanned)
+        steps = search({number: rule for number, (rule, _) in enumerate(groups)}, branch, CHUNK)
+        asked, questions = next(steps), 1
+        while True:
+            for at, group, page in leaving:
+                if at == questions and group < len(held):
+                    held[group].discard(page)
+            answer = {
+                group: [page for page in chunks if page in held[group]] for group, chunks in asked.items()
+            }
+            try:
+                asked, questions = steps.send(answer), questions + 1
+            except StopIteration as end:
+                found = end.value
+                break
+    assert found <= longest
+    if not leaving:
+        assert found == longest
+    if found:
+        needed = {number: rule.pages(found, CHUNK) for number, (rule, _) in enumerate(groups)}
+        assert asked == {number: chunks for number, chunks in needed.items() if chunks}
+        assert all(set(answer[number]) == set(chunks) for number, chunks in asked.items())
 
 
 @given(RULES, evictions(), st.integers(0, PAGES * CHUNK))
