@@ -316,16 +316,17 @@ def _check_mounts(mounts: Sequence[MountedPack], identity: Identity) -> None:
             require_identity(pack.manifest, [identity])
 
 
-def open_pool(spec: KVSpec, num_pages: int, *, device: str = "cpu") -> PagePool:
-    """A pool on ``device``: ``cpu``, ``cuda`` or ``cuda:N``. Raises :class:`UsageError` for a device that
+def open_pool(spec: KVSpec, num_pages: int, *, device: str = "cpu", most: int | None = None) -> PagePool:
+    """A pool on ``device``: ``cpu``, ``cuda`` or ``cuda:N``, which may be resized to ``most`` pages (None: on
+    a CPU to ``num_pages``, on a device not at all). Raises :class:`UsageError` for a device that
     there is not or that has no room, and :class:`~tierstore.tiers.device.DeviceError` when its driver
     fails."""
     kind, _, index = device.partition(":")
     if kind == "cpu":
-        return PagePool(spec, num_pages)
+        return PagePool(spec, num_pages, most=most)
     if kind == "cuda" and (index.isdigit() or not index):
         from tierstore.tiers.cuda import CudaDevice  # not before somebody has a GPU
         from tierstore.tiers.device_pool import DevicePool
 
-        return DevicePool(spec, num_pages, CudaDevice(int(index or 0)))
+        return DevicePool(spec, num_pages, CudaDevice(int(index or 0)), most=most)
     raise UsageError(f"no page pool for device {device!r}: use cpu or cuda")

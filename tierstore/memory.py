@@ -7,6 +7,7 @@ touch costs as much as the copy itself (measured 8 GB/s into untouched memory ag
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -18,6 +19,7 @@ from tierstore.units import format_size, round_up
 
 ALIGNMENT = 4096
 _HUGE_PAGE = 2 << 20
+_MAP_NORESERVE = 0x4000
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; older kernels answer EINVAL and the first touch pays instead
 _POPULATE_STEP = 32 << 20
 # Nobody can cut a shared-memory file short under those who have mapped it, which would kill them by SIGBUS.
@@ -33,7 +35,8 @@ class Memory:
     Views handed out by :meth:`view` keep the mapping alive; ``close()`` only gives up this object's hold.
     """
 
-    def __init__(self, nbytes: int, *, shared: bool) -> None:
+    def __init__(self, nbytes: int, *, shared: bool, reserve: bool = False) -> None:
+        """``reserve``: what is mapped may be more than the system has memory for."""
         nbytes = round_up(nbytes, ALIGNMENT)
         fd = None
         try:
@@ -46,7 +49,9 @@ class Memory:
                 fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
                 mapped = mmap.mmap(fd, nbytes)
             else:
-                mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+                # Of a pool more addresses may be reserved than it has memory.
+                mapped = mmap.mmap(-1, nbytes, flags=flags | (_MAP_NORESERVE if reserve else 0))
         except (OSError, ValueError, OverflowError) as error:
             raise UsageError(f"cannot map {format_size(nbytes)} of memory: {error}") from error
         self._take(mapped, nbytes, fd)
@@ -85,14 +90,29 @@ class Memory:
         """The bytes ``offset … offset + nbytes``, writable, without a copy."""
         return self._view[offset : offset + nbytes]
 
-    def populate(self, wanted: Callable[[], bool] = lambda: True) -> None:
-        """Touch all of it now, without the GIL, so that no copy pays for it later. Ends early when it is not
-        ``wanted`` any more."""
-        for start in range(0, self.nbytes, _POPULATE_STEP):
+    def populate(self, wanted: Callable[[], bool] = lambda: True, *, nbytes: int | None = None) -> None:
+        """Touch all of it, or its first ``nbytes``, now, without the GIL, so that no copy pays for it later.
+        Ends early when it is not ``wanted`` any more."""
+        stop = self.nbytes if nbytes is None else round_up(nbytes, ALIGNMENT)
+        for start in range(0, stop, _POPULATE_STEP):
             if not wanted():
                 return
-            length = min(_POPULATE_STEP, self.nbytes - start)
+            length = min(_POPULATE_STEP, stop - start)
             _libc.madvise(self.address + start, length, _MADV_POPULATE_WRITE)
+
+    def populate_range(self, start: int, stop: int) -> bool:
+        """Touch the bytes ``start … stop`` now, whole pages of the system's; False when it has no memory
+        left."""
+        stop = min(stop, self.nbytes)
+        failed = _libc.madvise(self.address + start, stop - start, _MADV_POPULATE_WRITE)
+        return not failed or ctypes.get_errno() != errno.ENOMEM
+
+    def discard(self, start: int, stop: int) -> None:
+        """Give the system the memory of the bytes ``start … stop``, whole pages of its own. (Not for shared
+        memory.) They are zeros when they are touched again. Raises :class:`OSError`."""
+        stop = min(stop, self.nbytes)
+        if _libc.madvise(self.address + start, stop - start, mmap.MADV_DONTNEED):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
     def close(self) -> None:
         if self.fd is not None:

@@ -32,6 +32,7 @@ from tierstore.groups import GroupRule
 from tierstore.keys import Prompt, TokenIds
 from tierstore.planner import Plan
 from tierstore.stats import StoreStats
+from tierstore.tiers.frames import PoolSize
 from tierstore.tiers.hbm import PagePool
 from tierstore.transfer import Transfer
 from tierstore.types import Hint, Loaded, Promise
@@ -162,8 +163,9 @@ class Connector(ABC):
         """This session is over: the pages that only it has used may leave first."""
 
     @abstractmethod
-    def allocate(self, count: int, *, group: int = 0) -> list[int] | None:
-        """``count`` private pages, evicting cached ones where needed; None when that many cannot be had."""
+    def allocate(self, count: int, *, group: int = 0, near: Sequence[int] = ()) -> list[int] | None:
+        """``count`` private pages, evicting cached ones where needed; None when that many cannot be had.
+        ``near`` are pages of the same sequence and group: those that go together are kept together."""
 
     @abstractmethod
     def release(self, pages: Sequence[int], *, group: int = 0) -> None:
@@ -176,6 +178,12 @@ class Connector(ABC):
     @abstractmethod
     def available(self, *, group: int = 0) -> int:
         """Pages that ``allocate`` could hand out now: free ones and cached ones that nobody uses."""
+
+    @abstractmethod
+    def resize(self, nbytes: int) -> PoolSize:
+        """Have ``nbytes`` of memory for pages, of all groups, from now on. More is
+        had at once, less as pages become free: those that are cached leave, those in use stay. Raises
+        :class:`~tierstore.errors.UsageError` for a size that cannot be."""
 
     @abstractmethod
     def stats(self) -> StoreStats | None:

@@ -15,6 +15,7 @@ from tierstore.packs import MountedPack
 from tierstore.planner import Plan
 from tierstore.spec import KVSpec
 from tierstore.stats import StoreStats
+from tierstore.tiers.frames import PoolSize
 from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.two_level import bytes_for, open_group_pools
 from tierstore.transfer import Transfer
@@ -90,8 +91,8 @@ class NoStore(Connector):
     def finish(self, session: str) -> None:
         """Nothing is kept anyhow."""
 
-    def allocate(self, count: int, *, group: int = 0) -> list[int] | None:
-        return self.pools[group].allocate(count)
+    def allocate(self, count: int, *, group: int = 0, near: Sequence[int] = ()) -> list[int] | None:
+        return self.pools[group].allocate(count, near=near)
 
     def release(self, pages: Sequence[int], *, group: int = 0) -> None:
         self.pools[group].free(pages)
@@ -101,6 +102,13 @@ class NoStore(Connector):
 
     def available(self, *, group: int = 0) -> int:
         return self.pools[group].free_pages
+
+    def resize(self, nbytes: int) -> PoolSize:
+        if len({id(pool.frames) for pool in self.pools}) > 1:
+            raise UsageError("the layer groups have a pool each: there is no one size to change")
+        self.pool.resize(nbytes)
+        self.pool.settle(wait=True)
+        return self.pool.frames.size
 
     def stats(self) -> StoreStats | None:
         return None
@@ -181,8 +189,8 @@ class StoreConnector(Connector):
     def finish(self, session: str) -> None:
         self.store.finish(session)
 
-    def allocate(self, count: int, *, group: int = 0) -> list[int] | None:
-        return self.store.allocate_hbm(count)
+    def allocate(self, count: int, *, group: int = 0, near: Sequence[int] = ()) -> list[int] | None:
+        return self.store.allocate_hbm(count, near=near)
 
     def release(self, pages: Sequence[int], *, group: int = 0) -> None:
         self.store.release_hbm(pages)
@@ -192,6 +200,9 @@ class StoreConnector(Connector):
 
     def available(self, *, group: int = 0) -> int:
         return self.store.available_hbm()
+
+    def resize(self, nbytes: int) -> PoolSize:
+        return self.store.resize_hbm(nbytes)
 
     def stats(self) -> StoreStats | None:
         return self.store.stats()
@@ -257,8 +268,8 @@ class GroupedConnector(Connector):
     def finish(self, session: str) -> None:
         self.store.finish(session)
 
-    def allocate(self, count: int, *, group: int = 0) -> list[int] | None:
-        return self.store.allocate_hbm(count, group=group)
+    def allocate(self, count: int, *, group: int = 0, near: Sequence[int] = ()) -> list[int] | None:
+        return self.store.allocate_hbm(count, group=group, near=near)
 
     def release(self, pages: Sequence[int], *, group: int = 0) -> None:
         self.store.stores[group].release_hbm(pages)
@@ -268,6 +279,9 @@ class GroupedConnector(Connector):
 
     def available(self, *, group: int = 0) -> int:
         return self.store.available_hbm(group=group)
+
+    def resize(self, nbytes: int) -> PoolSize:
+        return self.store.resize_hbm(nbytes)
 
     def stats(self) -> StoreStats | None:
         return self.store.stats()
@@ -286,6 +300,7 @@ def open_connector(
     identity: Identity,
     *,
     pool_pages: int | Sequence[int],
+    most_bytes: int | None = None,
     store: str | None,
     host_bytes: int = DEFAULT_HOST_BYTES,
     disk_bytes: int = DEFAULT_DISK_BYTES,
@@ -295,7 +310,8 @@ def open_connector(
     role: Role = BOTH,
 ) -> Connector:
     """A page pool of ``pool_pages`` pages on ``device`` (where the spec has several layer groups, as many
-    numbers, and one memory in which so many pages of each find room at a time) and the connector to
+    numbers, and one memory in which so many pages of each find room at a time), which may be resized to
+    ``most_bytes`` (None: on a CPU to what it has at first, on a device not at all), and the connector to
     ``store``: the address of a daemon (``ipc://PATH``, ``tcp://HOST:PORT``), a directory for an embedded
     store, or None to compute without one. ``model_name`` is what people call the model, ``mounts`` are
     packs to find pages in, too. ``role`` is what it does with pages that it shares with other engines,
@@ -310,7 +326,10 @@ def open_connector(
         raise UsageError(f"the model has {len(parts)} layer groups, and there are {len(counts)} pool sizes")
     pools: Sequence[PagePool]
     if len(parts) > 1 and device == "cpu":
-        pools = open_group_pools(parts, bytes_for(parts, counts))
+        pools = open_group_pools(parts, bytes_for(parts, counts), most_bytes=most_bytes)
+    elif len(parts) == 1:
+        most = None if most_bytes is None else most_bytes // spec.page_bytes
+        pools = [open_pool(parts[0], counts[0], device=device, most=most)]
     else:
         pools = [open_pool(part, count, device=device) for part, count in zip(parts, counts, strict=True)]
     if store is None:

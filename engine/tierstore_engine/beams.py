@@ -90,6 +90,10 @@ class BeamSearch:
         self.done = False
 
     @property
+    def width(self) -> int:
+        return self._params.width
+
+    @property
     def candidates(self) -> int:
         """How many of its likeliest next tokens each beam is to offer: with as many, ``width`` of them go on
         even if all others end."""

@@ -141,6 +141,7 @@ def build_engine(
     model: LoadedModel,
     *,
     pool_pages: int | None,
+    most_pool_bytes: int | None = None,
     store: str | None = None,
     host_bytes: int = DEFAULT_HOST_BYTES,
     disk_bytes: int = DEFAULT_DISK_BYTES,
@@ -151,9 +152,11 @@ def build_engine(
     mounts: Sequence[MountedPack] = (),
     role: Role = BOTH,
 ) -> Engine:
-    """An engine over a pool of ``pool_pages`` pages (None, on a GPU only: what its free memory holds), and
-    over the store at ``store`` (None: without one). ``model_name`` is what people call the model, ``mounts``
-    are packs to find pages in, too; ``role`` is what it does with pages that it shares with other engines.
+    """An engine over a pool of ``pool_pages`` pages (None, on a GPU only: what its free memory holds), which
+    :meth:`Engine.resize_pool` may make ``most_pool_bytes`` large (None: on a CPU its first size, on a GPU it
+    keeps that), and over the store at ``store`` (None: without one). ``model_name`` is what people call the
+    model, ``mounts`` are packs to find pages in, too; ``role`` is what it does with pages that it shares with
+    other engines.
 
     Raises :class:`UsageError` for sizes that cannot work and
     :class:`~tierstore.errors.StoreUnavailableError` for a store that cannot be opened.
@@ -170,6 +173,7 @@ def build_engine(
         spec,
         model.identity(spec),
         pool_pages=counts,
+        most_bytes=most_pool_bytes,
         store=store,
         host_bytes=host_bytes,
         disk_bytes=disk_bytes,

@@ -140,6 +140,10 @@ def serve(
     hbm_bytes: Annotated[
         str | None, typer.Option(help="Page pool; default: a GPU's free memory, or 65,536 tokens on a CPU")
     ] = None,
+    most_hbm_bytes: Annotated[
+        str | None,
+        typer.Option(help="What POST /pool may make of it; default: on a CPU as large as it begins"),
+    ] = None,
     draft: Annotated[str | None, typer.Option(help="Speculative decoding: prompt-lookup, or a model")] = None,
     draft_tokens: Annotated[int, typer.Option(help="Drafted per step at most")] = 5,
     chunk_tokens: Annotated[
@@ -216,6 +220,7 @@ def serve(
         host_bytes=parse_size(host_bytes),
         disk_bytes=parse_size(disk_bytes),
         hbm_bytes=None if hbm_bytes is None else parse_size(hbm_bytes),
+        most_hbm_bytes=None if most_hbm_bytes is None else parse_size(most_hbm_bytes),
         chunk_tokens=chunk_tokens,
         device=device,
         dtype=dtype,

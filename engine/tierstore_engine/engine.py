@@ -19,8 +19,10 @@ import torch
 from tierstore.errors import TierStoreError, UsageError
 from tierstore.groups import Past
 from tierstore.retention import checkpoint_tokens
+from tierstore.tiers.frames import PoolSize
 from tierstore.tiers.two_level import fits
 from tierstore.types import Hint, Promise, checked_session
+from tierstore.units import format_size
 from tierstore_connectors.base import Connector
 from tierstore_engine.batch import build_step, finishing
 from tierstore_engine.beams import BeamGroup, BeamHypothesis, BeamParams, BeamSearch
@@ -202,6 +204,29 @@ class Engine:
         self._cancelled.append(self._retire(sequence, text, ()))
         return True
 
+    def pool_size(self) -> PoolSize:
+        """How much memory the pages have."""
+        pool = self.connector.pool
+        pool.settle()
+        return pool.frames.size
+
+    def resize_pool(self, nbytes: int) -> PoolSize:
+        """Have ``nbytes`` of memory for pages from now on, such as to make room for another model, or to take
+        it back. More is had at once; less as pages become free: those that are cached leave now, those of
+        requests when they end or give way. Every request goes on. Raises :class:`UsageError` for a size that
+        cannot be, or that one of the requests might not fit."""
+        frames = nbytes // self.connector.pool.frames.large_bytes
+        sequences = [(sequence, 1) for sequence in self._sequences.values()]
+        sequences += [(group.members[0], group.search.width) for group in self._groups.values()]
+        for sequence, count in sequences:
+            counts = [count * each for each in self._counts(sequence.max_tokens - 1)]
+            if not fits(self.connector.pools, counts, frames=frames):
+                raise UsageError(
+                    f"request {sequence.request_id} may come to {sequence.max_tokens} tokens, and a pool of "
+                    f"{format_size(nbytes)} has no room for them: cancel it first, or wait for its end"
+                )
+        return self.connector.resize(nbytes)
+
     def check_bias(self, params: SamplingParams) -> None:
         """Raises :class:`RequestError` for a bias on tokens that the model does not have."""
         unknown = [token for token in params.logit_bias if not 0 <= token < self.model.config.vocab_size]
@@ -235,10 +260,10 @@ class Engine:
         pool = self.connector.pool
         # The newest token's KV is not computed before it has a successor.
         pages = self._keeper.pages_for(self._max_tokens(len(tokens), params.max_new_tokens) - 1)
-        if pages > pool.num_pages:
+        if pages > pool.target:
             raise RequestError(
                 f"the prompt's {len(tokens)} tokens and up to {params.max_new_tokens} new ones need {pages} "
-                f"pages of {pool.spec.chunk_tokens} tokens, but the pool has {pool.num_pages}"
+                f"pages of {pool.spec.chunk_tokens} tokens, but the pool has {pool.target}"
             )
         self._check_sides(self._max_tokens(len(tokens), params.max_new_tokens) - 1)
 
@@ -360,7 +385,7 @@ class Engine:
             admitted=len(admitted),
             shared_pages=self._keeper.shared_pages,
             available_pages=self.connector.available(),
-            total_pages=self.connector.pool.num_pages,
+            total_pages=self.connector.pool.capacity,
             late_requests=self._late_requests,
             longest_overtaken_s=self._scheduler.longest_overtaken_s,
         )
@@ -564,11 +589,11 @@ class Engine:
                 f"is {settings.max_sequences}"
             )
         pages = params.width * self._keeper.pages_for(self._max_tokens(len(tokens), params.max_new_tokens))
-        if pages > self.connector.pool.num_pages:
+        if pages > self.connector.pool.target:
             raise RequestError(
                 f"a beam search of width {params.width} over {len(tokens)} tokens and up to "
                 f"{params.max_new_tokens} new ones may need {pages} pages, but the pool has "
-                f"{self.connector.pool.num_pages}"
+                f"{self.connector.pool.target}"
             )
         self._check_sides(self._max_tokens(len(tokens), params.max_new_tokens), sequences=params.width)
         first = self._sequence(tokens, of_beam, started)
@@ -650,15 +675,18 @@ class Engine:
 
     def _check_sides(self, tokens: int, *, sequences: int = 1) -> None:
         """Raises :class:`RequestError` where the pools have no room for so many, in all layer groups."""
-        peaks = self._keeper.side_peaks(tokens)
-        counts = [self._keeper.pages_for(tokens), *peaks]
-        if peaks and not fits(self.connector.pools, [sequences * count for count in counts]):
+        counts = self._counts(tokens)
+        if len(counts) > 1 and not fits(self.connector.pools, [sequences * count for count in counts]):
             kinds = [pool.spec.groups[0].kind.value for pool in self.connector.pools]
             needed = ", ".join(f"{sequences * n} of {kind}" for n, kind in zip(counts, kinds, strict=True))
             raise RequestError(
                 f"{tokens} tokens need pages of every kind at a time ({needed}), and the pool has no "
                 "room for them"
             )
+
+    def _counts(self, tokens: int) -> list[int]:
+        """By layer group: the most pages that a sequence of ``tokens`` tokens has at a time."""
+        return [self._keeper.pages_for(tokens), *self._keeper.side_peaks(tokens)]
 
     def _max_tokens(self, prompt_tokens: int, new_tokens: int) -> int:
         return min(prompt_tokens + new_tokens, self.model.config.max_positions)

@@ -242,7 +242,8 @@ class PageKeeper:
             return
         loaded = loading.transfer.wait()
         missing = self.pages_for(len(sequence.tokens)) - len(loaded.pages) - len(loading.fresh)
-        more = self.connector.allocate(missing) if missing > 0 else []
+        had = [*loaded.pages, *loading.fresh]
+        more = self.connector.allocate(missing, near=had) if missing > 0 else []
         sequence.loading = None
         sides = self._begin_sides(loaded) if more is not None else None
         if more is None or sides is None:
@@ -293,7 +294,7 @@ class PageKeeper:
         missing = max(self.pages_for(len(sequence.tokens) + draft_tokens) - len(pages), 0)
         if not shared and not missing:
             return True
-        fresh = self.connector.allocate(len(shared) + missing)
+        fresh = self.connector.allocate(len(shared) + missing, near=pages)
         if fresh is None:
             return False
         copies = [(fresh.pop(), place) for place in shared]

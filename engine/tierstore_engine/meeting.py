@@ -135,7 +135,7 @@ class Meeting:
         # It did not come, or one behind it did not: its pages are computed.
         self._over = True
         self._connector.release(loaded.pages)
-        fresh = self._connector.allocate(count)
+        fresh = self._connector.allocate(count, near=self.pages)
         if fresh is None:
             self.pages = [*self.pages[: block.first], *self.pages[block.stop :]]
             return False

@@ -166,7 +166,8 @@ class WindowGroup(SideGroup):
         missing = max(-(-stop // self._chunk) - len(pages), 0)
         if not shared and not missing:
             return True
-        fresh = self._connector.allocate(len(shared) + missing, group=self._group)
+        near = [page for page in pages if page != NO_PAGE]
+        fresh = self._connector.allocate(len(shared) + missing, group=self._group, near=near)
         if fresh is None:
             return False
         copies = [(fresh.pop(), place) for place in shared]

@@ -110,15 +110,19 @@ class Site:
             return _text(421, f"this is not {_host_name(host)}: ask for localhost or 127.0.0.1")
         return None
 
+    def strange(self, request: WebRequest) -> WebAnswer | None:
+        """The refusal of a request that names another host, or that a web page elsewhere has made."""
+        if (refusal := self.refusal(request)) is not None:
+            return refusal
+        return None if _same_site(request) else _text(403, "this page is for its own site")
+
     def answer(self, request: WebRequest) -> WebAnswer | None:
         """None for what is no path of the page."""
         path = request.path
         if path not in ("/", PAGE.rstrip("/")) and not path.startswith(PAGE):
             return None
-        if (refusal := self.refusal(request)) is not None:
+        if (refusal := self.strange(request)) is not None:
             return refusal
-        if not _same_site(request):
-            return _text(403, "this page is for its own site")
         if path in ("/", PAGE.rstrip("/")):
             query = f"?{request.query}" if request.query else ""
             return WebAnswer(307, {"Location": f"{PAGE.strip('/')}/{query}", **_HEADERS})

@@ -97,11 +97,9 @@ class HbmPages:
             copies = [(self.hbm_pages[position], address) for position, address in pages]
             self._pool.read_pages(copies, after=self._computed)
             return copying.hash_all([address for _, address in pages], page_bytes)
-        start = self._pool.address
-        return copying.copy_and_hash(
-            ((address, start + self.hbm_pages[position] * page_bytes) for position, address in pages),
-            page_bytes,
-        )
+        address_of = self._pool.page_address
+        sources = ((address, address_of(self.hbm_pages[position])) for position, address in pages)
+        return copying.copy_and_hash(sources, page_bytes)
 
     def frames(
         self, positions: Sequence[int], page_bytes: int

@@ -45,6 +45,7 @@ from tierstore.spec import KVSpec
 from tierstore.stats import StoreStats
 from tierstore.store.hit import Hit
 from tierstore.store.store import Store, lookup_all
+from tierstore.tiers.frames import PoolSize
 from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.two_level import GroupPool
 from tierstore.tiers.two_level import check as check_pools
@@ -473,12 +474,13 @@ class GroupedStore:
 
     # -- room in HBM ---------------------------------------------------------------------------------
 
-    def allocate_hbm(self, count: int, *, group: int = 0) -> list[int] | None:
+    def allocate_hbm(self, count: int, *, group: int = 0, near: Sequence[int] = ()) -> list[int] | None:
         """``count`` private pages of a group's pool, evicting cached ones; None when they cannot be had.
-        Where the groups share a memory, those leave of whichever has most that nobody uses."""
+        Where the groups share a memory, those leave of whichever has most that nobody uses, and ``near``
+        are pages of the same sequence to put these beside."""
         for _ in range(2):  # after the first nothing of its own is idle: then the others' is looked at
             self._make_room(group, count)
-            pages = self.stores[group].allocate_hbm(count)
+            pages = self.stores[group].allocate_hbm(count, near=near)
             if pages is not None:
                 return pages
         return None
@@ -524,17 +526,29 @@ class GroupedStore:
         return self.stores[group].available_hbm() - self.pools[group].free_pages
 
     def _empty_one(self, group: int) -> bool:
-        """Let cached pages of a group leave until a large page of it is empty."""
+        """Let cached pages of a group leave until a large page of it is empty, or given back."""
         pool = self.pools[group]
         assert isinstance(pool, GroupPool)
         if not pool.small.emptied_by(self.stores[group].idle_hbm()):
             return False  # what is in use lies everywhere
-        large = pool.small.large
-        before = large.free
+        before = len(pool.small.parts)
         while self.stores[group].evict(Tier.HBM.label, pool.small.per_large):
-            if large.free > before:
+            if len(pool.small.parts) < before:
                 return True
         return False
+
+    def resize_hbm(self, nbytes: int) -> PoolSize:
+        """:meth:`Store.resize_hbm <tierstore.Store.resize_hbm>` of the memory that the groups share."""
+        pools = self.pools
+        if not isinstance(pools[0], GroupPool):
+            raise UsageError("the layer groups have a pool each: there is no one size to change")
+        pools[0].resize(whole_number("nbytes", nbytes, least=1))
+        while pools[0].excess:
+            idle = {group: self._idle(group) * pool.spec.page_bytes for group, pool in enumerate(pools)}
+            if not any(self._empty_one(group) for group in sorted(idle, key=lambda each: -idle[each])):
+                break
+        pools[0].settle(wait=True)
+        return pools[0].frames.size
 
     def release_hbm(self, hbm_pages: Sequence[int], *, group: int = 0) -> None:
         """The caller is done with these pages (once for each time it came to own one)."""

@@ -208,12 +208,13 @@ class HbmTier:
 
     # -- room ----------------------------------------------------------------------------------------
 
-    def allocate(self, count: int) -> list[int] | None:
-        """``count`` pages of the pool, evicting cached ones; None when that many cannot be had."""
+    def allocate(self, count: int, *, near: Sequence[int] = ()) -> list[int] | None:
+        """``count`` pages of the pool, evicting cached ones; None when that many cannot be had. ``near``: see
+        :meth:`PagePool.allocate <tierstore.tiers.hbm.PagePool.allocate>`."""
         assert self.pool is not None, "this store has no page pool"
         if count > self.pool.free_pages:
             self.evict(count - self.pool.free_pages)
-        return self.pool.allocate(count)
+        return self.pool.allocate(count, near=near)
 
     def evict(self, count: int) -> int:
         """Let up to ``count`` cached pages leave, the policy's worst first. Returns how many left."""
@@ -254,11 +255,18 @@ class HbmTier:
             else:
                 self.index.release_copy(page, Tier.HBM)
         self._leaving.leave()
+        self.shrink()
 
     def release_copy(self, page: Page) -> None:
         """Give up a hold that is no part of a lookup's lease."""
         self.leases.release_copy(page, Tier.HBM)
         self._leaving.leave()
+        self.shrink()
+
+    def shrink(self) -> None:
+        """As long as the pool has more memory than it should, cached pages leave it."""
+        while self.pool is not None and self.pool.excess and self.evict(self.pool.excess):
+            pass
 
     def available(self) -> int:
         """Pages of the pool that are free or could be evicted, one after the other."""
@@ -268,7 +276,7 @@ class HbmTier:
             # A save holds single pages, and what is before them cannot leave either. (All other leases are on
             # whole prefixes.)
             cached -= self._before_held()
-        return self.pool.free_pages + cached
+        return self.pool.free_pages + max(cached - self.pool.excess, 0)
 
     def _before_held(self) -> int:
         """Cached pages that nobody holds, but that have a held page behind them."""
@@ -291,7 +299,7 @@ class HbmTier:
     def tier_stats(self) -> dict[str, TierStats]:
         if self.pool is None:
             return {}
-        page_bytes, total = self.pool.spec.page_bytes, self.pool.num_pages
+        page_bytes, total = self.pool.spec.page_bytes, self.pool.capacity
         used = self.pool.used_pages * page_bytes
         pages, leased = self.index.copies[Tier.HBM], self.index.leases[Tier.HBM]
         return {Tier.HBM.label: TierStats(total * page_bytes, used, pages, leased)}

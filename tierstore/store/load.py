@@ -568,7 +568,7 @@ class HbmLoad(Load):
     def _reserve(self) -> None:
         for position, here in enumerate(self._arrived):
             if not here:
-                pages = self.hbm.allocate(1)
+                pages = self.hbm.allocate(1, near=list(self._reserved.values())[-1:])
                 if pages is None:
                     self._cut = min(self._cut, position)
                     return

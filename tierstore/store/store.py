@@ -30,6 +30,7 @@ from tierstore.store.hit import Hit, LooseHit
 from tierstore.store.load import BufferLoad, HbmLoad, Range, TargetLoad
 from tierstore.store.prompts import PromptCache
 from tierstore.store.save import Save, SaveBudget
+from tierstore.tiers.frames import PoolSize
 from tierstore.tiers.hbm import PagePool
 from tierstore.transfer import Transfer
 from tierstore.types import Hint, Loaded, Promise
@@ -485,13 +486,27 @@ class Store:
 
     # -- room in HBM (for the engine that owns the pool) -----------------------------------------------
 
-    def allocate_hbm(self, count: int) -> list[int] | None:
-        """``count`` private pages of the pool, evicting cached ones; None when that many cannot be had."""
+    def allocate_hbm(self, count: int, *, near: Sequence[int] = ()) -> list[int] | None:
+        """``count`` private pages of the pool, evicting cached ones; None when that many cannot be had.
+        ``near`` are pages of the same sequence: a pool of two levels keeps these together."""
         self._hbm.require_process()
         self.checked_pool()
         count = whole_number("count", count, least=0)
         with self._hbm.lock:
-            return self._hbm.allocate(count)
+            return self._hbm.allocate(count, near=near)
+
+    def resize_hbm(self, nbytes: int) -> PoolSize:
+        """Have a pool of ``nbytes`` from now on. More is had at once, as far as there is memory. Less: what
+        is free and what is cached goes at once, what is in use when it is released. No page in use moves.
+        Raises :class:`UsageError` for a size that cannot be."""
+        self._hbm.require_process()
+        pool = self.checked_pool()
+        nbytes = whole_number("nbytes", nbytes, least=1)
+        with self._hbm.lock:
+            pool.resize(nbytes)
+            self._hbm.shrink()
+        pool.settle(wait=True)
+        return pool.frames.size
 
     def release_hbm(self, hbm_pages: Sequence[int]) -> None:
         """The caller is done with these pages (once for each time it came to own one)."""

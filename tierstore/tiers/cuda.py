@@ -14,7 +14,18 @@ for the legacy default stream; events that let a waiting thread sleep and take n
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    byref,
+    c_char_p,
+    c_int,
+    c_size_t,
+    c_ubyte,
+    c_uint,
+    c_uint64,
+    c_ushort,
+    c_void_p,
+)
 from typing import Any
 
 import numpy as np
@@ -36,6 +47,10 @@ _EVENT_SLEEPS_WITHOUT_TIME = 1 | 2  # CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_
 _REGISTER_PORTABLE_MAPPED = 1 | 2
 _IPC_HANDLE_BYTES = 64
 _CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91
+_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102
+_ALLOCATION_PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
+_LOCATION_DEVICE = 1
+_ACCESS_READ_WRITE = 3
 _OVERLAP_WITH_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -49,6 +64,14 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
     "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
     "cuMemFree_v2": (c_uint64,),
+    "cuMemGetAllocationGranularity": (POINTER(c_size_t), c_void_p, c_int),
+    "cuMemAddressReserve": (POINTER(c_uint64), c_size_t, c_size_t, c_uint64, c_uint64),
+    "cuMemAddressFree": (c_uint64, c_size_t),
+    "cuMemCreate": (POINTER(c_uint64), c_size_t, c_void_p, c_uint64),
+    "cuMemMap": (c_uint64, c_size_t, c_size_t, c_uint64, c_uint64),
+    "cuMemSetAccess": (c_uint64, c_size_t, c_void_p, c_size_t),
+    "cuMemUnmap": (c_uint64, c_size_t),
+    "cuMemRelease": (c_uint64,),
     "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
     "cuMemHostUnregister": (c_void_p,),
     "cuIpcGetMemHandle": (c_void_p, c_uint64),
@@ -78,6 +101,28 @@ class _CopyAttributes(ctypes.Structure):
     """``CUmemcpyAttributes``; the two hints are for managed memory."""
 
     _fields_ = (("order", c_int), ("source", _Location), ("to", _Location), ("flags", c_uint))
+
+
+class _AllocationFlags(ctypes.Structure):
+    _fields_ = (("compression", c_ubyte), ("rdma", c_ubyte), ("usage", c_ushort), ("reserved", c_ubyte * 4))
+
+
+class _Allocation(ctypes.Structure):
+    """``CUmemAllocationProp``"""
+
+    _fields_ = (
+        ("type", c_int),
+        ("handle_types", c_int),
+        ("location", _Location),
+        ("windows", c_void_p),
+        ("flags", _AllocationFlags),
+    )
+
+
+class _Access(ctypes.Structure):
+    """``CUmemAccessDesc``"""
+
+    _fields_ = (("location", _Location), ("flags", c_int))
 
 
 _THREADS_OWN = ("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuGetErrorName")
@@ -140,6 +185,12 @@ class CudaDevice:
         )
         self.host_pointers = bool(same.value)
         self._batch = _batch_function(self._driver)
+        maps = c_int()
+        self._call_bare("cuDeviceGetAttribute", byref(maps), _VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, device)
+        here = _Location(_LOCATION_DEVICE, index)
+        self._allocation = _Allocation(_ALLOCATION_PINNED, 0, here, None, _AllocationFlags())
+        self._access = _Access(here, _ACCESS_READ_WRITE)
+        self.granule_bytes = self._granularity() if maps.value else 0
 
     def __repr__(self) -> str:
         return f"CudaDevice({self.name})"
@@ -161,6 +212,38 @@ class CudaDevice:
 
     def free(self, address: int) -> None:
         self._call("cuMemFree_v2", address)
+
+    def _granularity(self) -> int:
+        granule = c_size_t()
+        self._call("cuMemGetAllocationGranularity", byref(granule), byref(self._allocation), 0)
+        return granule.value
+
+    def reserve(self, nbytes: int) -> int:
+        address = c_uint64()
+        self._call("cuMemAddressReserve", byref(address), nbytes, 0, 0, 0)
+        return address.value
+
+    def unreserve(self, address: int, nbytes: int) -> None:
+        self._call("cuMemAddressFree", address, nbytes)
+
+    def map(self, address: int, nbytes: int) -> None:
+        handle = c_uint64()
+        error = self._try("cuMemCreate", byref(handle), nbytes, byref(self._allocation), 0)
+        if error == _OUT_OF_MEMORY:
+            raise DeviceMemoryError(f"{self.name} has no {nbytes} bytes left")
+        self._require("cuMemCreate", error)
+        try:
+            self._call("cuMemMap", address, nbytes, 0, handle, 0)
+        finally:
+            self._call("cuMemRelease", handle)  # the mapping holds the memory, if there is one
+        try:
+            self._call("cuMemSetAccess", address, nbytes, byref(self._access), 1)
+        except DeviceError:
+            self.unmap(address, nbytes)
+            raise
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        self._call("cuMemUnmap", address, nbytes)
 
     def view(self, address: int, shape: tuple[int, ...]) -> Any:
         return DeviceArray(address, shape)

@@ -87,6 +87,23 @@ class Device(Protocol):
     def free(self, address: int) -> None:
         """Give memory of :meth:`allocate` back. Waits for the device."""
 
+    @property
+    def granule_bytes(self) -> int:
+        """In pieces of which size memory can be mapped to reserved addresses; 0 where it cannot."""
+
+    def reserve(self, nbytes: int) -> int:
+        """The first of so many addresses without memory: whole granules."""
+
+    def unreserve(self, address: int, nbytes: int) -> None:
+        """Give addresses of :meth:`reserve` back, none of which has memory any more."""
+
+    def map(self, address: int, nbytes: int) -> None:
+        """Put new memory behind reserved addresses: whole granules. Raises :class:`DeviceMemoryError`."""
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """Give the memory back that :meth:`map` was called for with the same arguments. Does not wait: all
+        that was put to work on it must have happened."""
+
     def view(self, address: int, shape: tuple[int, ...]) -> Any:
         """Memory of this device as an array of uint8 that the libraries that compute on it take."""
 

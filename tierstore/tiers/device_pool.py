@@ -2,7 +2,7 @@
 
 Work is put on a *compute* stream (the engine's) and on four of the pool's own, which copy beside it: two up
 from host memory, one down to it, and one across within the pool. Streams know nothing of each other. What
-keeps a page's bytes right are these six rules, each an event that a stream or a thread waits for:
+keeps a page's bytes right are these seven rules, each an event that a stream or a thread waits for:
 
 ==  =====================================================================  =================================
 1   a copy down begins after what computed the page                        ``after`` in :meth:`read_pages`
@@ -12,6 +12,8 @@ keeps a page's bytes right are these six rules, each an event that a stream or a
 5   a copy into a page begins after what computed with it before           ``_freed``, set by :meth:`free`
 6   what computes with a page that was given back during a copy into it    :meth:`allocate`
     waits for that copy
+7   memory goes after all that was put on any stream before its last page  ``mapped.py``
+    was given back
 ==  =====================================================================  =================================
 
 The owner of the *source* of a copy up keeps it until ``PendingCopy.wait`` returns.
@@ -43,7 +45,9 @@ from tierstore.tiers.device import (
     SourceOrder,
     Stream,
 )
+from tierstore.tiers.frames import Frames
 from tierstore.tiers.hbm import COMPLETED, CopyFence, PagePool, PendingCopy
+from tierstore.tiers.mapped import MappedMemory
 from tierstore.tiers.pinned import Pin, Reach
 from tierstore.units import format_size
 
@@ -125,20 +129,42 @@ class DevicePool(PagePool):
     overlaps = True
 
     def __init__(
-        self, spec: KVSpec, num_pages: int, device: Device, *, layered_bytes: int = LAYERED_BYTES
+        self,
+        spec: KVSpec,
+        num_pages: int,
+        device: Device,
+        *,
+        most: int | None = None,
+        layered_bytes: int = LAYERED_BYTES,
     ) -> None:
-        self._number(spec, num_pages, device=device.name)
+        """``num_pages`` pages in one allocation; with ``most`` in memory that is mapped piece by piece, so
+        that :meth:`resize` may make them as many. A device that cannot has ``num_pages`` for good."""
+        if most is not None and not device.granule_bytes:
+            _log.warning("%s cannot map memory piece by piece: its page pool keeps its size", device.name)
+            most = None
+        rows = self._number(spec, num_pages, most, device=device.name)
         self.runtime = device
         self._reach = Reach(device)
         self.gather: Gather | None = None
         """Set by whoever has one."""
-        self._start = _allocate(spec, num_pages, device)
-        self.array = device.view(self._start, (num_pages, spec.page_bytes))
         streams: list[Stream] = []
+        self._mapped = None if most is None else MappedMemory(device, rows * spec.page_bytes, streams)
+        if self._mapped is None:
+            fixed = f"the page pool of {device.name} was opened with a size that it keeps"
+            self._start = _allocate(spec, num_pages, device)
+            self.frames = Frames(spec.page_bytes, rows, fixed=fixed)
+        else:
+            self._start = self._mapped.address
+            self.frames = Frames(spec.page_bytes, rows, present=0, backing=self._mapped)
+            if self.frames.resize(num_pages) < num_pages:
+                self._mapped.close()
+                raise _no_room(spec, num_pages, device)
+        self.array = device.view(self._start, (rows, spec.page_bytes))
         # With the last view of it, and not with the pool: who computes with pages does so on its stream, and
         # torch comes back to that stream as long as it has tensors that were used there. At the interpreter's
         # end the driver may be gone first: no need to ask it.
-        weakref.finalize(self.array, _give_back, device, streams, self._start).atexit = False
+        memory = self._start if self._mapped is None else self._mapped
+        weakref.finalize(self.array, _give_back, device, streams, memory).atexit = False
         self._layered_bytes = layered_bytes
         self._layers = [spec.layer(layer) for layer in range(spec.num_layers)]
         streams += (device.stream() for _ in range(5))
@@ -156,8 +182,8 @@ class DevicePool(PagePool):
 
     # -- pages -----------------------------------------------------------------------------------------
 
-    def allocate(self, count: int) -> list[int] | None:
-        pages = super().allocate(count)
+    def allocate(self, count: int, *, near: Sequence[int] = ()) -> list[int] | None:
+        pages = super().allocate(count, near=near)
         for filling in self._under_way(pages or ()):
             self.runtime.wait(self.compute, filling.last)  # rule 6
         return pages
@@ -168,6 +194,11 @@ class DevicePool(PagePool):
             with self._lock:
                 self._freed.update((page, computed) for page in pages)  # rule 5
         super().free(pages)
+        self.settle()
+
+    def settle(self, *, wait: bool = False) -> None:
+        if self._mapped is not None and self._mapped.leaving:
+            self._mapped.settle(wait=wait)
 
     # -- copies ----------------------------------------------------------------------------------------
 
@@ -339,24 +370,30 @@ def pages_that_fit(spec: KVSpec, device: Device, fraction: float = FRACTION) -> 
     return int(device.memory().free * fraction) // spec.page_bytes
 
 
-def _give_back(device: Device, streams: Sequence[Stream], address: int) -> None:
-    device.free(address)  # waits for what is on the streams
+def _give_back(device: Device, streams: Sequence[Stream], memory: int | MappedMemory) -> None:
+    if isinstance(memory, MappedMemory):
+        memory.close()
+    else:
+        device.free(memory)  # waits for what is on the streams
     for stream in streams:
         device.release(stream)
 
 
 def _allocate(spec: KVSpec, num_pages: int, device: Device) -> int:
     wanted = num_pages * spec.page_bytes
-    memory = device.memory()
+    if wanted > device.memory().free:
+        raise _no_room(spec, num_pages, device)
     try:
-        if wanted > memory.free:
-            raise DeviceMemoryError(f"{device.name} has {memory.free} bytes left, not {wanted}")
         return device.allocate(wanted)
     except DeviceMemoryError as error:
-        fit = pages_that_fit(spec, device)
-        raise UsageError(
-            f"a page pool of {format_size(wanted)} ({num_pages} pages of {format_size(spec.page_bytes)}, "
-            f"{num_pages * spec.chunk_tokens} tokens) does not fit {device.name}: "
-            f"{format_size(memory.free)} of its {format_size(memory.total)} are free, room for {fit} pages "
-            f"({fit * spec.chunk_tokens} tokens)"
-        ) from error
+        raise _no_room(spec, num_pages, device) from error
+
+
+def _no_room(spec: KVSpec, num_pages: int, device: Device) -> UsageError:
+    memory, fit = device.memory(), pages_that_fit(spec, device)
+    return UsageError(
+        f"a page pool of {format_size(num_pages * spec.page_bytes)} ({num_pages} pages of "
+        f"{format_size(spec.page_bytes)}, {num_pages * spec.chunk_tokens} tokens) does not fit "
+        f"{device.name}: {format_size(memory.free)} of its {format_size(memory.total)} are free, "
+        f"room for {fit} pages ({fit * spec.chunk_tokens} tokens)"
+    )

@@ -17,6 +17,7 @@ from tierstore.errors import UsageError
 from tierstore.memory import Memory
 from tierstore.spec import KVSpec
 from tierstore.tiers.device import Event
+from tierstore.tiers.frames import Frames, HostBacking, PoolSize
 from tierstore.tiers.pinned import Pin
 from tierstore.units import format_size
 
@@ -65,37 +66,43 @@ COMPLETED = _Here()
 
 
 class PagePool:
-    """``num_pages`` pages of ``spec`` in one allocation, and a free list. Not thread-safe: its owner locks.
-    (The methods that copy bytes are, and release the GIL.)
+    """Pages of ``spec`` in one allocation, and who has none of them. Not thread-safe: its owner locks. (The
+    methods that copy bytes are, and release the GIL.)
 
     ``array`` is the memory as uint8 ``[num_pages, page_bytes]``; an engine views it in its own dtype.
+    ``num_pages`` is how many there may be, ``capacity`` how many there are (:mod:`tierstore.tiers.frames`).
     ``overlaps`` says whether copies go on beside what computes.
     """
 
     overlaps = False
+    frames: Frames
+    per_frame = 1
+    """Pages in each of the frames, which others may share."""
 
-    def __init__(self, spec: KVSpec, num_pages: int) -> None:
-        self._number(spec, num_pages, device="cpu")
-        self._memory = Memory(num_pages * spec.page_bytes, shared=False)
-        self._memory.populate()
-        view = self._memory.view(0, num_pages * spec.page_bytes)
+    def __init__(self, spec: KVSpec, num_pages: int, *, most: int | None = None) -> None:
+        """``num_pages`` pages, which :meth:`resize` may make ``most`` (None: as many)."""
+        rows = self._number(spec, num_pages, most, device="cpu")
+        self._memory = Memory(rows * spec.page_bytes, shared=False, reserve=rows > num_pages)
+        self._memory.populate(nbytes=num_pages * spec.page_bytes)
+        view = self._memory.view(0, rows * spec.page_bytes)
         # A numpy array here; elsewhere whatever the libraries of the device take.
-        self.array: Any = np.frombuffer(view, np.uint8).reshape(num_pages, spec.page_bytes)
+        self.array: Any = np.frombuffer(view, np.uint8).reshape(rows, spec.page_bytes)
         self._start = self._memory.address
+        self.frames = Frames(spec.page_bytes, rows, present=num_pages, backing=HostBacking(self._memory))
 
-    def _number(self, spec: KVSpec, num_pages: int, *, device: str) -> None:
+    def _number(self, spec: KVSpec, num_pages: int, most: int | None, *, device: str) -> int:
         if num_pages < 1:
             raise UsageError(
                 f"a page pool needs at least one page of {spec.page_bytes} bytes, not {num_pages}"
             )
         self.spec = spec
-        self.num_pages = num_pages
+        self.num_pages = max(num_pages, most or 0)
         self.device = device
-        self._free = list(range(num_pages - 1, -1, -1))  # popped from the end: page 0 first
+        return self.num_pages
 
     def __repr__(self) -> str:
-        size = format_size(self.num_pages * self.spec.page_bytes)
-        return f"{type(self).__name__}({self.device}, {self.free_pages}/{self.num_pages} pages free, {size})"
+        size = format_size(self.frames.nbytes)
+        return f"{type(self).__name__}({self.device}, {self.free_pages}/{self.capacity} pages free, {size})"
 
     @property
     def address(self) -> int:
@@ -103,40 +110,74 @@ class PagePool:
         return self._start
 
     @property
+    def capacity(self) -> int:
+        """Pages that there are."""
+        return self.frames.present * self.per_frame
+
+    @property
+    def target(self) -> int:
+        """Pages that there will be, once those that are too many have been given back."""
+        return self.frames.target * self.per_frame
+
+    @property
+    def excess(self) -> int:
+        """Pages that are too many: none of them is given out again."""
+        return self.frames.excess * self.per_frame
+
+    def resize(self, nbytes: int) -> PoolSize:
+        """Have ``nbytes`` of memory from now on, rounded down to whole (large) pages. More is had at once, as
+        far as there is more; less as soon as pages are free, and those that are free go at once. No page in
+        use moves. Raises :class:`UsageError` for a size that cannot be,
+        or a device that cannot change it."""
+        size = self.frames.large_bytes
+        if not size <= nbytes <= self.frames.count * size:
+            raise UsageError(
+                f"a pool of {format_size(nbytes)} cannot be: this one may have {format_size(size)} to "
+                f"{format_size(self.frames.count * size)}"
+            )
+        self.frames.resize(nbytes // size)
+        return self.frames.size
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Give back the memory of pages that there are no more, as far as nothing works on it; ``wait`` until
+        that is so."""
+
+    @property
     def free_pages(self) -> int:
-        return len(self._free)
+        return self.frames.free
 
     @property
     def used_pages(self) -> int:
         """Pages that are allocated."""
-        return self.num_pages - self.free_pages
+        return self.capacity - self.free_pages
 
-    def allocate(self, count: int) -> list[int] | None:
-        """``count`` pages, lowest first where possible, or None if fewer are free."""
-        if count > len(self._free):
-            return None
-        taken = self._free[len(self._free) - count :]
-        del self._free[len(self._free) - count :]
-        return taken[::-1]
+    def allocate(self, count: int, *, near: Sequence[int] = ()) -> list[int] | None:
+        """``count`` pages, lowest first where possible, or None if fewer are free. ``near`` are pages that
+        will be given back at about the same time: a pool that it matters to keeps these together."""
+        return self.frames.take(count)
 
     def free(self, pages: Sequence[int]) -> None:
         """Give pages back. What has been put to work on them already may still be under way."""
-        self._free.extend(reversed(pages))
+        self.frames.give(pages)
 
     # -- copies, done when the call returns ------------------------------------------------------------
 
     def read_pages(self, copies: Iterable[tuple[int, int]], *, after: Event | None = None) -> None:
         """Copy pages to host memory: (page, address) pairs, as what was put to work before ``after`` (of
         :meth:`computed`; None: before now) left them."""
-        copying.copy_all(((address, self._address(page)) for page, address in copies), self.spec.page_bytes)
+        copying.copy_all(
+            ((address, self.page_address(page)) for page, address in copies), self.spec.page_bytes
+        )
 
     def write_pages(self, copies: Iterable[tuple[int, int]]) -> None:
         """Copy host memory into pages: (page, address) pairs."""
-        copying.copy_all(((self._address(page), address) for page, address in copies), self.spec.page_bytes)
+        copying.copy_all(
+            ((self.page_address(page), address) for page, address in copies), self.spec.page_bytes
+        )
 
     def copy_pages(self, copies: Iterable[tuple[int, int]]) -> None:
         """Copy within the pool: (destination page, source page) pairs."""
-        addresses = ((self._address(to), self._address(of)) for to, of in copies)
+        addresses = ((self.page_address(to), self.page_address(of)) for to, of in copies)
         copying.copy_all(addresses, self.spec.page_bytes)
 
     # -- beside what computes --------------------------------------------------------------------------
@@ -181,5 +222,6 @@ class PagePool:
         beside what computes."""
         return False
 
-    def _address(self, page: int) -> int:
+    def page_address(self, page: int) -> int:
+        """Where a page begins, in the device's memory."""
         return self._start + page * self.spec.page_bytes

@@ -10,13 +10,15 @@ free. (The two levels are those of Jenga, arXiv:2503.18292, which measured what 
     large   [ A A A A ][ B ][ A A . . ][ (free) ][ B ]        A: pages of a window, B: of full attention
     small     0 1 2 3    0    8 9 ...
 
-A large page has room for at least one page of every group. Where the least common multiple of the page sizes
-is not too large it is that, and nothing is wasted; otherwise it is the one, of some multiples of the largest
-page, in which the worst group wastes least (:func:`cut`), and small pages are a little apart, evenly, so that
-a group's pages are rows of one array.
+A large page has room for at least one page of every group. In the least common multiple of the page sizes
+nothing would be left over; but what is free in a large page is its owner's alone, and that is less the
+smaller large pages are. So it is the smallest multiple of the largest page in which no group wastes more than
+a twenty-fifth (:func:`cut`), and small pages are a little apart, evenly, so that a group's pages are rows of
+one array. (Gemma 3 27B: 5.3 % of all wasted with 52 layers' pages, 6.5 % with the common multiple, 260.)
 
-Small pages are taken from the fullest large page of their group, so that the emptier ones become empty.
-``check()`` holds the books against one another.
+Small pages of one sequence are kept together, since they are given back together: the large pages that it
+has pages in are filled first, then whole ones are taken for as many as fill them, and the rest goes where the
+least is left over. ``check()`` holds the books against one another.
 
 >>> cut([1024, 3072])
 Cut(large_bytes=3072, per_large=(3, 1))
@@ -34,11 +36,13 @@ import numpy as np
 from tierstore.errors import UsageError
 from tierstore.memory import Memory
 from tierstore.spec import KVSpec
+from tierstore.tiers.frames import Frames, HostBacking
 from tierstore.tiers.hbm import PagePool
 from tierstore.units import format_size
 
 _ALIGN = 64  # bytes: where a small page may begin
 _MOST_LARGEST = 16  # a large page has room for so many of the largest pages at most
+_LITTLE = 0.04  # of a large page, that may be left over between small ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +72,11 @@ class Cut:
 
 
 def cut(page_bytes: Sequence[int]) -> Cut:
-    """The large pages for small ones of these sizes: their least common multiple, if that is no more than 16
-    of the largest; else about the multiple of the largest in which the worst of them wastes least."""
+    """The large pages for small ones of these sizes: about the smallest multiple of the largest, up to 16, in
+    which each of them wastes little, or the one in which the worst of them wastes least."""
     aligned = [-(-size // _ALIGN) * _ALIGN for size in page_bytes]
-    largest, common = max(aligned), math.lcm(*aligned)
-    if common <= _MOST_LARGEST * largest:
-        return Cut(common, tuple(common // size for size in aligned))
-    cuts = [_even(largest * times, aligned) for times in range(1, _MOST_LARGEST + 1)]
-    return min(cuts, key=lambda each: (_worst(each, aligned), each.large_bytes))
+    cuts = [_even(max(aligned) * times, aligned) for times in range(1, _MOST_LARGEST + 1)]
+    return min(cuts, key=lambda each: (max(_worst(each, aligned), _LITTLE), each.large_bytes))
 
 
 def _even(large_bytes: int, sizes: Sequence[int]) -> Cut:
@@ -90,41 +91,11 @@ def _worst(each: Cut, sizes: Sequence[int]) -> float:
     return 1 - used / each.large_bytes
 
 
-class LargePages:
-    """``count`` large pages of ``large_bytes`` bytes, and who has each. Not thread-safe by itself: taking and
-    giving are single steps on lists, which the pools of several locks may do beside one another."""
-
-    def __init__(self, large_bytes: int, count: int) -> None:
-        self.large_bytes = large_bytes
-        self.count = count
-        self._free = list(range(count - 1, -1, -1))  # popped from the end: page 0 first
-
-    @property
-    def nbytes(self) -> int:
-        return self.count * self.large_bytes
-
-    @property
-    def free(self) -> int:
-        """Large pages that nobody has."""
-        return len(self._free)
-
-    def take(self) -> int | None:
-        """One of them."""
-        try:
-            return self._free.pop()
-        except IndexError:
-            return None
-
-    def give(self, page: int) -> None:
-        """It is empty again."""
-        self._free.append(page)
-
-
 class SmallPages:
     """The books of one group: which pages of ``page_bytes`` bytes are free in the large pages that it has.
     Page ``p`` is in large page ``p // per_large``. Not thread-safe: its owner locks."""
 
-    def __init__(self, large: LargePages, per_large: int, page_bytes: int) -> None:
+    def __init__(self, large: Frames, per_large: int, page_bytes: int) -> None:
         self.large = large
         self.per_large = per_large
         self.page_bytes = page_bytes
@@ -141,31 +112,53 @@ class SmallPages:
     def used_pages(self) -> int:
         return len(self.parts) * self.per_large - self.free_parts
 
-    def allocate(self, count: int) -> list[int] | None:
-        """``count`` pages, from the fullest of its large pages first, or None if fewer are free."""
+    def allocate(self, count: int, *, near: Sequence[int] = ()) -> list[int] | None:
+        """``count`` pages, or None if fewer are free. ``near`` are pages that will be given back at about the
+        same time, mostly those that the sequence has already: the newest one's large page is filled first."""
         taken: list[int] = []
-        while self._open and len(taken) < count:
-            number = min(self._open, key=lambda each: len(self.parts[each]))
-            parts = self.parts[number]
-            while parts and len(taken) < count:
-                taken.append(parts.pop())
-            if not parts:
-                self._open.discard(number)
-        self.free_parts -= len(taken)
+        for page in reversed(near) if self._open else ():
+            if len(taken) >= count:
+                break
+            if page // self.per_large in self._open:
+                taken += self._take(page // self.per_large, count - len(taken))
         while len(taken) < count:
-            fresh_large = self.large.take()
-            if fresh_large is None:
+            chosen = self._choose(count - len(taken))
+            if chosen is None:
                 self.free(taken)
                 return None
-            first = fresh_large * self.per_large
-            parts = list(range(first + self.per_large - 1, first - 1, -1))
-            fresh = parts[max(len(parts) - (count - len(taken)), 0) :][::-1]
-            del parts[len(parts) - len(fresh) :]
-            self.parts[fresh_large] = parts
-            self.free_parts += len(parts)
-            if parts:
-                self._open.add(fresh_large)
-            taken += fresh
+            taken += self._take(chosen, count - len(taken))
+        return taken
+
+    def _choose(self, count: int) -> int | None:
+        """The large page to take ``count`` pages from, or the first of them; None where all are in use."""
+        fresh = self._open_fresh() if count >= self.per_large else None
+        if fresh is not None:
+            return fresh
+        left = {number: len(self.parts[number]) for number in self._open}
+        enough = [number for number in left if left[number] >= count]
+        if enough:
+            return min(enough, key=lambda number: left[number])
+        return max(left, key=lambda number: left[number]) if left else self._open_fresh()
+
+    def _open_fresh(self) -> int | None:
+        taken = self.large.take()
+        if taken is not None:
+            [number] = taken
+            first = number * self.per_large
+            self.parts[number] = list(range(first + self.per_large - 1, first - 1, -1))
+            self._open.add(number)
+            self.free_parts += self.per_large
+            return number
+        return None
+
+    def _take(self, number: int, count: int) -> list[int]:
+        """Up to ``count`` of the free pages of a large page."""
+        parts = self.parts[number]
+        taken = parts[max(len(parts) - count, 0) :][::-1]
+        del parts[len(parts) - len(taken) :]
+        self.free_parts -= len(taken)
+        if not parts:
+            self._open.discard(number)
         return taken
 
     def free(self, pages: Sequence[int]) -> None:
@@ -180,7 +173,7 @@ class SmallPages:
                 del self.parts[number]
                 self._open.discard(number)
                 self.free_parts -= self.per_large
-                self.large.give(number)
+                self.large.give([number])
 
     def emptied_by(self, pages: Iterable[int]) -> int:
         """How many large pages would be empty without these small ones, all of which are in use."""
@@ -191,31 +184,40 @@ class SmallPages:
 def small_pages(page_bytes: Sequence[int], nbytes: int) -> tuple[SmallPages, ...]:
     """The books for pages of these sizes in ``nbytes`` bytes. Raises :class:`UsageError` where that is too
     little for a page of each."""
+    pages = _checked_cut(page_bytes, nbytes)
+    return _small_pages(page_bytes, pages, Frames(pages.large_bytes, nbytes // pages.large_bytes))
+
+
+def _checked_cut(page_bytes: Sequence[int], nbytes: int) -> Cut:
     pages = cut(page_bytes)
     if nbytes < pages.large_bytes:
         raise UsageError(
             f"a page pool of {format_size(nbytes)} has no room for a page of every layer group: "
             f"{format_size(pages.large_bytes)}"
         )
-    large = LargePages(pages.large_bytes, nbytes // pages.large_bytes)
+    return pages
+
+
+def _small_pages(page_bytes: Sequence[int], pages: Cut, large: Frames) -> tuple[SmallPages, ...]:
     sizes = zip(page_bytes, pages.per_large, strict=True)
     return tuple(SmallPages(large, per_large, size) for size, per_large in sizes)
 
 
 class GroupPool(PagePool):
-    """The pool of one layer group in a memory that others share. ``num_pages`` is how many there would be if
-    it had all of it, ``free_pages`` how many it could have now."""
+    """The pool of one layer group in a memory that others share. ``num_pages`` is how many there could be if
+    it had all of it, ``free_pages`` how many it could have now. :meth:`resize` is that of the memory."""
 
     def __init__(self, spec: KVSpec, small: SmallPages, memory: Memory) -> None:
         self.spec = spec
         self.device = "cpu"
         self.small = small
-        large = small.large
+        self.frames = large = small.large
+        self.per_frame = small.per_large
         self.stride = large.large_bytes // small.per_large
         self.num_pages = large.count * small.per_large
         self._memory = memory
         self._start = memory.address
-        rows = np.frombuffer(memory.view(0, large.nbytes), np.uint8)
+        rows = np.frombuffer(memory.view(0, large.count * large.large_bytes), np.uint8)
         self.array = rows.reshape(self.num_pages, self.stride)[:, : spec.page_bytes]
 
     @property
@@ -226,22 +228,25 @@ class GroupPool(PagePool):
     def used_pages(self) -> int:
         return self.small.used_pages
 
-    def allocate(self, count: int) -> list[int] | None:
-        return self.small.allocate(count)
+    def allocate(self, count: int, *, near: Sequence[int] = ()) -> list[int] | None:
+        return self.small.allocate(count, near=near)
 
     def free(self, pages: Sequence[int]) -> None:
         self.small.free(pages)
 
-    def _address(self, page: int) -> int:
+    def page_address(self, page: int) -> int:
         return self._start + page * self.stride
 
 
-def fits(pools: Sequence[PagePool], counts: Sequence[int]) -> bool:
-    """Whether so many pages of each group could be had at a time, if nothing else were held."""
-    shared = [(pool.small, count) for pool, count in _shared(pools, counts)]
-    large = sum(-(-count // small.per_large) for small, count in shared)
-    most = max((small.large.count for small, _ in shared), default=0)
-    return large <= most and all(count <= pool.num_pages for pool, count in zip(pools, counts, strict=True))
+def fits(pools: Sequence[PagePool], counts: Sequence[int], *, frames: int | None = None) -> bool:
+    """Whether so many pages of each group could be had at a time, if nothing else were held, in pools of
+    their targets' sizes (or of ``frames`` large pages)."""
+    large = sum(-(-count // pool.small.per_large) for pool, count in _shared(pools, counts))
+    for pool, count in zip(pools, counts, strict=True):
+        most = pool.frames.target if frames is None else frames
+        if max(-(-count // pool.per_frame), large if isinstance(pool, GroupPool) else 0) > most:
+            return False
+    return True
 
 
 def _shared(pools: Sequence[PagePool], counts: Sequence[int]) -> list[tuple[GroupPool, int]]:
@@ -256,9 +261,12 @@ def bytes_for(specs: Sequence[KVSpec], counts: Sequence[int]) -> int:
     return large * pages.large_bytes
 
 
-def open_group_pools(specs: Sequence[KVSpec], nbytes: int) -> tuple[GroupPool, ...]:
+def open_group_pools(
+    specs: Sequence[KVSpec], nbytes: int, *, most_bytes: int | None = None
+) -> tuple[GroupPool, ...]:
     """Pools for these layouts (of one page each: :meth:`KVSpec.split`) in one memory of ``nbytes`` bytes,
-    ordinary memory of this process. Raises :class:`UsageError` where that is too little for a page.
+    which may become ``most_bytes``: ordinary memory of this process. Raises :class:`UsageError` where that is
+    too little for a page.
 
     >>> from tierstore.spec import LayerGroup, LayerKind
     >>> full = LayerGroup(LayerKind.FULL_ATTENTION, (0, 1, 2), 1, 64)
@@ -270,9 +278,14 @@ def open_group_pools(specs: Sequence[KVSpec], nbytes: int) -> tuple[GroupPool, .
     >>> first.free_pages, second.free_pages
     (19, 59)
     """
-    small = small_pages([spec.page_bytes for spec in specs], nbytes)
-    memory = Memory(small[0].large.nbytes, shared=False)
-    memory.populate()
+    page_bytes = [spec.page_bytes for spec in specs]
+    pages = _checked_cut(page_bytes, nbytes)
+    present = nbytes // pages.large_bytes
+    count = max(nbytes, most_bytes or 0) // pages.large_bytes
+    memory = Memory(count * pages.large_bytes, shared=False, reserve=count > present)
+    memory.populate(nbytes=present * pages.large_bytes)
+    frames = Frames(pages.large_bytes, count, present=present, backing=HostBacking(memory))
+    small = _small_pages(page_bytes, pages, frames)
     return tuple(GroupPool(spec, each, memory) for spec, each in zip(specs, small, strict=True))
 
 
@@ -289,8 +302,10 @@ def check(groups: Sequence[SmallPages]) -> None:
     """Assert that each large page is free or has one owner, and that no page is counted twice."""
     owned = [number for group in groups for number in group.parts]
     assert len(set(owned)) == len(owned), "two groups have one large page"
-    assert not set(owned) & set(groups[0].large._free), "a large page is free and has an owner"
-    assert len(owned) + groups[0].large.free == groups[0].large.count, "a large page is lost"
+    large = groups[0].large
+    large.check()
+    assert not set(owned) & large.free_frames, "a large page is free and has an owner"
+    assert len(owned) + large.free == large.present, "a large page is lost"
     for group in groups:
         assert sum(map(len, group.parts.values())) == group.free_parts
         assert group._open == {number for number, parts in group.parts.items() if parts}

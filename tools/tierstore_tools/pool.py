@@ -60,6 +60,10 @@ class Policy(ABC):
         """Give a request the room for ``tokens`` tokens; False, and nothing changed for others, without."""
 
     @abstractmethod
+    def passed(self, request: _Request) -> None:
+        """A step is over: what no later token of the request needs is given back."""
+
+    @abstractmethod
     def free(self, request: _Request) -> None:
         """It leaves."""
 
@@ -91,18 +95,21 @@ class TwoLevel(Policy):
     def grow(self, request: _Request, tokens: int) -> bool:
         held = self._held.setdefault(request, [_Held() for _ in self._groups])
         for group, rule, each in zip(self._groups, self._rules, held, strict=True):
-            first, stop = 0, 1  # of a state one page
-            if rule.past is not Past.STATE:
-                first = rule.needed(request.tokens + 1).start // self._chunk
-                stop = -(-tokens // self._chunk)
-            group.free(each.pages[: first - each.first])
-            del each.pages[: first - each.first]
-            each.first = first
-            pages = group.allocate(stop - first - len(each.pages))
+            stop = 1 if rule.past is Past.STATE else -(-tokens // self._chunk)  # of a state one page
+            pages = group.allocate(stop - each.first - len(each.pages), near=each.pages)
             if pages is None:
                 return False
             each.pages += pages
         return True
+
+    def passed(self, request: _Request) -> None:
+        for group, rule, each in zip(self._groups, self._rules, self._held[request], strict=True):
+            if rule.past is Past.STATE:
+                continue
+            gone = rule.needed(request.tokens).start // self._chunk - each.first
+            group.free(each.pages[:gone])
+            del each.pages[:gone]
+            each.first += gone
 
     def free(self, request: _Request) -> None:
         for group, each in zip(self._groups, self._held.pop(request), strict=True):
@@ -129,6 +136,9 @@ class _Counted(Policy):
         self.taken_bytes += more
         self._held[request] = nbytes
         return True
+
+    def passed(self, request: _Request) -> None:
+        """Whatever a request has it keeps."""
 
     def free(self, request: _Request) -> None:
         self.taken_bytes -= self._held.pop(request)
@@ -221,6 +231,8 @@ def simulate(
                 if request.tokens >= request.total:
                     running.remove(request)
                     policy.free(request)
+        for request in running:
+            policy.passed(request)
         if step >= steps // 5 and policy.taken_bytes:
             needed = sum(needed_bytes(spec, request.tokens) for request in running)
             counts.append(len(running))

@@ -49,6 +49,7 @@ from tierstore_engine.server.requests import (
     ChatRequest,
     CompletionRequest,
     GenerationRequest,
+    PoolRequest,
     R,
     TokenizeRequest,
     checked_hint,
@@ -205,6 +206,7 @@ class Server:
                 Route("/tokenize", endpoint("tokenize", self._tokenize), methods=["POST"]),
                 Route("/v1/models", endpoint("models", self._models), methods=["GET"]),
                 Route("/v1/models/{name:path}", endpoint("models", self._model), methods=["GET"]),
+                Route("/pool", endpoint("pool", self._pool), methods=["GET", "POST"]),
                 Route("/health", endpoint("health", self._health, public=True), methods=["GET"]),
                 Route("/metrics", endpoint("metrics", self._metrics, public=True), methods=["GET"]),
                 Route("/", page, methods=["GET"]),
@@ -244,6 +246,25 @@ class Server:
             tokens = await asyncio.to_thread(self._tokens_of, request)
             document = {"count": len(tokens), "max_model_len": self._positions, "tokens": tokens}
             await exchange.reply(200, document)
+
+    async def _pool(self, exchange: Exchange) -> None:
+        """How much memory the pages have, and with POST how much they are to have."""
+        request = exchange.request
+        asked = WebRequest(request.method, request.url.path, dict(request.headers))
+        if (refusal := self._site.strange(asked)) is not None:
+            await exchange.send(Response(refusal.body, refusal.status, dict(refusal.headers)))
+            return
+        if request.method == "POST":
+            wanted = parse(await exchange.body(MOST_BODY_BYTES), PoolRequest).bytes
+            size = await self.engine.call(lambda engine: engine.resize_pool(wanted))
+        else:
+            size = await self.engine.call(lambda engine: engine.pool_size())
+        document = {
+            "bytes": size.nbytes,
+            "target_bytes": size.target_bytes,
+            "most_bytes": size.most_bytes,
+        }
+        await exchange.reply(200, document)
 
     async def _health(self, exchange: Exchange) -> None:
         if self.engine.failed is not None:

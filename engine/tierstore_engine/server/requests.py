@@ -15,7 +15,7 @@ from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.server.errors import ApiError, bad_request
 
 R = TypeVar("R", bound="GenerationRequest")
-P = TypeVar("P", bound="GenerationRequest | TokenizeRequest")
+P = TypeVar("P", bound="GenerationRequest | TokenizeRequest | PoolRequest")
 
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 20)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
@@ -267,6 +267,15 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
             raise bad_request("give either a prompt or messages", param="prompt")
+
+
+class PoolRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """``POST /pool``: how much memory the pages are to have, such as ``{"bytes": 8589934592}``."""
+
+    bytes: Annotated[int, Meta(ge=1)]
+
+    def check(self) -> None:
+        """The engine knows what can be."""
 
 
 def parse(body: bytes, kind: type[P]) -> P:

@@ -43,7 +43,8 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class ServeOptions:
     """The command's options. Sizes in bytes; ``hbm_bytes`` None for what a GPU has free, and on a CPU for
-    pages of 65,536 tokens. ``draft`` is ``prompt-lookup``, a model, or None."""
+    pages of 65,536 tokens, ``most_hbm_bytes`` what the pool may be resized to. ``draft`` is
+    ``prompt-lookup``, a model, or None."""
 
     model: str
     server: ServerSettings
@@ -52,6 +53,7 @@ class ServeOptions:
     host_bytes: int
     disk_bytes: int
     hbm_bytes: int | None
+    most_hbm_bytes: int | None
     chunk_tokens: int
     device: str
     dtype: str | None
@@ -95,6 +97,7 @@ def _build(options: ServeOptions, opened: OpenModel, pages: int | None) -> Engin
         return build_engine(
             model,
             pool_pages=pages,
+            most_pool_bytes=options.most_hbm_bytes,
             store=options.store,
             host_bytes=options.host_bytes,
             disk_bytes=options.disk_bytes,

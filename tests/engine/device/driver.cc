@@ -14,6 +14,12 @@
 // read their source when they are called. So a missing wait, an event that is recorded too early and a page that
 // is used again too early show as wrong bytes under one seed or another.
 //
+// Memory may be put behind reserved addresses and taken away again, in whole granules (small here). It is spoiled
+// when it comes and when it goes, so whoever still works on it then reads or leaves wrong bytes; copies that touch
+// addresses without memory, or memory without access, are counted too (fake_strays), and so are pieces that are
+// taken away while a copy of them is under way. What is mapped twice, unmapped in other pieces than it was mapped in,
+// or reserved and not empty when it is given back, is refused.
+//
 // Registered host memory must be mapped from before it is registered until after it is unregistered, and copies
 // that need it registered must find it so until they have ended: what is not so is counted (fake_strays).
 //
@@ -76,11 +82,15 @@ struct Driver {
   std::vector<std::unique_ptr<FakeEvent>> events;
   std::map<CUdeviceptr, size_t> allocated;
   std::map<void*, size_t> registered;
+  std::map<CUdeviceptr, size_t> reserved, backed;  // addresses; those that have memory
+  std::map<CUdeviceptr, bool> accessible;          // of those, whether access was set
+  std::map<unsigned long long, size_t> handles;    // of memory that has not been released
+  unsigned long long last_handle = 0;
   size_t total = size_t(1) << 30, used = 0;
   size_t old_streams = 0;
   long long batches = 0, copies = 0, registrations = 0, strays = 0;
   bool refuses_registrations = false;
-  bool batch_supported = true;
+  bool batch_supported = true, maps = true;
   int device_context = 0;
 
   static bool mapped(void* memory, size_t bytes) { return msync(memory, bytes, MS_ASYNC) == 0; }
@@ -94,7 +104,21 @@ struct Driver {
     return false;
   }
   bool reached_by_engines(const unsigned char* start, size_t bytes) const {
-    return within(allocated, start, bytes) || within(registered, start, bytes);
+    return within(allocated, start, bytes) || within(registered, start, bytes) || within(reserved, start, bytes);
+  }
+  // Whether these addresses are reserved and some of them have no memory, or none that may be touched.
+  bool hollow(const unsigned char* start, size_t bytes) const {
+    if (!within(reserved, start, 1)) return false;
+    const auto end = reinterpret_cast<CUdeviceptr>(start) + bytes;
+    auto at = reinterpret_cast<CUdeviceptr>(start);
+    while (at < end) {
+      auto piece = backed.upper_bound(at);
+      if (piece == backed.begin()) return true;
+      --piece;
+      if (at >= piece->first + piece->second || !accessible.at(piece->first)) return true;
+      at = piece->first + piece->second;
+    }
+    return false;
   }
   bool under_way(unsigned char* start, size_t bytes) const {
     const std::map<void*, size_t> range{{start, bytes}};
@@ -145,6 +169,7 @@ struct Driver {
         const Piece piece = item.pieces[which];
         item.pieces[which] = item.pieces.back();
         item.pieces.pop_back();
+        strays += hollow(piece.to, piece.bytes) || hollow(piece.from, piece.bytes);
         memcpy(piece.to, piece.from, piece.bytes);
         return item.pieces.empty();
     }
@@ -247,8 +272,8 @@ CUresult cuDeviceGet(CUdevice* device, int ordinal) {
   *device = ordinal;
   return ordinal == 0 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
 }
-CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute, CUdevice) {
-  *value = 1;
+CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
+  *value = attribute != CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED || driver.maps;
   return CUDA_SUCCESS;
 }
 CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {
@@ -305,6 +330,91 @@ CUresult cuMemFree(CUdeviceptr address) {
   driver.used -= found->second;
   driver.allocated.erase(found);
   std::free(reinterpret_cast<void*>(address));
+  return CUDA_SUCCESS;
+}
+constexpr size_t GRANULE = 8192;
+
+static bool of_device(const CUmemAllocationProp* wanted) {
+  return wanted->type == CU_MEM_ALLOCATION_TYPE_PINNED && wanted->requestedHandleTypes == CU_MEM_HANDLE_TYPE_NONE &&
+         wanted->location.type == CU_MEM_LOCATION_TYPE_DEVICE && wanted->location.id == 0 && !wanted->win32HandleMetaData &&
+         !wanted->allocFlags.compressionType && !wanted->allocFlags.gpuDirectRDMACapable && !wanted->allocFlags.usage;
+}
+CUresult cuMemGetAllocationGranularity(size_t* granule, const CUmemAllocationProp* wanted, CUmemAllocationGranularity_flags) {
+  NEEDS_CONTEXT;
+  *granule = GRANULE;
+  return of_device(wanted) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+CUresult cuMemAddressReserve(CUdeviceptr* address, size_t bytes, size_t, CUdeviceptr, unsigned long long flags) {
+  NEEDS_CONTEXT;
+  if (!bytes || bytes % GRANULE || flags) return CUDA_ERROR_INVALID_VALUE;
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
+  *address = reinterpret_cast<CUdeviceptr>(memory);
+  driver.reserved[*address] = bytes;
+  return CUDA_SUCCESS;
+}
+CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes) {
+  NEEDS_CONTEXT;
+  const auto found = driver.reserved.find(address);
+  if (found == driver.reserved.end() || found->second != bytes) return CUDA_ERROR_INVALID_VALUE;
+  for (const auto& [at, size] : driver.backed)
+    if (at >= address && at < address + bytes) return CUDA_ERROR_INVALID_VALUE;
+  driver.strays += driver.under_way(reinterpret_cast<unsigned char*>(address), bytes);
+  munmap(reinterpret_cast<void*>(address), bytes);
+  driver.reserved.erase(found);
+  return CUDA_SUCCESS;
+}
+CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp* wanted, unsigned long long flags) {
+  NEEDS_CONTEXT;
+  if (!bytes || bytes % GRANULE || flags || !of_device(wanted)) return CUDA_ERROR_INVALID_VALUE;
+  if (bytes > driver.total - driver.used) return CUDA_ERROR_OUT_OF_MEMORY;
+  driver.used += bytes;
+  *handle = ++driver.last_handle;
+  driver.handles[*handle] = bytes;
+  return CUDA_SUCCESS;
+}
+CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long flags) {
+  NEEDS_CONTEXT;
+  const auto found = driver.handles.find(handle);
+  auto* start = reinterpret_cast<unsigned char*>(address);
+  if (found == driver.handles.end() || found->second != bytes || offset || flags || address % GRANULE % 4096 ||
+      !Driver::within(driver.reserved, start, bytes))
+    return CUDA_ERROR_INVALID_VALUE;
+  for (const auto& [at, size] : driver.backed)
+    if (at < address + bytes && address < at + size) return CUDA_ERROR_INVALID_VALUE;  // it is mapped already
+  driver.backed[address] = bytes;
+  driver.accessible[address] = false;
+  found->second = 0;  // the mapping has it from now on
+  memset(start, SPOILED, bytes);
+  return CUDA_SUCCESS;
+}
+CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAccessDesc* access, size_t count) {
+  NEEDS_CONTEXT;
+  const auto found = driver.backed.find(address);
+  if (found == driver.backed.end() || found->second != bytes || count != 1) return CUDA_ERROR_INVALID_VALUE;
+  if (access->location.type != CU_MEM_LOCATION_TYPE_DEVICE || access->location.id || access->flags != CU_MEM_ACCESS_FLAGS_PROT_READWRITE)
+    return CUDA_ERROR_INVALID_VALUE;
+  driver.accessible[address] = true;
+  return CUDA_SUCCESS;
+}
+CUresult cuMemUnmap(CUdeviceptr address, size_t bytes) {  // it does not wait
+  NEEDS_CONTEXT;
+  const auto found = driver.backed.find(address);
+  if (found == driver.backed.end() || found->second != bytes) return CUDA_ERROR_INVALID_VALUE;
+  auto* start = reinterpret_cast<unsigned char*>(address);
+  driver.strays += driver.under_way(start, bytes);
+  memset(start, SPOILED, bytes);
+  driver.used -= bytes;
+  driver.backed.erase(found);
+  driver.accessible.erase(address);
+  return CUDA_SUCCESS;
+}
+CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
+  NEEDS_CONTEXT;
+  const auto found = driver.handles.find(handle);
+  if (found == driver.handles.end()) return CUDA_ERROR_INVALID_VALUE;
+  driver.used -= found->second;  // if it was never mapped
+  driver.handles.erase(found);
   return CUDA_SUCCESS;
 }
 CUresult cuMemHostRegister(void* memory, size_t bytes, unsigned int) {
@@ -442,6 +552,7 @@ void fake_reset(unsigned long long seed, size_t total_bytes, int batch_supported
   driver.batches = driver.copies = driver.registrations = driver.strays = 0;
   driver.refuses_registrations = false;
   driver.registered.clear();
+  driver.maps = true;
 }
 CUresult fake_launch(CUstream stream, Callback callback, long long number) {
   NEEDS_CONTEXT;
@@ -452,6 +563,14 @@ CUresult fake_launch(CUstream stream, Callback callback, long long number) {
   item->ticket = number;
   return driver.queue(stream_of(stream), std::move(item));
 }
+void fake_cannot_map() { driver.maps = false; }
+size_t fake_mapped() {
+  size_t bytes = 0;
+  for (const auto& [at, size] : driver.backed) bytes += size;
+  return bytes;
+}
+size_t fake_handles() { return driver.handles.size(); }
+size_t fake_reserved() { return driver.reserved.size(); }
 long long fake_batches() { return driver.batches; }
 long long fake_copies() { return driver.copies; }
 size_t fake_streams() {

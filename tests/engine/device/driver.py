@@ -28,9 +28,13 @@ _Callback = ctypes.CFUNCTYPE(None, ctypes.c_longlong)
 class FakeDevice(CudaDevice):
     """A device whose asynchronous work happens when the schedule ``seed`` says so. One at a time."""
 
-    def __init__(self, seed: int = 0, *, total_bytes: int = 1 << 30, batches: bool = True) -> None:
+    def __init__(
+        self, seed: int = 0, *, total_bytes: int = 1 << 30, batches: bool = True, maps: bool = True
+    ) -> None:
         library = _library()
         library.fake_reset(ctypes.c_ulonglong(seed), ctypes.c_size_t(total_bytes), int(batches))
+        if not maps:
+            library.fake_cannot_map()
         self.failure: BaseException | None = None
         self._numbers = itertools.count()
         self._calls: dict[int, Callable[[], None]] = {}
@@ -83,6 +87,21 @@ class FakeDevice(CudaDevice):
         """Registered memory that was not mapped, and copies that found theirs not registered."""
         return int(_library().fake_strays())
 
+    @property
+    def mapped(self) -> int:
+        """Bytes of memory behind reserved addresses."""
+        return int(_library().fake_mapped())
+
+    @property
+    def handles(self) -> int:
+        """Of memory, that have not been given back."""
+        return int(_library().fake_handles())
+
+    @property
+    def reserved(self) -> int:
+        """Ranges of addresses."""
+        return int(_library().fake_reserved())
+
     def refuse_registrations(self) -> None:
         """From now on."""
         _library().fake_refuse_registrations()
@@ -104,5 +123,7 @@ def _library() -> ctypes.CDLL:
     library = open_driver(str(build_plain(COMPLETED / "driver.cc")))
     library.fake_batches.restype = library.fake_copies.restype = ctypes.c_longlong
     library.fake_registrations.restype = library.fake_strays.restype = ctypes.c_longlong
+    for sizes in (library.fake_mapped, library.fake_handles, library.fake_reserved):
+        sizes.restype = ctypes.c_size_t
     library.fake_registered.restype = library.fake_streams.restype = ctypes.c_size_t
     return library

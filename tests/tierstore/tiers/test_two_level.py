@@ -2,12 +2,14 @@
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from tierstore.errors import UsageError
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
+from tierstore.store.buffers import HbmPages
 from tierstore.tiers.two_level import GroupPool, check, cut, open_group_pools, waste
 
 CHUNK = 8
@@ -66,7 +68,26 @@ def test_pages_of_one_group_become_room_for_another():
     assert first.allocate(1) is None
 
 
-def test_the_fullest_large_page_is_taken_from():
+def test_the_smallest_large_page_that_wastes_little_is_taken():
+    assert cut([52 << 20, 10 << 20]).per_large == (1, 5)  # not their common multiple: 5 and 26
+    assert cut([29 << 20, 5 << 20]).per_large == (3, 17)
+
+
+def test_pages_of_one_sequence_are_kept_together():
+    pool, _ = open_group_pools(specs(1, 4), 16 * 4096)
+    one = pool.allocate(6)
+    assert one == [0, 1, 2, 3, 4, 5]
+    other = pool.allocate(4)
+    assert other == [8, 9, 10, 11]  # a large page of its own
+    assert pool.allocate(1, near=other) == [6]  # its own is full: the next best
+    pool.free([9])
+    assert pool.allocate(2, near=one) == [7, 9]
+    pool.free([10])
+    assert pool.allocate(3, near=[8]) == [10, 12, 13]
+    assert pool.allocate(2) == [14, 15]
+
+
+def test_what_fits_best_is_taken_from():
     first, _ = open_group_pools(specs(1, 4), 16 * 4096)
     one, other = first.allocate(4), first.allocate(4)
     assert one is not None
@@ -76,6 +97,21 @@ def test_the_fullest_large_page_is_taken_from():
     assert first.allocate(1) == [other[0]]
     first.free(one[3:])
     assert first.small.large.free == 15
+
+
+def test_pages_that_lie_apart_are_saved_as_they_are():
+    """Where large pages are no multiple of a group's small ones, these do not follow one another."""
+    _, pool = open_group_pools(specs(51, 10), 1 << 20)
+    assert pool.stride > pool.spec.page_bytes
+    pages = pool.allocate(5)
+    assert pages is not None
+    for page in pages:
+        pool.array[page] = page + 1
+    target = np.zeros((5, pool.spec.page_bytes), np.uint8)
+    source = HbmPages(pool, pages)
+    checksums = source.copy([(at, target[at].ctypes.data) for at in range(5)], pool.spec.page_bytes)
+    assert [set(row.tolist()) for row in target] == [{page + 1} for page in pages]
+    assert checksums == [xxhash.xxh3_64_intdigest(row) for row in target]
 
 
 class OneMemory(RuleBasedStateMachine):

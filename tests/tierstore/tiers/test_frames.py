@@ -1,0 +1,175 @@
+"""A pool's memory comes and goes: never from under a page that there is, and all that is given back goes."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tierstore.errors import UsageError
+from tierstore.spec import KVSpec, LayerGroup, LayerKind
+from tierstore.tiers.frames import Frames
+from tierstore.tiers.hbm import PagePool
+from tierstore.tiers.two_level import check, open_group_pools
+
+
+class Granules:
+    """A backing that knows which granules have memory, and has ``left`` more."""
+
+    def __init__(self, granule_bytes: int, left: int) -> None:
+        self.granule_bytes = granule_bytes
+        self.left = left
+        self.there: set[int] = set()
+
+    def back(self, granules: range) -> bool:
+        new = set(granules) - self.there
+        if len(new) > self.left:
+            return False
+        self.left -= len(new)
+        self.there |= new
+        return True
+
+    def release(self, granules: range) -> None:
+        assert self.there.issuperset(granules), "what has no memory is given back"
+        self.left += len(granules)
+        self.there.difference_update(granules)
+
+
+class Elastic(RuleBasedStateMachine):
+    """Frames and granules of any sizes, against what each frame needs."""
+
+    @initialize(
+        sizes=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+        count=st.integers(1, 12),
+        left=st.integers(9, 120),
+    )
+    def open(self, sizes, count, left):
+        frame, granule = sizes
+        self.backing = Granules(granule, left)
+        self.frames = Frames(frame, count, present=0, backing=self.backing)
+        self.frames.resize(1)
+        self.held: set[int] = set()
+
+    @rule(wanted=st.integers(1, 12))
+    def resize(self, wanted):
+        before = self.frames.present
+        if wanted > self.frames.count:
+            with pytest.raises(UsageError, match="cannot be"):
+                self.frames.resize(wanted)
+            return
+        assert self.frames.resize(wanted) == self.frames.present
+        if wanted < before:
+            assert self.frames.present == max(wanted, len(self.held | {0}))
+        else:
+            assert before <= self.frames.present <= wanted
+            assert self.frames.target == self.frames.present
+
+    @rule(count=st.integers(1, 4))
+    def take(self, count):
+        free = self.frames.free_frames
+        taken = self.frames.take(count)
+        assert (taken is None) == (count > len(free))
+        assert free.issuperset(taken or ())
+        self.held.update(taken or ())
+
+    @rule(data=st.data())
+    def give(self, data):
+        if self.held:
+            frames = data.draw(st.lists(st.sampled_from(sorted(self.held)), unique=True))
+            self.held.difference_update(frames)
+            self.frames.give(frames)
+
+    def there(self) -> set[int]:
+        return self.held | self.frames.free_frames
+
+    @invariant()
+    def each_frame_has_its_memory_and_nothing_else_has(self):
+        if not hasattr(self, "frames"):
+            return
+        self.frames.check()
+        there, size, granule = self.there(), self.frames.large_bytes, self.backing.granule_bytes
+        assert len(there) == self.frames.present
+        needed = {byte // granule for frame in there for byte in range(frame * size, (frame + 1) * size)}
+        assert needed == self.backing.there
+
+
+TestElastic = Elastic.TestCase
+TestElastic.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+
+
+def resident_bytes(address: int, nbytes: int) -> int:
+    """Of these addresses, by what the kernel says of the process's mappings."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        span, _, rest = line.partition(" ")
+        if "-" in span and not span.endswith(":"):
+            start, stop = (int(part, 16) for part in span.split("-"))
+            inside = start < address + nbytes and address < stop
+        elif inside and span == "Rss:":
+            total += int(rest.split()[0]) << 10
+    return total
+
+
+def spec(layers: int) -> KVSpec:
+    """16 KiB for each layer."""
+    return KVSpec((LayerGroup(LayerKind.FULL_ATTENTION, tuple(range(layers)), 4, 32),), "float32", 16)
+
+
+def test_memory_that_is_given_back_is_the_systems_again() -> None:
+    pool = PagePool(spec(4), 512, most=640)  # 32 MiB, and addresses for 40
+    address, nbytes = pool.address, 640 * (64 << 10)
+    assert resident_bytes(address, nbytes) == 32 << 20
+    pages = pool.allocate(512)
+    assert pages is not None
+    for page in pages:
+        pool.array[page] = page % 251
+    assert pool.resize(16 << 20).nbytes == 32 << 20, "all is in use"
+    pool.free(pages[:256:2])
+    pool.free(pages[256::2])
+    pool.free(pages[257:384:2])
+    assert (pool.capacity, pool.target, pool.free_pages) == (256, 256, 64)
+    kept = [*pages[1:256:2], *pages[385::2]]
+    assert resident_bytes(address, nbytes) == 16 << 20
+    assert pool.resize(nbytes).nbytes == nbytes
+    assert resident_bytes(address, nbytes) == nbytes
+    assert all((pool.array[page] == page % 251).all() for page in kept)
+    fresh = pool.allocate(640 - len(kept))
+    assert fresh is not None
+    assert not set(fresh) & set(kept)
+    with pytest.raises(UsageError, match=r"this one may have 64 KiB to 40 MiB"):
+        pool.resize(nbytes + (64 << 10))
+    assert mmap.PAGESIZE == 4096
+
+
+def test_groups_share_what_there_is() -> None:
+    both = KVSpec(
+        (
+            LayerGroup(LayerKind.FULL_ATTENTION, (0,), 4, 32),
+            LayerGroup(LayerKind.SLIDING_WINDOW, (1, 2, 3, 4), 4, 32, window=32),
+        ),
+        "float32",
+        16,
+    )
+    first, second = pools = open_group_pools(both.split(), 1 << 20, most_bytes=2 << 20)
+    assert (first.capacity, second.capacity, first.num_pages, second.num_pages) == (64, 16, 128, 32)
+    one, other = first.allocate(30), second.allocate(8)
+    assert one is not None
+    assert other is not None
+    for page in one:
+        first.array[page] = 7
+    assert first.resize(512 << 10).nbytes == 1 << 20  # 16 large pages, all in use
+    assert (first.free_pages, second.free_pages, second.excess) == (2, 0, 8)
+    second.free(other)
+    assert (first.capacity, second.capacity, second.free_pages) == (32, 8, 0)
+    assert second.allocate(1) is None
+    assert second.resize(2 << 20).nbytes == 2 << 20
+    taken = second.allocate(24)
+    assert taken is not None
+    second.array[taken] = np.uint8(9)
+    assert all((first.array[page] == 7).all() for page in one)
+    check([pool.small for pool in pools])
