@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -282,11 +283,13 @@ def oracles(checkpoints: Callable[..., Path]) -> Callable[[str], Oracle]:
         generator = torch.Generator().manual_seed(7)
         prompt = torch.randint(VOCAB, (PROMPT_TOKENS,), generator=generator).tolist()
         rows, tokens, past = [], [], None
+        names = inspect.signature(model.forward).parameters  # another one from transformers 5.24 on
+        name_of_past = "cache" if "cache" in names else "past_key_values"
         ids = torch.tensor([prompt])
         with torch.inference_mode():
             for _ in range(NEW_TOKENS):
-                out = model(ids, past_key_values=past, use_cache=True)
-                past = out.past_key_values
+                out = model(ids, use_cache=True, **{name_of_past: past})
+                past = out[name_of_past]
                 rows.append(out.logits[0, -1].float())
                 tokens.append(int(rows[-1].argmax()))
                 ids = torch.tensor([[tokens[-1]]])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import inspect
 import json
 import logging
 import queue
@@ -93,6 +94,8 @@ class Batches:
 
     def __init__(self, model: Any, *, batch: int, max_tokens: int) -> None:
         self._model = model
+        names = inspect.signature(model.forward).parameters
+        self._cache_name = "cache" if "cache" in names else "past_key_values"  # before transformers 5.24
         self._batch = batch
         self.max_tokens = max_tokens
         self.kv_slots = 0
@@ -142,8 +145,8 @@ class Batches:
                 input_ids=ids,
                 attention_mask=mask,
                 position_ids=positions,
-                past_key_values=cache,
                 logits_to_keep=1,
+                **{self._cache_name: cache},
             )
             ids = out.logits[:, -1:].argmax(-1)
             mask = torch.cat([mask, mask.new_ones(len(requests), 1)], 1)
