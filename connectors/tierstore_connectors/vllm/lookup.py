@@ -2,9 +2,10 @@
 
 Prompts that wait at the same time are asked for together (:meth:`Lookups.ask`), in rounds, each of which
 builds on the answers of the one before: an answer has to be had for each KV cache group on each worker, since
-a chunk that one of them lacks cannot be loaded. Groups of attention are asked how far they go; then those
-with states, whether they have the one at that place, and where else, until the longest hit is known that all
-can serve (:func:`tierstore.groups.search`). Then pages on disk are *brought* into memory, with a deadline,
+a chunk that one of them lacks cannot be loaded. Groups of attention are asked how far they go, which says how
+long a hit they all can serve (:func:`tierstore.groups.longest_hit`); then those with states, whether they
+have the one at that place, and where else, until the longest hit is known
+(:func:`tierstore.groups.search`). Then pages on disk are *brought* into memory, with a deadline,
 before anything is promised to vLLM: a page that turns out to be damaged is then a shorter hit (where there
 are states: none) and not a failed load. A lease keeps what was found in place all along.
 
@@ -24,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from tierstore.errors import StoreClosedError
-from tierstore.groups import GroupRule, Past, Search, search
+from tierstore.groups import GroupRule, Past, Search, longest_hit, search
 from tierstore.keys import Identity, PageKey, Prompt
 from tierstore.planner import Planner
 from tierstore.transfer import Transfer, TransferState
@@ -207,11 +208,12 @@ class PromptLookup:
         if instead_of is not None:
             instead_of.release()
 
-    def found_exactly(self, tokens: int) -> None:
-        """No hit but one of so many tokens can be loaded."""
+    def limit(self, tokens: int, *, exactly: bool) -> None:
+        """No longer hit than one of so many tokens can be loaded; ``exactly``: nor any other."""
         with self._lock:
             self._found = min(self._found, tokens)
-            self._only = tokens
+            if exactly:
+                self._only = tokens
 
     def decline(self, tokens: int) -> None:
         """Make no use of what is behind the first ``tokens``."""
@@ -252,14 +254,18 @@ class _Question:
         return kept_by_name(self.place.rule)
 
     @property
+    def windowed(self) -> bool:
+        """Whether the end of it is all that a hit needs, and it is no state."""
+        return self.place.rule.past in (Past.WINDOW, Past.CHUNK)
+
+    @property
     def brought(self) -> bool:
-        """Whether there is something to bring: only a window of the others is read."""
-        whole = self.place.rule.past in (Past.ALL, Past.STATE)
-        return self.hit is not None and whole and bool(self.hit.by_tier.get("disk"))
+        """Whether there is something to bring. Of windows only the end is read."""
+        return self.hit is not None and not self.windowed and bool(self.hit.by_tier.get("disk"))
 
     def answer(self, hit: Hit | None) -> None:
         """Take an answer in, and give the one before back."""
-        self.lookup.hold(hit, instead_of=self.hit, limits=not self.by_name)
+        self.lookup.hold(hit, instead_of=self.hit, limits=self.place.rule.past is Past.ALL)
         self.hit = hit
 
 
@@ -282,7 +288,7 @@ class _Searching:
         try:
             self.asked = self.steps.send(held)
         except StopIteration as end:
-            self.questions[0].lookup.found_exactly(end.value)
+            self.questions[0].lookup.limit(end.value, exactly=True)
             return False
         return True
 
@@ -450,7 +456,10 @@ class Lookups:
     def _ask_rounds(self, questions: Sequence[Sequence[_Question]]) -> None:
         # A prompt that the first group lacks is lacking in nearly all cases: one question finds that out. As
         # a rule all groups hold equally much: the others are not asked for more than the first has.
-        chains = [[each for each in of_prompt if not each.by_name] for of_prompt in questions]
+        chains = [
+            sorted((each for each in of_prompt if not each.by_name), key=lambda each: each.windowed)
+            for of_prompt in questions
+        ]
         began = time.monotonic()
         _look_up(each[0] for each in chains if each)
         late = time.monotonic() - began >= self._settings.lookup_s
@@ -460,6 +469,7 @@ class Lookups:
                 first.lookup.end()  # it need not wait for the others
         _look_up(question for each in chains for question in each[1:])
         for of_prompt in chains:
+            _fit_windows(of_prompt)
             self._plan(of_prompt)
         self._search([[each for each in of_prompt if each.by_name] for of_prompt in questions])
         # What one group lacks cannot be loaded of any, and need not be brought.
@@ -534,6 +544,18 @@ def _look_up(questions: Iterable[_Question]) -> None:
     prompts = ((each.place.store, each.lookup.prompt(each.place.identity)) for each in asked)
     for question, hit in zip(asked, look_up(prompts) if asked else (), strict=True):
         question.answer(hit)
+
+
+def _fit_windows(questions: Sequence[_Question]) -> None:
+    """Limit a prompt's hit to what its windows can serve."""
+    windows = [each for each in questions if each.windowed]
+    if not windows:
+        return
+    lookup = windows[0].lookup
+    held = [(each.place.rule, [range(_tokens(each))] if _tokens(each) else []) for each in windows]
+    length = longest_hit(held, lookup.found, align=lookup.chunk_tokens)
+    # Where an attention chunk begins nothing of the group is needed, and anything shorter may be.
+    lookup.limit(length, exactly=any(_tokens(each) < length for each in windows))
 
 
 def _tokens(question: _Question) -> int:

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from tests.connectors.vllm.conftest import BLOCK, CHUNK, Request, step
+from tierstore.groups import GroupRule
 from tierstore_connectors.vllm import transfers
 from tierstore_connectors.vllm.copies import HostBlocks
 from tierstore_connectors.vllm.orders import StepWork
@@ -151,6 +152,27 @@ def test_a_group_that_lacks_a_chunk_ends_the_hit(engine):
     first.run(step(new=[("a", 40, table)], scheduled={"a": 30}, tables={"a": missing}))
     first.settle()
     assert second.matched(Request("b", TOKENS)) == 32
+
+
+def test_where_an_attention_chunk_begins_nothing_of_it_is_needed(engine):
+    first, second = (engine(rules=(GroupRule.all(), GroupRule.chunked(2 * CHUNK))) for _ in range(2))
+    table = (TABLE[0], [30, 31, 32, 33, 34, 35, 36, 37, 38])
+    request = Request("a", TOKENS)
+    first.matched(request)
+    first.scheduler.allocated(request, table, 0)
+    # vLLM has dropped all but the last block of these when the step ends: none is saved.
+    gone = (TABLE[0], [0, 0, 0, 0, 0, 0, 0, 37, 38])
+    output = step(new=[("a", 0, table)], scheduled={"a": 70}, tables={"a": gone})
+    first.run(output, between=lambda: first.fill(table, 1.0))
+    first.settle()
+    results = load(second, Request("b", TOKENS), (OTHER[0], [0] * 8 + [48]))
+    assert (results.finished, results.failed) == ({"b"}, set())
+    assert equal_blocks(first, second, zip(TABLE[0][:8], OTHER[0][:8], strict=True))
+    assert not second.memory[1].any()
+    # Further in it there is something that it needs.
+    longer = Request("c", [*TOKENS, *range(12)])
+    assert second.matched(longer) == 64
+    assert second.matched(Request("d", TOKENS[:60])) == 32
 
 
 def test_a_step_that_writes_to_blocks_ends_the_saves_that_read_them(engine, shared_daemon, stopped):

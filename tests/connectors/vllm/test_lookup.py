@@ -69,6 +69,13 @@ def test_a_prompt_that_nobody_has_costs_one_question(pair):
     assert asked(second) == before + 1
 
 
+def test_a_prompt_that_nobody_has_costs_one_question_where_windows_come_first(engine):
+    second = engine(windowed=(True, True, False))
+    before = asked(second)
+    assert second.matched(Request("b", TOKENS)) == 0
+    assert asked(second) == before + 1
+
+
 def test_a_prompt_that_all_have_costs_one_for_each(pair):
     first, second = pair
     first.save(Request("a", TOKENS), groups(TABLE[0]), len(TOKENS))
