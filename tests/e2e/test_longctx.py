@@ -69,6 +69,7 @@ def test_a_hit_that_ends_where_a_prefill_chunk_ended_gives_the_very_same_logits(
         assert rows[case]["max_logit_diff"] == 0
 
 
+@pytest.mark.timeout(900)
 def test_a_deep_model_in_16_bits_is_held_to_what_rounding_explains(tmp_path):
     done = bench(*("--model", "deep", "--tokens", "300", "--json", "out.json"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
