@@ -7,6 +7,7 @@
 #   make test-vllm    the vLLM connector against a real vLLM on the CPU, in an environment of its own
 #   make test-sglang  likewise SGLang's storage backend
 #   make test-cluster the daemon beside Mooncake, and beside Dynamo's indexer and selector, likewise
+#   make test-vllm-cluster vLLM over two such daemons, one beside each
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -22,7 +23,7 @@ CLUSTER_VENV ?= .venv-cluster
 CLUSTER_BIN  := $(CLUSTER_VENV)/bin
 NATIVE := hatch_build.py tierstore/native/pages.c tierstore/native/codec.c
 
-.PHONY: bench peers test lint types docs suite soak test-vllm soak-vllm test-sglang test-cluster gpu-check gpu-check-here clean
+.PHONY: bench peers test lint types docs suite soak test-vllm test-vllm-cluster soak-vllm test-sglang test-cluster gpu-check gpu-check-here clean
 
 bench: $(VENV)/bench.stamp
 	$(BIN)/tierstore-bench longctx
@@ -66,6 +67,10 @@ test-sglang: $(SGLANG_VENV)/sglang.stamp
 
 test-cluster: $(CLUSTER_VENV)/cluster.stamp
 	$(CLUSTER_BIN)/python -m pytest -W default tests/cluster
+
+# vLLM and the daemons from an environment each, as they run beside one another.
+test-vllm-cluster: $(VLLM_VENV)/vllm.stamp $(CLUSTER_VENV)/cluster.stamp
+	CLUSTER_PYTHON=$(abspath $(CLUSTER_BIN))/python $(VLLM_BIN)/python -m pytest tests/vllm/test_mooncake.py
 
 soak-vllm: $(VLLM_VENV)/vllm.stamp
 	$(VLLM_BIN)/python -m pytest -m soak --timeout 3600 tests/vllm

@@ -50,11 +50,13 @@ class Hint:
     ``"done"`` (nobody will ask for it again). ``ttl_s`` is their time to live: when so many seconds have
     passed without a use, they are as good as done (None: an hour for what is likely, no end for others).
     ``priority``, from -100 to 100, orders pages of equal reuse: those of a higher one stay longer.
+    ``elsewhere``: an engine on another host is going to ask for them; a daemon with a pool puts them there.
     """
 
     ttl_s: float | None = None
     reuse: Reuse | None = None
     priority: int = 0
+    elsewhere: bool = False
 
     def __post_init__(self) -> None:
         if self.ttl_s is not None and not (_is_number(self.ttl_s) and 0 <= self.ttl_s <= sys.float_info.max):
@@ -67,6 +69,13 @@ class Hint:
                 f"a hint's priority is a whole number from {-MOST_PRIORITY} to {MOST_PRIORITY}, "
                 f"not {self.priority!r}"
             )
+        if not isinstance(self.elsewhere, bool):
+            raise UsageError(f"a hint's elsewhere is true or false, not {self.elsewhere!r}")
+
+    @property
+    def for_policy(self) -> bool:
+        """Whether it is about who leaves first: one that says ``elsewhere`` and nothing more is not."""
+        return not self.elsewhere or self.ttl_s is not None or self.reuse is not None or self.priority != 0
 
     def facts(self, now_s: float) -> policy.PageHint:
         """The same for a policy, if it is given at ``now_s`` on the store's clock."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TypeVar
 
 from tierstore.planner import Plan
@@ -18,6 +19,7 @@ from tierstore_engine.side_groups import PageShares, SavePoint, SideTable, side_
 
 T = TypeVar("T")
 
+_ELSEWHERE = Hint(elsewhere=True)
 _UNKNOWN_S = 30.0  # for a load of which no plan says how long it may take
 
 
@@ -321,7 +323,9 @@ class PageKeeper:
         """Publish the pages that have become full since the last call, and at a save point what goes with
         them. What the groups beside the first do not need any more is given back."""
         computed = sequence.computed
-        saving = self._publish(sequence, computed // self._chunk)
+        full = computed // self._chunk
+        elsewhere = sequence.hint is not None and sequence.hint.elsewhere and full > sequence.saved_pages
+        saving = self._publish(sequence, full, hint=_ELSEWHERE if elsewhere else None)
         for side, table in zip(self._sides, sequence.sides, strict=True):
             side.passed(table, computed)
         if computed in sequence.save_points or (self._checkpoint and computed % self._checkpoint == 0):
@@ -443,10 +447,11 @@ class PageKeeper:
 
 def _hint(sequence: Sequence) -> Hint | None:
     """What is known of the future of a sequence's pages when it leaves."""
-    if sequence.hint is not None and sequence.finish_reason is not None:
-        return sequence.hint
-    reason = sequence.finish_reason
-    return inferred(reason.value if reason is not None else "parked")
+    hint, reason = sequence.hint, sequence.finish_reason
+    if hint is not None and hint.for_policy and reason is not None:
+        return hint
+    guess = inferred(reason.value if reason is not None else "parked")
+    return replace(guess or _ELSEWHERE, elsewhere=True) if hint is not None and hint.elsewhere else guess
 
 
 def clip_tiers(by_tier: Mapping[str, int], tokens: int) -> dict[str, int]:

@@ -7,6 +7,8 @@ import importlib.util
 import pytest
 
 from tests.cluster.dynamo import Indexer, Selector
+from tests.cluster.network import MASTER, Network, inside, why_not
+from tests.tierstore.cluster.hosts import Host
 
 
 def _start(kind):
@@ -27,3 +29,29 @@ def selector():
     process = _start(Selector)
     yield process
     process.end()
+
+
+@pytest.fixture(scope="module")
+def network():
+    """Three hosts, a master and a lender."""
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    made = Network()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def start(network):
+    """``start(2, "--option")``: a daemon on the second host that has reached the pool."""
+    hosts = []
+
+    def start_(number, *options):
+        hosts.append(Host(f"mooncake://{MASTER}", *options, prefix=inside(number)))
+        hosts[-1].wait_online()
+        return hosts[-1]
+
+    yield start_
+    for host in hosts:
+        host.close()

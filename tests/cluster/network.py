@@ -3,7 +3,6 @@ third. Needs root, `ip`, and Mooncake's wheel. Unix sockets are files, and reach
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import signal
@@ -14,13 +13,14 @@ import time
 from pathlib import Path
 
 MASTER = "10.78.0.1:50051"
-_BIN = Path(sys.executable).parent
+PYTHON = os.environ.get("CLUSTER_PYTHON", sys.executable)  # of the environment that has Mooncake
+_BIN = Path(PYTHON).parent
 _READY_S = 30.0
 
 
 def why_not() -> str:
     """Why this cannot be had here; empty if it can."""
-    if importlib.util.find_spec("mooncake") is None:
+    if _run(f"{PYTHON} -c 'import mooncake'"):
         return "Mooncake is not installed; make test-cluster"
     if os.geteuid() or shutil.which("ip") is None:
         return "namespaces need root and `ip`"

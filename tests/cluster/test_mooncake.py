@@ -14,35 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.network import MASTER, Network, inside, why_not
-from tests.tierstore.cluster.hosts import SPEC, Host, check, prompt
+from tests.cluster.network import MASTER, inside
+from tests.tierstore.cluster.hosts import SPEC, check, prompt
 from tierstore.testing.pages import pages_of
 
 MINUTES = 10
-
-
-@pytest.fixture
-def network():
-    reason = why_not()
-    if reason:
-        pytest.skip(reason)
-    made = Network()
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def start(network):
-    hosts = []
-
-    def start_(number, *options):
-        hosts.append(Host(f"mooncake://{MASTER}", *options, prefix=inside(number)))
-        hosts[-1].wait_online()
-        return hosts[-1]
-
-    yield start_
-    for host in hosts:
-        host.close()
 
 
 def publish(host, tokens):

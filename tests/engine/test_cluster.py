@@ -6,12 +6,22 @@ import random
 
 from tests.tierstore.cluster.hosts import Host
 from tierstore.testing.fake_pool import set_faults
-from tierstore.types import Promise
+from tierstore.types import Hint, Promise
 from tierstore_engine.build import build_engine, load_model
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
 
 PARAMS = SamplingParams(max_new_tokens=8, ignore_eos=True)
+ONE = SamplingParams(max_new_tokens=1, ignore_eos=True)
+ELSEWHERE = Hint(elsewhere=True)
+
+
+def complete(engine, request):
+    """Step until it is done."""
+    while True:
+        for output in engine.step():
+            if output.completion is not None and output.completion.request_id == request:
+                return output.completion
 
 
 def test_an_engine_takes_another_hosts_pages(tmp_path):
@@ -44,12 +54,13 @@ def test_an_engine_takes_another_hosts_pages(tmp_path):
 
 
 def test_an_engine_waits_for_what_another_hosts_engine_has_promised(tmp_path):
-    """The pages come while they are computed, in the other host's steps of 128 tokens."""
+    """The pages come while they are computed, in the other host's steps of 128 tokens. They are given to
+    others because the request says so; another prompt's stay, until it is handed over as well."""
     pool = tmp_path / "pool"
     pool.mkdir()
     draw = random.Random(2)
-    tokens = [draw.randrange(250) for _ in range(700)]
-    hosts = [Host(f"fake://{pool}", "--cluster-publish=all") for _ in range(2)]
+    tokens, others = ([draw.randrange(250) for _ in range(700)] for _ in range(2))
+    hosts = [Host(f"fake://{pool}") for _ in range(2)]
     try:
         for host in hosts:
             host.wait_online()
@@ -61,16 +72,21 @@ def test_an_engine_waits_for_what_another_hosts_engine_has_promised(tmp_path):
         request = second.add(tokens, PARAMS, promise=Promise(640, 10.0))
         second.step()
         hosts[1].wait_for(lambda stats: stats.service.promised_lookups == 1)
-        [expected] = first.generate([tokens], PARAMS)
-        done = []
-        while not done:
-            done = [each.completion for each in second.step() if each.completion is not None]
-        assert done[0].request_id == request
-        assert done[0].tokens == expected.tokens
-        assert done[0].metrics.reused_tokens == 640
+        expected = complete(first, first.add(tokens, PARAMS, hint=ELSEWHERE))
+        answer = complete(second, request)
+        assert answer.tokens == expected.tokens
+        assert answer.metrics.reused_tokens == 640
         stats = hosts[1].wait_for(lambda stats: stats.cluster.counts.get("promised_brings") == 1)
         assert stats.cluster.counts["brought_pages"] == 10
         assert stats.service.broken_promises == 0
+        hosts[0].wait_for(lambda stats: stats.cluster.counts["published_pages"] == 11)
+        complete(first, first.add(others, PARAMS))
+        hosts[0].wait_for(lambda stats: stats.store.pages >= 22)
+        assert hosts[0].counts()["published_pages"] == 11
+        expected = complete(first, first.add(others, ONE, hint=ELSEWHERE))
+        answer = complete(second, second.add(others, PARAMS, promise=Promise(640, 10.0)))
+        assert answer.metrics.reused_tokens == 640
+        assert answer.tokens[:1] == expected.tokens
         for engine in (first, second):
             engine.close()
     finally:

@@ -27,6 +27,12 @@ def test_what_a_policy_gets(hint, facts):
     assert hint.facts(5.0) == facts
 
 
+def test_one_that_only_says_who_asks_next_is_not_for_the_policy():
+    assert not Hint(elsewhere=True).for_policy
+    assert Hint(elsewhere=True, priority=1).for_policy
+    assert Hint().for_policy, "it takes back what was said before"
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -42,6 +48,7 @@ def test_what_a_policy_gets(hint, facts):
         {"priority": 0.5},
         {"priority": "high"},
         {"priority": True},
+        {"elsewhere": 1},
     ],
 )
 def test_values_that_mean_nothing_are_refused(values):

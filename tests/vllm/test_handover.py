@@ -219,7 +219,7 @@ def test_two_hosts_and_a_pool(model, reference, make_daemon, tmp_path):
     """Pages come while they are computed: the second engine asks before the first one has begun."""
     pool = tmp_path / "pool"
     pool.mkdir()
-    options = (f"--cluster=fake://{pool}", "--cluster-publish=all")
+    options = (f"--cluster=fake://{pool}",)
     one, other = (make_daemon(disk=False, options=options) for _ in range(2))
     for daemon in (one, other):
         wait_cluster(daemon, lambda cluster: cluster.online and not cluster.trouble)

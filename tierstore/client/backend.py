@@ -475,7 +475,7 @@ class RemoteBackend:
             ttl_s = (
                 None if hint.ttl_s is None else float(hint.ttl_s)
             )  # a message has no room for an int of any size
-            part = messages.HintPart(ttl_s, hint.reuse, hint.priority)
+            part = messages.HintPart(ttl_s, hint.reuse, hint.priority, hint.elsewhere)
 
         def message(handle: PrefixHandle | None) -> messages.Reserve:
             # What is to be saved is spelled out, even where it begins like something the daemon knows.

@@ -65,13 +65,13 @@ class Agent:
         self._staging = Staging(begin.staging_bytes)
         self._stores = Stores(begin.daemon)
         self._known: Recent[str] = Recent(_KNOWN_S, _KNOWN_NAMES)  # names that are in the pool
-        self._known_lock = threading.Lock()  # guards it, and the count of those to be published
+        self._queued: set[str] = set()  # names of pages that are to be published
+        self._known_lock = threading.Lock()  # guards both
         self._lookers = ThreadPoolExecutor(2, "tierstore-look")
         self._bringers = ThreadPoolExecutor(2, "tierstore-bring")
         self._waiters = ThreadPoolExecutor(MOST_PROMISED, "tierstore-promised")
         self._stopped: Recent[int] = Recent(MOST_WAIT_S, _REMEMBERED_STOPS)  # by the order's number
-        self._publishing: queue.Queue[tuple[o.PromptPages, int, int]] = queue.Queue()
-        self._queued_pages = 0
+        self._publishing: queue.Queue[tuple[o.PromptPages, int, set[str]]] = queue.Queue()
         threading.Thread(target=self._publish_all, name="tierstore-publish", daemon=True).start()
 
     def do(self, order: o.Look | o.Bring | o.Stop | o.Publish) -> None:
@@ -176,14 +176,15 @@ class Agent:
     # -- publishing ----------------------------------------------------------------------------------
 
     def _queue(self, order: o.Publish) -> None:
-        objects = _objects(order.pages, self._secret)[: order.count]
+        """A prompt that is being computed is told of again after each step: its pages are queued once."""
+        names = {each.name for each in _objects(order.pages, self._secret)[: order.count]}
         with self._known_lock:
-            new = sum(each.name not in self._known for each in objects)
-            full = self._queued_pages and self._queued_pages + new > _QUEUED_PAGES
-            if new and not full:
-                self._queued_pages += new
+            new = {name for name in names - self._queued if name not in self._known}
+            full = bool(self._queued) and len(self._queued) + len(new) > _QUEUED_PAGES
+            if not full:
+                self._queued |= new
         if full:
-            self._count(Counter(dropped_pages=new))
+            self._count(Counter(dropped_pages=len(new)))
         elif new:
             self._publishing.put((order.pages, order.count, new))
 
@@ -198,7 +199,7 @@ class Agent:
             except TierStoreError:
                 counts["failed_loads"] += 1
             with self._known_lock:
-                self._queued_pages -= queued
+                self._queued -= queued
             self._count(counts)
 
     def _publish(self, pages: o.PromptPages, count: int, counts: Counter[str]) -> None:

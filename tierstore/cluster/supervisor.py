@@ -232,22 +232,22 @@ class Cluster:
         rate = nbytes / max(seconds, 1e-6)
         self._bytes_per_s += (_RATE_SHARE if self._bytes_per_s else 1.0) * (rate - self._bytes_per_s)
 
-    @property
-    def publishes_all(self) -> bool:
-        """Whether :meth:`committed` does anything."""
-        return self._options.publish == "all"
+    def publishes(self, view: PromptView, *, elsewhere: bool) -> bool:
+        """Whether :meth:`committed` is to be told of a prompt's pages. ``elsewhere``: another host's engine
+        is going to ask for them."""
+        wanted = self._options.publish == "all" or (elsewhere and self._options.publish != "none")
+        return wanted and self._shares(view)
 
     # -- telling -------------------------------------------------------------------------------------
 
     def used(self, view: PromptView, chunks: int) -> None:
-        """The first ``chunks`` of a prompt have been asked for again."""
-        if self._options.publish == "reused":
+        """The first ``chunks`` of a prompt have been asked for again, and may have left the pool."""
+        if self._options.publish != "none":
             self._publish(view, chunks)
 
     def committed(self, view: PromptView, chunks: int) -> None:
-        """The first ``chunks`` of a prompt are here."""
-        if self._options.publish == "all":
-            self._publish(view, chunks)
+        """The first ``chunks`` of a prompt are here, and others are to have them: see :meth:`publishes`."""
+        self._publish(view, chunks)
 
     def _publish(self, view: PromptView, chunks: int) -> None:
         if chunks <= 0 or not self._shares(view):

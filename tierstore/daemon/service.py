@@ -465,15 +465,23 @@ class Service:
             )
         hint = None
         if m.hint is not None:
-            hint = Hint(m.hint.ttl_s, cast("Reuse | None", m.hint.reuse), m.hint.priority)
+            reuse = cast("Reuse | None", m.hint.reuse)
+            hint = Hint(m.hint.ttl_s, reuse, m.hint.priority, m.hint.elsewhere)
         hints = SaveHints(hint, m.session or None)
         reserved = session.backend.reserve(view, m.first, m.count, hints=hints)
 
         def answer(reservation: Reservation | None) -> p.Reserved:
             told = _reserved(m.id, self._core.arena_address, reservation)
-            shared = self.cluster is not None and self.cluster.publishes_all and not self._is_agent(session)
-            if shared and told.reservation:
-                session.sharing[told.reservation] = view, min(m.first + m.count, view.whole_chunks)
+            elsewhere = hint is not None and hint.elsewhere
+            cluster = None if self._is_agent(session) else self.cluster
+            if cluster is None or not cluster.publishes(view, elsewhere=elsewhere):
+                return told
+            chunks = min(m.first + m.count, view.whole_chunks)
+            if told.reservation:
+                session.sharing[told.reservation] = view, chunks
+            elif elsewhere:  # it is here already, as far as it is
+                held = session.backend.held(view, chunks * view.chunk_tokens)
+                cluster.committed(view, held // view.chunk_tokens)
             return told
 
         return _then(reserved, answer)

@@ -167,7 +167,7 @@ class HintTracker:
     ) -> None:
         self._sessions = sessions
         self._loose = loose
-        self._hint = hint
+        self._hint = hint if hint is not None and hint.for_policy else None
         self._session = session
         self._tenant = tenant
         self._number = NOBODY

@@ -252,6 +252,7 @@ class HintPart(Message):
     ttl_s: float | None = None
     reuse: str | None = None
     priority: int = 0
+    elsewhere: bool = False
 
 
 class Reserve(Message):

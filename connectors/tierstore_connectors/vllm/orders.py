@@ -6,8 +6,10 @@ from dataclasses import dataclass, field, replace
 
 from tierstore.groups import GroupRule, Past
 from tierstore.keys import Identity, PageKey
+from tierstore.types import Hint
 
 NULL_BLOCK = 0  # vLLM's block that stands for "nothing there"
+_NOTHING_SAID = Hint()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +75,13 @@ class SaveOrder:
     groups: tuple[GroupBlocks, ...]
     ttl_s: float | None = None
     priority: int = 0
+    hands_over: bool = False
 
     @property
-    def hinted(self) -> bool:
-        """Whether the request has said something about the future of its pages."""
-        return self.ttl_s is not None or self.priority != 0
+    def hint(self) -> Hint | None:
+        """What the request has said about the future of its pages."""
+        hint = Hint(ttl_s=self.ttl_s, priority=self.priority, elsewhere=self.hands_over)
+        return None if hint == _NOTHING_SAID else hint
 
 
 @dataclass(slots=True)

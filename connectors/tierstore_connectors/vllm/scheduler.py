@@ -341,7 +341,7 @@ class SchedulerHalf:
         self._ahead.discard(request.request_id)
         chunk_tokens = self.groups.chunk_tokens
         stored = tracked.held // chunk_tokens
-        if tracked.answer is None:  # it was not looked up
+        if tracked.answer is None and not tracked.options.hands_over:  # it was not looked up
             tracked.update_keys(self.groups)
             stored = self.stored.to_last(tracked.keys[: tracked.local // chunk_tokens], self._clock())
         tracked.saved = max(tracked.saved, stored)
@@ -535,7 +535,9 @@ class SchedulerHalf:
         if end > first and self.lookups.reachable:
             self.stored.add(tracked.keys[end - 1], self._clock())
         options = tracked.options
-        return SaveOrder(tracked.request.request_id, saved, options.ttl_s, options.priority)
+        return SaveOrder(
+            tracked.request.request_id, saved, options.ttl_s, options.priority, options.hands_over
+        )
 
     def _grow(self, tracked: TrackedRequest, chunks: int) -> None:
         """Have the workers know the first ``chunks`` chunks of a prompt."""

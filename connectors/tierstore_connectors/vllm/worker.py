@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from tierstore.groups import Past
 from tierstore.keys import TOKEN_BYTES, Identity, PageKey, Prompt
 from tierstore.tiers.pinned import Pin
-from tierstore.types import Hint
 from tierstore_connectors.common.counters import Counters
 from tierstore_connectors.common.guard import ErrorLog
 from tierstore_connectors.vllm.config import Settings
@@ -323,7 +322,7 @@ class WorkerHalf:
             first,
             count,
             blocks_of(blocks.chunks),
-            Hint(ttl_s=order.ttl_s, priority=order.priority) if order.hinted else None,
+            order.hint,
         )
 
     def _pin(self, request: str) -> None:

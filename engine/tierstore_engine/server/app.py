@@ -101,7 +101,7 @@ class Plan:
             prompt,
             params,
             session=self.session,
-            hint=checked_hint(cache),
+            hint=checked_hint(self.request),
             save=not cache.no_save,
             priority=self.request.priority,
             ttft_slo_s=self.ttft_slo_s,

@@ -43,10 +43,10 @@ class CacheHints(Struct, forbid_unknown_fields=True, frozen=True):
     tokens: Annotated[int, Meta(ge=0, le=1 << 32)] | None = None
     until_s: Annotated[float, Meta(ge=0, le=MOST_HANDOVER_S)] | None = None
 
-    def hint(self) -> Hint | None:
-        if self.ttl_s is None and self.reuse is None and not self.priority:
+    def hint(self, *, elsewhere: bool) -> Hint | None:
+        if self.ttl_s is None and self.reuse is None and not self.priority and not elsewhere:
             return None
-        return Hint(ttl_s=self.ttl_s, reuse=self.reuse, priority=self.priority)
+        return Hint(ttl_s=self.ttl_s, reuse=self.reuse, priority=self.priority, elsewhere=elsewhere)
 
 
 class KVTransferParams(Struct, forbid_unknown_fields=True):
@@ -303,9 +303,9 @@ def _token_biases(biases: Mapping[str, float]) -> dict[int, float]:
         raise bad_request("logit_bias: its keys are token ids", param="logit_bias") from None
 
 
-def checked_hint(cache: CacheHints) -> Hint | None:
+def checked_hint(request: GenerationRequest) -> Hint | None:
     """Raises :class:`ApiError` for a hint that cannot be."""
     try:
-        return cache.hint()
+        return request.cache.hint(elsewhere=request.hands_over)
     except UsageError as error:
         raise ApiError(400, str(error), param="kv_transfer_params") from None

@@ -26,12 +26,14 @@ IDENTITY = Identity.of(SPEC, model="m")
 
 
 class Host:
-    """A daemon over the pool at ``url``."""
+    """A daemon over the pool at ``url``, run by the interpreter ``python``."""
 
-    def __init__(self, url: str, *options: str, prefix: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, url: str, *options: str, prefix: tuple[str, ...] = (), python: str = sys.executable
+    ) -> None:
         self.directory = tempfile.mkdtemp(prefix="ts")
         self.url = f"ipc://{self.directory}/s"
-        self.command = [*prefix, sys.executable, "-m", "tierstore.daemon", f"--listen={self.url}"]
+        self.command = [*prefix, python, "-m", "tierstore.daemon", f"--listen={self.url}"]
         self.command += ["--host-bytes=8MiB", "--log-level=warning", f"--cluster={url}"]
         self.command += ["--cluster-min-tokens=16", "--cluster-look-s=1", *options]
         self.process: subprocess.Popen[bytes] | None = None

@@ -15,13 +15,15 @@ import time
 import numpy as np
 import pytest
 
+import tierstore
 from tests.tierstore.cluster.hosts import SPEC, Host, alive, check, prompt, show
 from tierstore.cluster import supervisor
-from tierstore.keys import Identity
+from tierstore.keys import Identity, PageKey, Prompt
+from tierstore.spec import KVSpec
 from tierstore.testing.fake_pool import set_faults
 from tierstore.testing.pages import pages_of
 from tierstore.transfer import TransferState
-from tierstore.types import Promise
+from tierstore.types import Hint, Promise
 
 
 @pytest.fixture
@@ -444,3 +446,51 @@ def test_promised_pages_that_cannot_be_had_cost_what_was_said(start, pool, fault
     other.wait_for(lambda stats: stats.service.broken_promises == 1)
     set_faults(pool)
     other.wait_for(lambda stats: stats.service.reserved_bytes == 0)
+
+
+def test_a_prompt_that_is_told_of_after_each_step_is_queued_once(start, pool):
+    """100 pages in as many steps, while the pool is slow: nothing is dropped, so the promise is kept."""
+    one, other = start("--cluster-publish=all"), start()
+    set_faults(pool, slow_s=0.2)
+    tokens = prompt(1, pages=100)
+    pages = pages_of(tokens, SPEC)
+    with one.store() as store:
+        for page in range(100):
+            store.save(tokens[: (page + 1) * 16], pages[: page + 1]).wait(10)
+    with other.store() as store:
+        expected = store.expect(tokens, Promise(1600, 10.0))
+        set_faults(pool)
+        expected.wait(30)
+        assert expected.state is TransferState.DONE
+    assert not one.counts().get("dropped_pages")
+
+
+def test_what_another_host_goes_on_with_is_published_at_once(start):
+    """By default it would have to be used twice first. It may have been here before that was said."""
+    one, other, reader = start(), start(), start("--cluster-publish=none")
+    new, old, kept = prompt(1), prompt(2), prompt(3)
+    elsewhere = Hint(elsewhere=True)
+    one.save(old, again=False)
+    with one.store() as store:
+        store.save(new, pages_of(new, SPEC), hint=elsewhere).wait(10)
+        store.save(old, [], first=8, hint=elsewhere)
+    opaque = KVSpec.opaque(SPEC.page_bytes, chunk_tokens=16)
+    identity = Identity.of(opaque, model="m")
+    with tierstore.connect(one.url, opaque, identity=identity, lookup_s=10) as store:
+        assert store.wait_connected(30)
+        keys = [PageKey(bytes([number] * 16)) for number in range(8)]
+        loose = Prompt.loose_pages(identity, bytes(8 * 16 * 4), keys, chunk_tokens=16)
+        for _ in range(2):  # pages that follow nothing stay on their host
+            assert store.save(loose, pages_of(prompt(4), SPEC), hint=elsewhere).wait(10) == 128
+    with reader.store() as store:
+        store.save(kept, pages_of(kept, SPEC), hint=elsewhere).wait(10)
+    published(one, 16)
+    with other.store() as store:
+        store.expect(new, Promise(128, 10.0)).wait(30)
+        store.expect(old, Promise(128, 10.0)).wait(30)
+        assert (check(store, new), check(store, old)) == (128, 128)
+        store.expect(kept, Promise(128, 0.1)).wait(30)
+        assert check(store, kept) == 0
+    assert one.counts()["published_pages"] == 16
+    assert one.stats().service.refused == reader.stats().service.refused == {}
+    assert "published_pages" not in reader.counts()
