@@ -163,4 +163,10 @@ def test_keys(engine: Engine, proxy: Proxy) -> None:
     assert complete(live, "abc").choices[0].text
     assert live.http.post("/v1/completions", json={}).status_code == 401
     assert live.http.get("/v1/models").status_code == 401
-    assert live.http.get("/health").status_code == 200
+    assert live.http.get("/metrics").status_code == 401
+    # Without it nobody learns where the engines are.
+    health = live.http.get("/health")
+    assert (health.status_code, health.json()) == (200, {"status": "ok"})
+    with_key = {"authorization": "Bearer key"}
+    assert live.http.get("/health", headers=with_key).json()["engines"]
+    assert live.http.get("/metrics", headers=with_key).status_code == 200

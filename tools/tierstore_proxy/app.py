@@ -33,13 +33,13 @@ from starlette.routing import Route
 
 from tierstore_engine.server.admission import Admission
 from tierstore_engine.server.errors import ApiError
-from tierstore_engine.server.http import JSON, Endpoint, Exchange, Handler, not_routed
+from tierstore_engine.server.http import JSON, Endpoint, Exchange, Handler, has_key, not_routed
 from tierstore_proxy.choice import rank_decode, rank_prefill, worth_handing_over
 from tierstore_proxy.metrics import ProxyMetrics, Way
 from tierstore_proxy.prompts import Api, Asked, Prompt, token_ids
 from tierstore_proxy.residency import DaemonLookups, PromptLookups, Residency, Selector, read_bounded
 from tierstore_proxy.settings import ProxySettings
-from tierstore_proxy.upstream import Upstream, UpstreamError, watch
+from tierstore_proxy.upstream import Upstream, UpstreamError, watch, within
 
 _REQUEST_ID = "x-request-id"
 # What an engine may want to know of a client. Anything else a client sends is between it and the proxy.
@@ -108,7 +108,7 @@ class Proxy:
                 Route("/v1/models", endpoint("models", self._models), methods=["GET"]),
                 Route("/v1/models/{name:path}", endpoint("models", self._models), methods=["GET"]),
                 Route("/health", endpoint("health", self._health, public=True), methods=["GET"]),
-                Route("/metrics", endpoint("metrics", self._metrics, public=True), methods=["GET"]),
+                Route("/metrics", endpoint("metrics", self._metrics), methods=["GET"]),
             ],
             exception_handlers={HTTPException: not_routed},
         )
@@ -141,6 +141,10 @@ class Proxy:
             status = "down"
         else:
             status = "degraded" if any(engine.problem for engine in engines) else "ok"
+        code = 200 if status in ("ok", "degraded") else 503
+        if self.settings.api_key is not None and not has_key(exchange.request, self.settings.api_key):
+            await exchange.reply(code, {"status": status})  # addresses are nobody else's business
+            return
         document = {
             "status": status,
             "engines": [
@@ -156,7 +160,7 @@ class Proxy:
             ],
             "lookups": self._residency.problems,
         }
-        await exchange.reply(200 if status in ("ok", "degraded") else 503, document)
+        await exchange.reply(code, document)
 
     async def _metrics(self, exchange: Exchange) -> None:
         await exchange.send(Response(self.metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST}))
@@ -236,9 +240,7 @@ class Proxy:
             return prompt
         [at, *_] = rank_decode([engine.load for engine in self._decode], [0] * len(self._decode), 0)
         try:
-            tokens = await asyncio.wait_for(
-                self._tokenized(self._decode[at], asked, headers), self.settings.look_s
-            )
+            tokens = await within(self.settings.look_s, self._tokenized(self._decode[at], asked, headers))
         except (asyncio.TimeoutError, UpstreamError, ValueError, msgspec.MsgspecError):
             tokens = None
         if tokens is None:
@@ -267,9 +269,9 @@ class Proxy:
             return _Prefilled(Way.HELD)
         begun = time.monotonic()
         try:
-            found = await asyncio.wait_for(
-                self._ask_prefill(asked.prefill_body, asked.api.value, prompt.length, headers),
+            found = await within(
                 self.settings.prefill_s,
+                self._ask_prefill(asked.prefill_body, asked.api.value, prompt.length, headers),
             )
         except asyncio.TimeoutError:
             return _Prefilled(Way.LATE)

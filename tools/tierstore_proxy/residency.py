@@ -34,6 +34,7 @@ from tierstore.keys import Identity
 from tierstore.spec import is_opaque
 from tierstore.wire import messages
 from tierstore_proxy.prompts import Prompt
+from tierstore_proxy.upstream import within
 
 _BLOCK_BYTES = 256  # of a prompt's content: some 64 tokens
 _BLOCK_TOKENS = 64
@@ -159,9 +160,7 @@ class DaemonLookups:
         ends = time.monotonic() + wait_s
         loop = asyncio.get_running_loop()
         try:
-            return await asyncio.wait_for(
-                loop.run_in_executor(self._thread, self._ask, tokens, model, ends), wait_s
-            )
+            return await within(wait_s, loop.run_in_executor(self._thread, self._ask, tokens, model, ends))
         except asyncio.TimeoutError:
             return None
 
@@ -225,7 +224,7 @@ class Selector:
         """Leading tokens that each engine holds; None where that is not known."""
         nothing: list[int | None] = [None] * len(self._engines)
         try:
-            found = await asyncio.wait_for(self._scores(tokens, model), wait_s)
+            found = await within(wait_s, self._scores(tokens, model))
         except asyncio.TimeoutError:
             self.problem = f"no answer within {wait_s:g} s"
             return nothing

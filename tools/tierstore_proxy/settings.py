@@ -35,7 +35,7 @@ class ProxySettings:
     ``identity`` chooses among what a daemon has pages of. A prompt of which the decode engine lacks
     ``min_prefill_tokens`` or more is computed by a prefill engine, for which ``prefill_s`` seconds are
     waited. ``look_s`` is waited for a daemon, a selector, and token ids. With ``api_key`` everything
-    under ``/v1`` wants it; without one only loopback addresses are served. ``max_requests`` are under way
+    wants it but ``/health``; without one only loopback addresses are served. ``max_requests`` are under way
     at a time, with ``max_queued_tokens`` prompt tokens among them. A request may have a body of
     ``max_body_bytes`` and take ``request_s`` seconds, its answer ``max_answer_bytes``. SIGTERM waits
     ``drain_s`` seconds for what is under way.

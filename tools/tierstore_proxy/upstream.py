@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from typing import TypeVar
 
 import httpx
 
@@ -21,6 +22,8 @@ _HEALTH_WAIT_S = 5.0  # an engine may be in the midst of a long step
 _LATE_CHECKS = 2  # in a row that take an engine for down
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class UpstreamError(TierStoreError):
@@ -87,13 +90,17 @@ class Upstream:
     async def check(self) -> None:
         """Ask once how it is."""
         try:
-            answer = await asyncio.wait_for(self._http.get("/health"), _HEALTH_WAIT_S)
+            answer = await within(_HEALTH_WAIT_S, self._http.get("/health"))
         except asyncio.TimeoutError:
             self._late += 1
             if self._late >= _LATE_CHECKS:
                 self._take_down(f"/health did not answer within {_HEALTH_WAIT_S:g} s")
         except httpx.HTTPError as error:
             self._take_down(f"cannot connect: {error or type(error).__name__}")
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is asked again
+            if not self.problem:
+                _log.error("%s engine %s cannot be checked", self.role, self.url, exc_info=error)
+            self._take_down(f"cannot be checked: {error or type(error).__name__}")
         else:
             self._late = 0
             if answer.is_success:
@@ -114,6 +121,24 @@ class Upstream:
         if self.problem:
             _log.warning("%s engine %s is up again", self.role, self.url)
         self.problem = ""
+
+
+async def within(seconds: float, work: Awaitable[T]) -> T:
+    """What ``work`` gives; it is cancelled, and has ended, when the time is over or the caller is cancelled.
+    Raises :class:`asyncio.TimeoutError`. (``asyncio.wait_for`` of Python 3.11 and before gives the result to
+    a caller that is cancelled in the moment in which it comes: whoever has left would be served on.)"""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=seconds)
+        if not task.done():
+            raise asyncio.TimeoutError
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # the caller has it, or has left
 
 
 async def watch(engines: Sequence[Upstream]) -> None:

@@ -165,10 +165,15 @@ class Endpoint:
         self._counts.requests.labels(self._name, str(exchange.status or 499)).inc()
 
 
+def has_key(request: Request, api_key: str) -> bool:
+    """Whether it has the right key."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), api_key.encode())
+
+
 def require_key(request: Request, api_key: str) -> None:
     """Raises :class:`ApiError` (401) without the right key."""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), api_key.encode()):
+    if not has_key(request, api_key):
         raise ApiError(401, "this server wants an API key: send Authorization: Bearer KEY")
 
 
