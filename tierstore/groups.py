@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_right
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -126,6 +126,26 @@ class GroupRule:
     def longest(self, held: Held, limit: int) -> int:
         """The longest hit of at most ``limit`` that what is held is enough for."""
         return self._longest(held if self.past is Past.STATE else _merged(held), limit)
+
+    def _served(self, held: Held, limit: int) -> Iterator[int]:
+        """The lengths from 1 to ``limit`` that what is held is enough for; some of them twice."""
+        if self.past is Past.STATE:
+            yield from (run.stop for run in held if run.stop <= limit)
+            return
+        # Where the next token looks at none before it, nothing has to be held.
+        if self.past is Past.CHUNK:
+            yield from range(self.tokens, limit + 1, self.tokens)
+        elif self.past is Past.WINDOW and not self.tokens:
+            yield from range(1, limit + 1)
+        for run in _merged(held):
+            stop = min(run.stop, limit)
+            if run.start == 0:
+                yield from range(1, stop + 1)
+            elif self.past is Past.WINDOW:
+                yield from range(run.start + self.tokens, stop + 1)
+            elif self.past is Past.CHUNK:
+                # Those whose own chunk begins in the run.
+                yield from range(run.start + -run.start % self.tokens + 1, stop + 1)
 
     def _longest(self, runs: Held, limit: int) -> int:
         """``runs`` are merged, unless they are of states."""
@@ -224,6 +244,19 @@ def search(rules: Mapping[int, GroupRule], branch: int, chunk_tokens: int) -> Se
         if not length:
             break
     return 0
+
+
+def served_lengths(groups: Sequence[tuple[GroupRule, Held]], limit: int) -> list[int]:
+    """All hits of 1 to ``limit`` tokens that every group can serve with what is held of it, the longest last:
+    for an engine that chooses among them, because several of its ranks have to agree.
+
+    >>> served_lengths([(GroupRule.window(2), [range(0, 3), range(6, 9)]), (GroupRule.all(), [range(9)])], 9)
+    [1, 2, 3, 8, 9]
+    """
+    lengths = set(range(1, limit + 1))
+    for rule, held in groups:
+        lengths.intersection_update(rule._served(held, limit))
+    return sorted(lengths)
 
 
 def page_ranges(pages: Sequence[int], chunk_tokens: int) -> list[range]:

@@ -9,10 +9,12 @@ from tests.sglang.conftest import MISSING
 if MISSING:
     pytest.skip("SGLang is not installed; make test-sglang", allow_module_level=True)
 
+import random
 import threading
 from array import array
 
 from sglang.srt import runtime_context
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolHitPolicy, PoolName, PoolTransfer
 
 from tests.sglang.caches import CONFIGS, CacheConfig, CacheRequestHandle, Caches, Watched, match_prefix
 
@@ -76,6 +78,45 @@ class TestWhatElse(OverDaemon):
         slots, names = pool.alloc(len(tokens)), self.names(tokens)
         assert Watched.made[-1].batch_get_v1(names, slots) == [True] * 4
         assert Watched.made[-1].batch_get_v1(["00" * 32, *names[1:]], slots) == [False, True, True, True]
+        pool.free(slots)
+
+    def test_hits_of_several_pools_are_those_of_sglangs_own_storage(self):
+        """Full attention, a window, states and an indexer, of each of which some pages are there."""
+        directory, pages = self._make_storage_dir(), 12
+        cache, _, _ = self._l3_consumer(directory)
+        storage, pool = Watched.made[-1], cache.cache_controller.mem_pool_host.anchor_entry.host_pool
+        files = HiCacheFile(storage._config, self._make_storage_dir())
+        policies = {
+            PoolName.SWA: PoolHitPolicy.TRAILING_PAGES,
+            PoolName.MAMBA: PoolHitPolicy.TRAILING_PAGES,
+            PoolName.INDEXER: PoolHitPolicy.ALL_PAGES,
+        }
+        for each in (storage, files):
+            each.register_mem_pool_host(pool)
+            for name in (PoolName.KV, *policies):
+                each.register_mem_host_pool_v2(pool, name)
+        draw = random.Random(1)
+        slots = pool.alloc(pages * self.cfg.page_size)
+        restorable = 0
+        for turn in range(60):
+            names = [f"{turn:08x}{page:08x}{0:048x}" for page in range(pages)]
+            left_out = {
+                name: draw.sample(range(pages), draw.randrange(4)) for name in (PoolName.KV, *policies)
+            }
+            for name, missing in left_out.items():
+                kept = [each for at, each in enumerate(names) if at not in missing]
+                there = slots[: len(kept) * self.cfg.page_size]
+                for each in (storage, files):
+                    saved = each.batch_set_v2([PoolTransfer(name, there, keys=kept)])
+                    assert all(saved[name])
+            asked = [
+                PoolTransfer(name, keys=["?"] * draw.randrange(1, 5), hit_policy=policy)
+                for name, policy in draw.sample(sorted(policies.items()), draw.randrange(4))
+            ]
+            found = storage.batch_exists_v2(names, asked)
+            assert found == files.batch_exists_v2(names, asked), (left_out, asked)
+            restorable += len(found.restorable_prefix_pages)
+        assert restorable > 60
         pool.free(slots)
 
     def test_after_clear_nothing_of_before_is_served(self):

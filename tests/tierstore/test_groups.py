@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tierstore import groups as layer_groups
 from tierstore.errors import UsageError
-from tierstore.groups import GroupRule, Past, longest_hit, page_ranges, search
+from tierstore.groups import GroupRule, Past, longest_hit, page_ranges, search, served_lengths
 from tierstore.spec import LayerGroup, LayerKind
 
 CHUNK = 4
@@ -78,6 +78,8 @@ def test_a_hit_is_what_a_model_that_keeps_everything_says(groups, tail, limit, a
         length for length in range(0, limit + 1, align) if all(model.serves(length) for model in models)
     ]
     assert hit == max(possible)
+    lengths = served_lengths([(rule, each) for (rule, _), each in zip(groups, held, strict=True)], limit)
+    assert [length for length in [0, *lengths] if length % align == 0] == possible
     for model in models:
         needed = model.rule.needed(hit)
         if model.rule.past is Past.STATE:

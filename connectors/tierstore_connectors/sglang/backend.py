@@ -30,6 +30,7 @@ import tierstore
 from tierstore import Store
 from tierstore.core.clients import MOST_IDENTITIES
 from tierstore.errors import UsageError
+from tierstore.groups import GroupRule, page_ranges, served_lengths
 from tierstore.keys import Identity, Prompt
 from tierstore.spec import KVSpec
 from tierstore_connectors.common.guard import Breaker, ErrorLog, guarded
@@ -175,9 +176,11 @@ class TierStoreHiCache(HiCacheStorage):
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """The prefixes that can be restored with the pages of all pools that they need."""
+        """The prefixes that can be restored with the pages of all pools that they need: the store's rule for
+        layer groups, with pages for tokens."""
         pages = _leading(self._held(_KV, keys, extra_info)) if _KV in self._pools else len(keys)
         restorable = list(range(1, pages + 1))
+        groups = [(GroupRule.all(), [range(pages)])]
         hits = {_KV: pages} if pages else {}
         for transfer in pool_transfers or ():
             if not restorable:
@@ -185,18 +188,15 @@ class TierStoreHiCache(HiCacheStorage):
             name = str(transfer.name)
             if str(getattr(transfer.hit_policy, "value", "")) == "block_groups":
                 continue  # a second form of KV pages, which never shortens a hit
-            held = self._held(name, keys[:pages], extra_info)
-            if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
-                possible = set(range(1, _leading(held) + 1))
-            elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
-                window = max(len(transfer.keys or ()), 1)
-                possible = {end for end in restorable if all(held[max(end - window, 0) : end])}
-            else:
+            rule = _rule(transfer)
+            if rule is None:
                 self.errors.warn("hit_policy", f"nothing is kept of pools with {transfer.hit_policy}")
-                possible = set()
-            if possible:
-                hits[name] = max(possible)
-            restorable = [end for end in restorable if end in possible]
+                return PoolTransferResult(0, hits, [])
+            held = self._held(name, keys[:pages], extra_info)
+            groups.append((rule, page_ranges([at for at, there in enumerate(held) if there], 1)))
+            if own := rule.longest(groups[-1][1], pages):
+                hits[name] = own
+            restorable = served_lengths(groups, pages)
         return PoolTransferResult(restorable[-1] if restorable else 0, hits, restorable)
 
     def _held(self, name: str, keys: Sequence[str], extra_info: Any = None) -> list[bool]:
@@ -427,6 +427,16 @@ def _weight_version() -> str:
 def _leading(held: Sequence[bool]) -> int:
     """How many pages there are before the first that is missing."""
     return next((at for at, here in enumerate(held) if not here), len(held))
+
+
+def _rule(transfer: Any) -> GroupRule | None:
+    """What a hit needs of a pool, in pages; None for a policy that is not known. SGLang says how long a
+    window is by the number of pages that it would read; of states it is one."""
+    if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
+        return GroupRule.all()
+    if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
+        return GroupRule.window(max(len(transfer.keys or ()), 1))
+    return None
 
 
 def _nothing(transfers: Any) -> dict[str, list[bool]]:
