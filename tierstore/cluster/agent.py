@@ -27,8 +27,8 @@ import tierstore
 from tierstore import copying
 from tierstore.cluster import orders as o
 from tierstore.cluster.objects import HEADER_BYTES, PageObject, page_objects
-from tierstore.cluster.orders import MOST_PROMISED
 from tierstore.cluster.pool import NOT_THERE, Memory, Pool, PoolError, PoolOptions, open_pool
+from tierstore.cluster.promised import PromisedPages, PromisedPrompt
 from tierstore.cluster.recent import Recent
 from tierstore.cluster.staging import Lane, Staging
 from tierstore.errors import TierStoreError, UsageError
@@ -37,7 +37,6 @@ from tierstore.spec import KVSpec
 from tierstore.store import Store
 from tierstore.store.buffers import PageSource, copied_frames
 from tierstore.wire.framing import LENGTH
-from tierstore.wire.messages import MOST_WAIT_S
 
 _QUEUED_PAGES = 256  # to be published; more are dropped
 _MOST_NAMES = 2048  # asked about at once
@@ -49,8 +48,6 @@ _LOOKUP_S = 2.0
 _LANE_WAIT_S = 5.0
 _SAVE_S = 5.0
 _WORN_OUT = 3
-_ASK_AGAIN_S = 0.005  # for promised pages
-_REMEMBERED_STOPS = 4096
 
 
 class Agent:
@@ -69,8 +66,7 @@ class Agent:
         self._known_lock = threading.Lock()  # guards both
         self._lookers = ThreadPoolExecutor(2, "tierstore-look")
         self._bringers = ThreadPoolExecutor(2, "tierstore-bring")
-        self._waiters = ThreadPoolExecutor(MOST_PROMISED, "tierstore-promised")
-        self._stopped: Recent[int] = Recent(MOST_WAIT_S, _REMEMBERED_STOPS)  # by the order's number
+        self._promised = PromisedPages(self._there, self._bring_promised, self._promised_ended)
         self._publishing: queue.Queue[tuple[o.PromptPages, int, set[str]]] = queue.Queue()
         threading.Thread(target=self._publish_all, name="tierstore-publish", daemon=True).start()
 
@@ -80,9 +76,12 @@ class Agent:
             case o.Look():
                 self._lookers.submit(self._answer, order)
             case o.Bring():
-                (self._waiters if order.promised else self._bringers).submit(self._answer, order)
+                if order.promised:
+                    self._expect(order)
+                else:
+                    self._bringers.submit(self._answer, order)
             case o.Stop():
-                self._stopped.note(order.id)
+                self._promised.stop(order.id)
             case o.Publish():
                 self._queue(order)
 
@@ -118,20 +117,12 @@ class Agent:
         objects = _objects(order.pages, self._secret)[order.first : order.first + order.count]
         prompt = _prompt(order.pages)
         done = 0
-        while done < len(objects) and time.monotonic() < ends and order.id not in self._stopped:
+        while done < len(objects) and time.monotonic() < ends:
             part = objects[done : done + self._staging.objects_in_a_lane(objects[0].nbytes)]
-            if order.promised:
-                there = self._pool.exists([each.name for each in part])
-                part = part[: [*there, False].index(False)]
-                if not part:
-                    time.sleep(_ASK_AGAIN_S)
-                    continue
             came = self._bring_part(order, prompt, part, ends, counts)
             done += came
             if came < len(part):
                 break
-        counts["brought_pages"] += done
-        counts["brought_bytes"] += done * order.pages.page_bytes
         return done
 
     def _bring_part(
@@ -171,7 +162,45 @@ class Agent:
                 saved.cancel()
                 good = min(saved.wait() // prompt.chunk_tokens, good)
                 self._note_known(part[:good])
+                counts["brought_pages"] += good
+                counts["brought_bytes"] += good * order.pages.page_bytes
             return good
+
+    # -- promised pages ------------------------------------------------------------------------------
+
+    def _expect(self, order: o.Bring) -> None:
+        objects = _objects(order.pages, self._secret)[order.first : order.first + order.count]
+        self._promised.add(order, objects)
+
+    def _there(self, names: Sequence[str]) -> list[bool]:
+        """Which of these the pool has; none where it does not answer."""
+        there: list[bool] = []
+        try:
+            for start in range(0, len(names), _MOST_NAMES):
+                there += self._pool.exists(names[start : start + _MOST_NAMES])
+        except PoolError:
+            self._count(Counter(failed_calls=1))
+        return [*there, *[False] * (len(names) - len(there))]
+
+    def _bring_promised(self, promised: PromisedPrompt) -> int:
+        order, done = promised.order, promised.done
+        counts: Counter[str] = Counter()
+        came = 0
+        try:
+            part = promised.objects[done : done + self._staging.objects_in_a_lane(promised.objects[0].nbytes)]
+            there = self._pool.exists([each.name for each in part])
+            part = part[: [*there, False].index(False)]
+            if part:
+                came = self._bring_part(order, _prompt(order.pages), part, promised.ends, counts)
+        except PoolError:
+            counts["failed_calls"] += 1
+        except TierStoreError:
+            counts["failed_saves"] += 1
+        self._count(counts)
+        return came
+
+    def _promised_ended(self, promised: PromisedPrompt) -> None:
+        self._tell(o.Brought(promised.order.id, promised.done))
 
     # -- publishing ----------------------------------------------------------------------------------
 

@@ -7,8 +7,6 @@ from typing import TypeAlias
 
 import msgspec
 
-MOST_PROMISED = 16  # prompts whose pages are waited for at a time
-
 
 class Order(msgspec.Struct, tag=True, array_like=True):
     """Anything that is said."""

@@ -42,6 +42,7 @@ _MOST_UNREAD_BYTES = 16 << 20  # that an agent has not read
 _LATE = 3  # looks that came late, in …
 _LATE_WITHIN_S = 10.0
 _PAUSE_S = (5.0, 60.0)  # … stop the looking for so long
+_MOST_PROMISED = 1024  # prompts whose pages are waited for at a time, of all clients; each has 64 at most
 _RATE_SHARE = 0.3  # of the newest measurement
 
 
@@ -203,7 +204,7 @@ class Cluster:
         another host, in ``wait_s`` seconds. Call the result when they are not wanted any more."""
         count = min(count, view.whole_chunks - first)
         agent = self._getter
-        if not self._shares(view) or count <= 0 or self._promised >= o.MOST_PROMISED:
+        if not self._shares(view) or count <= 0 or self._promised >= _MOST_PROMISED:
             return _nothing
         numbers: list[int] = []
 

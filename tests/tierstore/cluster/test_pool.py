@@ -494,3 +494,37 @@ def test_what_another_host_goes_on_with_is_published_at_once(start):
     assert one.counts()["published_pages"] == 16
     assert one.stats().service.refused == reader.stats().service.refused == {}
     assert "published_pages" not in reader.counts()
+
+
+def test_promises_that_nobody_keeps_cost_others_nothing(start):
+    """As many as a client may wait for, of one client; another one's is kept."""
+    one, other = start(), start()
+    with other.store() as liar, other.store() as store:
+        false = [liar.expect(prompt(number), Promise(128, 10.0)) for number in range(100, 164)]
+        other.wait_for(lambda stats: stats.service.promised_lookups == len(false))
+        for number in range(1, 21):
+            tokens = prompt(number)
+            expected = store.expect(tokens, Promise(128, 10.0))
+            with one.store() as computes:
+                computes.save(tokens, pages_of(tokens, SPEC), hint=Hint(elsewhere=True)).wait(10)
+            expected.wait(30)
+            assert expected.state is TransferState.DONE
+            assert check(store, tokens) == 128
+        for each in false:
+            each.cancel()
+
+
+def test_many_promises_of_one_client_are_kept_together(start):
+    one, other = start(), start()
+    prompts = [prompt(number) for number in range(1, 41)]
+    with other.store() as store, one.store() as computes:
+        expected = [store.expect(tokens, Promise(128, 10.0)) for tokens in prompts]
+        other.wait_for(lambda stats: stats.service.promised_lookups == len(prompts))
+        for tokens in prompts:
+            computes.save(tokens, pages_of(tokens, SPEC), hint=Hint(elsewhere=True)).wait(10)
+        for each in expected:
+            each.wait(30)
+        assert {each.state for each in expected} == {TransferState.DONE}
+        assert all(check(store, tokens) == 128 for tokens in prompts)
+    assert other.stats().service.broken_promises == 0
+    other.wait_for(lambda stats: stats.cluster.counts["promised_brings"] == len(prompts))
