@@ -21,6 +21,7 @@ _EXTRAS = {
     "uvicorn": "serve",
     "jinja2": "serve",
     "cryptography": "packs",
+    "blake3": "packs",
 }  # what a package that only some commands need is installed with
 
 

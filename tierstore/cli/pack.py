@@ -6,7 +6,7 @@ import asyncio
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tierstore.keys import Identity
     from tierstore.packs import Manifest, MountedPack
 
+HashName = Literal["sha256", "blake3"]
 _LOOK_S = 10.0
 _CONNECT_S = 5.0
 _TAKEN_S = 60.0
@@ -61,6 +62,15 @@ def export(
         typer.Option("--sign", metavar="FILE", help="Sign with this .pem key", show_default=False),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what an earlier run left")] = False,
+    hash: Annotated[
+        HashName | None,
+        typer.Option(
+            "--hash",
+            help="Of pages: blake3 is faster, and read where [packs] is installed; sha256 everywhere. "
+            "[default: blake3 where it is installed]",
+            show_default=False,
+        ),
+    ] = None,
     store: Directory = None,
     connect: Connect = None,
     keys: Keys = None,
@@ -72,7 +82,7 @@ def export(
     there once.
     """
     from tierstore.keys import Prompt
-    from tierstore.packs import Signer, export_pack
+    from tierstore.packs import PageHash, Signer, export_pack
     from tierstore.spec import KVSpec, is_opaque
 
     _check_one(store, connect)
@@ -89,7 +99,15 @@ def export(
     with _store(chosen, store, connect, keys, server_key) as opened, show.meter("exporting") as meter:
         path = None if str(out) == "-" else out
         made = asyncio.run(
-            export_pack(opened, prompts, path, signer=signer, resume=resume, progress=meter.advance)
+            export_pack(
+                opened,
+                prompts,
+                path,
+                signer=signer,
+                resume=resume,
+                progress=meter.advance,
+                hash=None if hash is None else PageHash[hash.upper()],
+            )
         )
     resumed = f", {made.resumed_pages:,} of them from an earlier run" if made.resumed_pages else ""
     packed = f"{made.held_tokens:,} of {made.asked_tokens:,} tokens are packed"
@@ -341,6 +359,7 @@ def _to_json(manifest: Manifest) -> dict[str, object]:
         "pages": manifest.pages,
         "page_bytes": manifest.page_bytes,
         "pack_bytes": manifest.nbytes,
+        "hash": manifest.hash.name.lower(),
         "signer": manifest.signer.hex() if manifest.signer != UNSIGNED else None,
     }
 

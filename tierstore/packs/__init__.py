@@ -6,7 +6,8 @@ report, or moves a cache to another host.
 
 **What a pack promises.** A page that comes out of it is the page that went in, for those tokens and that
 identity, or it does not come out. XXH3 finds accidents, as everywhere in tierstore; it stops nobody who means
-it, so each page has a SHA-256, and one chain of SHA-256 goes over head, index and all tables of checksums.
+it, so each page has a BLAKE3 or a SHA-256 (``hashing.py``), and one chain of SHA-256 goes over head, index
+and all tables of checksums.
 Its links are signed, not only its end: a reader believes each block (16 MiB of pages) when it has come, and
 needs neither the whole pack nor memory for it. That is what makes packs streamable and resumable.
 
@@ -23,8 +24,8 @@ which no prompt names. Opaque pages travel with the keys that their engine gave 
 
 ::
 
-    export   Store.lookup ─▶ load_to ─▶ a buffer ─▶ SHA-256, XXH3 ─▶ seal ─▶ aiofiles
-    import   aiofiles ─▶ a buffer ─▶ seal, SHA-256, XXH3 compared ─▶ Store.save (reserve, copy, commit)
+    export   Store.lookup ─▶ load_to ─▶ a buffer ─▶ BLAKE3, XXH3 ─▶ seal ─▶ aiofiles
+    import   aiofiles ─▶ a buffer ─▶ seal, BLAKE3, XXH3 compared ─▶ Store.save (reserve, copy, commit)
 
 ``format.py`` says what the bytes are, ``docs/packs.md`` says it for others. Rejected: safetensors or a tar
 file (an index of names and no seals), a signature at the end only (nothing could be believed before all of it
@@ -32,6 +33,7 @@ had come), compression (a matter of the codecs of tiers; packs carry raw bytes).
 """
 
 from tierstore.packs.format import Manifest, PackError
+from tierstore.packs.hashing import PageHash
 from tierstore.packs.importing import Imported, import_pack, require_identity
 from tierstore.packs.mounted import MountedPack, mount
 from tierstore.packs.reading import Block, PackReader, open_pack, verify_pack
@@ -46,6 +48,7 @@ __all__ = [
     "MountedPack",
     "PackError",
     "PackReader",
+    "PageHash",
     "Signer",
     "Trust",
     "export_pack",

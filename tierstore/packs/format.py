@@ -25,17 +25,17 @@ import numpy.typing as npt
 
 from tierstore.errors import SpecError, TierStoreError, UsageError
 from tierstore.keys import KEY_BYTES, TOKEN_BYTES, Identity, PageKey, Prompt, chunk_keys, root_key
+from tierstore.packs.hashing import PageHash
 from tierstore.spec import KVSpec
 from tierstore.units import GIB, MIB, format_size, round_up
 
 MAGIC = b"TSKV\r\n\x1a\n"  # a transfer that takes it for text changes it
-VERSION = 1
 HEAD = struct.Struct("<8sIIQQQ32s24x")  # magic, version, flags, index, page bytes, pages, signer's public key
 SEAL = struct.Struct("<32s64s")  # SHA-256, Ed25519 signature (zeros: unsigned)
 FOOTER = struct.Struct("<8sQ")  # magic, pages; then a seal
 FOOTER_MAGIC = b"TSKVEND\n"
 FOOTER_BYTES = FOOTER.size + SEAL.size
-ENTRY = np.dtype([("xxh3", "<u8"), ("sha256", "V32")])  # of one page
+ENTRY = np.dtype([("xxh3", "<u8"), ("digest", "V32")])  # of one page
 UNSIGNED = bytes(32)
 
 ALIGNMENT = 4096  # of what follows the index, of each block and of its pages
@@ -90,9 +90,17 @@ class Manifest:
     spec: KVSpec
     prompts: tuple[PackedPrompt, ...]
     signer: bytes = UNSIGNED
+    hash: PageHash = PageHash.SHA256  # which is the version, too
 
     @classmethod
-    def of(cls, spec: KVSpec, prompts: Sequence[Prompt], signer: bytes = UNSIGNED) -> Manifest:
+    def of(
+        cls,
+        spec: KVSpec,
+        prompts: Sequence[Prompt],
+        signer: bytes = UNSIGNED,
+        *,
+        hash: PageHash = PageHash.SHA256,
+    ) -> Manifest:
         """A manifest of the whole chunks of ``prompts``. A beginning that one has in common with an earlier
         one is in the pack once. Raises :class:`UsageError` for prompts without a whole chunk, or not of one
         identity."""
@@ -112,7 +120,7 @@ class Manifest:
             raise UsageError(
                 f"nothing to pack: there is no prompt of at least {spec.chunk_tokens} tokens held"
             )
-        return cls(prompts[0].identity, spec, tuple(packed), signer)
+        return cls(prompts[0].identity, spec, tuple(packed), signer, hash)
 
     # -- sizes ---------------------------------------------------------------------------------------
 
@@ -186,7 +194,7 @@ class Manifest:
                 f"the tokens of these prompts take {format_size(len(index))}, a pack has room for "
                 f"{format_size(MOST_INDEX_BYTES)}: make several packs"
             )
-        return HEAD.pack(MAGIC, VERSION, 0, len(index), self.page_bytes, self.pages, self.signer) + index
+        return HEAD.pack(MAGIC, self.hash, 0, len(index), self.page_bytes, self.pages, self.signer) + index
 
     @cached_property
     def encoded(self) -> bytes:
@@ -202,6 +210,7 @@ class Head:
     page_bytes: int
     pages: int
     signer: bytes
+    hash: PageHash
 
     @classmethod
     def decode(cls, data: bytes) -> Head:
@@ -209,15 +218,17 @@ class Head:
         if len(data) < HEAD.size or not data.startswith(MAGIC):
             raise PackError("this is no pack: it does not begin as one")
         _, version, flags, index_bytes, page_bytes, pages, signer = HEAD.unpack_from(data)
-        if (version, flags) != (VERSION, 0):
-            raise PackError(f"a pack of version {version}: this tierstore reads version {VERSION}")
+        if version not in (versions := [each.value for each in PageHash]) or flags:
+            raise PackError(
+                f"a pack of version {version}: this tierstore reads versions {', '.join(map(str, versions))}"
+            )
         if not (
             0 < index_bytes <= MOST_INDEX_BYTES
             and 0 < page_bytes <= MOST_PAGE_BYTES
             and 0 < pages <= MOST_PAGES
         ):
             raise PackError("the pack is damaged: its head declares sizes that no pack has")
-        return cls(index_bytes, page_bytes, pages, signer)
+        return cls(index_bytes, page_bytes, pages, signer, PageHash(version))
 
     def manifest(self, index: bytes) -> Manifest:
         """What head and index say together. Raises :class:`PackError` where they do not fit together."""
@@ -234,7 +245,7 @@ class Head:
         except (SpecError, UsageError) as error:
             raise PackError(f"the pack's pages have a layout of another version: {error}") from error
         _check_prompts(identity, spec, decoded.prompts)
-        manifest = Manifest(identity, spec, tuple(decoded.prompts), self.signer)
+        manifest = Manifest(identity, spec, tuple(decoded.prompts), self.signer, self.hash)
         if (manifest.pages, manifest.page_bytes) != (self.pages, self.page_bytes):
             raise PackError("the pack is damaged: its index is of other pages than its head")
         return manifest
@@ -265,16 +276,16 @@ def footer_digest(before: bytes, footer: bytes) -> bytes:
 
 
 def encode_table(checksums: Sequence[int], digests: Sequence[bytes]) -> bytes:
-    """A block's table: of each page its XXH3-64 and its SHA-256."""
+    """A block's table: of each page its XXH3-64 and its digest."""
     table = np.empty(len(checksums), ENTRY)
     table["xxh3"] = checksums
-    table["sha256"] = np.frombuffer(b"".join(digests), "V32")
+    table["digest"] = np.frombuffer(b"".join(digests), "V32")
     return table.tobytes()
 
 
 def decode_table(table: bytes) -> tuple[list[int], list[bytes]]:
     entries: npt.NDArray[np.void] = np.frombuffer(table, ENTRY)
-    return entries["xxh3"].tolist(), entries["sha256"].tolist()
+    return entries["xxh3"].tolist(), entries["digest"].tolist()
 
 
 def _keys(keys: bytes) -> list[PageKey]:

@@ -40,7 +40,8 @@ from tierstore.backend import (
 from tierstore.errors import UsageError
 from tierstore.keys import Identity
 from tierstore.packs.format import Manifest, table_bytes
-from tierstore.packs.reading import ANYBODY, hash_pages, open_pack
+from tierstore.packs.hashing import hash_pages
+from tierstore.packs.reading import ANYBODY, open_pack
 from tierstore.packs.signing import Trust
 from tierstore.planner import Way
 from tierstore.stats import StoreStats
@@ -91,7 +92,7 @@ class MountedPack:
         memory = np.empty((len(pages), manifest.page_bytes), np.uint8)
         for row, page in enumerate(pages):
             view = memory[row].data
-            if not self._read(page, view) or hash_pages(view, manifest.page_bytes) != [
+            if not self._read(page, view) or hash_pages(view, manifest.page_bytes, manifest.hash) != [
                 (self.checksums[page], self._digests[page])
             ]:
                 self._damaged.add(page)  # and nothing behind it is found any more

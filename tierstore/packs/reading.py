@@ -2,15 +2,14 @@
 bytes.
 
 A block is handed out once its table's seal and every one of its pages have been checked. While the caller
-uses it, the next is checked, and while that goes on, the one after it is read. There are two buffers, so a
-pack of any size takes two blocks of memory. What a pack declares is allocated after it was compared with the
-format's limits, and touched as bytes come.
+uses it, the next is checked, and while that goes on, the one after it is read. There are three buffers, so a
+pack of any size takes three blocks of memory. What a pack declares is allocated after it was compared with
+the format's limits, and touched as bytes come.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import io
 import os
 import sys
@@ -24,7 +23,6 @@ import aiofiles
 import numpy as np
 import numpy.typing as npt
 
-from tierstore import copying, memory
 from tierstore.errors import UsageError
 from tierstore.packs.format import (
     ALIGNMENT,
@@ -43,13 +41,13 @@ from tierstore.packs.format import (
     head_digest,
     table_bytes,
 )
+from tierstore.packs.hashing import page_digests
 from tierstore.packs.signing import Trust, Verifier
 from tierstore.units import MIB, round_up
 
 ANYBODY = Trust()
 _INDEX_READ_BYTES = MIB  # an index is taken as it comes: what is declared may not be there
-_BUFFERS = 2  # one is with the caller and then read into, one is checked
-_HASHERS = min(os.cpu_count() or 1, 4)
+_BUFFERS = 3  # one is with the caller, one is checked, one is read into
 
 Wanted = Callable[[int, int], bool]
 
@@ -86,7 +84,7 @@ class PackReader:
         self._seal = digest  # the last that was checked
         self._file = file
         self._verifier = verifier
-        self._buffers: dict[int, npt.NDArray[np.uint8]] = {}  # of odd and of even blocks
+        self._buffers: dict[int, npt.NDArray[np.uint8]] = {}  # blocks take them in turn
 
     @classmethod
     async def begin(cls, file: Any, trust: Trust = ANYBODY) -> PackReader:
@@ -157,7 +155,7 @@ class PackReader:
         if pages is not None:
             _check_zeros(pages[count * manifest.page_bytes :])
             pages = pages[: count * manifest.page_bytes]
-            found = await page_digests(pages, manifest.page_bytes)
+            found = await page_digests(pages, manifest.page_bytes, manifest.hash)
             if found != list(zip(checksums, digests, strict=True)):
                 bad = next(at for at, pair in enumerate(found) if pair != (checksums[at], digests[at]))
                 raise PackError(f"the pack is damaged: page {first + bad:,} is not what it was")
@@ -186,7 +184,9 @@ async def open_file(file: Path | int, mode: str) -> AsyncIterator[Any]:
     """One of aiofiles' files; a descriptor stays open. Raises :class:`UsageError` for what cannot be
     opened."""
     try:
-        opened = await aiofiles.open(file, mode, closefd=not isinstance(file, int))
+        opened = await aiofiles.open(
+            file, mode, buffering=-1 if mode == "rb" else 0, closefd=not isinstance(file, int)
+        )
     except OSError as error:
         verb = "read" if mode == "rb" else "write"
         raise UsageError(f"cannot {verb} {file}: {error.strerror}") from error
@@ -202,29 +202,6 @@ async def verify_pack(reader: PackReader, progress: Callable[[int, int], None] |
         async for block in blocks:
             if progress is not None:
                 progress(block.count, block.count * reader.manifest.page_bytes)
-
-
-async def page_digests(pages: memoryview, page_bytes: int) -> list[tuple[int, bytes]]:
-    """The XXH3-64 and SHA-256 of each page, by several threads at once."""
-    count = len(pages) // page_bytes
-    step = -(-count // _HASHERS)
-    parts = [
-        asyncio.to_thread(
-            hash_pages, pages[start * page_bytes : min(start + step, count) * page_bytes], page_bytes
-        )
-        for start in range(0, count, step)
-    ]
-    return [pair for part in await asyncio.gather(*parts) for pair in part]
-
-
-def hash_pages(pages: memoryview, page_bytes: int) -> list[tuple[int, bytes]]:
-    """The same, here and now."""
-    start = memory.address_of(pages, writable=False)
-    checksums = copying.hash_all(range(start, start + len(pages), page_bytes), page_bytes)
-    digests = (
-        hashlib.sha256(pages[at : at + page_bytes]).digest() for at in range(0, len(pages), page_bytes)
-    )
-    return list(zip(checksums, digests, strict=True))
 
 
 def _check_seal(seal: bytes, digest: bytes, verifier: Verifier) -> bytes:

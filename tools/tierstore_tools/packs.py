@@ -1,5 +1,5 @@
 """``tierstore-bench packs``: export, verification and import of a pack beside plain writing and reading of a
-file.
+file, with each hash of pages.
 
 The store is embedded and has a host tier only, so that the file and the hashing are what is measured. All
 cases run in turn, ``rounds`` times; medians are shown. Files leave the page cache before they are read.
@@ -14,13 +14,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 import tierstore
-from tierstore.keys import Identity
-from tierstore.packs import export_pack, import_pack, open_pack, verify_pack
+from tierstore.keys import Identity, Prompt
+from tierstore.packs import PageHash, export_pack, import_pack, open_pack, verify_pack
 from tierstore.spec import KVSpec
 from tierstore.units import MIB, format_size
 from tierstore_tools import machine, report
@@ -84,7 +85,8 @@ class _Run:
         walls = {case: [wall for wall, _ in taken] for case, taken in times.items()}
         rows = []
         for case, taken in times.items():
-            plain = walls["plain write" if case in ("plain write", "export") else "plain read"]
+            writes = case.startswith(("plain write", "export"))
+            plain = walls["plain write" if writes else "plain read"]
             shares = [one / other for one, other in zip(plain, walls[case], strict=True)]
             gigabytes = self._pages * _SPEC.page_bytes / 1e9
             core_s = statistics.median(core for _, core in taken) / gigabytes
@@ -100,17 +102,22 @@ class _Run:
 
         prompt = store.prompt(self._tokens)
         timed("plain write", self._write_plain)
-        timed("export", lambda: asyncio.run(export_pack(store, [prompt], self._pack)))
         _leave_cache(self._plain)
         timed("plain read", self._read_plain)
-        _leave_cache(self._pack)
-        timed("verify", lambda: asyncio.run(self._verify()))
-        with tierstore.open(None, _SPEC, identity=_IDENTITY, host_bytes=self._host_bytes) as other:
-            other.wait_ready()
-            _leave_cache(self._pack)
-            timed("import", lambda: asyncio.run(self._import(other)))
         self._plain.unlink()
-        self._pack.unlink()
+        for hash in reversed(PageHash):
+            name = hash.name.lower()
+            timed(f"export, {name}", partial(self._export, store, prompt, hash))
+            _leave_cache(self._pack)
+            timed(f"verify, {name}", lambda: asyncio.run(self._verify()))
+            with tierstore.open(None, _SPEC, identity=_IDENTITY, host_bytes=self._host_bytes) as other:
+                other.wait_ready()
+                _leave_cache(self._pack)
+                timed(f"import, {name}", lambda: asyncio.run(self._import(other)))
+            self._pack.unlink()
+
+    def _export(self, store: tierstore.Store, prompt: Prompt, hash: PageHash) -> None:
+        asyncio.run(export_pack(store, [prompt], self._pack, hash=hash))
 
     async def _verify(self) -> None:
         async with open_pack(self._pack) as reader:

@@ -9,7 +9,7 @@ import pytest
 
 import tierstore
 from tierstore.keys import Identity, Prompt
-from tierstore.packs import PackReader, Signer, export_pack, import_pack, signing
+from tierstore.packs import PackReader, PageHash, Signer, export_pack, import_pack, signing
 from tierstore.spec import KVSpec
 from tierstore.testing.pages import pages_of
 
@@ -88,11 +88,16 @@ def signer(tmp_path_factory):
     return Signer.read(pem), public
 
 
+@pytest.fixture(params=PageHash, ids=lambda hash: hash.name.lower())
+def hash(request):
+    return request.param
+
+
 @pytest.fixture
-def made(tmp_path, signer):
+def made(tmp_path, signer, hash):
     """A signed pack of two prompts, as bytes."""
     with open_store() as store:
         save(store, FIRST)
         save(store, SECOND)
-        exported(store, [prompt(FIRST), prompt(SECOND)], tmp_path / "a.tskv", signer=signer[0])
+        exported(store, [prompt(FIRST), prompt(SECOND)], tmp_path / "a.tskv", signer=signer[0], hash=hash)
     return (tmp_path / "a.tskv").read_bytes()

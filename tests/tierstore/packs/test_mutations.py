@@ -8,7 +8,6 @@ the key: all checksums of what it changed are right.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import random
 
 import pytest
@@ -18,7 +17,7 @@ from tests.tierstore.packs import conftest as c
 from tierstore.packs import PackError, PackReader, Trust, format, import_pack
 from tierstore.testing.pages import pages_of
 
-MUTANTS = 10_000
+MUTANTS = 10_000  # of packs with each hash, half of them for a reader with a key
 PAGES = {
     tuple(tokens[: 8 * (at + 1)]): page
     for tokens in (c.FIRST, c.SECOND[:56])
@@ -56,6 +55,7 @@ def mutated(data: bytes, chance: random.Random) -> bytes:
 
 def forged(data: bytes, manifest: format.Manifest, chance: random.Random) -> bytes:
     """A pack with a changed page, and with checksums that are right all the same."""
+    digest = manifest.hash.digester()
     page_bytes, count, start = manifest.page_bytes, manifest.pages, manifest.block_at(0)
     first = start + format.table_bytes(count)
     changed = bytearray(data)
@@ -63,7 +63,7 @@ def forged(data: bytes, manifest: format.Manifest, chance: random.Random) -> byt
     pages = [bytes(changed[first + at * page_bytes :][:page_bytes]) for at in range(count)]
     table = format.encode_table(
         [xxhash.xxh3_64_intdigest(page) for page in pages],
-        [hashlib.sha256(page).digest() for page in pages],
+        [digest(memoryview(page)) for page in pages],
     )
     head = bytes(changed[: len(manifest.head)])
     digests = [format.head_digest(head)]
@@ -83,7 +83,7 @@ def decoded(data: bytes) -> format.Manifest:
 
 
 @pytest.fixture
-def in_blocks(monkeypatch, request):
+def in_blocks(monkeypatch, request, hash):
     """The same pack, in four blocks instead of one."""
     monkeypatch.setattr(format, "BLOCK_BYTES", 4 * c.SPEC.page_bytes)
     data = request.getfixturevalue("made")

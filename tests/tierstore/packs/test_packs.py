@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import stat
 from dataclasses import replace
 
+import blake3
 import pytest
 
 import tierstore
@@ -16,6 +18,7 @@ from tierstore.packs import (
     Manifest,
     PackError,
     PackReader,
+    PageHash,
     Signer,
     Trust,
     format,
@@ -24,6 +27,9 @@ from tierstore.packs import (
     signing,
     verify_pack,
 )
+from tierstore.packs.hashing import hash_pages
+from tierstore.packs.reading import open_file
+from tierstore.packs.writing import _Output
 from tierstore.spec import KVSpec
 from tierstore.testing.pages import pages_of
 
@@ -219,7 +225,7 @@ def test_a_layout_of_huge_pages_is_cut_off_not_allocated():
 
 
 def test_other_files_are_no_packs(tmp_path):
-    for data, words in ((b"", "cut off"), (b"x" * 4096, "no pack"), (format.MAGIC + b"\2" * 4096, "version")):
+    for data, words in ((b"", "cut off"), (b"x" * 4096, "no pack"), (format.MAGIC + b"\3" * 4096, "version")):
         (tmp_path / "a").write_bytes(data)
         with pytest.raises(PackError, match=words):
             verified(tmp_path / "a")
@@ -227,6 +233,31 @@ def test_other_files_are_no_packs(tmp_path):
         verified(tmp_path)
     with pytest.raises(UsageError, match="cannot read"):
         verified(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("hash", PageHash)
+def test_the_head_says_the_hash(hash):
+    """A changed version is another hash, and the seal of the head says so."""
+    manifest = Manifest.of(c.SPEC, [c.prompt(c.FIRST)], hash=hash)
+    head = format.Head.decode(manifest.head)
+    assert head.manifest(manifest.head[format.HEAD.size :]) == manifest
+    digest = {PageHash.SHA256: hashlib.sha256, PageHash.BLAKE3: blake3.blake3}[hash]
+    data = memoryview(b"page" * 512)
+    ((_, found),) = hash_pages(data, len(data), hash)
+    assert found == digest(data).digest()
+
+
+def test_a_file_that_takes_no_direct_writes_is_written_all_the_same(tmp_path):
+    data = memoryview(bytes(range(256)) * 64)
+
+    async def write():
+        async with open_file(tmp_path / "a", "wb") as file:
+            output = _Output(file, ours=True)
+            await output.write_aligned(data[1 : 1 + 8192])  # not aligned: EINVAL, if it was direct
+            await output.write(b"the end")
+
+    asyncio.run(write())
+    assert (tmp_path / "a").read_bytes() == bytes(data[1 : 1 + 8192]) + b"the end"
 
 
 # -- cut off, and resumed ---------------------------------------------------------------------------------
