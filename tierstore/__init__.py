@@ -114,9 +114,8 @@ def open(
     :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
     """
     check_pool(pool, spec)
-    if lossy := lossy_name(disk_codec):
-        identity = identity or Identity.of(spec, model="default")
-        identity = replace(identity, codec=identity_codec(identity.codec, lossy))
+    if identity is not None or lossy_name(disk_codec):
+        identity = _with_codec(identity or Identity.of(spec, model="default"), disk_codec)
     _check_mounts(mounts, identity or Identity.of(spec, model="default"))
     core = open_core(
         path,
@@ -144,6 +143,12 @@ def open(
     )
 
 
+def _with_codec(identity: Identity, disk_codec: str) -> Identity:
+    """A codec that is not bit for bit is part of the identity of what comes back."""
+    lossy = lossy_name(disk_codec)
+    return replace(identity, codec=identity_codec(identity.codec, lossy)) if lossy else identity
+
+
 def open_groups(
     path: str | Path | None,
     spec: KVSpec,
@@ -152,6 +157,7 @@ def open_groups(
     pools: Sequence[PagePool] | None = None,
     host_bytes: int = DEFAULT_HOST_BYTES,
     disk_bytes: int = DEFAULT_DISK_BYTES,
+    disk_codec: str = NONE,
     policy: str = DEFAULT_POLICY,
     lease_s: float = 60.0,
     mover_threads: int = MOVER_THREADS,
@@ -160,7 +166,7 @@ def open_groups(
     """:func:`open` for a model of several layer groups: one host tier and one disk tier for all of them.
     ``pools`` are the engine's, by group. ``checkpoint_tokens`` is how far apart the save points of a
     conversation are kept that it has gone on from (None: see :mod:`tierstore.retention`)."""
-    identity = identity or Identity.of(spec, model="default")
+    identity = _with_codec(identity or Identity.of(spec, model="default"), disk_codec)
     parts = group_specs(spec)
     pooled = _by_group(parts, pools)
     sizes = [part.page_bytes for part in parts]
@@ -169,6 +175,7 @@ def open_groups(
         max(sizes),
         host_bytes=host_bytes,
         disk_bytes=disk_bytes,
+        disk_codec=disk_codec,
         policy=policy,
         lease_s=lease_s,
         mover_threads=mover_threads,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import tierstore
 from tierstore import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES, GroupedHit, GroupedStore, Store, open_pool
 from tierstore import Hit as StoreHit
+from tierstore.codec import NONE
 from tierstore.errors import UsageError
 from tierstore.groups import GroupRule, Past
 from tierstore.keys import Identity, Prompt, TokenIds
@@ -304,6 +305,7 @@ def open_connector(
     store: str | None,
     host_bytes: int = DEFAULT_HOST_BYTES,
     disk_bytes: int = DEFAULT_DISK_BYTES,
+    disk_codec: str = NONE,
     device: str = "cpu",
     model_name: str = "",
     mounts: Sequence[MountedPack] = (),
@@ -314,10 +316,16 @@ def open_connector(
     ``most_bytes`` (None: on a CPU to what it has at first, on a device not at all), and the connector to
     ``store``: the address of a daemon (``ipc://PATH``, ``tcp://HOST:PORT``), a directory for an embedded
     store, or None to compute without one. ``model_name`` is what people call the model, ``mounts`` are
-    packs to find pages in, too. ``role`` is what it does with pages that it shares with other engines,
-    through a daemon. Raises what :func:`tierstore.open` and :func:`tierstore.connect` raise."""
+    packs to find pages in, too. ``disk_codec`` is how an embedded store keeps pages on disk. ``role`` is
+    what it does with pages that it shares with other engines, through a daemon. Raises what
+    :func:`tierstore.open` and :func:`tierstore.connect` raise."""
     if mounts and store is None:
         raise UsageError("a mounted pack stands behind a store: say which")
+    if disk_codec != NONE and (store is None or "://" in store):
+        raise UsageError(
+            "a disk codec is for a directory of the engine's own; a daemon's is its own: "
+            "`tierstore serve --disk-codec`"
+        )
     if role != BOTH and "://" not in (store or ""):
         raise UsageError("a kv_role is for engines that share a daemon: give its address as the store")
     counts = [pool_pages] if isinstance(pool_pages, int) else list(pool_pages)
@@ -351,7 +359,13 @@ def open_connector(
             return GroupedConnector(connected)
         return GroupedConnector(
             tierstore.open_groups(
-                store, spec, identity=identity, pools=pools, host_bytes=host_bytes, disk_bytes=disk_bytes
+                store,
+                spec,
+                identity=identity,
+                pools=pools,
+                host_bytes=host_bytes,
+                disk_bytes=disk_bytes,
+                disk_codec=disk_codec,
             )
         )
     [pool] = pools
@@ -375,6 +389,7 @@ def open_connector(
         pool=pool,
         host_bytes=host_bytes,
         disk_bytes=disk_bytes,
+        disk_codec=disk_codec,
         mounts=mounts,
     )
     return StoreConnector(opened)

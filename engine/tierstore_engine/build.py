@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from tierstore import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES
+from tierstore.codec import NONE
 from tierstore.errors import UsageError
 from tierstore.keys import Identity
 from tierstore.packs import MountedPack
@@ -145,6 +146,7 @@ def build_engine(
     store: str | None = None,
     host_bytes: int = DEFAULT_HOST_BYTES,
     disk_bytes: int = DEFAULT_DISK_BYTES,
+    disk_codec: str = NONE,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     settings: EngineSettings | None = None,
     drafter: Drafter | None = None,
@@ -177,6 +179,7 @@ def build_engine(
         store=store,
         host_bytes=host_bytes,
         disk_bytes=disk_bytes,
+        disk_codec=disk_codec,
         device=model.device,
         model_name=model_name,
         mounts=mounts,
@@ -195,6 +198,7 @@ def build_draft_model(
     store: str | None = None,
     host_bytes: int = DEFAULT_HOST_BYTES,
     disk_bytes: int = DEFAULT_DISK_BYTES,
+    disk_codec: str = NONE,
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     settings: EngineSettings | None = None,
 ) -> DraftModel:
@@ -217,6 +221,7 @@ def build_draft_model(
         store=store if store is None or "://" in store else f"{store.rstrip('/')}-draft",
         host_bytes=host_bytes,
         disk_bytes=disk_bytes,
+        disk_codec=disk_codec,
         device=draft.device,
     )
     return DraftModel(

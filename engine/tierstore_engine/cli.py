@@ -33,6 +33,10 @@ PackSigner = Annotated[
     Path | None, typer.Option(help="Only packs signed by this .pub key are mounted", show_default=False)
 ]
 
+_DISK_CODEC = (
+    "How an embedded store keeps pages on disk: none, lossless, zstd, or, not bit for bit, fp8, int8, int4"
+)
+
 
 def main() -> None:
     """Run the command line, and end the process."""
@@ -53,6 +57,7 @@ def generate(
     store: Annotated[str | None, typer.Option(help="Store directory; without one nothing is kept")] = None,
     host_bytes: Annotated[str, typer.Option(help="Capacity of the store's host tier")] = "1GiB",
     disk_bytes: Annotated[str, typer.Option(help="Capacity of the store's disk tier")] = "10GiB",
+    disk_codec: Annotated[str, typer.Option(metavar="NAME", help=_DISK_CODEC)] = "none",
     hbm_bytes: Annotated[str | None, typer.Option(help="Page pool; default: what the prompt needs")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
@@ -103,6 +108,7 @@ def generate(
         store=store,
         host_bytes=parse_size(host_bytes),
         disk_bytes=parse_size(disk_bytes),
+        disk_codec=disk_codec,
         hbm_bytes=None if hbm_bytes is None else parse_size(hbm_bytes),
         chunk_tokens=chunk_tokens,
         prefill_chunk=prefill_chunk,
@@ -137,6 +143,7 @@ def serve(
     ] = "kv_both",
     host_bytes: Annotated[str, typer.Option(help="Capacity of the store's host tier")] = "1GiB",
     disk_bytes: Annotated[str, typer.Option(help="Capacity of the store's disk tier")] = "10GiB",
+    disk_codec: Annotated[str, typer.Option(metavar="NAME", help=_DISK_CODEC)] = "none",
     hbm_bytes: Annotated[
         str | None, typer.Option(help="Page pool; default: a GPU's free memory, or 65,536 tokens on a CPU")
     ] = None,
@@ -219,6 +226,7 @@ def serve(
         store=store,
         host_bytes=parse_size(host_bytes),
         disk_bytes=parse_size(disk_bytes),
+        disk_codec=disk_codec,
         hbm_bytes=None if hbm_bytes is None else parse_size(hbm_bytes),
         most_hbm_bytes=None if most_hbm_bytes is None else parse_size(most_hbm_bytes),
         chunk_tokens=chunk_tokens,

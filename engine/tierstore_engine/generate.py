@@ -40,6 +40,7 @@ class GenerateRequest:
     store: str | None
     host_bytes: int
     disk_bytes: int
+    disk_codec: str
     hbm_bytes: int | None
     chunk_tokens: int
     prefill_chunk: int
@@ -74,6 +75,7 @@ def run(request: GenerateRequest, *, out: TextIO | None = None, err: TextIO | No
         store=request.store,
         host_bytes=request.host_bytes,
         disk_bytes=request.disk_bytes,
+        disk_codec=request.disk_codec,
         chunk_tokens=request.chunk_tokens,
         settings=settings,
         model_name=request.model,

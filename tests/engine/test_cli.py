@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import tierstore
 from tierstore_engine.cli import main
 
 PROMPT = "Once upon a time there was a very small model. " * 4
@@ -144,6 +145,29 @@ def test_pages_of_another_kv_dtype_are_another_models(run: Run) -> None:
             assert json.loads(out)["reused_tokens_by_tier"] == reused
 
 
+@pytest.mark.parametrize("model", ["tiny", "tiny-gemma3"])
+def test_pages_come_back_from_a_disk_that_encodes_them(run: Run, tmp_path: Path, model: str) -> None:
+    options = (
+        "--model",
+        model,
+        "--prompt",
+        "x" * 1500,
+        "--store",
+        "store",
+        "--json",
+        "--max-new-tokens",
+        "9",
+    )
+    sized = (*options, "--chunk-tokens", "256", "--dtype", "bfloat16")  # smaller pages are kept as they are
+    encoded = (*sized, "--disk-codec", "lossless")
+    first, second = (json.loads(run("generate", *encoded)[1]) for _ in range(2))
+    assert (first["reused_tokens_by_tier"], second["tokens"]) == ({}, first["tokens"])
+    assert second["reused_tokens_by_tier"]["disk"] >= 1024
+    spec = tierstore.KVSpec.uniform(layers=1, kv_heads=1, head_dim=64, dtype="float32")
+    with tierstore.open(tmp_path / "store", spec) as store:
+        assert any(record.codec for _, record in store.backend.core.disk.scan())
+
+
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
@@ -152,6 +176,8 @@ def test_pages_of_another_kv_dtype_are_another_models(run: Run) -> None:
         (("--store", "store", "--host-bytes", "1KiB"), 2, "host_bytes"),
         (("--store", "store", "--disk-bytes", "1KiB"), 2, "disk_bytes"),
         (("--store", "redis://host"), 2, "redis://host"),
+        (("--store", "ipc:///none", "--disk-codec", "lossless"), 2, "tierstore serve --disk-codec"),
+        (("--store", "store", "--disk-codec", "gzip"), 2, "gzip"),
     ],
 )
 def test_stores_that_cannot_be_opened(

@@ -52,6 +52,7 @@ class ServeOptions:
     store: str | None
     host_bytes: int
     disk_bytes: int
+    disk_codec: str
     hbm_bytes: int | None
     most_hbm_bytes: int | None
     chunk_tokens: int
@@ -101,6 +102,7 @@ def _build(options: ServeOptions, opened: OpenModel, pages: int | None) -> Engin
             store=options.store,
             host_bytes=options.host_bytes,
             disk_bytes=options.disk_bytes,
+            disk_codec=options.disk_codec,
             chunk_tokens=options.chunk_tokens,
             settings=options.engine,
             drafter=drafter,
@@ -129,6 +131,7 @@ def _drafter(options: ServeOptions, model: LoadedModel, pages: int | None) -> Dr
         store=options.store,
         host_bytes=options.host_bytes,
         disk_bytes=options.disk_bytes,
+        disk_codec=options.disk_codec,
         chunk_tokens=options.chunk_tokens,
         settings=options.engine,
     )
