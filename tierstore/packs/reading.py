@@ -88,6 +88,7 @@ class PackReader:
         self.leaves_cache = False
         """Blocks of the file leave the page cache once they have been read."""
         self._seal = digest  # the last that was checked
+        self._leaving: list[asyncio.Future[None]] = []
         self._file = file
         self._verifier = verifier
         self._buffers: dict[int, npt.NDArray[np.uint8]] = {}  # blocks take them in turn
@@ -122,7 +123,7 @@ class PackReader:
                     checking = asyncio.ensure_future(self._checked(number + 1, reading))
                 yield block
         finally:
-            await _ended(reading, checking)
+            await _ended(reading, checking, *self._leaving)
         await self._check_footer()
 
     def dup(self) -> int:
@@ -146,13 +147,20 @@ class PackReader:
             pages = self._buffers[number % _BUFFERS].data[:nbytes]
             await _read_into(self._file, pages)
             if self.leaves_cache:
-                start = manifest.block_at(number)
-                length = manifest.block_at(number + 1) - start
-                fd, leave = self._file.fileno(), os.POSIX_FADV_DONTNEED
-                await asyncio.to_thread(os.posix_fadvise, fd, start, length, leave)
+                await self._leave_cache(number)
         except PackError as error:
             raise PackError(f"{error}, behind {first:,} of {manifest.pages:,} pages") from None
         return _Raw(table, pages)
+
+    async def _leave_cache(self, number: int) -> None:
+        """Begin to, while the next block is read, once an earlier one has left."""
+        await asyncio.gather(*self._leaving)
+        start = self.manifest.block_at(number)
+        length = self.manifest.block_at(number + 1) - start
+        advice = asyncio.to_thread(
+            os.posix_fadvise, self._file.fileno(), start, length, os.POSIX_FADV_DONTNEED
+        )
+        self._leaving = [asyncio.ensure_future(advice)]
 
     async def _checked(self, number: int, reading: asyncio.Future[_Raw]) -> Block:
         raw, manifest = await reading, self.manifest
