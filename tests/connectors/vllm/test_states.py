@@ -212,6 +212,22 @@ def test_a_promise_is_of_what_can_be_gone_on_from(pair):
     assert first.scheduler.handed_over("a").tokens == 32
 
 
+def test_promised_states_are_waited_for(pair):
+    """The promise comes before anything is there, and all of it is there when the wait is over."""
+    first, second = pair
+    promised = {"do_remote_prefill": True, "tierstore": {"tokens": 64, "until_s": 10}}
+    again = Request("b", TOKENS, kv_transfer_params=promised)
+    assert second.scheduler.matched(again, 0) is None
+    request = Request("a", TOKENS, kv_transfer_params={"do_remote_decode": True})
+    begin(first, request)
+    compute(first, request, [64, 70])
+    assert first.scheduler.handed_over("a").tokens == 64
+    load(second, again, 64)
+    assert (second.memory[0][50] == state_of(TOKENS[:64])).all()
+    counts = second.counters.take()
+    assert (counts["expected_tokens"], counts.get("missing_tokens", 0)) == (64, 0)
+
+
 def test_pins_hold_states(engine):
     first = engine(rules=HYBRID)
     request = Request("a", TOKENS, kv_transfer_params={"tierstore": {"pin": True}})
