@@ -152,12 +152,3 @@ def test_preempted_requests_and_blocks_that_are_used_again(engine_of, daemon):
             assert answers.external_hit_tokens == BLOCK
             assert answers.answers[0].tokens == expected.answers[0].tokens[:8]
         assert not engine.metrics().get("vllm:tierstore_errors")
-
-
-def test_speculative_decoding_runs_without_the_cache(engine_of, daemon):
-    """With drafts a block has its state only after the step in which vLLM says that it is there."""
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    with engine_of(patient(daemon.url), speculative_config=drafts) as engine:
-        assert engine.ask(Ask(LONG)).answers[0].finish == "length"
-        assert "runs without the cache: recurrent states are not kept with speculative" in engine.log
-    assert daemon.stats().store.pages == 0
