@@ -16,7 +16,7 @@ from tierstore.errors import SpecError
 from tierstore.spec import DEFAULT_CHUNK_TOKENS, DTYPE_BITS, LayerGroup, LayerKind
 
 # Fields of models whose layers differ, where no list says which is which.
-_MIXED = re.compile(r"mamba_|ssm_|attn_layer_(period|offset)|hybrid_override_pattern|linear_attn_config")
+_MIXED = re.compile(r"mamba_|ssm_|attn_layer_(period|offset)|linear_attn_config")
 _STATE_BYTES = 4  # a number of a recurrent state: kept as float32, whatever the model's dtype
 
 
@@ -45,6 +45,30 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         linear_key_head_dim=128,
         linear_value_head_dim=128,
         linear_conv_kernel_dim=4,
+    ),
+    "granite-4.0-h-tiny": _dense(
+        40,
+        12,
+        4,
+        128,
+        layer_types=["attention" if at in (5, 15, 25, 35) else "mamba" for at in range(40)],
+        mamba_n_heads=48,
+        mamba_d_head=64,
+        mamba_d_state=128,
+        mamba_n_groups=1,
+        mamba_d_conv=4,
+    ),
+    "nemotron-h-8b": _dense(
+        52,
+        32,
+        8,
+        128,
+        hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+        mamba_num_heads=128,
+        mamba_head_dim=64,
+        ssm_state_size=128,
+        n_groups=8,
+        conv_kernel=4,
     ),
     "gemma-3-27b": _dense(62, 32, 16, 128, sliding_window=1024, sliding_window_pattern=6),
     "gpt-oss-120b": _dense(36, 64, 8, 64, sliding_window=128, sliding_window_pattern=2),
@@ -97,8 +121,9 @@ def group_sizes(config: Mapping[str, Any], *, dtype: str | None = None) -> list[
 
 
 def _groups(config: Mapping[str, Any]) -> list[LayerGroup]:
-    layers = _count(config, "num_hidden_layers")
-    if config.get("layer_types") is None and (odd := sorted(name for name in config if _MIXED.match(name))):
+    named = _named_layers(config)
+    layers = _count(config, "num_hidden_layers") if named is None else len(named)
+    if named is None and (odd := sorted(name for name in config if _MIXED.match(name))):
         raise SpecError(f"config.json: {', '.join(odd)}: how such layers remember is not understood")
     if config.get("kv_lora_rank"):
         width = _count(config, "kv_lora_rank") + int(config.get("qk_rope_head_dim") or 0)
@@ -106,7 +131,7 @@ def _groups(config: Mapping[str, Any]) -> list[LayerGroup]:
     heads = _count(config, "num_attention_heads")
     kv_heads = int(config.get("num_key_value_heads") or heads)
     head_dim = int(config.get("head_dim") or _count(config, "hidden_size") // heads)
-    kinds = _layer_kinds(config, layers)
+    kinds = _layer_kinds(config, layers, named)
     groups = []
     for kind in dict.fromkeys(kinds):
         members = tuple(at for at, each in enumerate(kinds) if each is kind)
@@ -123,15 +148,32 @@ _KINDS = {
     "sliding_attention": LayerKind.SLIDING_WINDOW,
     "chunked_attention": LayerKind.CHUNKED_ATTENTION,
     "linear_attention": LayerKind.RECURRENT_STATE,
+    "attention": LayerKind.FULL_ATTENTION,
+    "mamba": LayerKind.RECURRENT_STATE,
 }
+_PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of Nemotron-H's blocks
 
 
-def _layer_kinds(config: Mapping[str, Any], layers: int) -> list[LayerKind]:
+def _named_layers(config: Mapping[str, Any]) -> list[str] | None:
+    """What a list in ``config`` calls its layers. Nemotron-H's blocks that are an MLP are left out."""
+    blocks = config.get("layers_block_type")
+    if blocks is None and (pattern := config.get("hybrid_override_pattern")):
+        blocks = [_PATTERN.get(each, each) for each in str(pattern)]
+    if blocks is not None:
+        return [str(each) for each in blocks if each not in ("mlp", "moe")]
     named = config.get("layer_types")
+    if named is None:
+        return None
+    if len(named) != _count(config, "num_hidden_layers"):
+        raise SpecError(f"config.json: layer_types names {len(named)} layers: not understood")
+    return [str(each) for each in named]
+
+
+def _layer_kinds(config: Mapping[str, Any], layers: int, named: list[str] | None) -> list[LayerKind]:
     if named is not None:
-        unknown = sorted({str(each) for each in named} - _KINDS.keys())
-        if unknown or len(named) != layers:
-            raise SpecError(f"config.json: layer_types names {unknown or len(named)}: not understood")
+        unknown = sorted(set(named) - _KINDS.keys())
+        if unknown:
+            raise SpecError(f"config.json: layer_types names {unknown}: not understood")
         return [_KINDS[each] for each in named]
     if every := config.get("full_attention_interval"):
         recurrent = LayerKind.RECURRENT_STATE
@@ -160,12 +202,27 @@ def _window(config: Mapping[str, Any], kind: LayerKind) -> int | None:
 
 
 def _state_bytes(config: Mapping[str, Any]) -> int:
-    """Of a gated delta layer: a matrix for each value head, and the convolution's last inputs."""
-    keys = _count(config, "linear_num_key_heads") * _count(config, "linear_key_head_dim")
-    values = _count(config, "linear_num_value_heads") * _count(config, "linear_value_head_dim")
-    matrix = values * _count(config, "linear_key_head_dim")
-    convolution = (2 * keys + values) * (_count(config, "linear_conv_kernel_dim") - 1)
-    return (matrix + convolution) * _STATE_BYTES
+    """Of one layer: a matrix for each head, and the convolution's last inputs."""
+    if config.get("linear_num_value_heads"):  # gated delta
+        keys = _count(config, "linear_num_key_heads") * _count(config, "linear_key_head_dim")
+        values = _count(config, "linear_num_value_heads") * _count(config, "linear_value_head_dim")
+        matrix = values * _count(config, "linear_key_head_dim")
+        convolution = (2 * keys + values) * (_count(config, "linear_conv_kernel_dim") - 1)
+        return (matrix + convolution) * _STATE_BYTES
+    if not config.get("ssm_state_size") and not config.get("mamba_n_heads"):
+        raise SpecError("config.json: what its layers with a recurrent state keep is not understood")
+    if config.get("ssm_state_size"):  # Nemotron-H
+        heads, head_dim = _count(config, "mamba_num_heads"), _count(config, "mamba_head_dim")
+        size, groups, width = (_count(config, name) for name in ("ssm_state_size", "n_groups", "conv_kernel"))
+    else:  # Granite 4.0-H
+        heads, head_dim = _count(config, "mamba_n_heads"), config.get("mamba_d_head") or "auto"
+        if head_dim == "auto":
+            head_dim = _count(config, "hidden_size") * int(config.get("mamba_expand") or 2) // heads
+        size, groups, width = (
+            _count(config, name) for name in ("mamba_d_state", "mamba_n_groups", "mamba_d_conv")
+        )
+    values = heads * int(head_dim)
+    return (values * size + (values + 2 * groups * size) * (width - 1)) * _STATE_BYTES
 
 
 def _count(config: Mapping[str, Any], name: str) -> int:

@@ -8,6 +8,8 @@ each token, or a state. Layers of one kind are a layer group. What is read from 
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
@@ -72,10 +74,34 @@ STATE_ALIGN = 64
 """Bytes: each tensor of a state begins at a multiple of that within its page."""
 
 
+class StateConfig(ABC):
+    """What a layer with a state keeps: the last ``conv_width - 1`` inputs of a causal convolution (in the
+    model's dtype), then a matrix of each head (float32)."""
+
+    conv_width: int
+
+    @property
+    @abstractmethod
+    def channels(self) -> int:
+        """Of the convolution."""
+
+    @property
+    @abstractmethod
+    def matrices(self) -> tuple[int, int, int]:
+        """``heads, key_dim, value_dim``: what is read of a matrix is asked for by a key."""
+
+    def inputs_bytes(self, dtype: str) -> int:
+        """Of the convolution's inputs, up to where the matrices begin."""
+        return _aligned(self.channels * (self.conv_width - 1) * DTYPE_BITS[dtype] // 8)
+
+    def state_bytes(self, dtype: str) -> int:
+        """Of one layer."""
+        return self.inputs_bytes(dtype) + _aligned(math.prod(self.matrices) * 4)
+
+
 @dataclass(frozen=True)
-class DeltaConfig:
-    """A gated delta rule layer. Its state is a matrix ``key_dim × value_dim`` for each value head (float32),
-    and the last ``conv_width - 1`` inputs of a causal convolution (in the model's dtype)."""
+class DeltaConfig(StateConfig):
+    """A gated delta rule layer. Its convolution is of queries, keys and values of all heads."""
 
     key_heads: int
     value_heads: int
@@ -83,18 +109,52 @@ class DeltaConfig:
     value_dim: int
     conv_width: int
 
+    def __post_init__(self) -> None:
+        if self.value_heads % self.key_heads:
+            raise ModelError(f"{self.value_heads} value heads cannot share {self.key_heads} key heads evenly")
+
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values of all heads."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
 
-    def inputs_bytes(self, dtype: str) -> int:
-        """Of the convolution's inputs, up to where the matrices begin."""
-        return _aligned(self.channels * (self.conv_width - 1) * DTYPE_BITS[dtype] // 8)
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        return self.value_heads, self.key_dim, self.value_dim
 
-    def state_bytes(self, dtype: str) -> int:
-        """Of one layer: the convolution's inputs, then the matrices."""
-        return self.inputs_bytes(dtype) + _aligned(self.value_heads * self.key_dim * self.value_dim * 4)
+
+@dataclass(frozen=True)
+class Mamba2Config(StateConfig):
+    """A Mamba-2 layer. The heads of a group share what they are written (B) and read (C) by; its convolution
+    is of the values of all heads, then B and C of all groups."""
+
+    heads: int
+    head_dim: int
+    state_dim: int
+    groups: int
+    conv_width: int
+    conv_bias: bool = True
+    biased: bool = False
+    """The projections into and out of the layer have biases."""
+    least_step: float = 0.0
+    most_step: float | None = None
+    """Steps (Δ) are cut off at these."""
+
+    def __post_init__(self) -> None:
+        if self.heads % self.groups:
+            raise ModelError(f"{self.heads} Mamba-2 heads cannot share {self.groups} groups evenly")
+
+    @property
+    def width(self) -> int:
+        """Of the values of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        return self.width + 2 * self.groups * self.state_dim
+
+    @property
+    def matrices(self) -> tuple[int, int, int]:
+        return self.heads, self.state_dim, self.head_dim
 
 
 def _aligned(nbytes: int) -> int:
@@ -164,6 +224,16 @@ class TensorNames:
     packed: bool = False
     """All experts are in one tensor, ``[experts, in, out]``."""
     shared: str = "shared_expert"
+    # Added later: see ModelConfig.
+    aside: str = ""
+    """An MLP beside the experts, of that name: the one that all tokens go to, or the only one of a layer."""
+    joined: bool = False
+    """The gates and ups of an MLP are one tensor, and so are those of all experts."""
+    blocks: bool = False
+    """Mixers and MLPs are numbered together, and each is called ``mixer``."""
+
+    def facts(self) -> dict[str, Any]:
+        return _facts(self, since="aside")
 
 
 @dataclass(frozen=True)
@@ -201,16 +271,22 @@ class ModelConfig:
     """Of each layer, where they differ; None for no rotation."""
     latent: LatentConfig | None = None
     delta: DeltaConfig | None = None
+    mamba: Mamba2Config | None = None
     experts: ExpertsConfig | None = None
     dense_layers: tuple[int, ...] = ()
     """Layers with one MLP in a model with experts."""
+    bare_layers: tuple[int, ...] = ()
+    """Layers without an MLP."""
     activation: str = "silu"
-    """Or ``gelu_tanh``."""
+    """Or ``gelu_tanh``; or ``relu2``, of MLPs without a gate."""
     centred_norms: bool = False
     """A norm's weight is what is to be added to 1."""
     post_norms: bool = False
     """What a mixer and an MLP give is normed, too, before it is added."""
     embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    """What a mixer and an MLP give is multiplied by it before it is added."""
+    logit_divisor: float = 1.0
     logit_cap: float | None = None
     """``x`` becomes ``cap × tanh(x / cap)``; likewise of attention's scores."""
     score_cap: float | None = None
@@ -232,10 +308,8 @@ class ModelConfig:
             raise ModelError(f"{self.heads} attention heads cannot share {self.kv_heads} KV heads evenly")
         if self.head_dim % 2:
             raise ModelError(f"head_dim must be even for rotary embeddings, not {self.head_dim}")
-        if self.delta is not None and self.delta.value_heads % self.delta.key_heads:
-            raise ModelError(
-                f"{self.delta.value_heads} value heads cannot share {self.delta.key_heads} key heads evenly"
-            )
+        if (self.recurrent is None) == (LayerKind.RECURRENT_STATE in self.kinds):
+            raise ModelError("a model has layers with a recurrent state where it says what they compute")
         unquantised = {LayerKind.MLA_LATENT, LayerKind.RECURRENT_STATE} & set(self.kinds)
         if self.kv.quantised and unquantised:
             [kind, *_] = sorted(unquantised)
@@ -251,6 +325,10 @@ class ModelConfig:
 
     def rope_of(self, layer: int) -> RopeConfig | None:
         return self.ropes[layer] if self.ropes else self.rope
+
+    @property
+    def gated_mlps(self) -> bool:
+        return self.activation != "relu2"
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         return None if layer in self.dense_layers else self.experts
@@ -269,12 +347,17 @@ class ModelConfig:
 
     def _group(self, kind: LayerKind, window: int | None, layers: tuple[int, ...]) -> LayerGroup:
         if kind is LayerKind.RECURRENT_STATE:
-            assert self.delta is not None
-            return LayerGroup(kind, layers, state_bytes=self.delta.state_bytes(self.dtype))
+            assert self.recurrent is not None
+            return LayerGroup(kind, layers, state_bytes=self.recurrent.state_bytes(self.dtype))
         if kind is LayerKind.MLA_LATENT:
             assert self.latent is not None
             return LayerGroup(kind, layers, 1, self.latent.width)
         return LayerGroup(kind, layers, self.kv_heads, self.head_dim, window)
+
+    @property
+    def recurrent(self) -> StateConfig | None:
+        """The layers with a state, whatever they compute."""
+        return self.delta or self.mamba
 
     @cached_property
     def states(self) -> frozenset[int]:
@@ -311,6 +394,8 @@ class ModelConfig:
     def digest(self) -> str:
         """A short hex digest of every field that changes what the model computes, besides how KV is kept."""
         values = _facts(self, since="kinds") | {"rope": self.rope.facts()}
+        if "names" in values:
+            values["names"] = self.names.facts()
         for unused in ("eos_ids", "kv"):
             del values[unused]
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode(sorted(values.items())))

@@ -16,6 +16,7 @@ from tierstore_engine.config import (
     DeltaConfig,
     ExpertsConfig,
     LatentConfig,
+    Mamba2Config,
     ModelConfig,
     RopeConfig,
     Temperature,
@@ -30,6 +31,9 @@ _KINDS = {
     "sliding_attention": LayerKind.SLIDING_WINDOW,
     "chunked_attention": LayerKind.CHUNKED_ATTENTION,
     "linear_attention": LayerKind.RECURRENT_STATE,
+    # Before transformers 5:
+    "attention": LayerKind.FULL_ATTENTION,
+    "mamba": LayerKind.RECURRENT_STATE,
 }
 
 
@@ -304,6 +308,143 @@ def _qwen3_next(raw: Raw) -> ModelConfig:
     )
 
 
+def _granite_hybrid(raw: Raw) -> ModelConfig:
+    """Granite 4.0-H: Mamba-2 and attention, the latter mostly without rotation. An MLP beside the experts is
+    the only one where there are none."""
+    width = _positive(raw, "shared_intermediate_size")
+    experts = None
+    if raw.get("num_local_experts"):
+        experts = ExpertsConfig(
+            count=_positive(raw, "num_local_experts"),
+            chosen=_positive(raw, "num_experts_per_tok"),
+            width=_positive(raw, "intermediate_size"),
+            scoring="softmax of chosen",
+            shared_width=width,
+        )
+    plain = _llama({**raw, "intermediate_size": width})
+    if plain.activation != "silu":
+        raise ModelError("config.json: hidden_act other than silu is not supported with Mamba-2 layers")
+    kinds = _layer_kinds(raw) or (LayerKind.RECURRENT_STATE,) * plain.layers
+    _check_kinds(kinds)
+    hybrid = LayerKind.RECURRENT_STATE in kinds
+    turned = raw.get("position_embedding_type") == "rope"
+    return replace(
+        plain,
+        kinds=kinds if hybrid else (),
+        mamba=_granite_mamba2(raw) if hybrid else None,
+        ropes=() if turned else (None,) * plain.layers,
+        experts=experts,
+        embed_scale=float(raw.get("embedding_multiplier") or 1.0),
+        residual_scale=float(raw.get("residual_multiplier") or 1.0),
+        score_scale=float(raw.get("attention_multiplier") or 1.0),
+        logit_divisor=float(raw.get("logits_scaling") or 1.0),
+        names=TensorNames(mlp="block_sparse_moe", router="router.layer", aside="shared_mlp", joined=True),
+    )
+
+
+def _granite_mamba2(raw: Raw) -> Mamba2Config:
+    heads = _positive(raw, "mamba_n_heads")
+    width = _positive(raw, "hidden_size") * int(raw.get("mamba_expand") or 2)
+    head_dim = raw.get("mamba_d_head", "auto")
+    limits = [_number(each) for each in raw.get("time_step_limit") or (0.0, math.inf)]
+    return Mamba2Config(
+        heads=heads,
+        head_dim=width // heads if head_dim == "auto" else _positive(raw, "mamba_d_head"),
+        state_dim=_positive(raw, "mamba_d_state"),
+        groups=_positive(raw, "mamba_n_groups"),
+        conv_width=_positive(raw, "mamba_d_conv"),
+        conv_bias=bool(raw.get("mamba_conv_bias", True)),
+        biased=bool(raw.get("mamba_proj_bias", False)),
+        least_step=limits[0],
+        most_step=limits[1] if math.isfinite(limits[1]) else None,
+    )
+
+
+def _nemotron_h(raw: Raw) -> ModelConfig:
+    """Nemotron-H: blocks that are a mixer (Mamba-2, or attention without rotation) or an MLP. A layer here is
+    a mixer's block, with the MLP's that follows it, if any."""
+    blocks = _blocks(raw)
+    mixers = [at for at, kind in enumerate(blocks) if kind in _MIXERS]
+    follow = [blocks[at + 1] if at + 1 < len(blocks) else None for at in mixers]
+    if len(mixers) + sum(kind in ("mlp", "moe") for kind in follow) != len(blocks):
+        raise ModelError("config.json: an MLP that does not follow a mixer is not supported")
+    kinds = tuple(_KINDS[blocks[at]] for at in mixers)
+    _check_kinds(kinds)
+    activations = raw.get("mlp_hidden_act", "relu2"), raw.get("mamba_hidden_act", "silu")
+    if activations != ("relu2", "silu"):
+        raise ModelError(
+            "config.json: of Nemotron-H only mlp_hidden_act relu2 and mamba_hidden_act silu are known"
+        )
+    for name in ("attention_bias", "moe_latent_size", "sliding_window"):
+        if raw.get(name):
+            raise ModelError(f"config.json: {name} is not supported with Nemotron-H")
+    head_dim = raw.get("head_dim") or raw.get("attention_head_dim") or 128
+    common = _common({**raw, "head_dim": head_dim, "num_hidden_layers": len(mixers), "hidden_act": "silu"})
+    layers = range(len(mixers))
+    experts = _nemotron_experts(raw) if "moe" in follow else None
+    if experts is not None and common["mlp_bias"]:
+        raise ModelError("config.json: mlp_bias is not supported with experts")
+    return ModelConfig(
+        **{
+            **common,
+            "norm_eps": float(raw.get("layer_norm_epsilon") or 1e-5),
+            "activation": "relu2",
+        },
+        kinds=kinds,
+        ropes=(None,) * len(mixers),
+        mamba=_nemotron_mamba2(raw) if LayerKind.RECURRENT_STATE in kinds else None,
+        experts=experts,
+        dense_layers=tuple(at for at in layers if follow[at] == "mlp") if experts is not None else (),
+        bare_layers=tuple(at for at in layers if follow[at] not in ("mlp", "moe")),
+        names=TensorNames(shared="shared_experts", blocks=True),
+    )
+
+
+_MIXERS = ("mamba", "linear_attention", "attention", "full_attention")
+_PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+
+
+def _blocks(raw: Raw) -> list[str]:
+    named = raw.get("layers_block_type") or raw.get("layer_types")
+    if named is None:
+        pattern = str(raw.get("hybrid_override_pattern") or "")
+        named = [_PATTERN.get(each, each) for each in pattern]
+    unknown = sorted({str(each) for each in named} - {*_MIXERS, "mlp", "moe"})
+    if unknown or not named:
+        raise ModelError(f"config.json: layers_block_type names {', '.join(unknown) or 'nothing'}: not known")
+    return [str(each) for each in named]
+
+
+def _nemotron_mamba2(raw: Raw) -> Mamba2Config:
+    # As transformers has it: time_step_min is the limit, and what time_step_limit says is not read.
+    return Mamba2Config(
+        heads=_positive(raw, "mamba_num_heads"),
+        head_dim=_positive(raw, "mamba_head_dim"),
+        state_dim=_positive(raw, "ssm_state_size"),
+        groups=_positive(raw, "n_groups"),
+        conv_width=_positive(raw, "conv_kernel"),
+        conv_bias=bool(raw.get("use_conv_bias", True)),
+        biased=bool(raw.get("use_bias", False)),
+        least_step=float(raw.get("time_step_min", 0.001)),
+    )
+
+
+def _nemotron_experts(raw: Raw) -> ExpertsConfig:
+    return ExpertsConfig(
+        count=_positive(raw, "n_routed_experts"),
+        chosen=_positive(raw, "num_experts_per_tok"),
+        width=_positive(raw, "moe_intermediate_size"),
+        scoring="sigmoid",
+        normalised=bool(raw.get("norm_topk_prob", True)),
+        scale=float(raw.get("routed_scaling_factor") or 1.0),
+        groups=int(raw.get("n_group") or 1),
+        best_groups=int(raw.get("topk_group") or 1),
+        group_members=2,
+        correction=True,
+        shared_width=_positive(raw, "moe_shared_expert_intermediate_size"),
+    )
+
+
 _READERS: Mapping[str, Callable[[Raw], ModelConfig]] = {
     "LlamaForCausalLM": _llama,
     "MistralForCausalLM": _mistral,
@@ -321,6 +462,8 @@ _READERS: Mapping[str, Callable[[Raw], ModelConfig]] = {
     "DeepseekV2ForCausalLM": _deepseek_v2,
     "DeepseekV3ForCausalLM": _deepseek_v3,
     "Qwen3NextForCausalLM": _qwen3_next,
+    "GraniteMoeHybridForCausalLM": _granite_hybrid,
+    "NemotronHForCausalLM": _nemotron_h,
 }
 ARCHITECTURES = tuple(_READERS)
 
@@ -506,6 +649,11 @@ def _windows(raw: Raw) -> tuple[int | None, ...]:
             f"config.json: layer_types does not fit {layers} layers of full or sliding attention"
         )
     return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _number(value: Any) -> float:
+    """Also as transformers writes what JSON has no number for."""
+    return float(value["__float__"] if isinstance(value, Mapping) else value)
 
 
 def _positive(raw: Raw, name: str) -> int:

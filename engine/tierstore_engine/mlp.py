@@ -1,4 +1,4 @@
-"""What a layer computes of each token by itself: a gated MLP, or a mixture of them.
+"""What a layer computes of each token by itself: an MLP, mostly a gated one, or a mixture of them.
 
 In a mixture the router says for each token which experts it goes to. The tokens are then put in the order of
 their experts, so that an expert computes all of its tokens in one product, however many there are: none is
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import gelu, linear
+from torch.nn.functional import gelu, linear, relu
 
 from tierstore_engine.config import ExpertsConfig, ModelConfig
 from tierstore_engine.pointwise import Pointwise
@@ -31,7 +31,8 @@ class MLPs:
 
     def __init__(self, config: ModelConfig, pointwise: Pointwise) -> None:
         self._experts = config.experts
-        self._gated = pointwise.silu_mul if config.activation == "silu" else _gelu_mul
+        activations = {"silu": pointwise.silu_mul, "gelu_tanh": _gelu_mul, "relu2": _relu_squared}
+        self._gated: Callable[[torch.Tensor], torch.Tensor] = activations[config.activation]
 
     def compute(self, hidden: torch.Tensor, weights: MLPWeights | ExpertsWeights) -> torch.Tensor:
         """``hidden [tokens, hidden_size]`` of any tokens; the same shape."""
@@ -112,6 +113,10 @@ def _of_best_groups(ranked: torch.Tensor, experts: ExpertsConfig) -> torch.Tenso
 def _gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return gelu(gate, approximate="tanh") * up
+
+
+def _relu_squared(up: torch.Tensor) -> torch.Tensor:
+    return relu(up).square()
 
 
 def _clamped(limit: float, sharpness: float) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -15,6 +15,7 @@ from torch.nn.functional import linear
 
 from tierstore_engine.attention.base import Attention
 from tierstore_engine.config import ModelConfig
+from tierstore_engine.mamba2 import Mamba2
 from tierstore_engine.mixers import LatentAttention, Positions, SelfAttention
 from tierstore_engine.mlp import MLPs
 from tierstore_engine.pointwise import Pointwise
@@ -22,10 +23,18 @@ from tierstore_engine.rope import Rope
 from tierstore_engine.sampling import Choice, Draw, sample
 from tierstore_engine.states import GatedDelta, RecurrentStates
 from tierstore_engine.step import PartialStep, Step, StepInput
-from tierstore_engine.weights import AttentionWeights, LatentWeights, ModelWeights
+from tierstore_engine.weights import (
+    AttentionWeights,
+    DeltaWeights,
+    LatentWeights,
+    Mamba2Weights,
+    ModelWeights,
+)
 
 Memory: TypeAlias = Attention | RecurrentStates
 """What a layer group remembers by: attention over its pages, or the states in them."""
+
+Mixer: TypeAlias = SelfAttention | LatentAttention | GatedDelta | Mamba2
 
 
 class Model:
@@ -45,11 +54,13 @@ class Model:
         ropes = {config.rope_of(layer) for layer in range(config.layers)}
         self._ropes = {rope: Rope(rope, head_dim, device=device) for rope in ropes if rope is not None}
 
-    def _mixer(self, layer: int, memories: Sequence[Memory]) -> SelfAttention | LatentAttention | GatedDelta:
+    def _mixer(self, layer: int, memories: Sequence[Memory]) -> Mixer:
         config, weights = self.config, self._weights.layers[layer].mixer
         memory = memories[config.group_of(layer)]
         if isinstance(memory, RecurrentStates):
-            assert not isinstance(weights, AttentionWeights | LatentWeights)
+            if isinstance(weights, Mamba2Weights):
+                return Mamba2(layer, config, weights, memory)
+            assert isinstance(weights, DeltaWeights)
             return GatedDelta(layer, config, weights, memory)
         if isinstance(weights, LatentWeights):
             return LatentAttention(layer, config, weights, memory)
@@ -96,27 +107,35 @@ class Model:
         for index in layers:
             layer = weights[index]
             step.arrivals.wait(index)
-            mixed = self._mixed(index, normed, step, positions)
+            given = self._mixed(index, normed, step, positions)
             if layer.mixer_post_norm is not None:
-                mixed = pointwise.norm(mixed, layer.mixer_post_norm)
-            hidden, normed = pointwise.add_norm(hidden, mixed, layer.mlp_norm)
-            produced = self._mlps.compute(normed, layer.mlp)
-            if layer.mlp_post_norm is not None:
-                produced = pointwise.norm(produced, layer.mlp_post_norm)
+                given = pointwise.norm(given, layer.mixer_post_norm)
+            if layer.mlp is not None and layer.mlp_norm is not None:
+                hidden, normed = pointwise.add_norm(hidden, self._scaled(given), layer.mlp_norm)
+                given = self._mlps.compute(normed, layer.mlp)
+                if layer.mlp_post_norm is not None:
+                    given = pointwise.norm(given, layer.mlp_post_norm)
+            given = self._scaled(given)
             if index + 1 == layers.stop:  # whose norm comes next is not known here, nor of which rows
-                return hidden + produced
-            hidden, normed = pointwise.add_norm(hidden, produced, weights[index + 1].mixer_norm)
+                return hidden + given
+            hidden, normed = pointwise.add_norm(hidden, given, weights[index + 1].mixer_norm)
         return hidden
+
+    def _scaled(self, given: torch.Tensor) -> torch.Tensor:
+        scale = self.config.residual_scale
+        return given if scale == 1.0 else given * scale
 
     def _mixed(self, layer: int, hidden: torch.Tensor, step: StepInput, positions: Positions) -> torch.Tensor:
         mixer, layout = self._mixers[layer], step.layouts[self.config.group_of(layer)]
-        if isinstance(mixer, GatedDelta):
+        if isinstance(mixer, GatedDelta | Mamba2):
             return mixer.compute(hidden, layout)
         return mixer.compute(hidden, layout, positions)
 
     def _logits(self, step: StepInput, hidden: torch.Tensor) -> torch.Tensor:
         last = self._pointwise.norm(hidden[step.logit_rows], self._weights.norm)
         logits = linear(last, self._weights.head).float()
+        if self.config.logit_divisor != 1.0:
+            logits = logits / self.config.logit_divisor
         cap = self.config.logit_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 

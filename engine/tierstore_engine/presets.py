@@ -14,6 +14,7 @@ from tierstore_engine.config import (
     DeltaConfig,
     ExpertsConfig,
     LatentConfig,
+    Mamba2Config,
     ModelConfig,
     RopeConfig,
     Temperature,
@@ -136,6 +137,33 @@ _TINY_QWEN3_NEXT = replace(
     experts=replace(_EXPERTS, shared_width=64, shared_gate=True),
 )
 
+_MAMBA = Mamba2Config(heads=8, head_dim=16, state_dim=16, groups=2, conv_width=4)
+
+_TINY_GRANITE_HYBRID = replace(
+    _TINY,
+    layers=4,
+    kinds=(_STATE,) * 3 + (_FULL,),
+    ropes=(None,) * 4,
+    mamba=_MAMBA,
+    experts=ExpertsConfig(count=8, chosen=2, width=64, scoring="softmax of chosen", shared_width=64),
+    embed_scale=12.0,
+    residual_scale=0.22,
+    score_scale=0.0625,
+    logit_divisor=2.0,
+    names=TensorNames(mlp="block_sparse_moe", router="router.layer", aside="shared_mlp", joined=True),
+)
+
+_TINY_NEMOTRON_H = replace(  # M-M*-M
+    _TINY,
+    layers=4,
+    kinds=(_STATE, _STATE, _FULL, _STATE),
+    ropes=(None,) * 4,
+    mamba=_MAMBA,
+    bare_layers=(1, 3),
+    activation="relu2",
+    names=TensorNames(shared="shared_experts", blocks=True),
+)
+
 # Attention is nearly all of the work, as it is in a real model at 100K tokens: a cold prefill of that many
 # takes about 40 s on two cores, 99 % of it in the attention kernel.
 _DEMO = ModelConfig(
@@ -209,6 +237,8 @@ PRESETS: Mapping[str, ModelConfig] = {
     "tiny-deepseek": _TINY_DEEPSEEK,
     "tiny-llama4": _TINY_LLAMA4,
     "tiny-qwen3-next": _TINY_QWEN3_NEXT,
+    "tiny-granite-hybrid": _TINY_GRANITE_HYBRID,
+    "tiny-nemotron-h": _TINY_NEMOTRON_H,
     "demo": _DEMO,
     "deep": _DEEP,
     "qwen2.5-0.5b": _QWEN25_05B,

@@ -1,4 +1,5 @@
-"""Recurrent states in pages, and the gated delta rule that reads and writes them.
+"""Recurrent states in pages, and the gated delta rule that reads and writes them. (Mamba-2 is in
+:mod:`tierstore_engine.mamba2`.)
 
 A sequence has one page of a layer group with states, whatever its length: for each layer the last inputs of
 its convolution, then its matrices. A step reads what the tokens before left there (nothing, where its span
@@ -22,6 +23,7 @@ computed in the same shapes, unless a span ends within a block.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import conv1d, linear, silu, softplus
@@ -40,27 +42,44 @@ class RecurrentStates:
     """The states of a layer group, in the pages of its pool (on the CPU)."""
 
     def __init__(self, pool: PagePool, config: ModelConfig) -> None:
-        assert config.delta is not None
-        delta, dtype = config.delta, getattr(torch, config.dtype)
+        assert config.recurrent is not None
+        shape, dtype = config.recurrent, getattr(torch, config.dtype)
         memory = torch.from_numpy(pool.array)
         self._inputs: dict[int, torch.Tensor] = {}
         self._matrices: dict[int, torch.Tensor] = {}
         [group] = pool.spec.groups
         for layer in group.layers:
             inputs = pool.spec.layer(layer).start
-            matrices = inputs + delta.inputs_bytes(config.dtype)
-            shape = (delta.channels, delta.conv_width - 1)
-            self._inputs[layer] = _view(memory, dtype, inputs, shape)
-            shape3 = (delta.value_heads, delta.key_dim, delta.value_dim)
-            self._matrices[layer] = _view(memory, torch.float32, matrices, shape3)
+            matrices = inputs + shape.inputs_bytes(config.dtype)
+            self._inputs[layer] = _view(memory, dtype, inputs, (shape.channels, shape.conv_width - 1))
+            self._matrices[layer] = _view(memory, torch.float32, matrices, shape.matrices)
 
-    def inputs(self, layer: int, page: int) -> torch.Tensor:
-        """``[channels, conv_width - 1]``, the newest last; a view of the page."""
-        return self._inputs[layer][page]
+    def before(self, span: Span, layer: int, page: int) -> State:
+        """Of the tokens before ``span``: nothing, before token 0."""
+        state = State(self._inputs[layer][page], self._matrices[layer][page])
+        if span.start == 0:
+            state.inputs.zero_()
+            state.matrices.zero_()
+        return state
 
-    def matrices(self, layer: int, page: int) -> torch.Tensor:
-        """float32 ``[value_heads, key_dim, value_dim]``, a view of the page."""
-        return self._matrices[layer][page]
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """One layer's state of a sequence: views of its page."""
+
+    inputs: torch.Tensor
+    """``[channels, conv_width - 1]``, the newest last."""
+    matrices: torch.Tensor
+    """float32 ``[heads, key_dim, value_dim]``."""
+
+    def convolve(
+        self, channels: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The causal convolution of the next tokens' ``channels [tokens, channels]``, through SiLU; the same
+        shape. Keeps the last of them."""
+        series = torch.cat((self.inputs, channels.T), dim=1)
+        self.inputs.copy_(series[:, series.shape[1] - self.inputs.shape[1] :])
+        return silu(conv1d(series.unsqueeze(0), weight, bias, groups=len(series))).squeeze(0).T
 
 
 def _view(memory: torch.Tensor, dtype: torch.dtype, start: int, shape: tuple[int, ...]) -> torch.Tensor:
@@ -110,13 +129,8 @@ class GatedDelta:
     ) -> torch.Tensor:
         """``[tokens, value_heads, value_dim]``; the page has the state behind the span then."""
         delta = self._delta
-        inputs, matrices = self._states.inputs(self._layer, page), self._states.matrices(self._layer, page)
-        if span.start == 0:
-            inputs.zero_()
-            matrices.zero_()
-        series = torch.cat((inputs, channels.T), dim=1)
-        inputs.copy_(series[:, series.shape[1] - inputs.shape[1] :])
-        mixed = silu(conv1d(series.unsqueeze(0), self._weights.conv, groups=delta.channels)).squeeze(0).T
+        state = self._states.before(span, self._layer, page)
+        mixed = state.convolve(channels, self._weights.conv, None)
         keys_width = delta.key_heads * delta.key_dim
         widths = [keys_width, keys_width, delta.value_heads * delta.value_dim]
         queries, keys, values = torch.split(mixed.float(), widths, dim=1)
@@ -126,9 +140,9 @@ class GatedDelta:
         queries, keys = (each.repeat_interleave(shared, dim=1).transpose(0, 1) for each in (queries, keys))
         values = values.view(-1, delta.value_heads, delta.value_dim).transpose(0, 1)
         out = torch.empty_like(values)
-        for rows in _blocks(span):
+        for rows in blocks(span):
             out[:, rows] = delta_rule(
-                matrices,
+                state.matrices,
                 queries[:, rows],
                 keys[:, rows],
                 values[:, rows],
@@ -149,19 +163,48 @@ def delta_rule(
     """What a block of tokens reads, ``[heads, tokens, value_dim]``. ``state [heads, key_dim, value_dim]`` is
     that before them, and behind them afterwards. ``queries`` and ``keys`` are ``[heads, tokens, key_dim]``,
     ``rates`` and ``decays`` (as logarithms) ``[heads, tokens]``; all are float32."""
-    since_start = decays.cumsum(-1)
-    between = (since_start.unsqueeze(-1) - since_start.unsqueeze(-2)).tril().exp().tril()
-    grown = since_start.exp().unsqueeze(-1)
-    system = rates.unsqueeze(-1) * (keys @ keys.mT) * between  # its diagonal counts as 1
-    target = rates.unsqueeze(-1) * (values - grown * (keys @ state))
+    left = BlockDecays.of(decays)
+    system = rates.unsqueeze(-1) * (keys @ keys.mT) * left.between  # its diagonal counts as 1
+    target = rates.unsqueeze(-1) * (values - left.since_start * (keys @ state))
     corrections = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)
-    out: torch.Tensor = grown * (queries @ state) + (queries @ keys.mT * between) @ corrections
-    until_end = (since_start[:, -1:] - since_start).exp().unsqueeze(-1)
-    state.mul_(grown[:, -1:]).add_((keys * until_end).mT @ corrections)
+    return read_and_add(state, queries, keys, corrections, left)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockDecays:
+    """What decays leave within a block of tokens: after each of what was before the block ``[heads, tokens,
+    1]``, after token i of what token j adds ``[heads, i, j]``, and behind the block of what each adds
+    ``[heads, tokens, 1]``."""
+
+    since_start: torch.Tensor
+    between: torch.Tensor
+    until_end: torch.Tensor
+
+    @staticmethod
+    def of(decays: torch.Tensor) -> BlockDecays:
+        """Of each token's decay, as logarithms ``[heads, tokens]``."""
+        total = decays.cumsum(-1)
+        between = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp().tril()
+        until_end = (total[:, -1:] - total).exp().unsqueeze(-1)
+        return BlockDecays(total.exp().unsqueeze(-1), between, until_end)
+
+
+def read_and_add(
+    state: torch.Tensor,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    added: torch.Tensor,
+    left: BlockDecays,
+) -> torch.Tensor:
+    """What a block of tokens reads of a state to which each token adds ``key ⊗ added``; shapes as of
+    :func:`delta_rule`, and ``state`` is that behind them afterwards."""
+    before = left.since_start * (queries @ state)
+    out: torch.Tensor = before + (queries @ keys.mT * left.between) @ added
+    state.mul_(left.since_start[:, -1:]).add_((keys * left.until_end).mT @ added)
     return out
 
 
-def _blocks(span: Span) -> Iterator[slice]:
+def blocks(span: Span) -> Iterator[slice]:
     """The rows of a span, cut where a block of the sequence begins."""
     start = span.start
     while start < span.stop:

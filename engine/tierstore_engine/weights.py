@@ -7,8 +7,9 @@ loading, seeding and digesting all walk the same list of slots.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -18,7 +19,7 @@ import xxhash
 
 from tierstore.spec import LayerKind
 from tierstore_engine.checkpoint import Checkpoint
-from tierstore_engine.config import DeltaConfig, ExpertsConfig, LatentConfig, ModelConfig
+from tierstore_engine.config import DeltaConfig, ExpertsConfig, LatentConfig, Mamba2Config, ModelConfig
 
 _DIGEST_STEP_BYTES = 64 << 20
 
@@ -66,12 +67,28 @@ class DeltaWeights:
     o: torch.Tensor
 
 
-MixerWeights: TypeAlias = AttentionWeights | LatentWeights | DeltaWeights
+@dataclass(frozen=True, slots=True)
+class Mamba2Weights:
+    """Of a Mamba-2 layer. The projection is to gates, the convolution's channels, and steps."""
+
+    projection: torch.Tensor
+    projection_bias: torch.Tensor | None
+    conv: torch.Tensor
+    conv_bias: torch.Tensor | None
+    dt_bias: torch.Tensor
+    a_log: torch.Tensor
+    skip: torch.Tensor
+    norm: torch.Tensor
+    o: torch.Tensor
+    o_bias: torch.Tensor | None
+
+
+MixerWeights: TypeAlias = AttentionWeights | LatentWeights | DeltaWeights | Mamba2Weights
 
 
 @dataclass(frozen=True, slots=True)
 class MLPWeights:
-    """Of a gated MLP: the gate's rows, then those that it multiplies."""
+    """Of an MLP: the gate's rows, if it has one, then those that it multiplies."""
 
     gate_up: torch.Tensor
     gate_up_bias: torch.Tensor | None
@@ -100,8 +117,8 @@ class LayerWeights:
 
     mixer_norm: torch.Tensor
     mixer: MixerWeights
-    mlp_norm: torch.Tensor
-    mlp: MLPWeights | ExpertsWeights
+    mlp_norm: torch.Tensor | None
+    mlp: MLPWeights | ExpertsWeights | None
     mixer_post_norm: torch.Tensor | None
     mlp_post_norm: torch.Tensor | None
 
@@ -140,10 +157,12 @@ def load_weights(config: ModelConfig, folder: Path, *, device: str) -> ModelWeig
 
 def _stored_names(checkpoint: Checkpoint) -> Callable[[str], str]:
     """What the checkpoint calls a tensor: in one of a model that takes images, too, the text part's have a
-    prefix."""
+    prefix; Nemotron-H has a backbone."""
     for prefix, head in _PREFIXES:
         if f"{prefix}embed_tokens.weight" in checkpoint:
             return lambda name: prefix + name[6:] if name.startswith("model.") else head + name
+    if "backbone.embeddings.weight" in checkpoint:
+        return lambda name: _BACKBONE.get(name, name.replace("model.", "backbone."))
     return lambda name: name
 
 
@@ -151,6 +170,10 @@ _PREFIXES = (
     ("model.language_model.", ""),
     ("language_model.model.", "language_model."),
 )
+_BACKBONE = {
+    "model.embed_tokens.weight": "backbone.embeddings.weight",
+    "model.norm.weight": "backbone.norm_f.weight",
+}
 
 
 def random_weights(config: ModelConfig, *, seed: int, device: str) -> ModelWeights:
@@ -183,30 +206,58 @@ def weights_bytes(config: ModelConfig) -> int:
 def slots(config: ModelConfig, weights: ModelWeights) -> Iterator[Slot]:
     """Every tensor a checkpoint of this model holds, under the name it has there."""
     yield Slot("model.embed_tokens.weight", weights.embed)
-    for index, layer in enumerate(weights.layers):
-        for slot in _layer_slots(config, layer):
-            yield replace(slot, name=f"model.layers.{index}.{slot.name}")
+    parts = _block_slots if config.names.blocks else _layer_slots
+    yield from parts(config, weights.layers)
     yield Slot("model.norm.weight", weights.norm)
     if not config.tied_embeddings:
         yield Slot("lm_head.weight", weights.head)
 
 
-def _layer_slots(config: ModelConfig, layer: LayerWeights) -> Iterator[Slot]:
-    names = config.names
+def _layer_slots(config: ModelConfig, layers: Sequence[LayerWeights]) -> Iterator[Slot]:
+    for index, layer in enumerate(layers):
+        for slot in _slots_of(config, layer):
+            yield replace(slot, name=f"model.layers.{index}.{slot.name}")
+
+
+def _block_slots(config: ModelConfig, layers: Sequence[LayerWeights]) -> Iterator[Slot]:
+    """Of a model whose mixers and MLPs are numbered together: each is a ``mixer`` with a ``norm``."""
+    numbers = itertools.count()
+    for layer in layers:
+        parts = [(layer.mixer_norm, _mixer_slots(config, layer.mixer))]
+        if layer.mlp is not None and layer.mlp_norm is not None:
+            parts.append((layer.mlp_norm, _feed_forward_slots(config, layer.mlp)))
+        for norm, slots_of_part in parts:
+            number = next(numbers)
+            yield Slot(f"model.layers.{number}.norm.weight", norm)
+            for slot in slots_of_part:
+                _, _, name = slot.name.partition(".")
+                yield replace(slot, name=f"model.layers.{number}.mixer.{name}")
+
+
+def _slots_of(config: ModelConfig, layer: LayerWeights) -> Iterator[Slot]:
     yield Slot("input_layernorm.weight", layer.mixer_norm)
-    if isinstance(layer.mixer, AttentionWeights):
-        yield from _attention_slots(config, layer.mixer)
-    elif isinstance(layer.mixer, LatentWeights):
-        yield from _latent_slots(layer.mixer)
-    else:
-        yield from _delta_slots(layer.mixer)
+    yield from _mixer_slots(config, layer.mixer)
     yield from _optional("post_attention_layernorm.weight", layer.mixer_post_norm)
-    yield Slot(f"{names.mlp_norm}.weight", layer.mlp_norm)
-    if isinstance(layer.mlp, MLPWeights):
-        yield from _mlp_slots(names.mlp, layer.mlp)
-    else:
-        yield from _experts_slots(config, layer.mlp)
+    yield from _optional(f"{config.names.mlp_norm}.weight", layer.mlp_norm)
+    if layer.mlp is not None:
+        yield from _feed_forward_slots(config, layer.mlp)
     yield from _optional("post_feedforward_layernorm.weight", layer.mlp_post_norm)
+
+
+def _mixer_slots(config: ModelConfig, weights: MixerWeights) -> Iterator[Slot]:
+    if isinstance(weights, AttentionWeights):
+        return _attention_slots(config, weights)
+    if isinstance(weights, LatentWeights):
+        return _latent_slots(weights)
+    if isinstance(weights, DeltaWeights):
+        return _delta_slots(weights)
+    return _mamba2_slots(weights)
+
+
+def _feed_forward_slots(config: ModelConfig, weights: MLPWeights | ExpertsWeights) -> Iterator[Slot]:
+    if isinstance(weights, ExpertsWeights):
+        return _experts_slots(config, weights)
+    return _mlp_slots(config, config.names.aside or config.names.mlp, weights)
 
 
 def _attention_slots(config: ModelConfig, weights: AttentionWeights) -> Iterator[Slot]:
@@ -246,14 +297,40 @@ def _delta_slots(weights: DeltaWeights) -> Iterator[Slot]:
     yield Slot("linear_attn.out_proj.weight", weights.o)
 
 
-def _mlp_slots(prefix: str, weights: MLPWeights) -> Iterator[Slot]:
-    width = len(weights.gate_up) // 2
-    for name, start in (("gate_proj", 0), ("up_proj", width)):
-        yield Slot(f"{prefix}.{name}.weight", weights.gate_up[start : start + width])
+def _mamba2_slots(weights: Mamba2Weights) -> Iterator[Slot]:
+    yield Slot("mamba.in_proj.weight", weights.projection)
+    yield from _optional("mamba.in_proj.bias", weights.projection_bias)
+    yield Slot("mamba.conv1d.weight", weights.conv)
+    yield from _optional("mamba.conv1d.bias", weights.conv_bias)
+    yield Slot("mamba.dt_bias", weights.dt_bias)
+    yield Slot("mamba.A_log", weights.a_log)
+    yield Slot("mamba.D", weights.skip)
+    yield Slot("mamba.norm.weight", weights.norm)
+    yield Slot("mamba.out_proj.weight", weights.o)
+    yield from _optional("mamba.out_proj.bias", weights.o_bias)
+
+
+def _mlp_slots(config: ModelConfig, prefix: str, weights: MLPWeights) -> Iterator[Slot]:
+    if config.names.joined:
+        yield Slot(f"{prefix}.input_linear.weight", weights.gate_up)
+        yield Slot(f"{prefix}.output_linear.weight", weights.down)
+        return
+    for name, rows in _gate_and_up(config, len(weights.gate_up)):
+        yield Slot(f"{prefix}.{name}.weight", weights.gate_up[rows])
         if weights.gate_up_bias is not None:
-            yield Slot(f"{prefix}.{name}.bias", weights.gate_up_bias[start : start + width])
+            yield Slot(f"{prefix}.{name}.bias", weights.gate_up_bias[rows])
     yield Slot(f"{prefix}.down_proj.weight", weights.down)
     yield from _optional(f"{prefix}.down_proj.bias", weights.down_bias)
+
+
+def _gate_and_up(
+    config: ModelConfig, rows: int, names: tuple[str, str] = ("gate_proj", "up_proj")
+) -> list[tuple[str, slice]]:
+    """The rows of each in one matrix."""
+    gate, up = names
+    if not config.gated_mlps:
+        return [(up, slice(0, rows))]
+    return [(gate, slice(0, rows // 2)), (up, slice(rows // 2, rows))]
 
 
 def _experts_slots(config: ModelConfig, weights: ExpertsWeights) -> Iterator[Slot]:
@@ -262,7 +339,10 @@ def _experts_slots(config: ModelConfig, weights: ExpertsWeights) -> Iterator[Slo
     yield Slot(f"{router}.weight", weights.router)
     yield from _optional(f"{router}.bias", weights.router_bias)
     yield from _optional(f"{router}.e_score_correction_bias", weights.correction)
-    if names.packed:
+    if names.joined:
+        yield Slot(f"{prefix}.input_linear.weight", weights.gate_up)
+        yield Slot(f"{prefix}.output_linear.weight", weights.down)
+    elif names.packed:
         hidden, width = weights.down.shape[1:]
         yield Slot(f"{prefix}.experts.gate_up_proj", weights.gate_up.transpose(1, 2), hidden)
         yield from _optional(f"{prefix}.experts.gate_up_proj_bias", weights.gate_up_bias)
@@ -271,12 +351,12 @@ def _experts_slots(config: ModelConfig, weights: ExpertsWeights) -> Iterator[Slo
     else:
         gate, up, down = names.expert
         for number, (gate_up, out) in enumerate(zip(weights.gate_up, weights.down, strict=True)):
-            expert, width = f"{prefix}.experts.{number}", out.shape[1]
-            yield Slot(f"{expert}.{gate}.weight", gate_up[:width])
-            yield Slot(f"{expert}.{up}.weight", gate_up[width:])
+            expert = f"{prefix}.experts.{number}"
+            for name, rows in _gate_and_up(config, len(gate_up), (gate, up)):
+                yield Slot(f"{expert}.{name}.weight", gate_up[rows])
             yield Slot(f"{expert}.{down}.weight", out)
     if weights.shared is not None:
-        yield from _mlp_slots(f"{prefix}.{names.shared}", weights.shared)
+        yield from _mlp_slots(config, names.aside or f"{prefix}.{names.shared}", weights.shared)
     yield from _optional(f"{prefix}.{names.shared}_gate.weight", weights.shared_gate)
 
 
@@ -308,15 +388,13 @@ class _Maker:
         return torch.empty(shape, dtype=self._dtype, device=self._device)
 
     def layer(self, index: int) -> LayerWeights:
-        config, experts = self._config, self._config.experts_of(index)
-        hidden = config.hidden_size
+        config, hidden = self._config, self._config.hidden_size
+        bare = index in config.bare_layers
         return LayerWeights(
             mixer_norm=self.empty(hidden),
             mixer=self._mixer(config.kind(index)),
-            mlp_norm=self.empty(hidden),
-            mlp=self._mlp(config.intermediate_size, config.mlp_bias)
-            if experts is None
-            else self._experts(experts),
+            mlp_norm=None if bare else self.empty(hidden),
+            mlp=None if bare else self._feed_forward(config.experts_of(index)),
             mixer_post_norm=self.empty(hidden) if config.post_norms else None,
             mlp_post_norm=self.empty(hidden) if config.post_norms else None,
         )
@@ -327,9 +405,16 @@ class _Maker:
             assert config.latent is not None
             return self._latent(config.latent)
         if kind is LayerKind.RECURRENT_STATE:
+            if config.mamba is not None:
+                return self._mamba2(config.mamba)
             assert config.delta is not None
             return self._delta(config.delta)
         return self._attention()
+
+    def _feed_forward(self, experts: ExpertsConfig | None) -> MLPWeights | ExpertsWeights:
+        if experts is not None:
+            return self._experts(experts)
+        return self._mlp(self._config.intermediate_size, self._config.mlp_bias)
 
     def _attention(self) -> AttentionWeights:
         config, hidden = self._config, self._config.hidden_size
@@ -368,24 +453,43 @@ class _Maker:
             o=self.empty(hidden, values),
         )
 
+    def _mamba2(self, mamba: Mamba2Config) -> Mamba2Weights:
+        hidden, rows = self._config.hidden_size, mamba.width + mamba.channels + mamba.heads
+        return Mamba2Weights(
+            projection=self.empty(rows, hidden),
+            projection_bias=self.empty(rows) if mamba.biased else None,
+            conv=self.empty(mamba.channels, 1, mamba.conv_width),
+            conv_bias=self.empty(mamba.channels) if mamba.conv_bias else None,
+            dt_bias=self.empty(mamba.heads),
+            a_log=self.empty(mamba.heads),
+            skip=self.empty(mamba.heads),
+            norm=self.empty(mamba.width),
+            o=self.empty(hidden, mamba.width),
+            o_bias=self.empty(hidden) if mamba.biased else None,
+        )
+
+    def _gate_up_rows(self, width: int) -> int:
+        return 2 * width if self._config.gated_mlps else width
+
     def _mlp(self, width: int, biased: bool) -> MLPWeights:
-        hidden = self._config.hidden_size
+        hidden, rows = self._config.hidden_size, self._gate_up_rows(width)
         return MLPWeights(
-            gate_up=self.empty(2 * width, hidden),
-            gate_up_bias=self.empty(2 * width) if biased else None,
+            gate_up=self.empty(rows, hidden),
+            gate_up_bias=self.empty(rows) if biased else None,
             down=self.empty(hidden, width),
             down_bias=self.empty(hidden) if biased else None,
         )
 
     def _experts(self, experts: ExpertsConfig) -> ExpertsWeights:
         hidden, count, width = self._config.hidden_size, experts.count, experts.width
+        rows = self._gate_up_rows(width)
         correction = torch.empty(count, dtype=torch.float32, device=self._device)
         return ExpertsWeights(
             router=self.empty(count, hidden),
             router_bias=self.empty(count) if experts.biased else None,
             correction=correction if experts.correction else None,
-            gate_up=self.empty(count, 2 * width, hidden),
-            gate_up_bias=self.empty(count, 2 * width) if experts.biased else None,
+            gate_up=self.empty(count, rows, hidden),
+            gate_up_bias=self.empty(count, rows) if experts.biased else None,
             down=self.empty(count, hidden, width),
             down_bias=self.empty(count, hidden) if experts.biased else None,
             shared=self._mlp(experts.shared_width, biased=False) if experts.shared_width else None,
@@ -404,6 +508,7 @@ _GAINS = {
     "k_proj.weight": 2.2,
     "o_proj.weight": 3.0,
     "down_proj.weight": 2.0,
+    "output_linear.weight": 2.0,
 }
 
 
@@ -416,6 +521,8 @@ def _seed(slot: Slot, config: ModelConfig, generator: torch.Generator) -> None:
     kind = ".".join(slot.name.split(".")[-2:])
     if kind.endswith("norm.weight"):
         slot.tensor.fill_(0.0 if config.centred_norms and "linear_attn" not in slot.name else 1.0)
+    elif kind.endswith(".D"):
+        slot.tensor.fill_(1.0)
     elif kind.endswith("A_log"):
         slot.tensor.fill_(math.log(_STATE_DECAY))
     elif kind.endswith(("bias", "sinks")):

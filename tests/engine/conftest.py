@@ -245,8 +245,78 @@ GROUPED: Mapping[str, tuple[str, dict[str, Any]]] = {
             "partial_rotary_factor": 0.5,
         },
     ),
+    "granite-hybrid": (
+        "GraniteMoeHybrid",
+        {
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 2,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+            "intermediate_size": 24,
+            "shared_intermediate_size": 32,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "mamba_n_heads": 8,
+            "mamba_n_groups": 2,
+            "mamba_d_state": 12,
+            "mamba_d_head": 16,
+            "mamba_chunk_size": 32,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.7,
+            "attention_multiplier": 0.4,
+            "logits_scaling": 1.5,
+        },
+    ),
+    "nemotron-h": (
+        "NemotronH",
+        {
+            "layers_block_type": ["linear_attention", "linear_attention", "moe", "full_attention", "mlp"],
+            "num_key_value_heads": 2,
+            "head_dim": 24,
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 12,
+            "n_groups": 3,
+            "chunk_size": 32,
+            "time_step_min": 1e-9,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 32,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
 }
 """Models whose layers remember the past in several ways."""
+
+VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "granite-hybrid-dense": (
+        "GraniteMoeHybrid",
+        {
+            **GROUPED["granite-hybrid"][1],
+            "num_local_experts": 0,
+            "position_embedding_type": "rope",
+            "attention_bias": True,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "time_step_limit": (0.4, 1.2),
+            "tie_word_embeddings": True,
+        },
+    ),
+    "nemotron-h-dense": (
+        "NemotronH",
+        {
+            **GROUPED["nemotron-h"][1],
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+            "use_bias": True,
+            "use_conv_bias": False,
+            "mlp_bias": True,
+            "time_step_min": 0.4,
+        },
+    ),
+}
+"""Of which transformers computes other logits with a cache: there it does not limit the steps of Mamba-2."""
 
 
 @dataclass(frozen=True)
@@ -437,7 +507,7 @@ def reference_model(name: str) -> transformers.PreTrainedModel:
     import transformers  # seconds, and not everywhere where the kernels are tested
 
     transformers.utils.logging.disable_progress_bar()
-    family, fields = {**ARCHITECTURES, **GROUPED}[name]
+    family, fields = {**ARCHITECTURES, **GROUPED, **VARIANTS}[name]
     text = "Text" if family in ("Gemma3", "Llama4") else ""  # the others of that name take images
     config = getattr(transformers, f"{family}{text}Config")(**(_BASE | fields))
     config._attn_implementation = "eager"  # the only one that knows caps and sinks

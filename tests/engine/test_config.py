@@ -66,6 +66,29 @@ DEEPSEEK = {
     "num_experts_per_tok": 2,
     "n_shared_experts": 1,
 }
+GRANITE = MIXTRAL | {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "layer_types": ["mamba", "attention"],
+    "shared_intermediate_size": 32,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_conv": 4,
+}
+NEMOTRON = {
+    "architectures": ["NemotronHForCausalLM"],
+    "hidden_act": None,
+    "hybrid_override_pattern": "M-MM*EM",
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+}
 
 
 def test_old_and_new_spellings_are_equal() -> None:
@@ -150,6 +173,8 @@ def test_layers_that_remember_alike_are_a_group() -> None:
     assert groups_of(GPT_OSS) == ["full_attention[1]", "sliding_window[0]"]
     assert groups_of(LLAMA4) == ["full_attention[1]", "chunked_attention[0]"]
     assert groups_of(DEEPSEEK) == ["mla_latent[0, 1]"]
+    assert groups_of(GRANITE) == ["full_attention[1]", "recurrent_state[0]"]
+    assert groups_of(NEMOTRON) == ["full_attention[3]", "recurrent_state[0, 1, 2, 4]"]
     assert groups_of(MIXTRAL) == ["full_attention[0, 1]"]
     config = config_from_hf(LLAMA | GEMMA)
     assert [config.group_of(layer) for layer in range(2)] == [1, 0]
@@ -188,6 +213,29 @@ def test_llama4_says_where_it_does_not_turn() -> None:
     assert [config.rope_of(layer) is None for layer in range(8)] == [False, False, False, True] * 2
 
 
+def test_granite_with_attention_alone_is_one_group() -> None:
+    config = config_from_hf(LLAMA | GRANITE | {"layer_types": ["attention"] * 2, "num_local_experts": 0})
+    assert config.mamba is None
+    assert groups_of(GRANITE | {"layer_types": ["attention"] * 2}) == ["full_attention[0, 1]"]
+
+
+def test_a_block_of_nemotron_h_that_is_an_mlp_belongs_to_the_mixer_before() -> None:
+    config = config_from_hf(LLAMA | NEMOTRON)
+    assert (config.layers, config.dense_layers, config.bare_layers) == (5, (0,), (1, 2, 4))
+    names = ["mamba", "mlp", "mamba", "mamba", "attention", "moe", "linear_attention"]
+    assert config == config_from_hf(LLAMA | NEMOTRON | {"layers_block_type": names})
+
+
+def test_limits_of_steps_as_transformers_writes_them() -> None:
+    for limits in (None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]):
+        assert config_from_hf(LLAMA | GRANITE | {"time_step_limit": limits}) == config_from_hf(
+            LLAMA | GRANITE
+        )
+    limited = config_from_hf(LLAMA | GRANITE | {"time_step_limit": [0.1, 2]}).mamba
+    assert limited is not None
+    assert (limited.least_step, limited.most_step) == (0.1, 2.0)
+
+
 @pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("tiny-")])
 def test_what_only_the_cpu_computes(name: str) -> None:
     config = preset(name)
@@ -198,7 +246,7 @@ def test_what_only_the_cpu_computes(name: str) -> None:
         make_attention(pool, config)
 
 
-@pytest.mark.parametrize("name", ["tiny-deepseek", "tiny-qwen3-next"])
+@pytest.mark.parametrize("name", ["tiny-deepseek", "tiny-qwen3-next", "tiny-nemotron-h"])
 def test_what_is_no_key_and_no_value_is_not_quantised(name: str) -> None:
     with pytest.raises(ModelError, match="--kv-dtype is for keys and values: this model keeps a "):
         replace(preset(name), kv=KVFormat.parse("int8"))
@@ -228,6 +276,16 @@ def test_what_is_no_key_and_no_value_is_not_quantised(name: str) -> None:
         (DEEPSEEK | {"n_group": 3}, "4 experts cannot be chosen from 1 of 3 groups"),
         (DEEPSEEK | {"n_group": 4}, "1 groups of experts have fewer than 2 experts"),
         (DEEPSEEK | {"moe_layer_freq": 2}, "moe_layer_freq other than 1"),
+        (GEMMA | {"layer_types": ["mamba", "full_attention"]}, "where it says what they compute"),
+        (GRANITE | {"layer_types": ["mamba"] * 2}, "a model none of whose layers attends to everything"),
+        (GRANITE | {"mamba_n_groups": 3}, "8 Mamba-2 heads cannot share 3 groups evenly"),
+        (GRANITE | {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act other than silu"),
+        (NEMOTRON | {"hybrid_override_pattern": "-M*"}, "an MLP that does not follow a mixer"),
+        (NEMOTRON | {"hybrid_override_pattern": "M*X"}, "layers_block_type names X: not known"),
+        (NEMOTRON | {"hybrid_override_pattern": None}, "layers_block_type names nothing"),
+        (NEMOTRON | {"mlp_hidden_act": "silu"}, "only mlp_hidden_act relu2"),
+        (NEMOTRON | {"moe_latent_size": 8}, "moe_latent_size is not supported"),
+        (NEMOTRON | {"mlp_bias": True}, "mlp_bias is not supported with experts"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope type 'linear' needs the field 'factor'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads"),

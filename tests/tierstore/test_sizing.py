@@ -60,14 +60,46 @@ def test_a_state_does_not_grow():
 
 
 @pytest.mark.parametrize(
+    ("name", "attention", "mamba", "heads", "width", "groups"),
+    [("granite-4.0-h-tiny", 4, 36, 48, 64, 1), ("nemotron-h-8b", 4, 24, 128, 64, 8)],
+)
+def test_states_of_mamba_2(name, attention, mamba, heads, width, groups):
+    """A matrix for each head, and the convolution's three inputs; blocks without a past keep nothing."""
+    sizes = {each.group.kind: each for each in group_sizes(PRESETS[name])}
+    attended, state = sizes[LayerKind.FULL_ATTENTION], sizes[LayerKind.RECURRENT_STATE]
+    assert (len(attended.group.layers), len(state.group.layers)) == (attention, mamba)
+    assert state.token_bytes == 0
+    channels = heads * width + 2 * groups * 128
+    assert state.state_bytes == mamba * 4 * (heads * width * 128 + 3 * channels)
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        {"hybrid_override_pattern": "M-ME*"},
+        {"layers_block_type": ["mamba", "mlp", "linear_attention", "moe", "attention"]},
+    ],
+)
+def test_blocks_of_nemotron_h(blocks):
+    shape = {**PRESETS["nemotron-h-8b"], "hybrid_override_pattern": None, "num_hidden_layers": None}
+    sizes = group_sizes({**shape, **blocks})
+    assert {each.group.kind.value: len(each.group.layers) for each in sizes} == {
+        "recurrent_state": 2,
+        "full_attention": 1,
+    }
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
-        ({"layer_types": ["full_attention"] * 31 + ["mamba"]}, "mamba"),
+        ({"layer_types": ["full_attention"] * 31 + ["hybrid"]}, "hybrid"),
+        ({"layer_types": ["full_attention"] * 31 + ["mamba"]}, "what its layers with a recurrent state keep"),
+        ({"layer_types": ["full_attention"]}, "layer_types names 1 layers"),
         ({"dtype": "complex64"}, "unknown KV dtype"),
         ({"layer_types": ["chunked_attention"] * 32}, "attention_chunk_size"),
         ({"attn_layer_period": 8, "mamba_d_state": 16}, "attn_layer_period, mamba_d_state"),
-        ({"hybrid_override_pattern": "M-M*"}, "hybrid_override_pattern"),
+        ({"hybrid_override_pattern": "M-X*"}, "'X'"),
     ],
 )
 def test_what_is_not_understood_is_said(change, message):
