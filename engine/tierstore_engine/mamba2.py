@@ -16,7 +16,7 @@ from torch.nn.functional import linear, silu, softplus
 
 from tierstore_engine.attention.base import BatchLayout, Span
 from tierstore_engine.config import ModelConfig
-from tierstore_engine.states import BlockDecays, RecurrentStates, blocks, read_and_add
+from tierstore_engine.states import BlockDecays, RecurrentStates, blocks, read_and_add, sequences
 from tierstore_engine.weights import Mamba2Weights
 
 
@@ -43,11 +43,8 @@ class Mamba2:
         gates, channels, steps = torch.split(projected, [mamba.width, mamba.channels, mamba.heads], dim=1)
         steps = softplus(steps.float() + self._steps_bias).clamp(mamba.least_step, mamba.most_step)
         out = torch.empty(gates.shape, dtype=torch.float32, device=hidden.device)
-        row = 0
-        for span, table in zip(layout.spans, layout.block_tables, strict=True):
-            rows = slice(row, row + span.tokens)
-            row = rows.stop
-            out[rows] = self._of_span(span, int(table[0]), channels[rows], steps[rows])
+        for span, page, rows in sequences(layout):
+            out[rows] = self._of_span(span, page, channels[rows], steps[rows])
         return linear(self._norm(out * silu(gates.float()), hidden.dtype), weights.o, weights.o_bias)
 
     def _of_span(self, span: Span, page: int, channels: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:

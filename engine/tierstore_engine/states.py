@@ -113,13 +113,8 @@ class GatedDelta:
         )
         decays = self._decay * softplus(steps.float() + weights.dt_bias)
         out = torch.empty_like(gates)
-        row = 0
-        for span, table in zip(layout.spans, layout.block_tables, strict=True):
-            rows = slice(row, row + span.tokens)
-            row = rows.stop
-            out[rows] = self._of_span(
-                span, int(table[0]), channels[rows], rates[rows].float().sigmoid(), decays[rows]
-            )
+        for span, page, rows in sequences(layout):
+            out[rows] = self._of_span(span, page, channels[rows], rates[rows].float().sigmoid(), decays[rows])
         normed = self._pointwise.norm(out, weights.norm)
         gated = (normed * silu(gates.float())).to(hidden.dtype)
         return linear(gated.flatten(1), weights.o)
@@ -202,6 +197,14 @@ def read_and_add(
     out: torch.Tensor = before + (queries @ keys.mT * left.between) @ added
     state.mul_(left.since_start[:, -1:]).add_((keys * left.until_end).mT @ added)
     return out
+
+
+def sequences(layout: BatchLayout) -> Iterator[tuple[Span, int, slice]]:
+    """Each span of a layer group with states, its page, and its rows in the step."""
+    row = 0
+    for span, table in zip(layout.spans, layout.block_tables, strict=True):
+        yield span, int(table[0]), slice(row, row + span.tokens)
+        row += span.tokens
 
 
 def blocks(span: Span) -> Iterator[slice]:
