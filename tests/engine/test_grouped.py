@@ -3,7 +3,7 @@ continues as transformers does."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -14,6 +14,7 @@ import torch
 
 import tierstore
 from tierstore.tiers.hbm import PagePool
+from tierstore.tiers.two_level import bytes_for, open_group_pools
 from tierstore_connectors.base import Connector
 from tierstore_connectors.bundled import GroupedConnector, NoStore
 from tierstore_engine.build import LoadedModel, make_runner
@@ -44,8 +45,8 @@ def model(oracle: Oracle, loaded: Callable[..., LoadedModel]) -> LoadedModel:
 
 @pytest.fixture
 def engine_of(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
-    """Makes an engine; ``disk`` names its store's directory, ``stored`` says whether it has one. When it is
-    closed every page is where it belongs."""
+    """Makes an engine; ``disk`` names its store's directory, ``stored`` says whether it has one, ``shared``
+    whether its layer groups share one memory. When it is closed every page is where it belongs."""
     engines: list[Engine] = []
 
     def make(
@@ -54,10 +55,14 @@ def engine_of(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
         stored: bool = True,
         disk: str | None = None,
         pages: int = 64,
+        shared: bool = False,
         **settings: Any,
     ) -> Engine:
         spec = model.kv_spec(chunk_tokens=STORED_CHUNK)
-        pools = [PagePool(part, pages) for part in spec.split()]
+        parts = spec.split()
+        pools: Sequence[PagePool] = [PagePool(part, pages) for part in parts]
+        if shared:
+            pools = open_group_pools(parts, bytes_for(parts, [pages] * len(parts)))
         connector: Connector = NoStore(pools, model.identity(spec))
         if stored:
             store = tierstore.open_groups(
@@ -137,13 +142,13 @@ def test_in_a_mixed_batch(oracle: Oracle, model: LoadedModel, engine_of: Callabl
 def test_from_each_tier(
     tier: str, oracle: Oracle, model: LoadedModel, engine_of: Callable[..., Engine]
 ) -> None:
-    engine = engine_of(model, disk="store")
+    engine = engine_of(model, disk="store", shared=True)
     engine.generate([oracle.prompt], GREEDY)
     if tier == "host":
         forget(engine)
     if tier == "disk":
         close(engine)
-        engine = engine_of(model, disk="store")
+        engine = engine_of(model, disk="store", shared=True)
     [again] = engine.generate([oracle.prompt], GREEDY)
     assert_same(again, oracle)
     assert again.metrics.reused_by_tier == {tier: last_chunk(len(oracle.prompt))}
