@@ -209,20 +209,24 @@ def _state_bytes(config: Mapping[str, Any]) -> int:
         matrix = values * _count(config, "linear_key_head_dim")
         convolution = (2 * keys + values) * (_count(config, "linear_conv_kernel_dim") - 1)
         return (matrix + convolution) * _STATE_BYTES
-    if not config.get("ssm_state_size") and not config.get("mamba_n_heads"):
-        raise SpecError("config.json: what its layers with a recurrent state keep is not understood")
     if config.get("ssm_state_size"):  # Nemotron-H
-        heads, head_dim = _count(config, "mamba_num_heads"), _count(config, "mamba_head_dim")
-        size, groups, width = (_count(config, name) for name in ("ssm_state_size", "n_groups", "conv_kernel"))
-    else:  # Granite 4.0-H
-        heads, head_dim = _count(config, "mamba_n_heads"), config.get("mamba_d_head") or "auto"
-        if head_dim == "auto":
-            head_dim = _count(config, "hidden_size") * int(config.get("mamba_expand") or 2) // heads
-        size, groups, width = (
-            _count(config, name) for name in ("mamba_d_state", "mamba_n_groups", "mamba_d_conv")
-        )
-    values = heads * int(head_dim)
-    return (values * size + (values + 2 * groups * size) * (width - 1)) * _STATE_BYTES
+        values = _count(config, "mamba_num_heads") * _count(config, "mamba_head_dim")
+        return _mamba2_bytes(config, values, "ssm_state_size", "n_groups", "conv_kernel")
+    if config.get("mamba_n_heads"):  # Granite 4.0-H
+        values = _count(config, "mamba_n_heads")
+        if config.get("mamba_d_head", "auto") == "auto":
+            values = int(config.get("mamba_expand") or 2) * _count(config, "hidden_size")
+        else:
+            values *= _count(config, "mamba_d_head")
+        return _mamba2_bytes(config, values, "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
+    raise SpecError("config.json: what its layers with a recurrent state keep is not understood")
+
+
+def _mamba2_bytes(config: Mapping[str, Any], values: int, size: str, groups: str, width: str) -> int:
+    """Of one layer with so many values; the rest is in the fields of these names."""
+    state = _count(config, size)
+    channels = values + 2 * _count(config, groups) * state
+    return (values * state + channels * (_count(config, width) - 1)) * _STATE_BYTES
 
 
 def _count(config: Mapping[str, Any], name: str) -> int:

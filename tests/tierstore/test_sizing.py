@@ -73,6 +73,11 @@ def test_states_of_mamba_2(name, attention, mamba, heads, width, groups):
     assert state.state_bytes == mamba * 4 * (heads * width * 128 + 3 * channels)
 
 
+def test_a_head_of_mamba_2_may_follow_from_the_hidden_size():
+    shape = {**PRESETS["granite-4.0-h-tiny"], "hidden_size": 1536}
+    assert group_sizes({**shape, "mamba_d_head": "auto"}) == group_sizes(shape)
+
+
 @pytest.mark.parametrize(
     "blocks",
     [
