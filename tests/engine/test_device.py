@@ -186,6 +186,38 @@ def test_loads_beside_what_others_compute(
     run.close()
 
 
+@pytest.mark.parametrize("seed", SCHEDULES[:6])
+def test_a_pool_that_changes_its_size(
+    seed: int, tiny: LoadedModel, without_overlap: list[np.ndarray]
+) -> None:
+    """Half of it and back, again and again, while requests load, compute and decode."""
+    device = FakeDevice(seed)
+    before = device.mapped
+    pool = DevicePool(tiny.kv_spec(chunk_tokens=CHUNK), POOL_PAGES, device, most=POOL_PAGES, layered_bytes=0)
+    run = open_run(tiny, pool)
+    engine, whole = run.engine, pool.frames.nbytes
+    mapped: set[int] = set()
+    for number in range(3):
+        ids = [engine.add(prompt, PARAMS) for prompt in PROMPTS]
+        told: dict[int, np.ndarray] = {}
+        steps = 0
+        while len(told) < len(ids):
+            engine.resize_pool(whole // 2 if steps % 4 < 2 else whole)
+            mapped.add(device.mapped - before)
+            steps += 1
+            for output in engine.step():
+                if output.completion is not None:
+                    told[output.request_id] = output.completion.logits
+        assert_close([told[each] for each in ids], without_overlap[: len(ids)])
+        engine.resize_pool(whole)
+        if number == 0:
+            assert run.store.flush(30)
+            engine.connector.evict(POOL_PAGES)
+    assert min(mapped) < 0.75 * whole < max(mapped)
+    assert device.strays == 0
+    run.close()
+
+
 @pytest.mark.parametrize("seed", [1, 3, 4])
 def test_from_disk(seed: int, tiny: LoadedModel, tmp_path: Path, without_overlap: list[np.ndarray]) -> None:
     run = open_run(tiny, device_pool(tiny, seed), tmp_path / "store")

@@ -205,6 +205,27 @@ def test_stops_and_penalties(live: Live, engine: Engine) -> None:
     assert answer.choices[0].text == penalized.text != whole.text
 
 
+def test_the_pool_gives_memory_back_and_takes_it_again(live: Live) -> None:
+    whole = live.http.get("/pool").json()
+    assert whole["bytes"] == whole["target_bytes"] == whole["most_bytes"]
+    half = live.http.post("/pool", json={"bytes": whole["bytes"] // 2})
+    assert half.status_code == 200
+    assert half.json() == {**whole, "bytes": half.json()["bytes"], "target_bytes": half.json()["bytes"]}
+    assert 0.4 * whole["bytes"] < half.json()["bytes"] <= 0.5 * whole["bytes"]
+    assert live.http.post("/pool", json={"bytes": whole["bytes"]}).json() == whole
+    refused = live.http.post("/pool", json={"bytes": 2 * whole["bytes"]})
+    assert refused.status_code == 400
+    assert "cannot be" in refused.json()["error"]["message"]
+    assert live.http.get("/pool").json() == whole
+
+
+def test_the_pool_is_not_for_other_sites(live: Live) -> None:
+    ask = {"bytes": 1 << 20}
+    assert live.http.post("/pool", json=ask, headers={"Host": "evil.example"}).status_code == 421
+    assert live.http.post("/pool", json=ask, headers={"Origin": "http://evil.example"}).status_code == 403
+    assert live.http.post("/pool", json=ask, headers={"Sec-Fetch-Site": "cross-site"}).status_code == 403
+
+
 def test_models(live: Live) -> None:
     [model] = live.client.models.list().data
     assert model.id == "tiny"
