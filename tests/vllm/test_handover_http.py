@@ -104,39 +104,47 @@ def logprobs_of(proxy, tokens):
     return answer.json()["choices"][0]["logprobs"]["token_logprobs"]
 
 
+def behind_the_proxy(stack, model, logs, reference, daemons, connectors):
+    """A prefill and a decode server, each with its connector: the proxy restarts, a client leaves, the
+    prefill server is killed, and then the ``daemons``."""
+    servers = []
+    for name, connector in zip(("prefill", "decode"), connectors, strict=True):
+        servers.append(VllmServer(model, logs / name, connector))
+        stack.callback(servers[-1].kill)
+    prefill, decode = servers
+    for server in servers:
+        server.wait_healthy()
+    engines = ("--prefill", prefill.url, "--decode", decode.url)
+    proxy = start_proxy(stack, *engines)
+    first = prompt(TOKENS, seed=1)
+    assert logprobs_of(proxy, first) == pytest.approx(reference(first), abs=1e-4)
+    assert decode.metric("vllm:tierstore_loaded_tokens") == ALIGNED
+    assert prefill.metric("vllm:tierstore_handed_over_tokens") == ALIGNED
+    assert daemons[-1].stats().service.broken_promises == 0
+
+    proxy.end(signal.SIGKILL)
+    proxy = start_proxy(stack, *engines)
+    second = prompt(TOKENS, seed=2)
+    assert logprobs_of(proxy, second) == pytest.approx(reference(second), abs=1e-4)
+    assert decode.metric("vllm:tierstore_loaded_tokens") == 2 * ALIGNED
+
+    body = {"model": "tiny", "prompt": prompt(3500, seed=3), "max_tokens": 500, "ignore_eos": True}
+    with pytest.raises(httpx.ReadTimeout):
+        proxy.http.post("/v1/completions", json=body, timeout=0.1)
+    third = prompt(TOKENS, seed=4)
+    assert logprobs_of(proxy, third) == pytest.approx(reference(third), abs=1e-4)
+
+    prefill.kill()
+    fourth = prompt(TOKENS, seed=5)
+    assert logprobs_of(proxy, fourth) == pytest.approx(reference(fourth), abs=1e-4)
+    for daemon in daemons:
+        daemon.kill()
+    fifth = prompt(TOKENS, seed=6)
+    assert logprobs_of(proxy, fifth) == pytest.approx(reference(fifth), abs=1e-4)
+
+
 def test_vllm_behind_the_proxy(model, reference, tmp_path):
     with ExitStack() as stack:
         daemon = stack.enter_context(DaemonProcess(tmp_path, disk=False))
-        servers = []
-        for name in ("prefill", "decode"):
-            servers.append(VllmServer(model(models.LLAMA), tmp_path / name, patient(daemon.url)))
-            stack.callback(servers[-1].kill)
-        prefill, decode = servers
-        for server in servers:
-            server.wait_healthy()
-        engines = ("--prefill", prefill.url, "--decode", decode.url)
-        proxy = start_proxy(stack, *engines)
-        first = prompt(TOKENS, seed=1)
-        assert logprobs_of(proxy, first) == pytest.approx(reference(first), abs=1e-4)
-        assert decode.metric("vllm:tierstore_loaded_tokens") == ALIGNED
-        assert prefill.metric("vllm:tierstore_handed_over_tokens") == ALIGNED
-        assert daemon.stats().service.broken_promises == 0
-
-        proxy.end(signal.SIGKILL)
-        proxy = start_proxy(stack, *engines)
-        second = prompt(TOKENS, seed=2)
-        assert logprobs_of(proxy, second) == pytest.approx(reference(second), abs=1e-4)
-        assert decode.metric("vllm:tierstore_loaded_tokens") == 2 * ALIGNED
-
-        body = {"model": "tiny", "prompt": prompt(3500, seed=3), "max_tokens": 500, "ignore_eos": True}
-        with pytest.raises(httpx.ReadTimeout):
-            proxy.http.post("/v1/completions", json=body, timeout=0.1)
-        third = prompt(TOKENS, seed=4)
-        assert logprobs_of(proxy, third) == pytest.approx(reference(third), abs=1e-4)
-
-        prefill.kill()
-        fourth = prompt(TOKENS, seed=5)
-        assert logprobs_of(proxy, fourth) == pytest.approx(reference(fourth), abs=1e-4)
-        daemon.kill()
-        fifth = prompt(TOKENS, seed=6)
-        assert logprobs_of(proxy, fifth) == pytest.approx(reference(fifth), abs=1e-4)
+        both = 2 * [patient(daemon.url)]
+        behind_the_proxy(stack, model(models.LLAMA), tmp_path, reference, [daemon], both)

@@ -3,6 +3,8 @@ Mooncake with its master and its lender. Mooncake's environment is another one: 
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 
 from tests.cluster.network import MASTER, PYTHON, Network, inside, why_not
@@ -29,15 +31,19 @@ def network():
 @pytest.fixture(scope="module")
 def hosts(network):
     """The first one computes, the second one goes on. Both publish what they publish by default."""
-    url = f"mooncake://{MASTER}"
-    made = [Host(url, "--host-bytes=64MiB", prefix=inside(at), python=PYTHON) for at in (1, 2)]
-    try:
-        for host in made:
-            host.wait_online()
-        yield made
-    finally:
-        for host in made:
-            host.close()
+    with ExitStack() as stack:
+        yield started(stack)
+
+
+def started(stack):
+    """A daemon on each of two hosts."""
+    made = []
+    for at in (1, 2):
+        made.append(Host(f"mooncake://{MASTER}", "--host-bytes=64MiB", prefix=inside(at), python=PYTHON))
+        stack.callback(made[-1].close)
+    for host in made:
+        host.wait_online()
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -138,3 +144,19 @@ def test_the_first_hosts_daemon_is_killed_in_the_middle(hosts, prefill, decode, 
     # Without its daemon the first engine promises nothing.
     [first] = prefill.ask(Ask(prompt(TOKENS, seed=41), 1, params=ASKS)).answers
     assert ours(first) == promise(0, until_s=1.0)
+
+
+def test_two_hosts_behind_the_proxy(model, network, reference, tmp_path):
+    """vLLM's own servers, one on each host; at the end both daemons are killed."""
+    pytest.importorskip("httpx")
+    pytest.importorskip("starlette")
+    from tests.vllm.test_handover_http import behind_the_proxy
+
+    def logprobs(tokens):
+        [answer] = reference(tokens).answers
+        return [place[token] for token, place in zip(answer.tokens, answer.logprobs, strict=True)]
+
+    with ExitStack() as stack:
+        hosts = started(stack)
+        connectors = [patient(host.url, handover_s=10.0) for host in hosts]
+        behind_the_proxy(stack, model(models.LLAMA), tmp_path, logprobs, hosts, connectors)
