@@ -404,6 +404,8 @@ def _positive(config: Mapping[str, Any], field: str) -> int:
 
 def _layer_windows(config: Mapping[str, Any], layers: int) -> Sequence[int | None]:
     """The attention window of each layer, None for full attention."""
+    if mixed := [name for name in ("hybrid_override_pattern", "layers_block_type") if config.get(name)]:
+        raise SpecError(f"config.json: {mixed[0]} names layers that this version cannot keep")
     window = config.get("sliding_window")
     kinds = config.get("layer_types")
     if kinds is None:

@@ -65,6 +65,7 @@ def test_layer_kinds_of_hugging_face_configs(config, kinds):
         {"num_hidden_layers": None},
         {"hidden_size": "big"},
         {"layer_types": ["mamba"] * 32},
+        {"hybrid_override_pattern": "M-*-"},
         {"torch_dtype": "int3"},
     ],
 )
