@@ -51,6 +51,11 @@ class Hit(Protocol):
         several layer groups the slowest tier counts that a page which is needed lies in."""
 
     @property
+    def hbm_pages(self) -> int:
+        """Whole leading pages of group 0 that are in HBM: a load shares them. More than ``by_tier`` has
+        tokens for, where other groups' pages are colder."""
+
+    @property
     def branch(self) -> int:
         """How many leading tokens the groups hold of which every token is needed: at least ``tokens``. Where
         it is more, the others lack what a hit there needs: a place worth saving them."""

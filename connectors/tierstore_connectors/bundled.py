@@ -34,6 +34,7 @@ class NoHit:
     tokens: int = 0
     by_tier: Mapping[str, int] = field(default_factory=dict)
     branch: int = 0
+    hbm_pages: int = 0
 
     def prefetch(self, *, deadline_s: float | None = None) -> Transfer[int]:
         return Transfer.completed(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ from tierstore.types import Hint, Loaded, inferred
 from tierstore_connectors.base import Connector, Hit
 from tierstore_engine.meeting import Meeting
 from tierstore_engine.sequence import Loading, Sequence, SequenceState
-from tierstore_engine.side_groups import PageShares, SavePoint, SideTable, side_groups
+from tierstore_engine.side_groups import PageShares, SavePoint, SideGroup, SideTable, side_groups
 
 T = TypeVar("T")
 
@@ -356,9 +356,11 @@ class PageKeeper:
             saves = [self._publish(sequence, stop, hint=hint)]
             saves += self._save_sides(sequence, full * self._chunk, hint=hint, session=sequence.session)
             self._parking += [saving for saving in saves if saving is not None and not saving.done]
+        submitted = min(sequence.saved_pages, full)
+        if not all(side.saved(table, submitted * self._chunk) for side, table in self._sides_of(sequence)):
+            submitted = 0  # nobody can go on there: not to be waited for
         self._drop_sides(sequence.sides)
-        submitted = min(sequence.saved_pages, full) if self.connector.shared else 0
-        sequence.submitted_tokens = submitted * self._chunk
+        sequence.submitted_tokens = submitted * self._chunk if self.connector.shared else 0
         self._release(sequence.pages)
         sequence.pages, sequence.sides = [], []
         sequence.arriving = False
@@ -378,7 +380,7 @@ class PageKeeper:
         these will need can be had."""
         total = self.pages_for(len(sequence.tokens))
         # A page that is whole and in HBM is shared, not copied.
-        shared = min(hit.by_tier.get("hbm", 0), loaded) // self._chunk
+        shared = min(hit.hbm_pages, loaded // self._chunk)
         if self.connector.available() < total - shared:
             return None
         return self.connector.allocate(total - self.pages_for(loaded))
@@ -418,6 +420,9 @@ class PageKeeper:
                 return None
         return tables
 
+    def _sides_of(self, sequence: Sequence) -> Iterator[tuple[SideGroup, SideTable]]:
+        return zip(self._sides, sequence.sides, strict=False)
+
     def _drop_sides(self, tables: list[SideTable]) -> None:
         for side, table in zip(self._sides, tables, strict=False):
             side.drop(table)
@@ -429,8 +434,7 @@ class PageKeeper:
         if sequence.no_save or not tokens:
             return []
         point = SavePoint(sequence.prompt, tokens, hint, session)
-        sides = zip(self._sides, sequence.sides, strict=False)
-        saves = [side.save(table, point) for side, table in sides]
+        saves = [side.save(table, point) for side, table in self._sides_of(sequence)]
         return [saving for saving in saves if saving is not None]
 
     def _release(self, pages: list[int]) -> None:

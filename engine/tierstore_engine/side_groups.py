@@ -114,6 +114,10 @@ class SideGroup(ABC):
         """Give ``child`` what it needs to go on beside ``parent``. False, and nothing changed, without
         room."""
 
+    def saved(self, table: SideTable, tokens: int) -> bool:
+        """Whether what a hit of ``tokens`` tokens needs has been published, as far as it needs any."""
+        return table.saved_at == tokens or not self._rule.pages(tokens, self._chunk)
+
     def room(self, tokens: int, step: int) -> bool:
         """Whether a sequence of ``tokens`` tokens could have all it needs at a time, now."""
         return self._connector.available(group=self._group) >= self.peak(tokens, step)

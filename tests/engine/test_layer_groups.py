@@ -148,6 +148,20 @@ def test_the_same_prompt_again_from_every_tier(pair, engines, tier):
     assert_same(again, cold)
 
 
+def test_what_is_in_hbm_of_the_first_group_needs_no_room_where_windows_are_colder(pair, engines):
+    """A pool that has room for the prompt once, and has most of it already."""
+    engine = engines(pair.grouped, pages=(16, 10))
+    [cold] = engine.generate([prompt(200)], GREEDY)
+    assert engine.connector.store.flush(30)
+    engine.connector.evict(64, group=1)
+    hit = engine.connector.lookup(engine.connector.prompt(prompt(200)), max_tokens=199)
+    assert 0 < hit.by_tier["host"] < hit.tokens
+    assert hit.hbm_pages == hit.tokens // CHUNK
+    hit.release()
+    [again] = engine.generate([prompt(200)], GREEDY)
+    assert_same(again, cold)
+
+
 @pytest.mark.parametrize("common", [3, CHUNK, 70, 128, 130])
 def test_prompts_that_part_anywhere(pair, engines, common):
     """The first to part from another computes, the next one goes on from there."""

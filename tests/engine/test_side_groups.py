@@ -11,7 +11,7 @@ from tierstore.spec import KVSpec, LayerGroup, LayerKind
 from tierstore.tiers.hbm import PagePool
 from tierstore_connectors.bundled import NoStore
 from tierstore_engine.attention.base import NO_PAGE
-from tierstore_engine.side_groups import SideTable, side_groups
+from tierstore_engine.side_groups import SavePoint, SideTable, side_groups
 
 CHUNK = 8
 FULL = LayerGroup(LayerKind.FULL_ATTENTION, (0,), 1, 8)
@@ -26,13 +26,43 @@ def chunked(tokens: int) -> LayerGroup:
     return LayerGroup(LayerKind.CHUNKED_ATTENTION, (2,), 1, 8, window=tokens)
 
 
-def without_store(*groups: LayerGroup, pages: int = 64) -> NoStore:
+def pools_of(*groups: LayerGroup, pages: int = 64) -> tuple[list[PagePool], Identity]:
     spec = KVSpec((FULL, *groups), "float32", CHUNK)
-    return NoStore([PagePool(part, pages) for part in spec.split()], Identity.of(spec, model="m"))
+    return [PagePool(part, pages) for part in spec.split()], Identity.of(spec, model="m")
+
+
+def without_store(*groups: LayerGroup, pages: int = 64) -> NoStore:
+    return NoStore(*pools_of(*groups, pages=pages))
 
 
 def pages_had(table: SideTable) -> set[int]:
     return {page for page in [*table.pages, table.snapshot] if page != NO_PAGE}
+
+
+class Full(NoStore):
+    """Keeps what is saved, and has no page left for snapshots."""
+
+    keeps = True
+
+    def allocate(self, count, *, group=0, near=()):
+        return None if group and self.pools[group].used_pages else super().allocate(count, group=group)
+
+
+def test_a_snapshot_that_found_no_page_is_not_taken_for_saved():
+    class Roomy(NoStore):
+        keeps = True
+
+    for kind, there in ((Roomy, True), (Full, False)):
+        connector = kind(*pools_of(STATE))
+        [side] = side_groups(connector)
+        table = SideTable()
+        assert side.begin(table, None, 0)
+        side.passed(table, 2 * CHUNK)
+        prompt = connector.prompt(range(2 * CHUNK))
+        assert (side.save(table, SavePoint(prompt, 2 * CHUNK)) is not None) == there
+        assert side.saved(table, 2 * CHUNK) == there
+        assert not side.saved(table, CHUNK)
+        assert side.saved(table, 0)
 
 
 @settings(max_examples=150, deadline=None)

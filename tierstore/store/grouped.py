@@ -188,6 +188,14 @@ class GroupedHit:
         """Pages of a group of which every token is needed."""
         return self.tokens // self.chunk_tokens
 
+    @property
+    def hbm_pages(self) -> int:
+        """Leading pages of group 0 that are in HBM, however cold those of the others are."""
+        if not self.parts or self.parts[0].group or not self.parts[0].chain:
+            return 0
+        runs = self.parts[0].runs()
+        return runs[0][1] if runs and runs[0][0] == Tier.HBM.label else 0
+
     def _count(self) -> dict[str, int]:
         slowest = np.zeros(self.num_pages, np.uint8)
         for part in self.parts:

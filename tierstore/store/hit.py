@@ -84,6 +84,11 @@ class Hit:
         return -(-self.tokens // self.chunk_tokens)
 
     @property
+    def hbm_pages(self) -> int:
+        """Whole leading pages that are in HBM."""
+        return self.by_tier.get(Tier.HBM.label, 0) // self.chunk_tokens
+
+    @property
     def request(self) -> LookupRequest:
         """What was found of the prompt. Made when it is wanted: most hits are loaded, or let go, without."""
         return self._request.part(self.positions) if self._request.loose else self._request.cut(self.tokens)
