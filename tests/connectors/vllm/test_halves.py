@@ -386,8 +386,11 @@ def stopped(shared_daemon):
     shared_daemon.signal(18)
 
 
-def test_orders_can_be_carried_between_processes():
+def test_what_the_halves_tell_each_other_can_be_carried_between_processes(engine):
     import pickle
 
     work = StepWork(3, "e", fresh={1, 2}, refused=["a"])
-    assert pickle.loads(pickle.dumps(work)) == work
+    rules = (GroupRule.state(), GroupRule.window(20), GroupRule.chunked(32), GroupRule.all())
+    shard = engine(rules=rules).worker.shard
+    assert pickle.loads(pickle.dumps((work, shard))) == (work, shard)
+    assert [pages.rule for pages in shard.groups] == list(rules)
