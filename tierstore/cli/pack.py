@@ -94,7 +94,13 @@ def export(
             f"pages of {chosen.model} are found by keys that only their engine can make: a program can pack "
             "them (docs/packs.md)"
         )
-    chunk = KVSpec.parse(chosen.layout).chunk_tokens
+    spec = KVSpec.parse(chosen.layout)
+    if spec.hashed:
+        raise UsageError(
+            f"pages of {chosen.model} are of several layer groups: a program can pack them "
+            "(tierstore.packs.export_groups, docs/packs.md)"
+        )
+    chunk = spec.chunk_tokens
     prompts = [Prompt(chosen, ids, chunk_tokens=chunk) for ids in tokens]
     with _store(chosen, store, connect, keys, server_key) as opened, show.meter("exporting") as meter:
         path = None if str(out) == "-" else out
@@ -154,13 +160,23 @@ def import_(
 
     A daemon that knows models takes packs of those only. Run it again to go on with what was cut off.
     """
-    from tierstore.packs import Imported, PackError, Trust, import_pack, open_pack, require_identity
+    from tierstore.packs import (
+        Imported,
+        PackError,
+        PackReader,
+        Trust,
+        import_part,
+        open_pack,
+        require_identity,
+    )
 
     _check_one(store, connect)
     trust = Trust() if signer is None else Trust.read(signer)
     known = [] if store is not None and not store.exists() else _known(store, connect, keys, server_key)
 
-    async def run() -> Imported:
+    async def run() -> list[Imported]:
+        """The pack, and those of further layer groups behind it."""
+        done = []
         async with open_pack(_input(pack), trust) as reader:
             manifest = reader.manifest
             if not new_model:
@@ -169,13 +185,18 @@ def import_(
                 except PackError as error:
                     raise PackError(f"{error} (--new-model takes it all the same)") from None
             meter.expect(manifest.pages, manifest.pages * manifest.page_bytes)
-            with _store(manifest.identity, store, connect, keys, server_key) as opened:
-                return await import_pack(opened, reader, progress=meter.advance)
+            part: PackReader | None = reader
+            while part is not None:
+                with _store(part.manifest.identity, store, connect, keys, server_key) as opened:
+                    done.append(await import_part(opened, part, progress=meter.advance))
+                part = await part.following()
+        return done
 
     with show.meter("importing") as meter:
         imported = asyncio.run(run())
-    held = f", {imported.held_pages:,} of them were" if imported.held_pages else ""
-    show.line(f"all pages are in the store{held}: {_summary(imported.manifest)}")
+    for each in imported:
+        held = f", {each.held_pages:,} of them were" if each.held_pages else ""
+        show.line(f"all pages are in the store{held}: {_summary(each.manifest)}")
 
 
 @app.command()

@@ -19,8 +19,12 @@ daemon nests it under the tenant of whoever imports over ``tcp://``, so a pack n
 tenant's pages. A pack of another model than the store's is refused before a page is read.
 
 **Whole chunks, chains.** Of a prompt, a pack has the leading whole chunks that were held. An incomplete last
-chunk is left out (what lies behind its tokens in a page may be another prompt's), and so are loose pages,
-which no prompt names. Opaque pages travel with the keys that their engine gave them.
+chunk is left out (what lies behind its tokens in a page may be another prompt's). Opaque pages travel with
+the keys that their engine gave them.
+
+**Layer groups.** Of a model of several, each has a pack with an identity of its own; they lie one behind the
+other in one file, by one signer, and the first says which follow. Pages of windows and states are loose
+there, as in the store.
 
 ::
 
@@ -34,11 +38,11 @@ had come), compression (a matter of the codecs of tiers; packs carry raw bytes).
 
 from tierstore.packs.format import Manifest, PackError
 from tierstore.packs.hashing import PageHash
-from tierstore.packs.importing import Imported, import_pack, require_identity
+from tierstore.packs.importing import Imported, import_groups, import_pack, import_part, require_identity
 from tierstore.packs.mounted import MountedPack, mount
 from tierstore.packs.reading import Block, PackReader, open_pack, verify_pack
 from tierstore.packs.signing import Signer, Trust
-from tierstore.packs.writing import Exported, export_pack
+from tierstore.packs.writing import Exported, export_groups, export_pack
 
 __all__ = [
     "Block",
@@ -51,8 +55,11 @@ __all__ = [
     "PageHash",
     "Signer",
     "Trust",
+    "export_groups",
     "export_pack",
+    "import_groups",
     "import_pack",
+    "import_part",
     "mount",
     "open_pack",
     "require_identity",

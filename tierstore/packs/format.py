@@ -30,7 +30,9 @@ from tierstore.spec import KVSpec
 from tierstore.units import GIB, MIB, format_size, round_up
 
 MAGIC = b"TSKV\r\n\x1a\n"  # a transfer that takes it for text changes it
-HEAD = struct.Struct("<8sIIQQQ32s24x")  # magic, version, flags, index, page bytes, pages, signer's public key
+HEAD = struct.Struct(
+    "<8sIIQQQ32s24x"
+)  # magic, version, packs that follow, index, page bytes, pages, signer's public key
 SEAL = struct.Struct("<32s64s")  # SHA-256, Ed25519 signature (zeros: unsigned)
 FOOTER = struct.Struct("<8sQ")  # magic, pages; then a seal
 FOOTER_MAGIC = b"TSKVEND\n"
@@ -45,6 +47,7 @@ MOST_INDEX_BYTES = 64 * MIB
 MOST_PAGE_BYTES = GIB
 MOST_PAGES = 1 << 32
 MOST_PROMPTS = 1 << 16
+MOST_FOLLOWING = 63
 _MOST_LAYOUT_CHARS = 1 << 16
 _IDENTITY_FIELDS = {field.name for field in fields(Identity)}
 
@@ -53,23 +56,26 @@ class PackError(TierStoreError):
     """This is no pack, or one that is damaged, cut off, not signed by the right key, or of another model."""
 
 
-class PackedPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PackedPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A prompt of whole chunks. Its first ``shared`` chunks are also those of prompt ``like``, an earlier
-    one, and their pages are there; the pages of the others follow one another in the pack."""
+    one, and their pages are there; the pages of the others follow one another in the pack. ``loose``: its
+    pages follow nothing (:meth:`Prompt.loose_pages`)."""
 
     tokens: bytes
     keys: bytes
     like: int = -1
     shared: int = 0
+    loose: bool = False
 
     @property
     def chunks(self) -> int:
         return len(self.keys) // KEY_BYTES
 
 
-class _Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     identity: dict[str, str]
     prompts: Annotated[list[PackedPrompt], msgspec.Meta(min_length=1, max_length=MOST_PROMPTS)]
+    following: list[dict[str, str]] = []
 
 
 @dataclass(frozen=True)
@@ -84,13 +90,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Whose pages a pack holds, and where each is: what its head and index say."""
+    """Whose pages a pack holds, and where each is: what its head and index say. ``following`` are those
+    of the packs behind it in its file, which are of a model's further layer groups."""
 
     identity: Identity
     spec: KVSpec
     prompts: tuple[PackedPrompt, ...]
     signer: bytes = UNSIGNED
     hash: PageHash = PageHash.SHA256  # which is the version, too
+    following: tuple[Identity, ...] = ()
 
     @classmethod
     def of(
@@ -100,27 +108,24 @@ class Manifest:
         signer: bytes = UNSIGNED,
         *,
         hash: PageHash = PageHash.SHA256,
+        following: Sequence[Identity] = (),
     ) -> Manifest:
-        """A manifest of the whole chunks of ``prompts``. A beginning that one has in common with an earlier
-        one is in the pack once. Raises :class:`UsageError` for prompts without a whole chunk, or not of one
-        identity."""
-        packed: list[PackedPrompt] = []
-        width = spec.chunk_tokens * TOKEN_BYTES
-        for prompt in prompts:
-            if prompt.loose or prompt.identity != prompts[0].identity:
-                raise UsageError("the prompts of a pack are chains of one identity")
-            keys = b"".join(prompt.keys)
-            tokens = prompt.token_bytes[: len(prompt.keys) * width]
-            likeness = [_common(tokens, keys, other, width) for other in packed]
-            shared = max(likeness, default=0)
-            like = likeness.index(shared) if shared else -1
-            if shared * KEY_BYTES < len(keys):
-                packed.append(PackedPrompt(tokens, keys, like, shared))
+        """A manifest of the whole chunks of ``prompts``, chains or loose pages all of them. A beginning that
+        one has in common with an earlier one is in the pack once, and so is a loose page. Raises
+        :class:`UsageError` for prompts without a whole chunk, or not of one identity."""
+        if any(
+            prompt.identity != prompts[0].identity or prompt.loose != prompts[0].loose for prompt in prompts
+        ):
+            raise UsageError("the prompts of a pack are of one identity, and chains or loose pages")
+        loose = bool(prompts) and prompts[0].loose
+        if loose and hash is PageHash.SHA256:
+            raise UsageError("packs of loose pages, and of several layer groups, have the hash blake3")
+        packed = _loose(prompts) if loose else _chains(prompts, spec.chunk_tokens * TOKEN_BYTES)
         if not packed:
             raise UsageError(
                 f"nothing to pack: there is no prompt of at least {spec.chunk_tokens} tokens held"
             )
-        return cls(prompts[0].identity, spec, tuple(packed), signer, hash)
+        return cls(prompts[0].identity, spec, tuple(packed), signer, hash, tuple(following))
 
     # -- sizes ---------------------------------------------------------------------------------------
 
@@ -179,22 +184,45 @@ class Manifest:
 
     def prompt(self, number: int) -> Prompt:
         packed = self.prompts[number]
-        return Prompt.with_keys(
-            self.identity, packed.tokens, _keys(packed.keys), chunk_tokens=self.spec.chunk_tokens
-        )
+        make = Prompt.loose_pages if packed.loose else Prompt.with_keys
+        return make(self.identity, packed.tokens, _keys(packed.keys), chunk_tokens=self.spec.chunk_tokens)
+
+    def pages_to_find(self, run: Run) -> tuple[Prompt, int]:
+        """What a store is asked for to find the pages of a run, and the chunk of it that is the first of
+        them: the prompt, or of loose pages those and no others."""
+        packed = self.prompts[run.prompt]
+        if not packed.loose:
+            return self.prompt(run.prompt), run.chunk
+        width, stop = self.spec.chunk_tokens * TOKEN_BYTES, run.chunk + run.count
+        tokens = packed.tokens[run.chunk * width : stop * width]
+        keys = _keys(packed.keys[run.chunk * KEY_BYTES : stop * KEY_BYTES])
+        return Prompt.loose_pages(self.identity, tokens, keys, chunk_tokens=self.spec.chunk_tokens), 0
 
     # -- bytes ---------------------------------------------------------------------------------------
 
     @cached_property
     def head(self) -> bytes:
         """Head and index, without their seal."""
-        index = msgspec.msgpack.encode(_Index(asdict(self.identity), list(self.prompts)))
+        index = msgspec.msgpack.encode(
+            _Index(asdict(self.identity), list(self.prompts), [asdict(each) for each in self.following])
+        )
         if len(index) > MOST_INDEX_BYTES:
             raise UsageError(
                 f"the tokens of these prompts take {format_size(len(index))}, a pack has room for "
                 f"{format_size(MOST_INDEX_BYTES)}: make several packs"
             )
-        return HEAD.pack(MAGIC, self.hash, 0, len(index), self.page_bytes, self.pages, self.signer) + index
+        return (
+            HEAD.pack(
+                MAGIC,
+                self.hash,
+                len(self.following),
+                len(index),
+                self.page_bytes,
+                self.pages,
+                self.signer,
+            )
+            + index
+        )
 
     @cached_property
     def encoded(self) -> bytes:
@@ -211,42 +239,46 @@ class Head:
     pages: int
     signer: bytes
     hash: PageHash
+    following: int
 
     @classmethod
     def decode(cls, data: bytes) -> Head:
         """Raises :class:`PackError`."""
         if len(data) < HEAD.size or not data.startswith(MAGIC):
             raise PackError("this is no pack: it does not begin as one")
-        _, version, flags, index_bytes, page_bytes, pages, signer = HEAD.unpack_from(data)
-        if version not in (versions := [each.value for each in PageHash]) or flags:
+        _, version, following, index_bytes, page_bytes, pages, signer = HEAD.unpack_from(data)
+        if version not in (versions := [each.value for each in PageHash]):
             raise PackError(
                 f"a pack of version {version}: this tierstore reads versions {', '.join(map(str, versions))}"
             )
         if not (
-            0 < index_bytes <= MOST_INDEX_BYTES
+            following <= (MOST_FOLLOWING if version > PageHash.SHA256 else 0)
+            and 0 < index_bytes <= MOST_INDEX_BYTES
             and 0 < page_bytes <= MOST_PAGE_BYTES
             and 0 < pages <= MOST_PAGES
         ):
             raise PackError("the pack is damaged: its head declares sizes that no pack has")
-        return cls(index_bytes, page_bytes, pages, signer, PageHash(version))
+        return cls(index_bytes, page_bytes, pages, signer, PageHash(version), following)
 
     def manifest(self, index: bytes) -> Manifest:
         """What head and index say together. Raises :class:`PackError` where they do not fit together."""
         try:
             decoded = msgspec.msgpack.decode(index, type=_Index)
-            if decoded.identity.keys() != _IDENTITY_FIELDS:
-                raise PackError("the pack's identity has other fields than this version's")
-            identity = Identity(**decoded.identity)
-            if len(identity.layout) > _MOST_LAYOUT_CHARS:
-                raise PackError("the pack's page layout is longer than any")
+            identity, *following = map(_identity, [decoded.identity, *decoded.following])
             spec = KVSpec.parse(identity.layout)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise PackError(f"the pack is damaged: its index cannot be read ({error})") from error
         except (SpecError, UsageError) as error:
             raise PackError(f"the pack's pages have a layout of another version: {error}") from error
+        if self.hash is PageHash.SHA256 and any(prompt.loose for prompt in decoded.prompts):
+            raise PackError("the pack is damaged: there are no loose pages in version 1")
         _check_prompts(identity, spec, decoded.prompts)
-        manifest = Manifest(identity, spec, tuple(decoded.prompts), self.signer, self.hash)
-        if (manifest.pages, manifest.page_bytes) != (self.pages, self.page_bytes):
+        manifest = Manifest(identity, spec, tuple(decoded.prompts), self.signer, self.hash, tuple(following))
+        if (manifest.pages, manifest.page_bytes, len(following)) != (
+            self.pages,
+            self.page_bytes,
+            self.following,
+        ):
             raise PackError("the pack is damaged: its index is of other pages than its head")
         return manifest
 
@@ -288,8 +320,38 @@ def decode_table(table: bytes) -> tuple[list[int], list[bytes]]:
     return entries["xxh3"].tolist(), entries["digest"].tolist()
 
 
+def _identity(of: dict[str, str]) -> Identity:
+    if of.keys() != _IDENTITY_FIELDS:
+        raise PackError("the pack's identity has other fields than this version's")
+    identity = Identity(**of)
+    if len(identity.layout) > _MOST_LAYOUT_CHARS:
+        raise PackError("the pack's page layout is longer than any")
+    return identity
+
+
 def _keys(keys: bytes) -> list[PageKey]:
     return [PageKey(keys[at : at + KEY_BYTES]) for at in range(0, len(keys), KEY_BYTES)]
+
+
+def _chains(prompts: Sequence[Prompt], width: int) -> list[PackedPrompt]:
+    packed: list[PackedPrompt] = []
+    for prompt in prompts:
+        keys = b"".join(prompt.keys)
+        tokens = prompt.token_bytes[: len(prompt.keys) * width]
+        likeness = [_common(tokens, keys, other, width) for other in packed]
+        shared = max(likeness, default=0)
+        like = likeness.index(shared) if shared else -1
+        if shared * KEY_BYTES < len(keys):
+            packed.append(PackedPrompt(tokens, keys, like, shared))
+    return packed
+
+
+def _loose(prompts: Sequence[Prompt]) -> list[PackedPrompt]:
+    """The loose pages of all prompts, each once."""
+    pages = {
+        key: chunk for prompt in prompts for key, chunk in zip(prompt.keys, prompt.chunks(), strict=True)
+    }
+    return [PackedPrompt(b"".join(pages.values()), b"".join(pages), loose=True)] if pages else []
 
 
 def _common(tokens: bytes, keys: bytes, other: PackedPrompt, width: int) -> int:
@@ -311,6 +373,7 @@ def _check_prompts(identity: Identity, spec: KVSpec, prompts: Sequence[PackedPro
             and len(prompt.tokens) == prompt.chunks * width
             and 0 <= prompt.shared < prompt.chunks
             and (0 <= prompt.like < number if prompt.shared else prompt.like == -1)
+            and (not prompt.loose or (identity.whole_pages and not prompt.shared))
         )
         if fits and prompt.shared:
             other, shared = prompts[prompt.like], prompt.shared

@@ -18,7 +18,7 @@ from tierstore.keys import Identity
 from tierstore.packs.format import Manifest, PackError, Run
 from tierstore.packs.reading import Block, PackReader
 from tierstore.packs.room import make_room
-from tierstore.store import Store
+from tierstore.store import GroupedStore, Store
 from tierstore.store.buffers import copied_frames
 from tierstore.units import MIB
 
@@ -43,8 +43,33 @@ async def import_pack(
     Raises :class:`PackError` for a pack of another identity, before anything is saved; for one that is
     damaged or cut off, when all before the damage has been saved; and for a store that has no room for all of
     it."""
+    if reader.manifest.following:
+        raise PackError("the pack is of a model of several layer groups, and the store of one")
+    require_identity(reader.manifest, [store.identity])
+    return await import_part(store, reader, progress=progress)
+
+
+async def import_groups(
+    store: GroupedStore, reader: PackReader, *, progress: Callable[[int, int], None] | None = None
+) -> list[Imported]:
+    """:func:`import_pack` for a model of several layer groups: afterwards ``store`` gives the hits that the
+    exporting one gave."""
+    identities = [each.identity for each in store.stores]
+    require_identity(reader.manifest, identities)
+    imported = []
+    part: PackReader | None = reader
+    while part is not None:
+        own = store.stores[identities.index(part.manifest.identity)]
+        imported.append(await import_part(own, part, progress=progress))
+        part = await part.following()
+    return imported
+
+
+async def import_part(
+    store: Store, reader: PackReader, *, progress: Callable[[int, int], None] | None = None
+) -> Imported:
+    """Save the pages of one layer group, whatever follows behind them, in the store of its identity."""
     manifest = reader.manifest
-    require_identity(manifest, [store.identity])
     held = [await _held(store, manifest, run) for run in manifest.runs]
 
     def wanted(first: int, count: int) -> bool:
@@ -68,10 +93,11 @@ async def import_pack(
 
 def require_identity(manifest: Manifest, known: Sequence[Identity]) -> None:
     """Raises :class:`PackError`, with the difference to the most similar one, unless the pack's identity is
-    among those known."""
-    pack = asdict(manifest.identity)
-    if not known or manifest.identity in known:
+    among those known, and those of the packs behind it."""
+    missing = [each for each in (manifest.identity, *manifest.following) if each not in known]
+    if not known or not missing:
         return
+    pack = asdict(missing[0])
     fields = [asdict(other) for other in known]
     nearest = min(fields, key=lambda other: sum(other[name] != value for name, value in pack.items()))
     differ = [name for name in pack if pack[name] != nearest[name]]
@@ -85,8 +111,12 @@ def _short(value: str) -> str:
 
 async def _held(store: Store, manifest: Manifest, run: Run) -> int:
     """Leading chunks of a prompt that the store holds."""
-    hit = await store.lookup_async(manifest.prompt(run.prompt))
+    prompt = manifest.prompt(run.prompt)
+    hit = await store.lookup_async(prompt)
     hit.release()
+    if prompt.loose:
+        there = set(hit.positions)
+        return next(at for at in range(run.count + 1) if at not in there)
     return hit.tokens // manifest.spec.chunk_tokens
 
 
@@ -95,9 +125,10 @@ async def _save(store: Store, manifest: Manifest, block: Block, run: Run) -> Non
     start, page_bytes = run.page - block.first, manifest.page_bytes
     pages = block.pages[start * page_bytes : (start + run.count) * page_bytes]
     source = _Pages(pages, block.checksums[start : start + run.count], page_bytes)
-    prompt, expected = manifest.prompt(run.prompt), run.count * manifest.spec.chunk_tokens
+    prompt, first = manifest.pages_to_find(run)
+    expected = run.count * manifest.spec.chunk_tokens
     for last in (False, True):
-        if await store.save_from(prompt, source, run.count, first=run.chunk) == expected:
+        if await store.save_from(prompt, source, run.count, first=first) == expected:
             return
         if last or not await asyncio.to_thread(make_room, store, run.count):
             raise PackError(

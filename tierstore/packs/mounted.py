@@ -127,6 +127,8 @@ async def _mounted(path: Path, trust: Trust) -> MountedPack:
     checksums: list[int] = []
     digests: list[bytes] = []
     async with open_pack(path, trust) as reader:
+        if reader.manifest.following or any(prompt.loose for prompt in reader.manifest.prompts):
+            raise UsageError(f"{path} is of a model of several layer groups: import it, it cannot be mounted")
         async with aclosing(reader.blocks(lambda first, count: False)) as blocks:
             async for block in blocks:
                 checksums += block.checksums

@@ -82,19 +82,22 @@ class _Raw:
 class PackReader:
     """A pack whose head and index have been checked. For one task; see :func:`open_pack`."""
 
-    def __init__(self, file: Any, manifest: Manifest, verifier: Verifier, digest: bytes) -> None:
+    def __init__(
+        self, file: Any, manifest: Manifest, verifier: Verifier, digest: bytes, *, begins: int = 0
+    ) -> None:
         self.manifest = manifest
         self.head_seal = digest
         self.leaves_cache = False
         """Blocks of the file leave the page cache once they have been read."""
         self._seal = digest  # the last that was checked
+        self._begins = begins  # in its file
         self._leaving: list[asyncio.Future[None]] = []
         self._file = file
         self._verifier = verifier
         self._buffers: dict[int, npt.NDArray[np.uint8]] = {}  # blocks take them in turn
 
     @classmethod
-    async def begin(cls, file: Any, trust: Trust = ANYBODY) -> PackReader:
+    async def begin(cls, file: Any, trust: Trust = ANYBODY, *, begins: int = 0) -> PackReader:
         """Read and check head and index. ``file`` is one of aiofiles', or has its ``read`` and ``readinto``.
         Raises :class:`PackError`."""
         data = await _read(file, HEAD.size)
@@ -105,7 +108,7 @@ class PackReader:
         rest = await _read(file, padding - HEAD.size - head.index_bytes)
         _check_zeros(rest[SEAL.size :])
         digest = _check_seal(rest, head_digest(data + index), verifier)
-        return cls(file, head.manifest(index), verifier, digest)
+        return cls(file, head.manifest(index), verifier, digest, begins=begins)
 
     async def blocks(self, wanted: Wanted = lambda first, count: True) -> AsyncGenerator[Block, None]:
         """Each block, then the footer. Where pages ``first … first + count`` are not ``wanted``, and the file
@@ -125,6 +128,19 @@ class PackReader:
         finally:
             await _ended(reading, checking, *self._leaving)
         await self._check_footer()
+
+    async def following(self) -> PackReader | None:
+        """The pack behind this one, of another layer group, once all blocks of this one have come; None
+        behind the last. It has to be of the same signer."""
+        manifest = self.manifest
+        if not manifest.following:
+            return None
+        begins = self._begins + round_up(manifest.nbytes, ALIGNMENT)
+        reader = await PackReader.begin(self._file, Trust(manifest.signer), begins=begins)
+        if (reader.manifest.identity, *reader.manifest.following) != manifest.following:
+            raise PackError("the pack is damaged: another layer group follows than it says")
+        reader.leaves_cache = self.leaves_cache
+        return reader
 
     def dup(self) -> int:
         """Another descriptor of the pack's file."""
@@ -155,8 +171,8 @@ class PackReader:
     async def _leave_cache(self, number: int) -> None:
         """Begin to, while the next block is read, once an earlier one has left."""
         await asyncio.gather(*self._leaving)
-        start = self.manifest.block_at(number)
-        length = self.manifest.block_at(number + 1) - start
+        start = self._begins + self.manifest.block_at(number)
+        length = self._begins + self.manifest.block_at(number + 1) - start
         advice = asyncio.to_thread(
             os.posix_fadvise, self._file.fileno(), start, length, os.POSIX_FADV_DONTNEED
         )
@@ -186,7 +202,9 @@ class PackReader:
             raise PackError("the pack is damaged: its footer is of other pages")
         digest = footer_digest(self._seal, footer[: FOOTER.size])
         _check_seal(footer[FOOTER.size :], digest, self._verifier)
-        if await self._file.read(1):
+        if self.manifest.following:
+            _check_zeros(await _read(self._file, -FOOTER_BYTES % ALIGNMENT))
+        elif await self._file.read(1):
             raise PackError("the pack is damaged: something follows its end")
 
 
@@ -218,11 +236,14 @@ async def open_file(file: Path | int, mode: str) -> AsyncIterator[Any]:
 
 
 async def verify_pack(reader: PackReader, progress: Callable[[int, int], None] | None = None) -> None:
-    """Check all of a pack. Raises :class:`PackError`."""
-    async with aclosing(reader.blocks()) as blocks:
-        async for block in blocks:
-            if progress is not None:
-                progress(block.count, block.count * reader.manifest.page_bytes)
+    """Check all of a pack, and of those behind it. Raises :class:`PackError`."""
+    part: PackReader | None = reader
+    while part is not None:
+        async with aclosing(part.blocks()) as blocks:
+            async for block in blocks:
+                if progress is not None:
+                    progress(block.count, block.count * part.manifest.page_bytes)
+        part = await part.following()
 
 
 def _check_seal(seal: bytes, digest: bytes, verifier: Verifier) -> bytes:

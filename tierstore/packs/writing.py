@@ -27,10 +27,11 @@ import aiofiles.os
 
 from tierstore import copying, memory
 from tierstore.errors import UsageError
-from tierstore.keys import TOKEN_BYTES, Prompt
+from tierstore.keys import TOKEN_BYTES, Prompt, TokenIds
 from tierstore.packs.format import (
     ALIGNMENT,
     FOOTER,
+    FOOTER_BYTES,
     FOOTER_MAGIC,
     SEAL,
     Manifest,
@@ -46,7 +47,7 @@ from tierstore.packs.hashing import PageHash, page_digests
 from tierstore.packs.reading import open_file, open_pack
 from tierstore.packs.room import make_room
 from tierstore.packs.signing import Signer, Trust
-from tierstore.store import Store
+from tierstore.store import GroupedStore, Store
 from tierstore.units import round_up
 
 NO_SIGNER = Signer()
@@ -82,8 +83,7 @@ async def export_pack(
     Raises :class:`UsageError` when nothing is held, and :class:`PackError` when pages leave the store
     meanwhile.
     """
-    if path is not None and path.exists():
-        raise UsageError(f"{path} is there already: choose another name, or remove it")
+    _check_new(path)
     held = [await _held(store, prompt) for prompt in prompts]
     manifest = Manifest.of(store.spec, held, signer.public, hash=PageHash.best() if hash is None else hash)
     export = _Export(store, manifest, signer, progress)
@@ -101,12 +101,71 @@ async def export_pack(
     return Exported(manifest, asked, sum(map(len, held)), export.resumed_pages)
 
 
+async def export_groups(
+    store: GroupedStore,
+    prompts: Sequence[TokenIds],
+    path: Path | None,
+    *,
+    signer: Signer = NO_SIGNER,
+    progress: Progress | None = None,
+) -> list[Exported]:
+    """:func:`export_pack` for a model of several layer groups: a pack for each of them that has pages of the
+    prompts, one behind the other in the file. What comes out of them gives the hits that ``store`` gives.
+
+    Raises :class:`UsageError` when nothing is held, and what :func:`export_pack` raises."""
+    _check_new(path)
+    named = [store.prompt(prompt) for prompt in prompts]
+    asked = sum(map(len, named))
+    found: list[tuple[Store, list[Prompt]]] = []
+    for group, own in enumerate(store.stores):
+        held = [
+            await _held(own, pages)
+            for pages in (prompt.pages_of(group, store.rules[group]) for prompt in named)
+        ]
+        if any(prompt.keys for prompt in held):
+            found.append((own, held))
+    exported = []
+    exports = []
+    for number, (own, held) in enumerate(found):
+        following = [other.identity for other, _ in found[number + 1 :]]
+        manifest = Manifest.of(own.spec, held, signer.public, hash=PageHash.BLAKE3, following=following)
+        exports.append(_Export(own, manifest, signer, progress))
+        exported.append(Exported(manifest, asked, sum(map(len, held)), 0))
+    if not exported:
+        raise UsageError("nothing to pack: no whole chunk of these prompts is held")
+    part = None if path is None else path.with_name(path.name + ".part")
+    async with open_file(sys.stdout.fileno() if part is None else part, "wb") as file:
+        output = _Output(file, ours=part is not None)
+        for export in exports:
+            await export.run(output, 0)
+            if not export.last:
+                await output.write(bytes(-FOOTER_BYTES % ALIGNMENT))
+        if part is not None:
+            await asyncio.to_thread(os.fsync, file.fileno())
+    if part is not None and path is not None:
+        await aiofiles.os.replace(part, path)
+    return exported
+
+
+def _check_new(path: Path | None) -> None:
+    if path is not None and path.exists():
+        raise UsageError(f"{path} is there already: choose another name, or remove it")
+
+
 async def _held(store: Store, prompt: Prompt) -> Prompt:
     """The whole chunks of a prompt that the store holds now."""
     whole = len(prompt.keys) * prompt.chunk_tokens
     hit = await store.lookup_async(prompt, max_tokens=whole)
     chunks = hit.tokens // prompt.chunk_tokens
     hit.release()
+    if prompt.loose:
+        there = sorted(hit.positions)
+        return Prompt.loose_pages(
+            prompt.identity,
+            b"".join(map(prompt.chunk, there)),
+            [prompt.keys[at] for at in there],
+            chunk_tokens=prompt.chunk_tokens,
+        )
     data = prompt.token_bytes[: chunks * prompt.chunk_tokens * TOKEN_BYTES]
     return Prompt.with_keys(prompt.identity, data, prompt.keys[:chunks], chunk_tokens=prompt.chunk_tokens)
 
@@ -186,9 +245,9 @@ class _Buffer:
         self._memory = memory.Memory(nbytes, shared=False)
         self._shift = 0
 
-    def take(self, run: Run, first: int) -> _Buffer:
-        """Get ready for a run of pages, in the block that begins with page ``first``."""
-        self._shift = run.page - first - run.chunk
+    def take(self, at: int, chunk: int) -> _Buffer:
+        """Get ready for pages from place ``at`` on, the first of which is ``chunk`` of what is loaded."""
+        self._shift = at - chunk
         return self
 
     def write(self, pages: Sequence[tuple[int, int]]) -> None:
@@ -220,6 +279,11 @@ class _Export:
         self._manifest = manifest
         self._signer = signer
         self._progress = progress
+
+    @property
+    def last(self) -> bool:
+        """Whether no other pack comes behind it in its file."""
+        return not self._manifest.following
 
     async def run(self, output: _Output, done: int) -> None:
         """Write all behind the first ``done`` blocks."""
@@ -255,24 +319,24 @@ class _Export:
         manifest = self._manifest
         first = number * manifest.block_pages
         for run in manifest.runs_of(first, manifest.pages_of(number)):
-            target = buffer.take(run, first)
-            if not await self._load_run(run, target):
+            if not await self._load_run(run, buffer, run.page - first):
                 # Where the host tier is smaller than the prompt, the prompt's own pages are in the way.
                 await asyncio.to_thread(make_room, self._store, manifest.block_pages)
-                if not await self._load_run(run, target):
+                if not await self._load_run(run, buffer, run.page - first):
                     raise PackError(
                         f"the store has let go of pages behind {run.page:,} of {manifest.pages:,}: save them "
                         "again, and run this with --resume"
                     )
 
-    async def _load_run(self, run: Run, target: _Buffer) -> bool:
+    async def _load_run(self, run: Run, buffer: _Buffer, at: int) -> bool:
         """Bring pages of one prompt; whether all came."""
-        end = (run.chunk + run.count) * self._manifest.spec.chunk_tokens
-        prompt = self._manifest.prompt(run.prompt)
+        prompt, chunk = self._manifest.pages_to_find(run)
+        end = (chunk + run.count) * self._manifest.spec.chunk_tokens
         with await self._store.lookup_async(prompt, max_tokens=end) as hit:
             if hit.tokens < end:
                 return False
-            loading = self._store.load_to(hit, target, first=run.chunk, count=run.count)
+            target = buffer.take(at, chunk)
+            loading = self._store.load_to(hit, target, first=chunk, count=run.count)
             return (await loading).tokens == end
 
     async def _write(

@@ -120,6 +120,12 @@ class GroupedPrompt(Prompt):
             other = self._others[group] = Prompt(identity, self.tokens, chunk_tokens=self.chunk_tokens)
         return other
 
+    def pages_of(self, group: int, rule: GroupRule) -> Prompt:
+        """All of its whole chunks, as a group of that rule keeps them."""
+        if rule.past is Past.ALL or not self.keys:
+            return self.chain(group)
+        return self.named(group, range(len(self.keys)))
+
     def named(self, group: int, chunks: Sequence[int]) -> Prompt:
         """Some of its whole chunks, ascending, as a group keeps them that needs not every token."""
         while len(self._names) <= chunks[-1]:
