@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -88,14 +89,16 @@ def export(
     _check_one(store, connect)
     tokens = [read_tokens(file) for file in prompt_file]
     signer = Signer() if sign is None else Signer.read(sign)
-    chosen = choose_identity(_known(store, connect, keys, server_key), model, identity)
+    known = _known(store, connect, keys, server_key)
+    chosen = choose_identity(known, model, identity)
     if is_opaque(chosen.layout):
         raise UsageError(
             f"pages of {chosen.model} are found by keys that only their engine can make: a program can pack "
             "them (docs/packs.md)"
         )
     spec = KVSpec.parse(chosen.layout)
-    if spec.hashed:
+    of_model = [KVSpec.parse(each.layout) for each in known if replace(each, layout=chosen.layout) == chosen]
+    if any(each.hashed for each in of_model):
         raise UsageError(
             f"pages of {chosen.model} are of several layer groups: a program can pack them "
             "(tierstore.packs.export_groups, docs/packs.md)"
