@@ -118,10 +118,8 @@ async def export_groups(
     asked = sum(map(len, named))
     found: list[tuple[Store, list[Prompt]]] = []
     for group, own in enumerate(store.stores):
-        held = [
-            await _held(own, pages)
-            for pages in (prompt.pages_of(group, store.rules[group]) for prompt in named)
-        ]
+        rule = store.rules[group]
+        held = [await _held(own, prompt.pages_of(group, rule)) for prompt in named]
         if any(prompt.keys for prompt in held):
             found.append((own, held))
     exported = []
@@ -273,6 +271,7 @@ class _Export:
     """One pack being written. ``digest`` is that of the last seal."""
 
     def __init__(self, store: Store, manifest: Manifest, signer: Signer, progress: Progress | None) -> None:
+        manifest.hash.digester()  # that its package is missing is said before there is a file
         self.digest = b""
         self.resumed_pages = 0
         self._store = store
