@@ -31,8 +31,7 @@ def selector():
     process.end()
 
 
-@pytest.fixture(scope="module")
-def network():
+def _three_hosts():
     """Three hosts, a master and a lender."""
     reason = why_not()
     if reason:
@@ -40,6 +39,13 @@ def network():
     made = Network()
     yield made
     made.close()
+
+
+network = pytest.fixture(_three_hosts)
+"""Of the test's own."""
+
+shared_network = pytest.fixture(_three_hosts, scope="module")
+"""For tests that leave it as it was."""
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def engine(*options: str) -> Process:
 
 
 @pytest.fixture(scope="module")
-def two(network):
+def two(shared_network):
     hosts, engines = [], []
     try:
         for number in (1, 2):
@@ -171,15 +171,15 @@ def test_the_first_hosts_daemon_is_killed_in_the_middle(two):
     two.one.wait_online()
 
 
-@pytest.mark.parametrize(("number", "missing"), enumerate(["pages", "lender", "master"], start=30))
-def test_a_promise_that_is_not_kept_costs_what_was_said(two, network, number, missing):
+@pytest.mark.parametrize(("number", "missing"), [(30, "pages"), (31, "lender"), (32, "master")])
+def test_a_promise_that_is_not_kept_costs_what_was_said(two, shared_network, number, missing):
     """The pages are not computed, or what is between the hosts has gone."""
     broken = two.other.stats().service.broken_promises
     prompt, other = a_prompt(number), a_prompt(number + 10)
     if missing == "lender":
-        network.kill_lender()
+        shared_network.kill_lender()
     elif missing == "master":
-        network.kill_master()
+        shared_network.kill_master()
     asked = waiting(two, prompt, until_s=2.0)
     if missing != "pages":
         ask(two.prefill, prompt, max_tokens=1, kv_transfer_params=ASKS)
@@ -190,6 +190,6 @@ def test_a_promise_that_is_not_kept_costs_what_was_said(two, network, number, mi
     assert two.other.stats().service.broken_promises == broken + 1
     nothing_is_held(two.other)
     if missing == "lender":
-        network.start_lender()
+        shared_network.start_lender()
     elif missing == "master":
-        network.start_master()
+        shared_network.start_master()
