@@ -165,7 +165,8 @@ def serve(
         str, typer.Option(help="Whose prompt first: cache (least left to compute)|fcfs (oldest)")
     ] = "cache",
     overtake_s: Annotated[
-        float, typer.Option(help="Seconds that the order of cache lets others overtake a request, at most")
+        float,
+        typer.Option(help="Seconds that a request waits longer by cache than by fcfs (docs/serving.md)"),
     ] = 10.0,
     ttft_slo_s: Annotated[
         float | None,

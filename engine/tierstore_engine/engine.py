@@ -55,8 +55,8 @@ class EngineStats:
 
     Of ``drafted_tokens`` (guessed by a drafter) ``accepted_tokens`` were right. ``shared_pages`` is how many
     pages more there would be without sharing among forked requests. ``late_requests`` were refused because
-    of their deadlines. By ``longest_overtaken_s`` at most a request has waited longer than first come, first
-    served would have let it.
+    of their deadlines. ``longest_overtaken_s`` is for how long a request was overtaken, at most
+    (:mod:`tierstore_engine.overtaking`).
     """
 
     steps: int

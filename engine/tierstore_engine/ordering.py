@@ -12,10 +12,12 @@ problem (W. A. Horn, 1972): the subtree that ends most requests a second comes f
 left. A node absorbs its best child for as long as that makes it better.
 
 **Ageing.** A request is *overtaken* while something is computed that first come, first served would have put
-behind it. Each counts the seconds for which it was, and nothing overtakes it that takes longer than what is
-left of ``bound_s``. Whatever else is computed before it, first come, first served computes before it as well:
-so no request waits more than ``bound_s`` longer than it would have (beside what more urgent requests take
-that come meanwhile). A deadline lowers what is left.
+behind it (:mod:`tierstore_engine.overtaking` counts the seconds), and nothing overtakes it that takes longer
+than what is left of ``bound_s``. Whatever else is computed before it, first come, first served computes
+before it as well: so no request waits more than ``bound_s`` longer than it would have (beside what more
+urgent requests take that come meanwhile). A deadline lowers what is left. That is so while there is room for
+all that wait. Where there is not, when those before a request end decides when it begins: so those up to the
+last whose time is used up come strictly by their places.
 
 **Priorities** are classes: a lower number comes first, and "first come" is by class and then by age.
 """
@@ -93,9 +95,16 @@ class _Node:
 
 
 def turns(
-    entries: Iterable[Entry], prefill: Prefill, *, chunk_tokens: int, bound_s: float, now_s: float
+    entries: Iterable[Entry],
+    prefill: Prefill,
+    *,
+    chunk_tokens: int,
+    bound_s: float,
+    now_s: float,
+    in_line: Place | None = None,
 ) -> Iterator[Turn]:
-    """``entries`` in the order to compute them. Lazy: the first costs a sort, each a pass over the rest.
+    """``entries`` in the order to compute them; those up to ``in_line`` keep their places. Lazy: the first
+    costs a sort, each a pass over the rest.
 
     >>> short, long = Entry((0, 1, 1), [], 100), Entry((0, 0, 0), [], 9000)
     >>> order = turns([long, short], Prefill(0.001), chunk_tokens=64, bound_s=1.0, now_s=0.0)
@@ -108,6 +117,8 @@ def turns(
     for _, some in groupby(waiting, key=lambda entry: entry.place[0]):
         ranked += _ranked(list(some), prefill, chunk_tokens, leaves)
     slack = _slack(waiting, leaves, bound_s, now_s)
+    if in_line is not None:
+        slack.update((place, min(left, 0.0)) for place, left in slack.items() if place <= in_line)
     while ranked:
         # What may still overtake whoever is before a place, in the order of places.
         least, limits = math.inf, {}
@@ -126,13 +137,6 @@ def turns(
             if entry.place < turn.entry.place:
                 slack[entry.place] -= turn.seconds
         yield turn
-
-
-def passed(entries: Iterable[Entry], place: Place, seconds: float) -> None:
-    """So many seconds were spent for the request at ``place``: all before it were overtaken for as long."""
-    for entry in entries:
-        if entry.place < place:
-            entry.overtaken_s += seconds
 
 
 def common_chunks(one: Sequence[PageKey], other: Sequence[PageKey]) -> int:

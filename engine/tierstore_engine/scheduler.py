@@ -9,7 +9,8 @@ gives way. "Old" and "young" are by priority, and then by age.
 With ``cache`` a request is admitted shortly before its turn and not as soon as there is a place: what it is
 overtaken by is decided late, and its pages are the cache's until then. A request whose pages do not fit
 stands in nobody's way, as long as it may be overtaken; after that whatever is younger waits, and the youngest
-gives its pages away.
+gives its pages away. Where slots or pages do not hold all that waits, that goes for everyone before it, too:
+those up to the youngest whose time is used up are *in line*, and get slots, pages and turns as with ``fcfs``.
 
 On a GPU a load is taken over while its bytes are on their way, layer by layer. A sequence whose pages are
 still *arriving* is computed beside the batch of the others, never in it, so nobody waits for its pages: each
@@ -25,14 +26,15 @@ import math
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from tierstore.planner import Prefill
 from tierstore_engine.keeper import PageKeeper, wait_briefly
 from tierstore_engine.look_ahead import LookAhead
-from tierstore_engine.ordering import Entry, Place, Turn, common_chunks, passed, turns
+from tierstore_engine.ordering import Entry, Place, Turn, common_chunks, turns
 from tierstore_engine.outputs import RequestId
+from tierstore_engine.overtaking import Spent
 from tierstore_engine.sequence import Sequence, SequenceState
 from tierstore_engine.settings import EngineSettings
 
@@ -100,17 +102,21 @@ class _Prompt:
         """Whether it has no page yet."""
         return self.sequence.state is SequenceState.WAITING
 
+    @property
+    def promised(self) -> bool:
+        """Whether another engine's pages are waited for."""
+        return self.sequence.promise is not None
+
 
 @dataclass(slots=True)
 class _Step:
     """The last step: when it was planned, what it computed of prompts (``tokens`` after ``behind`` others),
-    for whose sake, and who had no room."""
+    and what it was spent on as others see it."""
 
     at: float
     tokens: int = 0
     behind: float = 0.0
-    shares: dict[Place, float] = field(default_factory=dict)
-    blocked: frozenset[Place] = frozenset()
+    spent: Spent = field(default_factory=Spent)
 
 
 class Scheduler:
@@ -141,6 +147,9 @@ class Scheduler:
         self._turns: dict[RequestId, int] = {}  # of admitted prompts, as they were ordered last
         self._sakes: dict[RequestId, Place] = {}  # whom an admitted prompt is computed for, if not itself
         self._blocked: set[Place] = set()  # those that had no room
+        self._overdue: frozenset[Place] = frozenset()  # those that may not be overtaken any more
+        self._in_line: Place | None = None  # up to here everyone comes by place
+        self._short_of_room = False  # whether slots or pages do not hold all that waits
         self._step: _Step | None = None
         self._pace: deque[tuple[int, float, float]] = deque(maxlen=_PACE_STEPS)
 
@@ -219,6 +228,7 @@ class Scheduler:
 
     def _admit_all(self) -> None:
         if self._by_cache:
+            self._form_line()
             self._admit_by_cache()
             while self._relieve():
                 self._admit_by_cache()
@@ -306,7 +316,7 @@ class Scheduler:
         self._blocked.clear()
         by_place = {prompt.entry.place: prompt for prompt in prompts}
         waiting: list[Sequence] = []
-        tokens = 0
+        tokens, refused = 0, False
         for turn in self._order(prompts, now):
             prompt = by_place[turn.entry.place]
             place, sequence = prompt.entry.place, prompt.sequence
@@ -316,20 +326,37 @@ class Scheduler:
             computing = self._computing_for(sequence)
             if computing is not None:
                 tokens += self._take_turn(computing, place)
-            elif tokens < 2 * self._settings.batch_tokens and self._loads < _LOADS:
+            elif self._is_in_line(place) or (
+                tokens < 2 * self._settings.batch_tokens and self._loads < _LOADS
+            ):
                 if self._ahead.bringing(sequence):
                     pass
                 elif self._took_room(prompt):
                     tokens += self._take_turn(sequence, place)
                     continue
-                elif place in self._blocked and self._overdue(prompt.entry):
+                elif place in self._blocked and self._is_in_line(place):
+                    refused = True
                     break  # nobody takes what it waits for
             waiting.append(sequence)
             if len(waiting) >= _LOOKED_AT:
                 break
+        if not refused:
+            self._admit_computed(prompts)
         if len(self.admitted) >= self._settings.max_sequences:
             self._blocked.update(prompt.entry.place for prompt in prompts if prompt.waits)
         self._ahead.look(waiting)
+
+    def _admit_computed(self, prompts: Iterable[_Prompt]) -> None:
+        """Admit those of which one token is left to compute, as far as there is room for everyone in line:
+        they are decoded beside whatever is computed, and take nobody's turn."""
+        waiting = sorted((p for p in prompts if p.waits), key=lambda prompt: prompt.entry.place)
+        if self._short_of_room and waiting and self._is_in_line(waiting[0].entry.place):
+            return
+        for prompt in waiting:
+            if prompt.entry.tokens - prompt.entry.held > 1 or self._waits(prompt.sequence):
+                continue
+            if not self._took_room(prompt) and prompt.entry.place in self._blocked:
+                return
 
     @property
     def _loads(self) -> int:
@@ -351,6 +378,7 @@ class Scheduler:
             chunk_tokens=self._keeper.chunk_tokens,
             bound_s=self._settings.overtake_s if self._by_cache else 0.0,
             now_s=now_s,
+            in_line=self._in_line if self._by_cache else None,
         )
 
     def _refresh(self, prompts: list[_Prompt], now: float) -> None:
@@ -409,18 +437,30 @@ class Scheduler:
         self._blocked.add(entry.place)
         return False
 
-    def _overdue(self, entry: Entry) -> bool:
+    def _form_line(self) -> None:
+        """Say who is in line."""
+        sequences = [*self.admitted, *self.waiting]
+        pages = sum(self._keeper.pages_for(sequence.max_tokens) for sequence in sequences)
+        self._short_of_room = (
+            len(sequences) > self._settings.max_sequences or pages > self._keeper.connector.pool.num_pages
+        )
+        overdue = [p.entry.place for p in self._prompts.values() if self._is_overdue(p.entry)]
+        self._overdue = frozenset(overdue)
+        self._in_line = max(overdue, default=None) if self._short_of_room else None
+
+    def _is_overdue(self, entry: Entry) -> bool:
         return entry.overtaken_s >= self._settings.overtake_s
 
+    def _is_in_line(self, place: Place) -> bool:
+        return place in self._overdue or (self._in_line is not None and place <= self._in_line)
+
     def _relieve(self) -> bool:
-        """Take the pages of the youngest where somebody older has waited long enough for them. Whether there
-        was such a one."""
-        overdue = any(
-            place in self._blocked and place < self.admitted[-1].place
-            for place in (p.entry.place for p in self._prompts.values() if self._overdue(p.entry))
-            if self.admitted
-        )
-        if not overdue or self._keeper.parking:
+        """Take the pages of the youngest where somebody older in line waits for them. Whether there was such
+        a one."""
+        if not self.admitted or self._keeper.parking:
+            return False
+        youngest = self.admitted[-1].place
+        if not any(place < youngest and self._is_in_line(place) for place in self._blocked):
             return False
         self._park()
         return True
@@ -455,15 +495,19 @@ class Scheduler:
 
     def _begin(self, plan: Plan) -> None:
         """A step is about to be computed."""
-        step = self._step = _Step(self._clock(), blocked=frozenset(self._blocked))
-        prefills = [item for item in (*plan.batch, *plan.beside) if item.sequence.request_id in self._prompts]
-        step.tokens = sum(item.tokens for item in prefills)
-        for item in prefills:
+        step = self._step = _Step(self._clock(), spent=Spent(short=self._short_of_room))
+        spent, work = step.spent, (*plan.batch, *plan.beside)
+        spent.first = min((p.entry.place for p in self._prompts.values() if not p.promised), default=None)
+        if self._blocked and self.admitted and min(self._blocked) < self.admitted[-1].place:
+            spent.kept_out = min(self._blocked)
+        for item in work:
             sequence = item.sequence
-            share = item.tokens / step.tokens
-            place = self._sakes.get(sequence.request_id, sequence.place)
-            step.shares[place] = step.shares.get(place, 0.0) + share
-            step.behind += share * item.start
+            if sequence.request_id in self._prompts:
+                place = self._sakes.get(sequence.request_id, sequence.place)
+                spent.prompts[place] = spent.prompts.get(place, 0) + item.tokens
+                step.behind += item.tokens * item.start
+        step.tokens = sum(spent.prompts.values())
+        step.behind /= max(step.tokens, 1)
 
     def ended(self) -> None:
         """The last step has ended, if that was not said before: those that were overtaken by it are told how
@@ -477,12 +521,11 @@ class Scheduler:
         took_s = self._clock() - step.at
         if step.tokens:
             self._pace.append((step.tokens, step.behind, took_s))
-        youngest = self.admitted[-1].place if self.admitted else None
-        entries = [prompt.entry for prompt in self._prompts.values()]
-        for place, share in step.shares.items():
-            passed([entry for entry in entries if entry.place not in step.blocked], place, share * took_s)
-        if youngest is not None:
-            passed([entry for entry in entries if entry.place in step.blocked], youngest, took_s)
+        if not self._by_cache:
+            return
+        for prompt in self._prompts.values():
+            share = step.spent.overtakes(prompt.entry.place, admitted=not prompt.waits)
+            prompt.entry.overtaken_s += share * took_s
 
     def _speed(self) -> Prefill:
         """How fast prompts are computed beside everything else: the shape is measured on lone steps, the pace
@@ -499,7 +542,7 @@ class Scheduler:
     def _work(self, sequences: list[Sequence]) -> list[Work]:
         """One step of ``sequences``, by age."""
         decodes = self._decodes(sequences)
-        return decodes + self._prefills(sequences, self._settings.batch_tokens - len(decodes))
+        return decodes + self._prefills(sequences, self._settings.prompt_tokens)
 
     def _beside(self, arriving: list[Sequence], taken: int) -> list[Work]:
         """What has begun goes on, and the oldest others begin while the step has room for their tokens."""

@@ -150,9 +150,13 @@ class Sequence:
         """Whether anything has been computed for it yet."""
         return self._most_computed > 0
 
+    def repeats(self, stop: int) -> int:
+        """How many of the next tokens up to ``stop`` were computed before."""
+        return max(min(stop, self._most_computed) - self.computed, 0)
+
     def advance(self, computed: int) -> None:
         """The KV of the first ``computed`` tokens is in the pages now."""
-        self.tally.recomputed_tokens += max(min(computed, self._most_computed) - self.computed, 0)
+        self.tally.recomputed_tokens += self.repeats(computed)
         self._most_computed = max(self._most_computed, computed)
         self.restore(computed)
 

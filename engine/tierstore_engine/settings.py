@@ -16,16 +16,17 @@ PREFILL_BACKENDS = ("auto", "kernels", "library")
 class EngineSettings:
     """``prefill_chunk`` prompt tokens of one sequence are computed per step; chunks end at its multiples, so
     equal prompts are cut equally wherever a cached prefix ends. ``max_sequences`` share the pages at a time;
-    ``max_batch_tokens`` (0: one prefill chunk beside decoding) bounds a step. ``plan`` says what becomes of a
-    hit: it is loaded as far as that is faster than computing, from its back while the front is computed
-    (``both-ends``) or before the rest is (``one-way``); ``load`` and ``compute`` do the one or the other
-    whatever it takes. ``schedule`` says whose prompt is computed first: what has least left to compute
-    (``cache``, :mod:`tierstore_engine.ordering`), but the order lets no request be overtaken for more than
-    ``overtake_s`` seconds; ``fcfs`` is first come, first served. On a GPU ``prefill_backend`` is ``kernels``
-    (this package's), ``library`` (torch's) or ``auto``: what measures faster, by length of the past.
-    ``checkpoint_tokens`` is how far apart a model with several layer groups is saved at most, so that hits
-    may begin there (None: by size, :func:`tierstore.retention.checkpoint_tokens`; 0: where requests end and
-    part only). Raises :class:`UsageError`."""
+    ``max_batch_tokens`` (0: one prefill chunk beside decoding) bounds a step, and all but ``max_sequences`` -
+    1 of them are for prompts. ``plan`` says what becomes of a hit: it is loaded as far as that is faster than
+    computing, from its back while the front is computed (``both-ends``) or before the rest is (``one-way``);
+    ``load`` and ``compute`` do the one or the other whatever it takes. ``schedule`` says whose prompt is
+    computed first: what has least left to compute (``cache``, :mod:`tierstore_engine.ordering`), but no
+    request waits more than ``overtake_s`` seconds longer (docs/serving.md says what else) than by ``fcfs``,
+    first come, first served. On a GPU ``prefill_backend`` is ``kernels`` (this package's), ``library``
+    (torch's) or ``auto``: what measures faster, by length of the past. ``checkpoint_tokens`` is how far apart
+    a model with several layer groups is saved at most, so that hits may begin there (None: by size,
+    :func:`tierstore.retention.checkpoint_tokens`; 0: where requests end and part only). Raises
+    :class:`UsageError`."""
 
     prefill_chunk: int = 1024
     max_sequences: int = 32
@@ -65,6 +66,12 @@ class EngineSettings:
     @property
     def _least_batch(self) -> int:
         return self.prefill_chunk + self.max_sequences - 1
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of a step, those that prompts may take: the others are kept for answers, however many there are
+        just now. An answer then takes nothing from a prompt that came before it."""
+        return self.batch_tokens - self.max_sequences + 1
 
     def check_chunk(self, chunk_tokens: int) -> None:
         """Raises :class:`UsageError` unless prefill chunks end where pages end."""

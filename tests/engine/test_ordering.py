@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tierstore.keys import Identity, PageKey, Prompt
 from tierstore.planner import Prefill
 from tierstore.spec import KVSpec
-from tierstore_engine.ordering import Entry, Place, common_chunks, passed, turns
+from tierstore_engine.ordering import Entry, Place, common_chunks, turns
+from tierstore_engine.overtaking import Spent, passed
 
 CHUNK = 4
 SPEED = Prefill(1.0)  # a second for each token
@@ -161,7 +162,7 @@ def served(requests: Sequence[Arrival], *, bound_s: float, step: int) -> dict[Pl
         tokens = min(step, turn.entry.tokens - turn.entry.held)
         now += tokens
         turn.entry.held += tokens
-        passed(waiting, turn.entry.place, tokens)
+        passed(waiting, Spent({turn.entry.place: 1}), tokens)
         if turn.entry.held == turn.entry.tokens:
             ends[turn.entry.place] = Served(now, turn.entry.overtaken_s)
             waiting.remove(turn.entry)

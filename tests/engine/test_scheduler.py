@@ -6,24 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.engine.scheduling import POOL_PAGES, Bench
 from tierstore.errors import UsageError
-from tierstore.keys import Identity
-from tierstore.spec import KVSpec
-from tierstore.tiers.hbm import PagePool
-from tierstore_connectors.bundled import NoStore
-from tierstore_engine.batch import finishing
-from tierstore_engine.keeper import PageKeeper, clip_tiers
-from tierstore_engine.outputs import RequestId
-from tierstore_engine.sampling import Choice, SamplingParams
-from tierstore_engine.scheduler import Scheduler, Work
-from tierstore_engine.sequence import Sequence, SequenceState
+from tierstore_engine.keeper import clip_tiers
+from tierstore_engine.sequence import SequenceState
 from tierstore_engine.settings import SCHEDULES, EngineSettings
-from tierstore_engine.tokenizer import ByteTokenizer
-
-CHUNK = 4
-POOL_PAGES = 24
-SPEC = KVSpec.uniform(layers=1, kv_heads=1, head_dim=1, dtype="float32", chunk_tokens=CHUNK)
-NEXT = Choice(token=1)
 
 requests = st.lists(
     # Steps before it arrives, prompt tokens, new tokens: none larger than the pool by itself.
@@ -39,72 +26,6 @@ settings = st.builds(
     schedule=st.sampled_from(SCHEDULES),
     overtake_s=st.sampled_from([0.0, 0.5, 10.0]),
 )
-
-
-class Bench:
-    """A scheduler over a real pool, stepped without computing anything."""
-
-    def __init__(self, settings: EngineSettings) -> None:
-        self.connector = NoStore(PagePool(SPEC, POOL_PAGES), Identity.of(SPEC, model="none"))
-        self.settings = settings
-        self.keeper = PageKeeper(self.connector)
-        self.now_s = 0.0  # a token takes a second
-        self.scheduler = Scheduler(self.keeper, settings, clock=lambda: self.now_s)
-        self.sequences: list[Sequence] = []
-        self.first_token_s: dict[RequestId, float] = {}
-
-    def add(self, prompt_tokens: int, new_tokens: int, *, priority: int = 0) -> Sequence:
-        tokens = [0] * prompt_tokens
-        sequence = Sequence(
-            RequestId(len(self.sequences)),
-            self.connector.prompt(tokens),
-            tokens,
-            SamplingParams(max_new_tokens=new_tokens),
-            ByteTokenizer().detokenizer(),
-            max_tokens=prompt_tokens + new_tokens,
-            stop_ids=frozenset(),
-            added=0.0,
-        )
-        sequence.priority = priority
-        self.sequences.append(sequence)
-        self.scheduler.add(sequence)
-        return sequence
-
-    def step(self) -> list[Work]:
-        plan = self.scheduler.plan()
-        assert not plan.beside  # copies in this pool are done when the call returns
-        work = plan.batch
-        self.check(work)
-        ending = finishing(work)
-        for item in work:
-            item.sequence.advance(item.stop)
-            self.keeper.save(item.sequence)
-        self.now_s += sum(item.tokens for item in work)
-        self.scheduler.ended()
-        for item in ending:
-            self.first_token_s.setdefault(item.sequence.request_id, self.now_s)
-            item.sequence.append(NEXT)
-            if item.sequence.finish_reason is not None:
-                self.scheduler.remove(item.sequence)
-        return work
-
-    def check(self, work: list[Work]) -> None:
-        held = [page for sequence in self.sequences for page in sequence.pages]
-        assert len(set(held)) == len(held)
-        assert len(held) + self.connector.available() == POOL_PAGES
-        assert len(self.scheduler.admitted) <= self.settings.max_sequences
-        assert sum(item.tokens for item in work) <= self.settings.batch_tokens
-        assert len({item.sequence.request_id for item in work}) == len(work)
-        for item in work:
-            sequence = item.sequence
-            assert sequence.state is SequenceState.RUNNING
-            assert item.start == sequence.computed < item.stop <= len(sequence.tokens)
-            assert item.stop <= len(sequence.pages) * CHUNK
-            # A chunk ends at a multiple of its size or at the end, wherever it began.
-            assert item.stop % self.settings.prefill_chunk == 0 or item.stop == len(sequence.tokens)
-        for sequence in self.scheduler.waiting:
-            assert not sequence.pages
-            assert sequence.computed == 0
 
 
 @given(requests, settings)

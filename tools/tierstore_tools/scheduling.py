@@ -38,8 +38,9 @@ from tierstore.planner import Prefill
 from tierstore_connectors.bundled import StoreConnector
 from tierstore_engine.build import LoadedModel, load_model, make_runner
 from tierstore_engine.engine import Engine
-from tierstore_engine.ordering import Entry, Place, passed, turns
+from tierstore_engine.ordering import Entry, Place, turns
 from tierstore_engine.outputs import RequestId
+from tierstore_engine.overtaking import Spent, passed
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import SCHEDULES, EngineSettings
 from tierstore_tools import machine
@@ -411,7 +412,7 @@ def simulate(
         seconds = prefill.seconds(tokens, entry.held)
         now += seconds
         entry.held += tokens
-        passed(waiting, entry.place, seconds)
+        passed(waiting, Spent({entry.place: 1}), seconds)
         if entry.held < entry.tokens:
             continue
         waiting.remove(entry)
