@@ -54,7 +54,7 @@ class _Next:
 def busiest(state: StoreState, identities: Mapping[bytes, Identity], count: int) -> list[BusyPrefix]:
     """The ``count`` prefixes that are found most often, the busiest first; fewer where no more are found at
     all, or after looking at some thousands of pages. ``identities`` are by digest. From any thread; the
-    state's lock is held for one page at a time."""
+    state's lock is held for one page, or to copy one list, at a time."""
     number = itertools.count()
     with state.lock:
         roots = state.index.tree.roots()[:_MOST_IDENTITIES]
@@ -78,8 +78,11 @@ def busiest(state: StoreState, identities: Mapping[bytes, Identity], count: int)
 
 
 def _found_below(state: StoreState, page: Page) -> Sequence[Page]:
+    # Loose pages are all children of one root, hundreds of thousands of them: a copy is quick, a look at each
+    # is not, and saves and lookups wait for the lock.
     with state.lock:
-        return [child for child in page.children.values() if child.hits]
+        children = list(page.children.values())
+    return [child for child in children if child.hits]
 
 
 def _add(

@@ -196,7 +196,8 @@ class Server:
 
         def endpoint(name: str, handler: Handler, *, public: bool = False) -> Endpoint:
             key = None if public else settings.api_key
-            return Endpoint(name, handler, self.metrics, api_key=key, error_of=_api_error)
+            checked = handler if handler == self._dashboard else self._for_this_host(handler)
+            return Endpoint(name, checked, self.metrics, api_key=key, error_of=_api_error)
 
         page = endpoint("dashboard", self._dashboard, public=True)  # the site asks for the key itself
         self.app = Starlette(
@@ -215,6 +216,21 @@ class Server:
             ],
             exception_handlers={HTTPException: not_routed},
         )
+
+    def _for_this_host(self, handler: Handler) -> Handler:
+        """``handler``, unless the request names another host than a loopback address that nobody needs a key
+        for: a web page whose name was made to lead here (DNS rebinding) would be answered otherwise."""
+        if self.settings.api_key is not None:
+            return handler  # which such a page has not; and the server may have a name of its own
+
+        async def checked(exchange: Exchange) -> None:
+            request = exchange.request
+            refusal = self._site.refusal(WebRequest(request.method, request.url.path, dict(request.headers)))
+            if refusal is not None:
+                raise ApiError(refusal.status, refusal.body.decode().strip())
+            await handler(exchange)
+
+        return checked
 
     async def drain(self) -> bool:
         """Answer 503 from now on and wait for what is under way. False when it has to be cut off."""

@@ -285,3 +285,19 @@ def _client(body: dict[str, Any]) -> dict[str, Any]:
     own = {"ignore_eos"}
     extra = {name: value for name, value in body.items() if name in own}
     return {**{name: value for name, value in body.items() if name not in own}, "extra_body": extra}
+
+
+def test_requests_that_name_another_host(
+    live: Live, tiny: LoadedModel, engine_of: EngineOf, serve: Serve
+) -> None:
+    """A web page whose name leads to loopback must not have answers."""
+    for path in ("/v1/models", "/v1/models/tiny", "/health", "/metrics"):
+        refused = live.http.get(path, headers={"Host": "evil.example:8000"})
+        assert refused.status_code == 421
+        assert "evil.example" in refused.json()["error"]["message"]
+        assert live.http.get(path, headers={"Host": "localhost:8000"}).status_code == 200
+    for path in ("completions", "chat/completions"):
+        assert post(live, path, GOOD, headers={"Host": "evil.example"}).status_code == 421
+    keyed = serve(engine_of(tiny), api_key="key")
+    headers = {"Host": "models.example", "Authorization": "Bearer key"}
+    assert keyed.http.get("/v1/models", headers=headers).status_code == 200
