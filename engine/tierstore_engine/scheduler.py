@@ -46,6 +46,7 @@ _LOADS = 4  # admitted and on their way from the store, beside what is computed
 _LOOKED_AT = 16  # requests that wait for their turn, or have no room, until no more are looked at
 _STALE_S = 1.0  # after that one is looked up again
 _PACE_STEPS = 64
+_ANSWERS = 64  # that have ended: how long others may be expected to get
 _ANY_SPEED = Prefill(1e-4)  # as long as none was measured: what counts is the order
 
 
@@ -114,6 +115,7 @@ class _Step:
     and what it was spent on as others see it."""
 
     at: float
+    busy: bool = False
     tokens: int = 0
     behind: float = 0.0
     spent: Spent = field(default_factory=Spent)
@@ -152,6 +154,8 @@ class Scheduler:
         self._short_of_room = False  # whether slots or pages do not hold all that waits
         self._step: _Step | None = None
         self._pace: deque[tuple[int, float, float]] = deque(maxlen=_PACE_STEPS)
+        self._steps_s: deque[float] = deque(maxlen=_PACE_STEPS)
+        self._answers: deque[int] = deque(maxlen=_ANSWERS)  # tokens of those that have ended
 
     @property
     def has_work(self) -> bool:
@@ -173,6 +177,8 @@ class Scheduler:
     def remove(self, sequence: Sequence, *, save: bool = True) -> None:
         """Take a sequence out for good, saving what it has (or not) and giving its pages back."""
         self._forget(sequence)
+        if len(sequence.tokens) > sequence.prompt_tokens:
+            self._answers.append(len(sequence.tokens) - sequence.prompt_tokens)
         if sequence in self.admitted:
             self._keeper.leave(sequence, save=save)
             self.admitted.remove(sequence)
@@ -184,7 +190,7 @@ class Scheduler:
 
     def expect(self, sequence: Sequence) -> Expectation | None:
         """When a waiting sequence would have its first token if nobody came after it; None as long as nothing
-        was measured. Requests that have their prompt computed and wait for no place are not looked at."""
+        was measured. Where all slots are taken, answers are expected to be as long as those before."""
         if not self._pace:
             return None
         prompts = self._ordered_prompts()
@@ -195,14 +201,36 @@ class Scheduler:
         for prompt in prompts:
             if prompt.looked_at == -math.inf and prompt.waits and prompt.sequence.promise is None:
                 self._look_up(prompt, now)
-        speed, seconds = self._speed(), own.load_s
+        speed, seconds, slots = self._speed(), own.load_s, 0
+        waiting = {prompt.entry.place for prompt in prompts if prompt.waits}
         for turn in self._order(prompts, now):
             seconds += turn.seconds
+            slots += turn.entry.place in waiting
             if turn.entry is own.entry:
                 break
+        seconds = max(seconds, self._until_free_s(slots, own.entry.place))
         entry = own.entry
         alone_s = own.load_s + speed.seconds(entry.tokens - entry.held, entry.held)
         return Expectation(seconds, alone_s, entry.tokens / speed.seconds(entry.tokens))
+
+    def _until_free_s(self, slots: int, place: Place) -> float:
+        """When so many slots are free for the request at ``place`` and those before it."""
+        missing = slots - (self._settings.max_sequences - len(self.admitted))
+        answering = [s for s in self.admitted if s.request_id not in self._prompts]
+        if missing <= 0 or not answering or not self._steps_s:
+            return 0.0
+        left = sorted(map(self._answer_left, answering))[min(missing, len(answering)) - 1]
+        seconds = left * sum(self._steps_s) / len(self._steps_s)
+        later = self.admitted[-1].place > place  # and gives way
+        return min(seconds, self._settings.overtake_s) if later and self._by_cache else seconds
+
+    def _answer_left(self, sequence: Sequence) -> int:
+        """How many tokens an answer is expected to get yet."""
+        most = sequence.max_tokens - len(sequence.tokens)
+        if not self._answers:
+            return most
+        usual = sum(self._answers) // len(self._answers)
+        return max(min(most, usual - (len(sequence.tokens) - sequence.prompt_tokens)), 1)
 
     def plan(self) -> Plan:
         """The next step's work; every token of it has a page. Admits, settles loads and parks on the way."""
@@ -495,7 +523,7 @@ class Scheduler:
 
     def _begin(self, plan: Plan) -> None:
         """A step is about to be computed."""
-        step = self._step = _Step(self._clock(), spent=Spent(short=self._short_of_room))
+        step = self._step = _Step(self._clock(), bool(plan), spent=Spent(short=self._short_of_room))
         spent, work = step.spent, (*plan.batch, *plan.beside)
         spent.first = min((p.entry.place for p in self._prompts.values() if not p.promised), default=None)
         if self._blocked and self.admitted and min(self._blocked) < self.admitted[-1].place:
@@ -519,6 +547,8 @@ class Scheduler:
             if sequence.remaining <= 1 and sequence.request_id in self._prompts:
                 self._forget(sequence)
         took_s = self._clock() - step.at
+        if step.busy:
+            self._steps_s.append(took_s)
         if step.tokens:
             self._pace.append((step.tokens, step.behind, took_s))
         if not self._by_cache:

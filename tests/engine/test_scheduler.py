@@ -113,6 +113,22 @@ def test_a_lower_priority_number_comes_first_and_is_never_preempted_for_others()
         assert bench.first_token_s[urgent.request_id] < bench.first_token_s[usual.request_id]
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_answers_that_take_all_slots_are_expected_to_end(schedule: str) -> None:
+    bench = Bench(EngineSettings(prefill_chunk=8, max_sequences=2, schedule=schedule), pool_pages=1000)
+    for answer in (100, 80):
+        bench.add(8, answer)
+    while len(bench.steps) < 40:
+        bench.step()
+    late = bench.add(8, 1)
+    began, expected = bench.now_s, bench.scheduler.expect(late)
+    while late.request_id not in bench.first_token_s:
+        bench.step()
+    assert expected is not None
+    assert expected.seconds > 5 * expected.alone_s
+    assert expected.seconds == pytest.approx(bench.first_token_s[late.request_id] - began, rel=0.2)
+
+
 def test_settings_that_cannot_work() -> None:
     with pytest.raises(UsageError, match="at least 1055"):
         EngineSettings(max_batch_tokens=512)
