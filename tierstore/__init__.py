@@ -323,11 +323,19 @@ def _check_mounts(mounts: Sequence[MountedPack], identity: Identity) -> None:
             require_identity(pack.manifest, [identity])
 
 
-def open_pool(spec: KVSpec, num_pages: int, *, device: str = "cpu", most: int | None = None) -> PagePool:
+def open_pool(
+    spec: KVSpec,
+    num_pages: int,
+    *,
+    device: str = "cpu",
+    most: int | None = None,
+    beside: PagePool | None = None,
+) -> PagePool:
     """A pool on ``device``: ``cpu``, ``cuda`` or ``cuda:N``, which may be resized to ``most`` pages (None: on
-    a CPU to ``num_pages``, on a device not at all). Raises :class:`UsageError` for a device that
-    there is not or that has no room, and :class:`~tierstore.tiers.device.DeviceError` when its driver
-    fails."""
+    a CPU to ``num_pages``, on a device not at all). Of a model with several layer groups, all but the first
+    are ``beside`` the first: an engine computes with all of them on its stream. Raises :class:`UsageError`
+    for a device that there is not or that has no room, and :class:`~tierstore.tiers.device.DeviceError` when
+    its driver fails."""
     kind, _, index = device.partition(":")
     if kind == "cpu":
         return PagePool(spec, num_pages, most=most)
@@ -335,5 +343,7 @@ def open_pool(spec: KVSpec, num_pages: int, *, device: str = "cpu", most: int | 
         from tierstore.tiers.cuda import CudaDevice  # not before somebody has a GPU
         from tierstore.tiers.device_pool import DevicePool
 
-        return DevicePool(spec, num_pages, CudaDevice(int(index or 0)), most=most)
+        first = beside if isinstance(beside, DevicePool) else None
+        runtime = CudaDevice(int(index or 0)) if first is None else first.runtime
+        return DevicePool(spec, num_pages, runtime, most=most, beside=first)
     raise UsageError(f"no page pool for device {device!r}: use cpu or cuda")

@@ -313,8 +313,9 @@ def open_connector(
     role: Role = BOTH,
 ) -> Connector:
     """A page pool of ``pool_pages`` pages on ``device`` (where the spec has several layer groups, as many
-    numbers, and one memory in which so many pages of each find room at a time), which may be resized to
-    ``most_bytes`` (None: on a CPU to what it has at first, on a device not at all), and the connector to
+    numbers; on a CPU one memory in which so many pages of each find room at a time, on a device a pool for
+    each), which may be resized to ``most_bytes`` (None: on a CPU to what it has at first, on a device not at
+    all; pools of several groups on a device refuse it), and the connector to
     ``store``: the address of a daemon (``ipc://PATH``, ``tcp://HOST:PORT``), a directory for an embedded
     store, or None to compute without one. ``model_name`` is what people call the model, ``mounts`` are
     packs to find pages in, too. ``disk_codec`` is how an embedded store keeps pages on disk. ``role`` is
@@ -339,8 +340,16 @@ def open_connector(
     elif len(parts) == 1:
         most = None if most_bytes is None else most_bytes // spec.page_bytes
         pools = [open_pool(parts[0], counts[0], device=device, most=most)]
+    elif most_bytes is not None:
+        raise UsageError(
+            f"on {device} the page pools of a model with several layer groups keep their size: leave the "
+            "largest size out (--most-hbm-bytes)"
+        )
     else:
-        pools = [open_pool(part, count, device=device) for part, count in zip(parts, counts, strict=True)]
+        opened: list[PagePool] = []
+        for part, count in zip(parts, counts, strict=True):
+            opened.append(open_pool(part, count, device=device, beside=opened[0] if opened else None))
+        pools = opened
     if store is None:
         return NoStore(pools, identity)
     if len(pools) > 1 or GroupRule.of(spec.groups[0]).past is Past.STATE:
@@ -383,7 +392,7 @@ def open_connector(
         )
         single.wait_connected(_CONNECT_S)  # or not: then the engine starts with misses
         return StoreConnector(single)
-    opened = tierstore.open(
+    single = tierstore.open(
         store,
         spec,
         identity=identity,
@@ -393,4 +402,4 @@ def open_connector(
         disk_codec=disk_codec,
         mounts=mounts,
     )
-    return StoreConnector(opened)
+    return StoreConnector(single)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Ints
-from itertools import accumulate
+from itertools import accumulate, chain
 
-from tierstore.tiers.hbm import PagePool
+from tierstore.tiers.hbm import PagePool, arrivals_of
 from tierstore_engine.attention.base import Span
 from tierstore_engine.scheduler import Work
 from tierstore_engine.sequence import Sequence
@@ -17,9 +17,10 @@ def finishing(work: Ints[Work]) -> list[Work]:
     return [item for item in work if item.stop == len(item.sequence.tokens)]
 
 
-def build_step(work: Ints[Work], pool: PagePool) -> Step:
-    """The batch of ``work`` (not empty) over pages of ``pool``, flattened in its order; logits for each of
-    :func:`finishing`, of its newest token and of each token of its draft."""
+def build_step(work: Ints[Work], pools: Ints[PagePool]) -> Step:
+    """The batch of ``work`` (not empty) over pages of ``pools``, one for each layer group, flattened in its
+    order; logits for each of :func:`finishing`, of its newest token and of each token of its draft."""
+    arriving = [_tables(item.sequence) for item in work if item.sequence.arriving]
     ends = accumulate(item.tokens for item in work)
     rows = [
         row
@@ -33,10 +34,10 @@ def build_step(work: Ints[Work], pool: PagePool) -> Step:
             token for item in work for token in (*item.sequence.tokens[item.start : item.stop], *item.draft)
         ],
         logit_rows=rows,
-        arrivals=pool.arrivals(
-            page for item in work if item.sequence.arriving for page in item.sequence.pages
+        arrivals=arrivals_of(
+            pools, [chain.from_iterable(tables[group] for tables in arriving) for group in range(len(pools))]
         ),
-        chunk_tokens=pool.spec.chunk_tokens,
+        chunk_tokens=pools[0].spec.chunk_tokens,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,14 +23,14 @@ from tierstore.keys import Identity
 from tierstore.packs import MountedPack
 from tierstore.spec import DEFAULT_CHUNK_TOKENS, KVSpec, LayerKind
 from tierstore.tiers.cuda import CudaDevice
+from tierstore.tiers.device import Device
 from tierstore.tiers.device_pool import DevicePool, pages_that_fit
 from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.two_level import bytes_for
 from tierstore.units import format_size
 from tierstore_connectors.bundled import open_connector
 from tierstore_connectors.common.handover import BOTH, Role
-from tierstore_engine.attention.base import CPU_ONLY, make_attention
-from tierstore_engine.attention.cuda import CudaAttention
+from tierstore_engine.attention.base import make_attention
 from tierstore_engine.checkpoint import read_config
 from tierstore_engine.config import DTYPES, ModelConfig
 from tierstore_engine.draft_model import DraftModel
@@ -42,7 +43,7 @@ from tierstore_engine.kv_scales import DYNAMIC, with_scales
 from tierstore_engine.model import Memory, Model
 from tierstore_engine.presets import PRESETS, preset
 from tierstore_engine.settings import EngineSettings
-from tierstore_engine.states import RecurrentStates
+from tierstore_engine.states import MAMBA_ON_CPU, make_states
 from tierstore_engine.step import Runner
 from tierstore_engine.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
 from tierstore_engine.weights import ModelWeights, digest_weights, load_weights, random_weights, weights_bytes
@@ -168,7 +169,7 @@ def build_engine(
     settings.check_chunk(chunk_tokens)
     if model.device != "cpu":
         torch.cuda.empty_cache()  # the pool's size goes by what is free, and so is what torch only keeps
-    pages = _fitting_pages(spec, model.device) if pool_pages is None else pool_pages
+    pages = _fitting_pages(spec, model.device, settings) if pool_pages is None else pool_pages
     counts = group_pages(spec, pages, settings)
     check_pool(spec, pages, model.device, nbytes=_pool_bytes(spec, counts))
     connector = open_connector(
@@ -233,11 +234,11 @@ def make_runner(model: LoadedModel, pools: Sequence[PagePool], settings: EngineS
     """The model over a pool for each of its layer groups, on their device."""
     memories = [make_memory(pool, model.config) for pool in pools]
     runnable = Model(model.config, model.weights, memories, device=model.device)
-    attention, pool = memories[0], pools[0]
-    if isinstance(attention, CudaAttention) and isinstance(pool, DevicePool):
+    on_device = [pool for pool in pools if isinstance(pool, DevicePool)]
+    if on_device:
         from tierstore_engine.device import CudaRunner
 
-        return CudaRunner(runnable, attention, pool, settings)
+        return CudaRunner(runnable, memories, on_device, settings)
     return runnable
 
 
@@ -262,7 +263,7 @@ def make_memory(pool: PagePool, config: ModelConfig) -> Memory:
     :func:`~tierstore_engine.attention.base.make_attention` does."""
     [group] = pool.spec.groups
     if group.kind is LayerKind.RECURRENT_STATE:
-        return RecurrentStates(pool, config)
+        return make_states(pool, config)
     return make_attention(pool, config)
 
 
@@ -315,17 +316,33 @@ def device_for(config: ModelConfig, device: str) -> str:
     """Where a model is computed: ``auto`` is the CPU for one that the kernels do not know. Raises
     :class:`ModelError` for such a model on a GPU."""
     resolved = resolve_device(device, config.dtype)
-    if resolved == "cpu" or config.plain:
+    if resolved == "cpu" or config.mamba is None:
         return resolved
     if device == "auto":
         return "cpu"
-    raise ModelError(CPU_ONLY)
+    raise ModelError(MAMBA_ON_CPU)
 
 
-def _fitting_pages(spec: KVSpec, device: str) -> int:
+def _fitting_pages(spec: KVSpec, device: str, settings: EngineSettings) -> int:
     if device == "cpu":
         raise UsageError("say how many pages the pool has: this machine's memory is not the pool's alone")
-    return pages_that_fit(spec, CudaDevice(_device_index(device)))
+    return fitting_pages(spec, CudaDevice(_device_index(device)), settings)
+
+
+def fitting_pages(spec: KVSpec, device: Device, settings: EngineSettings) -> int:
+    """Pages of the first layer group's pool, so that all groups' together take what a pool may take of the
+    device's free memory."""
+    first, *others = spec.split()
+    pages = most = pages_that_fit(first, device)
+    room = most * first.page_bytes
+
+    def taken(pages: int) -> int:
+        counts = group_pages(spec, pages, settings)
+        return sum(count * part.page_bytes for count, part in zip(counts, (first, *others), strict=True))
+
+    if others:
+        pages = bisect_right(range(most + 1), room, key=taken) - 1
+    return pages
 
 
 def _device_index(device: str) -> int:

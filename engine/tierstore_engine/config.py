@@ -385,12 +385,6 @@ class ModelConfig:
 
     # -- as a whole ------------------------------------------------------------------------------------
 
-    @property
-    def plain(self) -> bool:
-        """Whether it is a Llama-like decoder, which the kernels compute, too."""
-        rope = self.rope
-        return not self._added() and not rope.rotary_dim and not rope.interleaved
-
     def digest(self) -> str:
         """A short hex digest of every field that changes what the model computes, besides how KV is kept."""
         values = _facts(self, since="kinds") | {"rope": self.rope.facts()}
@@ -399,11 +393,6 @@ class ModelConfig:
         for unused in ("eos_ids", "kv"):
             del values[unused]
         return xxhash.xxh3_128_hexdigest(msgspec.json.encode(sorted(values.items())))
-
-    def _added(self) -> list[str]:
-        """The fields that a Llama has not, where they say something."""
-        names = [each.name for each in fields(self)]
-        return [name for name in names[names.index("kinds") :] if name in _facts(self, since="kinds")]
 
 
 def _facts(shape: Any, *, since: str) -> dict[str, Any]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 import torch
 
-from tierstore.memory import Memory
+from tierstore.memory import Memory as HostMemory
 from tierstore.tiers.device import SourceOrder, Stream
 from tierstore.tiers.device_pool import DevicePool
 from tierstore_engine.attention.base import BatchLayout, Span
@@ -21,10 +22,10 @@ from tierstore_engine.attention.gathered import EVERYWHERE, NOWHERE, LibraryRang
 from tierstore_engine.choices import kept_choice
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.gather import LARGEST_BYTES, KernelGather, OnStream, crossover
-from tierstore_engine.graphs import DecodeGraphs
+from tierstore_engine.graphs import Captured, DecodeGraphs
 from tierstore_engine.kernels.cubins import source_digest
 from tierstore_engine.kernels.cupy_launcher import CupyLauncher
-from tierstore_engine.model import Model
+from tierstore_engine.model import Memory, Model
 from tierstore_engine.sampling import Choice, Draw, sample
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.shortage import shortage_explained
@@ -42,8 +43,15 @@ class CudaRunner(Runner):
     is made: before anything else computes or copies."""
 
     def __init__(
-        self, model: Model, attention: CudaAttention, pool: DevicePool, settings: EngineSettings
+        self,
+        model: Model,
+        memories: Sequence[Memory],
+        pools: Sequence[DevicePool],
+        settings: EngineSettings,
     ) -> None:
+        """``memories`` and ``pools`` are those of the model's layer groups."""
+        attention, pool = memories[0], pools[0]
+        captured = [cast(Captured, memory) for memory in memories]
         self._model = model
         self._pool = pool
         self._settings = settings
@@ -56,11 +64,13 @@ class CudaRunner(Runner):
             torch.inference_mode(),
             torch.cuda.stream(self._stream),
         ):
-            attention.library_at = _prefill_ranges(attention, model.config, pool, settings, positions)
-            pool.gather = _gather(pool)
+            if isinstance(attention, CudaAttention):
+                attention.library_at = _prefill_ranges(attention, model.config, pool, settings, positions)
+            for each in pools:
+                each.gather = _gather(each)
             self.graphs = DecodeGraphs(
                 model,
-                attention,
+                captured,
                 CudaRecorder(pool.device),
                 max_sequences=settings.max_sequences,
                 width=-(-positions // pool.spec.chunk_tokens),
@@ -173,7 +183,7 @@ def _prefill_ranges(
         pages = list(range(-(-(past + chunk) // attention.chunk_tokens)))
         spans = [Span((pages,), past, past + chunk)]
         batch = BatchLayout.of(spans, chunk_tokens=attention.chunk_tokens, device=pool.device)
-        return timed(lambda: attention.attend(0, queries, batch))
+        return timed(lambda: attention.attend(attention.layers[0], queries, batch))
 
     def library_seconds(past: int) -> float:
         try:
@@ -199,7 +209,7 @@ def _prefill_ranges(
 
 def _gather(pool: DevicePool) -> KernelGather | None:
     """The kernel for the layers of pages, where it beats the copy engines; None where nobody needs one."""
-    nbytes = max(pool.spec.layer(layer).nbytes for layer in range(pool.spec.num_layers))
+    nbytes = max(pool.spec.layer(layer).nbytes for group in pool.spec.groups for layer in group.layers)
     fragments = min(_FRAGMENTS, pool.num_pages)
     if nbytes > LARGEST_BYTES or not pool.runtime.host_pointers:
         return None
@@ -207,7 +217,7 @@ def _gather(pool: DevicePool) -> KernelGather | None:
     gather = KernelGather(CupyLauncher(pool.device), on_stream(pool.device), device=pool.device)
 
     def measure() -> int:
-        host = Memory(fragments * nbytes, shared=False)
+        host = HostMemory(fragments * nbytes, shared=False)
         host.populate()
         numbers = np.arange(fragments, dtype=np.uint64)
         targets = numbers * np.uint64(pool.spec.page_bytes) + np.uint64(pool.address)

@@ -72,7 +72,7 @@ class DraftModel(Drafter):
             work = [item for leader in ready if (item := self._work(leader)) is not None]
             if not work:
                 break
-            logits = self._model.compute(build_step(work, self.connector.pool))
+            logits = self._model.compute(build_step(work, self.connector.pools))
             ending = {item.sequence.request_id for item in finishing(work)}
             for item in work:
                 item.sequence.computed = item.stop

@@ -431,7 +431,7 @@ class Engine:
     def _run(self, planned: list[Work]) -> list[StepOutput]:
         work = self._with_drafts(planned)
         self._prefills.began(work)
-        return self._computed(work, self.model.compute(build_step(work, self.connector.pool)))
+        return self._computed(work, self.model.compute(build_step(work, self.connector.pools)))
 
     def _advance(self, item: Work, *, wait: bool) -> list[StepOutput]:
         """Take a sequence whose pages are arriving through the layers that are there, or with ``wait``
@@ -440,7 +440,7 @@ class Engine:
         sequence, layers = item.sequence, self.model.config.layers
         partial = sequence.partial
         if partial is None:
-            partial = sequence.partial = PartialStep(build_step([item], self.connector.pool))
+            partial = sequence.partial = PartialStep(build_step([item], self.connector.pools))
         stop = layers if wait else partial.arrived(layers)
         if stop == partial.layers:
             return []

@@ -19,12 +19,14 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from itertools import accumulate
+from math import prod
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from tierstore_engine.attention.cuda import CudaAttention
+from tierstore_engine.attention.base import BatchLayout
 from tierstore_engine.kernels.operations import Sequences, Slots
 from tierstore_engine.model import Model
 from tierstore_engine.step import Step, StepInput
@@ -34,8 +36,9 @@ SHORT_PAGES = 128
 short sequences need one or two, thousands of blocks would be launched in every layer to end at once, each for
 as much shared memory as one that works. (Reasoned: it has not been measured.)"""
 
-_ROWS = ("tokens", "positions", "pages", "offsets", "lengths", "counts", "rows")
-_NOTHING = {"tokens": 0, "positions": 0, "pages": -1, "offsets": 0, "lengths": 0, "counts": 1}
+_ROWS = ("tokens", "positions", "offsets", "lengths", "counts", "rows")
+_NOTHING = {"tokens": 0, "positions": 0, "offsets": 0, "lengths": 0, "counts": 1}
+_NO_PAGE = -1
 """Of an entry that is not used."""
 
 
@@ -52,6 +55,16 @@ class Recorder(Protocol):
         is used. The caller sees to that by keeping ``step``."""
 
 
+class Captured(Protocol):
+    """What a layer group remembers by, where decoding with it can be captured."""
+
+    @property
+    def chunk_tokens(self) -> int: ...
+
+    def fix(self, slots: Slots, decoding: Sequences) -> BatchLayout:
+        """See :meth:`~tierstore_engine.attention.cuda.CudaAttention.fix`."""
+
+
 class DecodeGraphs:
     """Captured decode steps of up to ``max_sequences`` sequences with block tables of up to ``width`` pages.
 
@@ -61,17 +74,28 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def __init__(
-        self, model: Model, attention: CudaAttention, recorder: Recorder, *, max_sequences: int, width: int
+        self,
+        model: Model,
+        memories: Sequence[Captured],
+        recorder: Recorder,
+        *,
+        max_sequences: int,
+        width: int,
     ) -> None:
+        """``memories`` are the model's, one for each layer group."""
         self.replayed = 0
         self.eager: Counter[str] = Counter()
+        self._buckets: list[_Bucket] = []
+        self._width = width
+        self._experts = model.config.experts is not None
+        if self._experts:
+            return
         with _collected():
-            self._buckets = [
-                _Bucket(model, attention, recorder, size, pages)
+            self._buckets += [
+                _Bucket(model, memories, recorder, size, pages)
                 for size in bucket_sizes(max_sequences)
                 for pages in sorted({min(SHORT_PAGES, width), width})
             ]
-        self._width = width
 
     @torch.inference_mode()
     def compute(self, step: Step) -> torch.Tensor | None:
@@ -88,6 +112,8 @@ class DecodeGraphs:
     def _reason(self, step: Step) -> str | None:
         """Why a step cannot be replayed."""
         spans = step.spans
+        if self._experts:
+            return "experts"  # how many tokens go to each is looked at by the host
         if any(span.tokens != 1 for span in spans) or len(step.logit_rows) != len(spans):
             return "prefill"
         if step.arrivals.pending:
@@ -103,36 +129,45 @@ class _Bucket:
     """One captured step for up to ``size`` sequences of up to ``width`` pages, and its buffers."""
 
     def __init__(
-        self, model: Model, attention: CudaAttention, recorder: Recorder, size: int, width: int
+        self, model: Model, memories: Sequence[Captured], recorder: Recorder, size: int, width: int
     ) -> None:
         self.size, self.width = size, width
-        host, self._numbers = recorder.buffers(size * (len(_ROWS) + width))
+        self._states = model.config.states  # their tables have one page, of which no token is written
+        groups = len(memories)
+        # First what all groups share, then the page that each group writes to, then the tables.
+        shapes = ((len(_ROWS), size), (groups, size), (groups, size, width))
+        host, self._numbers = recorder.buffers(sum(prod(shape) for shape in shapes))
         self._host = host
-        split = len(_ROWS) * size
-        rows = host.numpy()[:split].reshape(len(_ROWS), size)
+        rows, self._pages, self._tables = _parts(host.numpy(), shapes)
         self._rows = dict(zip(_ROWS, rows, strict=True))
-        self._tables = host.numpy()[split:].reshape(size, width)
-        self._known: list[tuple[Sequence[int], int]] = [((), 0)] * size  # what each row of the tables holds
+        # What each row of the first group's tables holds.
+        self._known: list[tuple[Sequence[int], int]] = [((), 0)] * size
         for name, values in _NOTHING.items():
             self._rows[name][:] = values
+        self._pages[:] = _NO_PAGE
         self._rows["rows"][:] = np.arange(size)
         self._numbers.copy_(host)
-        on_device = dict(zip(_ROWS, self._numbers[:split].view(len(_ROWS), size), strict=True))
-        slots = Slots(on_device["pages"], on_device["offsets"])
-        sequences = Sequences(
-            on_device["rows"],
-            on_device["counts"],
-            on_device["lengths"],
-            tables=self._numbers[split:].view(size, width),
-            max_count=1,
-            max_length=width * attention.chunk_tokens,
+        numbers, pages, tables = _parts(self._numbers, shapes)
+        on_device = dict(zip(_ROWS, numbers, strict=True))
+        layouts = tuple(
+            memory.fix(
+                Slots(pages[group], on_device["offsets"]),
+                Sequences(
+                    on_device["rows"],
+                    on_device["counts"],
+                    on_device["lengths"],
+                    tables=tables[group],
+                    max_count=1,
+                    max_length=width * memory.chunk_tokens,
+                ),
+            )
+            for group, memory in enumerate(memories)
         )
-        layout = attention.fix(slots, sequences)
         everything = torch.arange(size, device=self._numbers.device)
 
         def step() -> torch.Tensor:
             tokens, positions = on_device["tokens"].long(), on_device["positions"].long()
-            return model.forward(StepInput(tokens, positions, (layout,), everything))
+            return model.forward(StepInput(tokens, positions, layouts, everything))
 
         # And with it all that the capture reads. It does not know this bucket: in a circle of references the
         # device's memory would wait for the collector.
@@ -151,19 +186,31 @@ class _Bucket:
         rows["tokens"][:used] = step.tokens
         rows["positions"][:used] = starts
         rows["lengths"][:used] = starts + 1
-        rows["pages"][:used] = [span.block_table[span.start // step.chunk_tokens] for span in step.spans]
         rows["offsets"][:used] = starts % step.chunk_tokens
         for name, values in _NOTHING.items():
             rows[name][used:] = values
+        self._pages[:, used:] = _NO_PAGE
         for row, span in enumerate(step.spans):
             self._put_table(row, span.block_table)
+            for group, table in enumerate(span.tables):
+                written = span.start // step.chunk_tokens
+                self._pages[group, row] = _NO_PAGE if group in self._states else table[written]
+            for tables, table in zip(self._tables[1:], span.tables[1:], strict=True):
+                tables[row, : len(table)] = table  # what was given back is not looked at
 
     def _put_table(self, row: int, table: Sequence[int]) -> None:
         """A sequence's table only grows, and mostly it is the one that is there already."""
         known, count = self._known[row]
         first = count if known is table else 0
-        self._tables[row, first : len(table)] = table[first:]
+        self._tables[0, row, first : len(table)] = table[first:]
         self._known[row] = (table, len(table))
+
+
+def _parts(numbers: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
+    """Views of an array, or of a tensor, one behind the other."""
+    ends = list(accumulate(prod(shape) for shape in shapes))
+    starts = [0, *ends[:-1]]
+    return [numbers[start:end].reshape(shape) for start, end, shape in zip(starts, ends, shapes, strict=True)]
 
 
 def _longest_table(step: Step) -> int:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from tierstore.planner import Plan
+from tierstore.tiers.hbm import arrivals_of
 from tierstore.transfer import Transfer
 from tierstore.types import Hint, Loaded, inferred
 from tierstore_connectors.base import Connector, Hit
@@ -124,7 +125,8 @@ class PageKeeper:
         Once they are there that is so for good, and the pool is not asked again: while a load goes on it
         would look for every page of everybody who decodes, at every step."""
         if sequence.arriving:
-            sequence.arriving = self.connector.pool.arrivals(sequence.pages).pending
+            tables = (sequence.pages, *(side.pages for side in sequence.sides))
+            sequence.arriving = arrivals_of(self.connector.pools, tables).pending
         return sequence.arriving
 
     def look_up(self, sequence: Sequence) -> Hit:

@@ -16,16 +16,14 @@ from torch.nn.functional import linear, silu, softplus
 
 from tierstore_engine.attention.base import BatchLayout, Span
 from tierstore_engine.config import ModelConfig
-from tierstore_engine.states import BlockDecays, RecurrentStates, blocks, read_and_add, sequences
+from tierstore_engine.states import BlockDecays, CpuStates, blocks, read_and_add, sequences
 from tierstore_engine.weights import Mamba2Weights
 
 
 class Mamba2:
     """One Mamba-2 layer."""
 
-    def __init__(
-        self, layer: int, config: ModelConfig, weights: Mamba2Weights, states: RecurrentStates
-    ) -> None:
+    def __init__(self, layer: int, config: ModelConfig, weights: Mamba2Weights, states: CpuStates) -> None:
         assert config.mamba is not None
         self._layer = layer
         self._mamba = config.mamba

@@ -21,7 +21,7 @@ from tierstore_engine.mlp import MLPs
 from tierstore_engine.pointwise import Pointwise
 from tierstore_engine.rope import Rope
 from tierstore_engine.sampling import Choice, Draw, sample
-from tierstore_engine.states import GatedDelta, RecurrentStates
+from tierstore_engine.states import CpuStates, GatedDelta, RecurrentStates
 from tierstore_engine.step import PartialStep, Step, StepInput
 from tierstore_engine.weights import (
     AttentionWeights,
@@ -59,6 +59,7 @@ class Model:
         memory = memories[config.group_of(layer)]
         if isinstance(memory, RecurrentStates):
             if isinstance(weights, Mamba2Weights):
+                assert isinstance(memory, CpuStates), "they are computed on the CPU only"
                 return Mamba2(layer, config, weights, memory)
             assert isinstance(weights, DeltaWeights)
             return GatedDelta(layer, config, weights, memory)

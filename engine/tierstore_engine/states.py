@@ -22,6 +22,7 @@ computed in the same shapes, unless a span ends within a block.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -29,20 +30,46 @@ import torch
 from torch.nn.functional import conv1d, linear, silu, softplus
 
 from tierstore.tiers.hbm import PagePool
-from tierstore_engine.attention.base import BatchLayout, Span
+from tierstore_engine.attention.base import BatchLayout, Span, pages_on_device
 from tierstore_engine.config import DeltaConfig, ModelConfig
+from tierstore_engine.errors import ModelError
 from tierstore_engine.pointwise import Pointwise
 from tierstore_engine.weights import DeltaWeights
+
+MAMBA_ON_CPU = "Mamba-2 layers are computed on the CPU only in this version: use --device cpu"
 
 BLOCK = 64
 _EPSILON = 1e-6  # of the norms of queries and keys
 
 
-class RecurrentStates:
-    """The states of a layer group, in the pages of its pool (on the CPU)."""
+class RecurrentStates(ABC):
+    """The states of a layer group, in the pages of its pool. One class per kind of device."""
+
+    @abstractmethod
+    def advance(
+        self,
+        layer: int,
+        channels: torch.Tensor,
+        conv: torch.Tensor,
+        rates: torch.Tensor,
+        decays: torch.Tensor,
+        layout: BatchLayout,
+    ) -> torch.Tensor:
+        """Take a layer's states through the tokens of the layout's spans, by the gated delta rule. What the
+        tokens read, ``[tokens, value_heads, value_dim]`` in the model's dtype; the pages have the states
+        behind the spans then, or will have.
+
+        ``channels [tokens, channels]`` go into the convolution by ``conv [channels, 1, width]``; ``rates``
+        and ``decays`` (logarithms) are float32 ``[tokens, value_heads]``.
+        """
+
+
+class CpuStates(RecurrentStates):
+    """In blocks of tokens, by torch."""
 
     def __init__(self, pool: PagePool, config: ModelConfig) -> None:
         assert config.recurrent is not None
+        self._delta = config.delta
         shape, dtype = config.recurrent, getattr(torch, config.dtype)
         memory = torch.from_numpy(pool.array)
         self._inputs: dict[int, torch.Tensor] = {}
@@ -54,13 +81,80 @@ class RecurrentStates:
             self._inputs[layer] = _view(memory, dtype, inputs, (shape.channels, shape.conv_width - 1))
             self._matrices[layer] = _view(memory, torch.float32, matrices, shape.matrices)
 
+    def state(self, layer: int, page: int) -> State:
+        """What is in a page."""
+        return State(self._inputs[layer][page], self._matrices[layer][page])
+
     def before(self, span: Span, layer: int, page: int) -> State:
         """Of the tokens before ``span``: nothing, before token 0."""
-        state = State(self._inputs[layer][page], self._matrices[layer][page])
+        state = self.state(layer, page)
         if span.start == 0:
             state.inputs.zero_()
             state.matrices.zero_()
         return state
+
+    def advance(
+        self,
+        layer: int,
+        channels: torch.Tensor,
+        conv: torch.Tensor,
+        rates: torch.Tensor,
+        decays: torch.Tensor,
+        layout: BatchLayout,
+    ) -> torch.Tensor:
+        delta = self._delta
+        assert delta is not None
+        out = channels.new_empty(len(channels), delta.value_heads, delta.value_dim)
+        for span, page, rows in sequences(layout):
+            state = self.before(span, layer, page)
+            out[rows] = self._of_span(span, state, channels[rows], conv, rates[rows], decays[rows])
+        return out
+
+    def _of_span(
+        self,
+        span: Span,
+        state: State,
+        channels: torch.Tensor,
+        conv: torch.Tensor,
+        rates: torch.Tensor,
+        decays: torch.Tensor,
+    ) -> torch.Tensor:
+        """``[tokens, value_heads, value_dim]``; ``state`` is that behind the span then."""
+        delta = self._delta
+        assert delta is not None
+        mixed = state.convolve(channels, conv, None)
+        keys_width = delta.key_heads * delta.key_dim
+        widths = [keys_width, keys_width, delta.value_heads * delta.value_dim]
+        queries, keys, values = torch.split(mixed.float(), widths, dim=1)
+        shared = delta.value_heads // delta.key_heads
+        queries = _unit(queries.view(-1, delta.key_heads, delta.key_dim)) * delta.key_dim**-0.5
+        keys = _unit(keys.view(-1, delta.key_heads, delta.key_dim))
+        queries, keys = (each.repeat_interleave(shared, dim=1).transpose(0, 1) for each in (queries, keys))
+        values = values.view(-1, delta.value_heads, delta.value_dim).transpose(0, 1)
+        out = torch.empty_like(values)
+        for rows in blocks(span):
+            out[:, rows] = delta_rule(
+                state.matrices,
+                queries[:, rows],
+                keys[:, rows],
+                values[:, rows],
+                rates.T[:, rows],
+                decays.T[:, rows],
+            )
+        return out.transpose(0, 1)
+
+
+def make_states(pool: PagePool, config: ModelConfig) -> RecurrentStates:
+    """For the device of ``pool``. Raises :class:`ModelError` for layers that are not computed there, and what
+    :func:`~tierstore_engine.attention.base.make_attention` does."""
+    if pool.device == "cpu":
+        return CpuStates(pool, config)
+    if config.delta is None:
+        raise ModelError(MAMBA_ON_CPU)
+    from tierstore_engine.attention.cuda_states import CudaStates
+    from tierstore_engine.kernels.cupy_launcher import CupyLauncher
+
+    return CudaStates(pages_on_device(pool), pool.spec, config, CupyLauncher(pool.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,39 +206,12 @@ class GatedDelta:
             each.flatten(1) for each in _by_key_head(linear(hidden, weights.ba), delta).chunk(2, -1)
         )
         decays = self._decay * softplus(steps.float() + weights.dt_bias)
-        out = torch.empty_like(gates)
-        for span, page, rows in sequences(layout):
-            out[rows] = self._of_span(span, page, channels[rows], rates[rows].float().sigmoid(), decays[rows])
+        out = self._states.advance(
+            self._layer, channels, weights.conv, rates.float().sigmoid(), decays, layout
+        )
         normed = self._pointwise.norm(out, weights.norm)
         gated = (normed * silu(gates.float())).to(hidden.dtype)
         return linear(gated.flatten(1), weights.o)
-
-    def _of_span(
-        self, span: Span, page: int, channels: torch.Tensor, rates: torch.Tensor, decays: torch.Tensor
-    ) -> torch.Tensor:
-        """``[tokens, value_heads, value_dim]``; the page has the state behind the span then."""
-        delta = self._delta
-        state = self._states.before(span, self._layer, page)
-        mixed = state.convolve(channels, self._weights.conv, None)
-        keys_width = delta.key_heads * delta.key_dim
-        widths = [keys_width, keys_width, delta.value_heads * delta.value_dim]
-        queries, keys, values = torch.split(mixed.float(), widths, dim=1)
-        shared = delta.value_heads // delta.key_heads
-        queries = _unit(queries.view(-1, delta.key_heads, delta.key_dim)) * delta.key_dim**-0.5
-        keys = _unit(keys.view(-1, delta.key_heads, delta.key_dim))
-        queries, keys = (each.repeat_interleave(shared, dim=1).transpose(0, 1) for each in (queries, keys))
-        values = values.view(-1, delta.value_heads, delta.value_dim).transpose(0, 1)
-        out = torch.empty_like(values)
-        for rows in blocks(span):
-            out[:, rows] = delta_rule(
-                state.matrices,
-                queries[:, rows],
-                keys[:, rows],
-                values[:, rows],
-                rates.T[:, rows],
-                decays.T[:, rows],
-            )
-        return out.transpose(0, 1)
 
 
 def delta_rule(

@@ -15,18 +15,21 @@ import torch
 
 from tests.engine.kernels.device import DEVICE, kernel_launcher
 from tests.engine.kernels.executor import SCHEDULES, missing_tools
+from tierstore.spec import KVSpec, LayerKind
 from tierstore.tiers.hbm import PagePool
 from tierstore_connectors.bundled import NoStore
-from tierstore_engine.attention.base import Attention, BatchLayout, Span, make_attention
+from tierstore_engine.attention.base import BatchLayout, Span, make_attention
 from tierstore_engine.attention.cpu import CpuAttention
 from tierstore_engine.attention.cuda import CudaAttention
-from tierstore_engine.build import LoadedModel, load_model
+from tierstore_engine.attention.cuda_latents import CudaLatentAttention
+from tierstore_engine.attention.cuda_states import CudaStates
+from tierstore_engine.build import LoadedModel, load_model, make_memory
 from tierstore_engine.config import ModelConfig, RopeConfig
 from tierstore_engine.engine import Engine
 from tierstore_engine.kernels.errors import KernelError
 from tierstore_engine.kernels.launcher import Launcher
 from tierstore_engine.kv_format import KVFormat
-from tierstore_engine.model import Model
+from tierstore_engine.model import Memory, Model
 from tierstore_engine.presets import preset
 from tierstore_engine.rope import Rope, rotate
 from tierstore_engine.sampling import SamplingParams
@@ -51,12 +54,25 @@ def cuda_attention(pool: PagePool, config: ModelConfig, launcher: Launcher) -> C
     return CudaAttention(torch.from_numpy(pool.array), pool.spec, config, launcher)
 
 
+def memory_kind(spec: KVSpec) -> type[CudaAttention | CudaLatentAttention | CudaStates]:
+    """What a layer group remembers by on a GPU."""
+    kind = spec.groups[0].kind
+    if kind is LayerKind.RECURRENT_STATE:
+        return CudaStates
+    return CudaLatentAttention if kind is LayerKind.MLA_LATENT else CudaAttention
+
+
+def cuda_memory(pool: PagePool, config: ModelConfig) -> Memory:
+    """The same, its kernels on the executor (or a device)."""
+    return memory_kind(pool.spec)(torch.from_numpy(pool.array), pool.spec, config, kernel_launcher())
+
+
 def engine_over(
-    model: LoadedModel, attend: Callable[[PagePool, ModelConfig], Attention], **settings: int
+    model: LoadedModel, remember: Callable[[PagePool, ModelConfig], Memory], **settings: int
 ) -> Engine:
     spec = model.kv_spec(chunk_tokens=CHUNK)
     connector = NoStore([PagePool(part, 64) for part in spec.split()], model.identity(spec))
-    memories = [attend(pool, model.config) for pool in connector.pools]
+    memories = [remember(pool, model.config) for pool in connector.pools]
     runnable = Model(model.config, model.weights, memories, device="cpu")
     return Engine(runnable, model.tokenizer, connector, EngineSettings(prefill_chunk=48, **settings))
 
@@ -111,21 +127,24 @@ def test_tiny_engine_over_codes(kv_dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama3", "mistral-windowed", "llama-linear-mqa-biased", "gemma2", "gemma3", "gpt-oss", "llama4"]
+    "name",
+    [
+        *("llama3", "mistral-windowed", "llama-linear-mqa-biased", "gemma2", "gemma3", "gpt-oss", "llama4"),
+        *("deepseek-v3", "qwen3-next"),
+    ],
 )
 def test_against_transformers(
     name: str, oracles: Callable[[str], Oracle], loaded: Callable[..., LoadedModel]
 ) -> None:
     """Grouped heads, one KV head for all, windows, attention chunks, sinks, capped scores; layer groups that
-    give pages back. In float16 the rounding of weights and activations is most
+    give pages back; latents; recurrent states. In float16 the rounding of weights and activations is most
     of the difference to transformers' float32; it is the CPU backend's as well, and ours may not be much
     more."""
     oracle = oracles(name)
     model = loaded(str(oracle.folder), dtype="float16")
-    ours = engine_over(model, lambda pool, config: cuda_attention(pool, config, kernel_launcher()))
     difference = [
         largest_difference(logits_of(engine, [oracle.prompt])[0], oracle.logits.numpy())
-        for engine in (ours, engine_over(model, CpuAttention))
+        for engine in (engine_over(model, cuda_memory), engine_over(model, make_memory))
     ]
     assert difference[0] < 1.5 * difference[1] + 1e-3
     assert difference[1] < 0.1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,14 +23,20 @@ from tierstore_engine import graphs as graphs_module
 from tierstore_engine.attention.base import Span
 from tierstore_engine.attention.cuda import CudaAttention
 from tierstore_engine.build import LoadedModel
+from tierstore_engine.config import ExpertsConfig, ModelConfig
 from tierstore_engine.engine import Engine
 from tierstore_engine.graphs import DecodeGraphs, Recorder, bucket_sizes
 from tierstore_engine.kernels.catalog import Instance
 from tierstore_engine.kernels.launcher import Argument, Kernel
 from tierstore_engine.model import Model
+from tierstore_engine.presets import preset
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import Step
+from tierstore_engine.tokenizer import ByteTokenizer
+from tierstore_engine.weights import digest_weights, random_weights
+
+from .test_cuda_attention import cuda_memory
 
 CHUNK = 16
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True, keep_logits=True)
@@ -73,7 +80,7 @@ def runner_over(model: LoadedModel, pool: PagePool, *, max_sequences: int, graph
     if not graphs:
         return Model(model.config, model.weights, [attention], device="cpu")
     runner = GraphRunner(model.config, model.weights, [attention], device="cpu")
-    runner.graphs = DecodeGraphs(runner, attention, Rerun(), max_sequences=max_sequences, width=20)
+    runner.graphs = DecodeGraphs(runner, [attention], Rerun(), max_sequences=max_sequences, width=20)
     return runner
 
 
@@ -125,6 +132,61 @@ def test_steps_over_codes_are_replayed(loaded: Callable[..., LoadedModel]) -> No
     assert np.array_equal(answers[0], answers[1])
 
 
+GROUPED = {
+    "windows": replace(
+        preset("tiny-gemma3", dtype="float16"), windows=(37,) * 5 + (None,), score_cap=2.0, max_positions=320
+    ),
+    "latents": replace(
+        preset("tiny-deepseek", dtype="float16"), experts=None, dense_layers=(), max_positions=320
+    ),
+    "states": replace(preset("tiny-qwen3-next", dtype="float16"), experts=None, max_positions=320),
+}
+
+
+def grouped_engine(config: ModelConfig, *, graphs: bool) -> tuple[Engine, Model]:
+    """With pages whose numbers are not numbers, before somebody writes to them."""
+    weights = random_weights(config, seed=3, device="cpu")
+    digest = digest_weights(config, weights)
+    model = LoadedModel(config, ByteTokenizer(), weights, digest, "cpu")
+    spec = model.kv_spec(chunk_tokens=CHUNK)
+    pools = [PagePool(part, 60) for part in spec.split()]
+    for pool in pools:
+        pool.array[:] = 0xFF
+    memories = [cuda_memory(pool, config) for pool in pools]
+    runner = (GraphRunner if graphs else Model)(config, weights, memories, device="cpu")
+    if isinstance(runner, GraphRunner):
+        runner.graphs = DecodeGraphs(runner, memories, Rerun(), max_sequences=3, width=20)
+    settings = EngineSettings(prefill_chunk=48)
+    return Engine(runner, model.tokenizer, NoStore(pools, model.identity(spec)), settings), runner
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+def test_steps_over_groups_are_replayed(kind: str) -> None:
+    """Of windows that give pages back, latents, states; and of samples, which share pages at first."""
+    prompts = [[(7 * i + n) % 250 for i in range(n)] for n in (100, 1, 33)]
+    sampled = SamplingParams(max_new_tokens=20, ignore_eos=True, temperature=1.0, seed=4)
+    answers = []
+    for graphs in (True, False):
+        engine, runner = grouped_engine(GROUPED[kind], graphs=graphs)
+        done = [each.logits for each in engine.generate(prompts, GREEDY)]
+        tokens = [each.tokens for each in engine.sample(prompts[0], sampled, n=2)]
+        answers.append((done, tokens))
+        if isinstance(runner, GraphRunner):
+            assert runner.graphs.replayed > 20
+            assert set(runner.graphs.eager) == {"prefill"}
+    for ours, theirs in zip(answers[0][0], answers[1][0], strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=0.02)
+        assert np.array_equal(ours.argmax(-1), theirs.argmax(-1))
+    assert answers[0][1] == answers[1][1]
+
+
+def test_steps_with_experts_are_not() -> None:
+    engine, runner = grouped_engine(replace(GROUPED["windows"], experts=ExpertsConfig(4, 2, 16)), graphs=True)
+    engine.generate([[1, 2, 3]], replace(GREEDY, max_new_tokens=3))
+    assert isinstance(runner, GraphRunner)
+    assert runner.graphs.eager == {"experts": 3}
+
+
 def test_short_sequences_launch_blocks_for_short_ones(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,7 +210,7 @@ def test_short_sequences_launch_blocks_for_short_ones(
     pool.array.view(np.float16)[:] = generator.standard_normal(pool.array.view(np.float16).shape)
     attention = CudaAttention(torch.from_numpy(pool.array), pool.spec, model.config, Watching())
     plain = Model(model.config, model.weights, [attention], device="cpu")
-    graphs = DecodeGraphs(plain, attention, Rerun(), max_sequences=2, width=20)
+    graphs = DecodeGraphs(plain, [attention], Rerun(), max_sequences=2, width=20)
     short, long = Span((list(range(8)),), 120, 121), Span((list(range(20)),), 300, 301)
 
     def replayed(*spans: Span) -> torch.Tensor:
@@ -226,7 +288,7 @@ def test_capturing_and_dropping_need_no_collector(model: LoadedModel) -> None:
             return super().record(step)
 
     plain = Model(model.config, model.weights, [attention], device="cpu")
-    graphs = DecodeGraphs(plain, attention, Watching(), max_sequences=2, width=20)
+    graphs = DecodeGraphs(plain, [attention], Watching(), max_sequences=2, width=20)
     assert enabled == [False, False]
     assert gc.isenabled()
     left = [weakref.ref(graphs), weakref.ref(plain), weakref.ref(attention)]

@@ -23,6 +23,9 @@ from tierstore_engine.sampling import Draw, SamplingParams, sample
 from tierstore_engine.step import Step
 from tierstore_engine.weights import _allocate
 
+from .test_cuda_attention import memory_kind
+from .test_graphs import GROUPED
+
 CHUNK = 16
 DECODING, ANOTHER = Span(([3, 1, 7],), 40, 41), Span(([2],), 5, 6)
 CHUNK_OF_PREFILL = Span(([4, 5, 6, 8],), 16, 50)
@@ -80,6 +83,27 @@ def test_a_step_looks_at_nothing_on_its_device(
     ]
     sampled = sample(logits, [Draw(SamplingParams(temperature=1.0, top_p=0.9), 0.5)] * len(spans))
     assert sampled.tokens.shape == (len(spans),)
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+def test_nor_does_one_over_other_layer_groups(kind: str) -> None:
+    """Windows, latents, states: decoding and prefill in one step."""
+    config, launcher = GROUPED[kind], Nowhere()
+    memories = []
+    for spec in config.kv_spec(chunk_tokens=CHUNK).split():
+        pool = torch.empty((16, spec.page_bytes), dtype=torch.uint8, device="meta")
+        memories.append(memory_kind(spec)(pool, spec, config, launcher))
+    spans = tuple(
+        Span(tuple(span.tables[0] for _ in memories), span.start, span.stop)
+        for span in (DECODING, CHUNK_OF_PREFILL, ANOTHER)
+    )
+    model = Model(config, _allocate(config, "meta"), memories, device="meta")
+    tokens = sum(span.tokens for span in spans)
+    logits = model.compute(Step(spans, [0] * tokens, [0, 34, 35], COMPLETED, CHUNK))
+    assert logits.shape == (3, config.vocab_size)
+    assert {"windows": "decode_simt", "latents": "decode_mla", "states": "delta_rule"}[
+        kind
+    ] in launcher.launches
 
 
 def test_what_looks_is_noticed() -> None:

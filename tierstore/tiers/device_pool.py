@@ -29,7 +29,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -72,7 +72,7 @@ class Gather(Protocol):
 
 
 class _DeviceFilling:
-    """A copy into pages: one event per layer, or one for all."""
+    """A copy into pages: one event per layer of the pool's, or one for all."""
 
     def __init__(self, device: Device, events: Sequence[Event]) -> None:
         self._device = device
@@ -98,17 +98,23 @@ class _DeviceArrivals:
 
     pending = True
 
-    def __init__(self, device: Device, compute: Stream, fillings: Sequence[_DeviceFilling]) -> None:
+    def __init__(
+        self, device: Device, compute: Stream, fillings: Sequence[_DeviceFilling], places: Mapping[int, int]
+    ) -> None:
+        """``places`` are those of the model's layers among the pool's."""
         self._device = device
         self._compute = compute
         self._fillings = fillings
+        self._places = places
 
     def wait(self, layer: int) -> None:
-        for filling in self._fillings:
-            self._device.wait(self._compute, filling.event(layer))
+        if (place := self._places.get(layer)) is not None:
+            for filling in self._fillings:
+                self._device.wait(self._compute, filling.event(place))
 
     def arrived(self, layer: int) -> bool:
-        return all(self._device.reached(filling.event(layer)) for filling in self._fillings)
+        place = self._places.get(layer)
+        return place is None or all(self._device.reached(filling.event(place)) for filling in self._fillings)
 
 
 class _Upload:
@@ -121,7 +127,8 @@ class _Upload:
 
 
 class DevicePool(PagePool):
-    """A pool in the memory of ``device``. ``compute`` is the stream to compute on with its pages.
+    """A pool in the memory of ``device``. ``compute`` is the stream to compute on with its pages: that of the
+    pool ``beside`` it, where a model has several.
 
     Raises :class:`UsageError` with the sizes when there is no room for it.
     """
@@ -136,6 +143,7 @@ class DevicePool(PagePool):
         *,
         most: int | None = None,
         layered_bytes: int = LAYERED_BYTES,
+        beside: DevicePool | None = None,
     ) -> None:
         """``num_pages`` pages in one allocation; with ``most`` in memory that is mapped piece by piece, so
         that :meth:`resize` may make them as many. A device that cannot has ``num_pages`` for good."""
@@ -144,11 +152,12 @@ class DevicePool(PagePool):
             most = None
         rows = self._number(spec, num_pages, most, device=device.name)
         self.runtime = device
-        self._reach = Reach(device)
+        self._reach: Reach = Reach(device) if beside is None else beside._reach
         self.gather: Gather | None = None
         """Set by whoever has one."""
-        streams: list[Stream] = []
-        self._mapped = None if most is None else MappedMemory(device, rows * spec.page_bytes, streams)
+        streams: list[Stream] = []  # of its own
+        used: list[Stream] = []
+        self._mapped = None if most is None else MappedMemory(device, rows * spec.page_bytes, used)
         if self._mapped is None:
             fixed = f"the page pool of {device.name} was opened with a size that it keeps"
             self._start = _allocate(spec, num_pages, device)
@@ -164,11 +173,16 @@ class DevicePool(PagePool):
         # torch comes back to that stream as long as it has tensors that were used there. At the interpreter's
         # end the driver may be gone first: no need to ask it.
         memory = self._start if self._mapped is None else self._mapped
-        weakref.finalize(self.array, _give_back, device, streams, memory).atexit = False
+        kept = None if beside is None else beside.array  # its compute stream is ours
+        weakref.finalize(self.array, _give_back, device, streams, memory, kept).atexit = False
         self._layered_bytes = layered_bytes
-        self._layers = [spec.layer(layer) for layer in range(spec.num_layers)]
-        streams += (device.stream() for _ in range(5))
-        self.compute, large, small, self._down, self._across = streams
+        layers = sorted(layer for group in spec.groups for layer in group.layers)
+        self._layers = [spec.layer(layer) for layer in layers]
+        self._places = {layer: place for place, layer in enumerate(layers)}
+        self.compute: Stream = device.stream() if beside is None else beside.compute
+        large, small, self._down, self._across = (device.stream() for _ in range(4))
+        used += self.compute, large, small, self._down, self._across
+        streams += used if beside is None else used[1:]
         self._large, self._small = _Upload(large), _Upload(small)
         # Held for moments only: whoever computes takes it at every step. Guarded by it: everything below.
         self._lock = threading.Lock()
@@ -251,7 +265,9 @@ class DevicePool(PagePool):
         if self._distrusted:
             raise DeviceError(self._distrusted)
         fillings = self._under_way(pages)  # rule 3
-        return _DeviceArrivals(self.runtime, self.compute, fillings) if fillings else COMPLETED
+        if not fillings:
+            return COMPLETED
+        return _DeviceArrivals(self.runtime, self.compute, fillings, self._places)
 
     def invalidate(self, why: str) -> None:
         _log.error("%s: %s", self, why)
@@ -370,7 +386,7 @@ def pages_that_fit(spec: KVSpec, device: Device, fraction: float = FRACTION) -> 
     return int(device.memory().free * fraction) // spec.page_bytes
 
 
-def _give_back(device: Device, streams: Sequence[Stream], memory: int | MappedMemory) -> None:
+def _give_back(device: Device, streams: Sequence[Stream], memory: int | MappedMemory, kept: object) -> None:
     if isinstance(memory, MappedMemory):
         memory.close()
     else:

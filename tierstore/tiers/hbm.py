@@ -65,6 +65,30 @@ class _Here:
 COMPLETED = _Here()
 
 
+class _Both:
+    """Pages of several pools."""
+
+    pending = True
+
+    def __init__(self, fences: Sequence[CopyFence]) -> None:
+        self._fences = fences
+
+    def wait(self, layer: int) -> None:
+        for fence in self._fences:
+            fence.wait(layer)
+
+    def arrived(self, layer: int) -> bool:
+        return all(fence.arrived(layer) for fence in self._fences)
+
+
+def arrivals_of(pools: Sequence[PagePool], tables: Sequence[Iterable[int]]) -> CopyFence:
+    """What has to be waited for before computing with these pages of each pool: see
+    :meth:`PagePool.arrivals`. Raises what that raises."""
+    fences = [pool.arrivals(pages) for pool, pages in zip(pools, tables, strict=True)]
+    pending = [fence for fence in fences if fence.pending]
+    return _Both(pending) if len(pending) > 1 else next(iter(pending), COMPLETED)
+
+
 class PagePool:
     """Pages of ``spec`` in one allocation, and who has none of them. Not thread-safe: its owner locks. (The
     methods that copy bytes are, and release the GIL.)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -61,23 +62,36 @@ Pin: TypeAlias = Callable[[Device], Pinned]
 
 
 class Reach:
-    """The host memory that the copy engines of ``device`` reach, as far as it goes through here. Thread-safe;
-    :meth:`covers` takes no lock."""
+    """The host memory that the copy engines of ``device`` reach, as far as it goes through here: pools that
+    have one model's pages have one of these. Thread-safe; :meth:`covers` takes no lock."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self._lock = threading.Lock()
         self._pinned: tuple[Pinned, ...] = ()  # replaced, never changed
+        self._asked = Counter[int]()  # by address: the driver takes memory once
 
     def register(self, address: int, nbytes: int) -> None:
-        """Pin memory that must stay until it is unregistered. Raises
+        """Pin memory that must stay until it is unregistered, as often as it was registered. Raises
         :class:`~tierstore.tiers.device.DeviceError` when the driver refuses."""
+        with self._lock:
+            known = self._asked[address] > 0
+            self._asked[address] += known
+        if known:
+            return
         pinned = Pinned(self.device, address, nbytes)
         pinned.register()
         self._know(pinned)
+        with self._lock:
+            self._asked[address] += 1
 
     def unregister(self, address: int) -> None:
         """The memory that begins at ``address`` is about to go."""
+        with self._lock:
+            self._asked[address] -= 1
+            if self._asked[address] > 0:
+                return
+            del self._asked[address]
         for pinned in self._pinned:
             if pinned.address == address and not pinned.over:
                 pinned.unregister()

@@ -19,14 +19,13 @@ from dataclasses import dataclass
 
 import torch
 
+from tierstore.spec import LayerKind
 from tierstore.tiers.hbm import PagePool
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.errors import ModelError
 from tierstore_engine.moving import to_device
 from tierstore_engine.pointwise import Pointwise
 from tierstore_engine.rope import rotate
-
-CPU_ONLY = "models of this kind are computed on the CPU only in this version: use --device cpu"
 
 NO_PAGE = -1
 """In a block table: the chunk's page has been given back."""
@@ -138,17 +137,22 @@ def make_attention(pool: PagePool, config: ModelConfig) -> Attention:
 
         return CpuAttention(pool, config)
     if torch.device(pool.device).type == "cuda":
-        if not config.plain:
-            raise ModelError(CPU_ONLY)
         from tierstore_engine.attention.cuda import CudaAttention
+        from tierstore_engine.attention.cuda_latents import CudaLatentAttention
         from tierstore_engine.kernels.cupy_launcher import CupyLauncher
 
-        launcher = CupyLauncher(pool.device)
-        # Not a copy: a pool on a GPU shows its memory through __cuda_array_interface__.
-        pages = torch.as_tensor(pool.array, device=pool.device)
-        assert pages.data_ptr() == pool.array.__cuda_array_interface__["data"][0], "torch copied the pool"
-        return CudaAttention(pages, pool.spec, config, launcher)
+        [group] = pool.spec.groups
+        kind = CudaLatentAttention if group.kind is LayerKind.MLA_LATENT else CudaAttention
+        return kind(pages_on_device(pool), pool.spec, config, CupyLauncher(pool.device))
     raise ModelError(f"no attention backend for device {pool.device!r} in this version: use cpu")
+
+
+def pages_on_device(pool: PagePool) -> torch.Tensor:
+    """The memory of a pool on a GPU, uint8 ``[num_pages, page_bytes]``."""
+    # Not a copy: it shows its memory through __cuda_array_interface__.
+    pages = torch.as_tensor(pool.array, device=pool.device)
+    assert pages.data_ptr() == pool.array.__cuda_array_interface__["data"][0], "torch copied the pool"
+    return pages
 
 
 def numbers_on(numbers: Sequence[int], device: str | torch.device) -> torch.Tensor:

@@ -68,6 +68,7 @@ class CudaAttention(Attention):
         assert pages.shape[1] == spec.page_bytes, "the pool has another layout than the model"
         [group] = spec.groups
         self.chunk_tokens = spec.chunk_tokens
+        self.layers = group.layers
         self._launcher = launcher
         scale = config.score_scale or group.head_dim**-0.5
         self._kernels = AttentionKernels(
@@ -107,9 +108,7 @@ class CudaAttention(Attention):
         self._fixed: dict[int, _Step] = {}
 
     def pointwise(self, config: ModelConfig) -> Pointwise:
-        if config.centred_norms:  # the kernels know one kind of norm
-            return super().pointwise(config)
-        return PointwiseKernels(self._launcher, dtype=config.dtype, epsilon=config.norm_eps)
+        return kernel_pointwise(self._launcher, config)
 
     def fix(self, slots: Slots, decoding: Sequences) -> BatchLayout:
         """A batch of decoding sequences that is these tensors: what they hold when it is computed counts. Its
@@ -194,6 +193,13 @@ class CudaAttention(Attention):
         """In how many parts a span is attended to, in all layers. Likewise."""
         widest = max(self._sights.values(), key=lambda sight: sight.most(span.stop))
         return self._kernels.chunk_splits(span.tokens, span.stop, widest)
+
+
+def kernel_pointwise(launcher: Launcher, config: ModelConfig) -> Pointwise:
+    """By kernels, where they know the model's norms."""
+    if config.centred_norms:
+        return Pointwise(config.norm_eps, centred=True)
+    return PointwiseKernels(launcher, dtype=config.dtype, epsilon=config.norm_eps)
 
 
 def sight_of(config: ModelConfig, layer: int) -> Sight:

@@ -17,6 +17,12 @@ FLOATS = KVFormat()
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 HEAD_DIMS = (16, 32, 64, 96, 128, 256)
 MAX_GROUP = 16
+MAX_STATE = 128
+"""Rows, which threads have in registers, and columns of a state's matrix."""
+CONVOLVED_CHANNELS = 256
+"""Of a block."""
+MAX_LATENT = 576
+"""Numbers of the widest latent: 512 and 64, as in DeepSeek's models."""
 SIMT_GROUPS = (1, 2)
 """Groups that decode on CUDA cores. An mma has 16 rows: with fewer heads than that most of it is padding, but
 the mma kernel still needs fewer instructions than products on CUDA cores do from about three heads on
@@ -103,16 +109,11 @@ def kernel_set(
 
     Raises :class:`KernelError` for what the kernels do not compute.
     """
-    if dtype not in _C_TYPES:
-        raise KernelError(
-            f"the CUDA backend computes {' and '.join(_C_TYPES)}, not {dtype}: choose another dtype"
-        )
+    _check_shape(dtype, page_tokens)
     if head_dim not in HEAD_DIMS:
         raise KernelError(f"the CUDA backend has no kernels for head_dim {head_dim} (it has {HEAD_DIMS})")
     if not 1 <= group <= MAX_GROUP:
         raise KernelError(f"the CUDA backend takes up to {MAX_GROUP} query heads per KV head, not {group}")
-    if page_tokens % _DECODE_TILE:
-        raise KernelError(f"the CUDA backend needs chunk_tokens to be a multiple of 16, not {page_tokens}")
     number = _C_TYPES[dtype]
     codes = f", Codes<{', '.join(_CODES[code.dtype] for code in kv.codes)}>" if kv.quantised else ""
     options = f"{codes or ', Floats'}, true" if capped else codes
@@ -133,6 +134,73 @@ def kernel_set(
         prefill_rows=prefill_rows,
         merge=Instance("merge.cu", f"merge_states<{number}, {head_dim}>", head_dim),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSet:
+    """The kernels for latents. ``decode`` attends for 16 heads of a token in one block."""
+
+    write: Instance
+    decode: Instance
+    combine: Instance
+
+    def instances(self) -> tuple[Instance, ...]:
+        return self.write, self.decode, self.combine
+
+
+def latent_set(*, dtype: str, width: int, rank: int, page_tokens: int) -> LatentSet:
+    """The kernels for pages of ``page_tokens`` latents of ``width`` numbers, of which the first ``rank`` are
+    values. Raises :class:`KernelError` for what the kernels do not compute."""
+    _check_shape(dtype, page_tokens)
+    if rank % _MMA_ROWS or width % 8 or not rank <= width <= MAX_LATENT:
+        raise KernelError(
+            f"the CUDA backend has no kernels for latents of {rank} + {width - rank} numbers (it takes "
+            f"multiples of 16 and of 8, up to {MAX_LATENT} together)"
+        )
+    number, warps, tile = _C_TYPES[dtype], 4, 32 if page_tokens % 32 == 0 else 16
+    padded = -(-width // _MMA_ROWS) * _MMA_ROWS
+    shared = ((_MMA_ROWS + 2 * tile) * padded + _MMA_ROWS * tile) * 2 + 2 * warps * _MMA_ROWS * 4
+    name = f"decode_mla<{number}, {width}, {rank}, {page_tokens}, {tile}, {warps}>"
+    return LatentSet(
+        write=Instance("rope_write.cu", f"rope_write<{number}, {width}, {page_tokens}, false>", 256),
+        decode=Instance("decode_mla.cu", name, warps * 32, shared),
+        combine=Instance("merge.cu", f"combine_splits<{number}, {rank}, {page_tokens}>", rank),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class StateSet:
+    """The kernels for recurrent states under a gated delta rule."""
+
+    convolve: Instance
+    rule: Instance
+
+
+def state_set(*, dtype: str, key_dim: int, value_dim: int, conv_width: int) -> StateSet:
+    """The kernels for matrices of ``key_dim × value_dim``. Raises :class:`KernelError` for what the kernels
+    do not compute."""
+    _check_shape(dtype, _DECODE_TILE)
+    if key_dim % 4 or key_dim > MAX_STATE or value_dim > MAX_STATE or not 2 <= conv_width <= 8:
+        raise KernelError(
+            f"the CUDA backend has no kernels for states of {key_dim} × {value_dim} numbers behind a "
+            f"convolution over {conv_width} tokens (it takes up to {MAX_STATE} × {MAX_STATE}, rows by "
+            "fours, and 2 to 8)"
+        )
+    number, threads = _C_TYPES[dtype], -(-value_dim // 8) * 32
+    rule = f"delta_rule<{number}, {key_dim}, {value_dim}>"
+    return StateSet(
+        convolve=Instance("delta.cu", f"delta_convolve<{number}, {conv_width}>", CONVOLVED_CHANNELS),
+        rule=Instance("delta.cu", rule, threads, 2 * key_dim * 4),
+    )
+
+
+def _check_shape(dtype: str, page_tokens: int) -> None:
+    if dtype not in _C_TYPES:
+        raise KernelError(
+            f"the CUDA backend computes {' and '.join(_C_TYPES)}, not {dtype}: choose another dtype"
+        )
+    if page_tokens % _DECODE_TILE:
+        raise KernelError(f"the CUDA backend needs chunk_tokens to be a multiple of 16, not {page_tokens}")
 
 
 def _decode(number: str, head_dim: int, group: int, page_tokens: int, options: str) -> Instance:

@@ -256,8 +256,8 @@ class AttentionKernels:
             unused = (None, np.int32(1), None, None, None)
             self._prefill((rows, self.kv_heads, len(sequences)), (*inputs, out, lse, *unused, *numbers))
             return
-        part_log2 = _workspace((splits.parts, self.heads), queries.device)
-        part_out = _workspace((*part_log2.shape, self.head_dim), queries.device)
+        part_log2 = workspace((splits.parts, self.heads), queries.device)
+        part_out = workspace((*part_log2.shape, self.head_dim), queries.device)
         parts = (splits.counts, np.int32(splits.most), splits.first_parts, part_out, part_log2)
         grid = (rows, self.kv_heads, len(sequences) * splits.most)
         self._split_prefill(grid, (*inputs, None, None, *parts, *numbers))
@@ -282,8 +282,8 @@ class AttentionKernels:
         # What is seen may cover one page more than its tokens suggest.
         most = sight.most(sequences.max_length, self.page_tokens)
         splits = max(self.split_rule.splits(most, self.page_tokens), 1)
-        part_log2 = _workspace((len(sequences), splits, self.heads), queries.device)
-        part_out = _workspace((*part_log2.shape, self.head_dim), queries.device)
+        part_log2 = workspace((len(sequences), splits, self.heads), queries.device)
+        part_out = workspace((*part_log2.shape, self.head_dim), queries.device)
         rule = (np.int32(self.split_rule.min_pages), np.int32(self.split_rule.max_splits))
         arguments = (
             *(queries, sequences.rows, *_pool(layer), layer.scales, *_tables(sequences), part_out, part_log2),
@@ -376,8 +376,8 @@ class PageCopy:
         self._copy((_COPY_BLOCKS,), arguments)
 
 
-def _workspace(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """From torch's caching allocator, which knows about streams and graph capture."""
+def workspace(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """float32, from torch's caching allocator, which knows about streams and graph capture."""
     return torch.empty(shape, dtype=torch.float32, device=device)
 
 

@@ -24,7 +24,8 @@ __device__ __forceinline__ uint4 rotate8(const float (&mine)[8], const float (&o
   return narrow8<T>(turned);
 }
 
-// ROTATE false: keys are taken as they are, and queries, cos and sin are not looked at.
+// ROTATE false: keys are taken as they are, and queries, cos and sin are not looked at. Latents are keys without
+// values (null).
 template <class T, int HEAD_DIM, int PAGE, bool ROTATE>
 __global__ void __launch_bounds__(256, 4)
     rope_write(const T* __restrict__ queries, const T* __restrict__ keys, const T* __restrict__ values,
@@ -33,7 +34,8 @@ __global__ void __launch_bounds__(256, 4)
                const int* __restrict__ token_pages, const int* __restrict__ token_offsets,  // [tokens]
                T* __restrict__ rotated,                                               // [tokens, heads, HEAD_DIM]
                T* __restrict__ pool, long long page_stride, long long layer_offset, int heads, int kv_heads) {
-  constexpr int HALF = HEAD_DIM / 16;  // 16-byte vectors of half a head; a head of 16 dimensions has one
+  constexpr int VECTORS = HEAD_DIM / 8;  // of 16 bytes
+  constexpr int HALF = HEAD_DIM / 16;    // of half a head; a head of 16 dimensions has one
   const long long token = blockIdx.x;
   auto vector = [](const T* row, int head, int index) {
     return *reinterpret_cast<const uint4*>(row + head * HEAD_DIM + index * 8);
@@ -44,9 +46,10 @@ __global__ void __launch_bounds__(256, 4)
   T* const v_row = k_row + static_cast<long long>(kv_heads) * (PAGE * HEAD_DIM);
 
   const T* const v_from = values + token * value_stride;
-  for (int i = threadIdx.x; i < kv_heads * 2 * HALF; i += blockDim.x) {
-    const int head = i / (2 * HALF), index = i % (2 * HALF);
-    *reinterpret_cast<uint4*>(v_row + head * (PAGE * HEAD_DIM) + index * 8) = vector(v_from, head, index);
+  for (int i = threadIdx.x; i < kv_heads * VECTORS; i += blockDim.x) {
+    const int head = i / VECTORS, index = i % VECTORS;
+    if (values != nullptr)
+      *reinterpret_cast<uint4*>(v_row + head * (PAGE * HEAD_DIM) + index * 8) = vector(v_from, head, index);
     if constexpr (!ROTATE)
       *reinterpret_cast<uint4*>(k_row + head * (PAGE * HEAD_DIM) + index * 8) =
           vector(keys + token * key_stride, head, index);

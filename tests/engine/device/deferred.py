@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -28,11 +29,14 @@ class DeferredRunner(Runner):
         return self._model.config
 
     def compute(self, step: Step) -> torch.Tensor:
+        step = _told(step)
         logits = torch.full((len(step.logit_rows), self.config.vocab_size), torch.nan)
         self._runtime.launch(self._pool.compute, lambda: logits.copy_(self._model.compute(step)))
         return logits
 
     def advance(self, partial: PartialStep, layers: range) -> torch.Tensor | None:
+        if not layers.start:
+            partial.step = _told(partial.step)
         logits = torch.full((len(partial.step.logit_rows), self.config.vocab_size), torch.nan)
 
         def work() -> None:
@@ -51,3 +55,10 @@ class DeferredRunner(Runner):
 
     def wait(self) -> None:
         self._runtime.finish(self._pool.compute)
+
+
+def _told(step: Step) -> Step:
+    """With tables as they are now: a device is told of them when a step is put on it, and pages of windows
+    that are given back after that are gone from them."""
+    spans = (replace(span, tables=tuple(list(table) for table in span.tables)) for span in step.spans)
+    return replace(step, spans=tuple(spans))

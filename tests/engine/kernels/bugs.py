@@ -147,6 +147,132 @@ CAPPED = [
     Bug("sigmoid instead of tanh", "scores.cuh", "1.f - __fdividef(2.f,", "1.f - __fdividef(1.f,"),
 ]
 
+STATES = [
+    Bug("sum of half the parts", "delta.cu", "return x + __shfl_xor_sync(0xffffffffu, x, 2);", "return x;"),
+    Bug("state of the one before", "delta.cu", "mine && !span.begins ? matrix", "mine ? matrix"),
+    Bug(
+        "inputs of the one before",
+        "delta.cu",
+        "span.begins ? 0.f : Numbers<T>::widen(kept[i])",
+        "Numbers<T>::widen(kept[i])",
+    ),
+    Bug(
+        "entries that are none",
+        "delta.cu",
+        "lengths[sequence] > 0 ? counts[sequence] : 0",
+        "counts[sequence]",
+    ),
+    Bug("key overwritten while it is read", "delta.cu", "__syncthreads();  // everybody", "// everybody"),
+    Bug("key read before it is there", "delta.cu", "__syncthreads();  // queries", "// queries"),
+    Bug(
+        "correction before the decay",
+        "delta.cu",
+        "known += state[i] * key[i * PARTS + part]",
+        "known += state[i] / decay * key[i * PARTS + part]",
+    ),
+    Bug("state does not decay", "delta.cu", "state[i] *= decay;", ""),
+    Bug("keys as they are", "delta.cu", "(value - known * of_key) * of_key", "(value - known * of_key)"),
+    Bug(
+        "queries not scaled",
+        "delta.cu",
+        "(over_parts(of_query) + EPSILON) * KEY_DIM",
+        "(over_parts(of_query) + EPSILON)",
+    ),
+    Bug(
+        "read before the token's own",
+        "delta.cu",
+        "      state[i] += key[i * PARTS + part] * correction;\n      read += state[i] * query[i * PARTS + part];",
+        "      read += state[i] * query[i * PARTS + part];\n      state[i] += key[i * PARTS + part] * correction;",
+    ),
+    Bug(
+        "values of the key's head",
+        "delta.cu",
+        "2 * keys_width + head * VALUE_DIM",
+        "2 * keys_width + key_head * VALUE_DIM",
+    ),
+    Bug(
+        "keys of the value's head",
+        "delta.cu",
+        "const int key_head = head / (heads / key_heads)",
+        "const int key_head = head % key_heads",
+    ),
+    Bug(
+        "matrix turned round",
+        "delta.cu",
+        "matrix[(i * PARTS + part) * VALUE_DIM + column] = state[i]",
+        "matrix[column * KEY_DIM + i * PARTS + part] = state[i]",
+    ),
+    Bug(
+        "inputs of the newest left out",
+        "delta.cu",
+        "kept[i] = Numbers<T>::narrow(window[i]);",
+        "kept[i] = Numbers<T>::narrow(i ? window[i - 1] : 0.f);",
+    ),
+    Bug(
+        "convolution turned round",
+        "delta.cu",
+        "sum += window[i] * weight[i]",
+        "sum += window[i] * weight[WIDTH - 1 - i]",
+    ),
+    Bug(
+        "page of another sequence",
+        "delta.cu",
+        "pool + pages[sequence * page_step]",
+        "pool + pages[0]",
+        times=2,
+    ),
+]
+
+LATENTS = [
+    Bug("barrier missing", "decode_mla.cu", "__syncthreads();  // this tile", "// this tile"),
+    Bug(
+        "maxima read before they are there",
+        "decode_mla.cu",
+        "__syncthreads();  // the maxima",
+        "// the maxima",
+    ),
+    Bug(
+        "weights read before they are there",
+        "decode_mla.cu",
+        "__syncthreads();  // the weights",
+        "// the weights",
+    ),
+    Bug("sums read before they are there", "decode_mla.cu", "__syncthreads();  // the sums", "// the sums"),
+    Bug("wait lets one group pass", "decode_mla.cu", "cp_async_wait<0>", "cp_async_wait<1>"),
+    Bug("one stage instead of two", "decode_mla.cu", "token / TILE % 2", "0"),
+    Bug("tokens beyond the range are read", "decode_mla.cu", "token + row < range.end && chunk", "chunk"),
+    Bug("tokens beyond the range are seen", "decode_mla.cu", "column < range.end ?", "true ?"),
+    Bug(
+        "padding is read",
+        "decode_mla.cu",
+        "token + row < range.end && chunk < WIDTH / 8",
+        "token + row < range.end",
+    ),
+    Bug("heads beyond the last are read", "decode_mla.cu", "first_head + row < heads && chunk", "chunk"),
+    Bug("heads beyond the last are written", "decode_mla.cu", "if (first_head + row >= heads) continue;", ""),
+    Bug(
+        "maximum of one warp", "decode_mla.cu", "shared.maxima[group * 16", "shared.maxima[warp % GROUPS * 16"
+    ),
+    Bug(
+        "denominator of one warp",
+        "decode_mla.cu",
+        "sum += shared.sums[group * 16 + row]",
+        "sum = shared.sums[group * 16 + row]",
+    ),
+    Bug("output not rescaled", "decode_mla.cu", "*= rescale[i % 4 / 2]", "*= 1.f"),
+    Bug("halves rescaled alike", "decode_mla.cu", "*= rescale[i % 4 / 2]", "*= rescale[0]"),
+    Bug(
+        "values of another piece",
+        "decode_mla.cu",
+        "column + lane / 16));\n        ptx",
+        "column));\n        ptx",
+    ),
+    Bug("second step of the first", "decode_mla.cu", "q, k[2], k[3]", "q, k[0], k[1]"),
+    Bug("table of the entry", "decode_mla.cu", "table_rows == nullptr ? entry : table_rows[entry]", "entry"),
+    Bug("token not within its page", "decode_mla.cu", "(token % PAGE + row) * WIDTH", "row * WIDTH"),
+    Bug("LSE in base 2", "decode_mla.cu", "log2_sum * LN_2", "log2_sum"),
+]
+
 TILES = [
     Bug("no swizzle: bank conflicts", "tile.cuh", "chunk ^ phase(row)", "chunk"),
     Bug("swizzle of the wrong rows", "tile.cuh", "return row & 7;", "return (row >> 1) & 7;"),
@@ -379,5 +505,9 @@ RACES = (
     "states overwrite the rings",
     "states read before they are there",
     "sums read before they are there",
+    "maxima read before they are there",
+    "key overwritten while it is read",
+    "key read before it is there",
+    "weights read before they are there",
 )
 """Those of which ThreadSanitizer must say that they are races."""

@@ -25,4 +25,4 @@ def guarded_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     def workspace(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
         return torch.from_numpy(guarded(torch.full(shape, torch.nan).numpy()))
 
-    monkeypatch.setattr(operations, "_workspace", workspace)
+    monkeypatch.setattr(operations, "workspace", workspace)

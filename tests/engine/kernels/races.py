@@ -17,7 +17,9 @@ import torch
 from tests.engine.kernels.attention import Executed, one_token_each
 from tests.engine.kernels.executor import HostModule
 from tests.engine.kernels.executor.launcher import ExecutorLauncher
+from tests.engine.kernels.latent_problem import ExecutedLatents, LatentProblem, LatentShape
 from tests.engine.kernels.problem import Problem, Shape, guarded_tensor, int32
+from tests.engine.kernels.state_problem import ExecutedStates, StateProblem, StateShape
 from tierstore_connectors.vllm import pieces
 from tierstore_engine.kernels import KERNEL_DIR
 from tierstore_engine.kernels.catalog import Instance
@@ -45,6 +47,24 @@ def decode(shape: Shape, folder: Path) -> None:
     for seed, sight in ((0, EVERYTHING), (1, Sight(window=40))):
         problem = Problem(shape, one_token_each([200, 65]), sight=sight)
         Executed(shape, launcher=ExecutorLauncher(folder=folder, races=True)).decode(problem, seed=seed)
+
+
+def latents(shape: Shape, folder: Path) -> None:
+    """Of a width that is no multiple of an mma step's."""
+    of = LatentShape(shape.dtype, shape.heads, 2 * shape.head_dim + 8, shape.head_dim)
+    executed = ExecutedLatents(of, launcher=ExecutorLauncher(folder=folder, races=True))
+    executed.attend(LatentProblem(of, [100, 65]), split=True)
+    executed.attend(LatentProblem(of, [70], chunk=2), split=False, seed=1)
+    problem = LatentProblem(of, [3])
+    new = torch.ones(2, of.width, dtype=of.torch_dtype)
+    executed.kernels.write(problem.layer, new, Slots(int32([0, 0]), int32([0, 1])))
+
+
+def states(shape: Shape, folder: Path) -> None:
+    of = StateShape(shape.dtype, key_dim=shape.head_dim // 4, value_dim=shape.head_dim // 2)
+    executed = ExecutedStates(of, launcher=ExecutorLauncher(folder=folder, races=True))
+    for seed in (0, 1):
+        executed.advance(StateProblem(of, [(0, 5), (7, 1)]), seed=seed)
 
 
 def write(shape: Shape, folder: Path) -> None:
@@ -106,6 +126,8 @@ def fault(name: str) -> None:
 KERNELS: Mapping[str, Callable[[Shape, Path], None]] = {
     "prefill": prefill,
     "decode": decode,
+    "latents": latents,
+    "states": states,
     "write": write,
     "merge": merge,
     "copy": copy,

@@ -24,7 +24,9 @@ from tierstore_engine.kernels.catalog import (
     PAGE_COPY,
     Instance,
     kernel_set,
+    latent_set,
     pointwise_set,
+    state_set,
 )
 from tierstore_engine.kernels.cubins import source_digest
 from tierstore_engine.kernels.errors import KernelError
@@ -47,6 +49,8 @@ CEILINGS = {
 }
 PAGE_COPY_CEILING = 48
 POINTWISE_CEILING = 48
+STATE_CEILINGS = {"convolve": 48, "rule": 128}
+LATENT_CEILINGS = {"write": 64, "decode": 160, "combine": 64}
 BLACKWELL = ("sm_100", "sm_120")
 BLOCK_BYTES = 99 * 1024  # of shared memory on sm_86 and sm_89, the smallest
 
@@ -86,6 +90,13 @@ def instances(dtype: str, head_dims: Sequence[int] = HEAD_DIMS) -> Iterator[tupl
     pointwise = pointwise_set(dtype)
     yield pointwise.add_norm, POINTWISE_CEILING
     yield pointwise.silu_mul, POINTWISE_CEILING
+    latents = latent_set(dtype=dtype, width=576, rank=512, page_tokens=64)
+    yield latents.write, LATENT_CEILINGS["write"]
+    yield latents.decode, LATENT_CEILINGS["decode"]
+    yield latents.combine, LATENT_CEILINGS["combine"]
+    states = state_set(dtype=dtype, key_dim=128, value_dim=128, conv_width=4)
+    yield states.convolve, STATE_CEILINGS["convolve"]
+    yield states.rule, STATE_CEILINGS["rule"]
     for head_dim in head_dims:
         kernels: dict[Instance, str] = {}
         for group in (1, 2, 16):

@@ -19,11 +19,13 @@ from tests.engine.kernels.device import ABOUT_THE_EXECUTOR
 from tests.engine.kernels.executor import SCHEDULES, ExecutionError
 from tests.engine.kernels.executor.build import build_library
 from tests.engine.kernels.executor.launcher import ExecutorLauncher
+from tests.engine.kernels.latent_problem import ExecutedLatents, LatentProblem, LatentShape
 from tests.engine.kernels.problem import Problem, Shape, guarded_tensor
+from tests.engine.kernels.state_problem import ExecutedStates, StateProblem, StateShape
 from tests.engine.kernels.test_pointwise import EPSILON, check
 from tests.engine.kernels.test_quantise_write import check_bytes
 from tierstore_engine.kernels import KERNEL_DIR
-from tierstore_engine.kernels.catalog import Instance, kernel_set, pointwise_set
+from tierstore_engine.kernels.catalog import Instance, kernel_set, latent_set, pointwise_set, state_set
 from tierstore_engine.kernels.operations import EVERYTHING, PointwiseKernels, Sight
 from tierstore_engine.pointwise import Pointwise
 
@@ -33,6 +35,8 @@ Builds: TypeAlias = "dict[Bug, Future[None]]"
 
 PREFILL_GROUP, MMA_GROUP, SIMT_GROUP = 3, 5, 2
 CODES_SHAPE = Shape(heads=2 * SIMT_GROUP, kv_heads=2, kv="k8v4")
+STATES = StateShape(value_dim=24)  # three warps
+LATENTS = LatentShape(heads=12, width=104, rank=80)
 CAPPED_SHAPE = Shape(heads=2 * SIMT_GROUP, kv_heads=2, score_cap=2.0)
 PREFILLS = [
     ([(0, 70), (129, 3)], EVERYTHING),
@@ -97,6 +101,12 @@ def launched_by(bug: Bug) -> list[Instance]:
         return [codes.decode, codes.combine, codes.write]
     prefilling = bug in bugs.PREFILL + bugs.SPLIT_PREFILL + bugs.CHUNKED + bugs.TILES + bugs.PAGES
     group = PREFILL_GROUP if prefilling else SIMT_GROUP if bug in bugs.DECODE_SIMT else MMA_GROUP
+    if bug in bugs.STATES:
+        states = state_set(dtype="float16", key_dim=12, value_dim=STATES.value_dim, conv_width=4)
+        return [states.convolve, states.rule]
+    if bug in bugs.LATENTS:
+        latents = latent_set(dtype="float16", width=LATENTS.width, rank=LATENTS.rank, page_tokens=64)
+        return [latents.decode, latents.combine]
     if bug in bugs.CAPPED:
         capped = CAPPED_SHAPE
         found = kernel_set(
@@ -136,6 +146,29 @@ def assert_shape_caught(kernels: Path, shape: Shape) -> None:
                 executed.decode(problem, seed=seed).check()
             except (AssertionError, ExecutionError):
                 return
+    pytest.fail("not caught")
+
+
+def assert_latents_caught(kernels: Path) -> None:
+    executed = ExecutedLatents(LATENTS, launcher=ExecutorLauncher(folder=kernels))
+    for lengths, chunk in (([1, 65, 170], 1), ([200, 66], 3)):
+        for seed in SCHEDULES:
+            try:
+                problem = LatentProblem(LATENTS, lengths, chunk=chunk)
+                executed.attend(problem, split=chunk == 1, seed=seed).check()
+            except (AssertionError, ExecutionError):
+                return
+    pytest.fail("not caught")
+
+
+def assert_states_caught(kernels: Path) -> None:
+    executed = ExecutedStates(STATES, launcher=ExecutorLauncher(folder=kernels))
+    for seed in SCHEDULES:
+        try:
+            problem = StateProblem(executed.shape, [(0, 40), (33, 1), (64, 9)])
+            executed.advance(problem, seed=seed).check()
+        except (AssertionError, ExecutionError):
+            return
     pytest.fail("not caught")
 
 
@@ -209,6 +242,18 @@ def test_capped_scores(bug: Bug, tmp_path: Path, builds: Builds) -> None:
     assert_shape_caught(planted(bug, tmp_path), CAPPED_SHAPE)
 
 
+@named(bugs.LATENTS)
+def test_latents(bug: Bug, tmp_path: Path, builds: Builds) -> None:
+    builds[bug].result()
+    assert_latents_caught(planted(bug, tmp_path))
+
+
+@named(bugs.STATES)
+def test_states(bug: Bug, tmp_path: Path, builds: Builds) -> None:
+    builds[bug].result()
+    assert_states_caught(planted(bug, tmp_path))
+
+
 @named(bugs.CODES)
 def test_codes(bug: Bug, tmp_path: Path, builds: Builds) -> None:
     builds[bug].result()
@@ -226,6 +271,10 @@ def test_without_a_bug_nothing_is_caught() -> None:
         assert_pointwise_caught(KERNEL_DIR)
     with pytest.raises(pytest.fail.Exception):
         assert_codes_caught(KERNEL_DIR)
+    with pytest.raises(pytest.fail.Exception):
+        assert_states_caught(KERNEL_DIR)
+    with pytest.raises(pytest.fail.Exception):
+        assert_latents_caught(KERNEL_DIR)
     with pytest.raises(pytest.fail.Exception):
         assert_shape_caught(KERNEL_DIR, CAPPED_SHAPE)
     with pytest.raises(pytest.fail.Exception):

@@ -20,7 +20,14 @@ from tests.engine.kernels.races import SHAPES
 from tests.engine.kernels.test_planted_bugs import planted
 from tierstore_connectors.vllm import pieces
 from tierstore_engine.kernels import KERNEL_DIR
-from tierstore_engine.kernels.catalog import PAGE_COPY, Instance, kernel_set, pointwise_set
+from tierstore_engine.kernels.catalog import (
+    PAGE_COPY,
+    Instance,
+    kernel_set,
+    latent_set,
+    pointwise_set,
+    state_set,
+)
 
 FOUND = 66
 COPY_BLOCKS = Instance(pieces.SOURCE.name, pieces.KERNEL, pieces.THREADS)
@@ -63,11 +70,11 @@ def under_tsan(*arguments: str) -> subprocess.CompletedProcess[str]:
 JOBS = {
     "first": (
         *("prefill:plain", "decode:plain", "decode:other", "write:plain", "merge:plain", "copy:plain"),
-        *("pointwise:plain", "blocks:plain", "prefill:codes", "write:codes"),
+        *("pointwise:plain", "blocks:plain", "prefill:codes", "write:codes", "latents:plain", "states:plain"),
     ),
     "second": (
         *("prefill:other", "decode:single", "decode:wide", "write:other", "merge:other", "copy:other"),
-        *("pointwise:other", "blocks:other"),
+        *("pointwise:other", "blocks:other", "latents:other", "states:other"),
         *("decode:other codes", "write:other codes"),
     ),
 }
@@ -100,6 +107,14 @@ def launched_by(job: str, shape: str) -> list[Instance]:
     if job == "pointwise":
         decoding = pointwise_set(of.dtype)
         return [decoding.add_norm, decoding.silu_mul]
+    if job == "states":
+        states = state_set(dtype=of.dtype, key_dim=of.head_dim // 4, value_dim=of.head_dim // 2, conv_width=4)
+        return [states.convolve, states.rule]
+    if job == "latents":
+        rank = of.head_dim
+        return list(
+            latent_set(dtype=of.dtype, width=2 * rank + 8, rank=rank, page_tokens=of.page_tokens).instances()
+        )
     found = kernel_set(
         dtype=of.dtype,
         head_dim=of.head_dim,
@@ -132,6 +147,7 @@ RACES = [
         (bugs.DECODE_MMA, "decode:other"),
         (bugs.DECODE_SIMT, "decode:plain"),
         (bugs.POINTWISE, "pointwise:plain"),
+        (bugs.LATENTS, "latents:plain"),
     )
     for bug in found
     if bug.name in bugs.RACES

@@ -21,9 +21,11 @@ from tests.engine.kernels.executor import missing_tools
 from tests.engine.kernels.executor.launcher import ExecutorLauncher
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
 from tierstore.tiers.device_pool import DevicePool
-from tierstore_tools.gpu import arithmetic, check, decode, lines, prefill
+from tierstore_engine.config import DeltaConfig
+from tierstore_tools.gpu import arithmetic, check, decode, kinds, lines, prefill
 from tierstore_tools.gpu.arithmetic import LLAMA_3_8B, Heads
 from tierstore_tools.gpu.decode import DecodeCase
+from tierstore_tools.gpu.kinds import KindCase
 from tierstore_tools.gpu.prefill import PrefillCase
 from tierstore_tools.gpu.transfers import SlowdownRow, TransferBench, TransferRow
 from tierstore_tools.longctx.cases import Result, Row
@@ -89,6 +91,27 @@ def test_prefill_rows() -> None:
         assert row.largest_difference < 0.05
         assert row.fraction == pytest.approx(row.flash_s / row.kernel_s)
         assert row.kernel_tflop_per_s == pytest.approx(row.flops / row.kernel_s / 1e12)
+
+
+@executed
+def test_rows_of_other_kinds() -> None:
+    shapes = kinds.Shapes(4, 40, 32, Heads(4, 2, 16), 20, Heads(4, 2, 16), DeltaConfig(1, 2, 8, 8, 4))
+    cases = [KindCase(name, 2, 70) for name in kinds.PROBLEMS]
+    rows = list(
+        kinds.run(
+            *(ExecutorLauncher(), "cpu", on_the_cpu),
+            cases=cases,
+            shapes=shapes,
+            page_tokens=16,
+            copy_nbytes=1 << 16,
+        )
+    )
+    assert [row.name for row in rows] == ["latents", "window", "capped", "states"]
+    state = 32 * 3 * 2 + 2 * 8 * 8 * 4  # the inputs of 32 channels' convolution, and two matrices
+    assert [row.nbytes for row in rows] == [2 * 70 * 80, 2 * 20 * 128, 2 * 70 * 128, 2 * 2 * state]
+    for row in rows:
+        assert row.fraction == pytest.approx(row.gb_per_s / row.copy_gb_per_s)
+        assert row.gb_per_s == pytest.approx(row.nbytes / row.kernel_s / 1e9)
 
 
 @executed

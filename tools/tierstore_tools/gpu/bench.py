@@ -20,7 +20,7 @@ from tierstore.units import format_size
 from tierstore_engine.device import external, timed
 from tierstore_engine.kernels.cupy_launcher import CupyLauncher
 from tierstore_engine.presets import preset
-from tierstore_tools.gpu import decode, prefill
+from tierstore_tools.gpu import decode, kinds, prefill
 from tierstore_tools.gpu.arithmetic import LLAMA_3_8B, pages_for
 from tierstore_tools.gpu.transfers import TransferBench
 
@@ -58,6 +58,10 @@ def prefill_rows() -> Iterator[Any]:
     yield from map(asdict, prefill.run(CupyLauncher(DEVICE), DEVICE, kernel_seconds))
 
 
+def kind_rows() -> Iterator[Any]:
+    yield from map(asdict, kinds.run(CupyLauncher(DEVICE), DEVICE, kernel_seconds))
+
+
 def transfer_rows() -> Iterator[Any]:
     device = CudaDevice(0)
     spec = preset("llama-3-8b", dtype=None).kv_spec()
@@ -85,6 +89,7 @@ def transfer_rows() -> Iterator[Any]:
 BENCHMARKS: dict[str, Callable[[], Iterator[Any]]] = {
     "decode": decode_rows,
     "prefill": prefill_rows,
+    "kinds": kind_rows,
     "transfers": transfer_rows,
 }
 

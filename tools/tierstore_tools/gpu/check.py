@@ -112,7 +112,8 @@ def steps(python: str) -> list[Step]:
         sanitizer = find_program(_SANITIZER) or _SANITIZER
         environment = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1")
         command = (*environment, sanitizer, "--tool", tool, "--error-exitcode", "9")
-        files = ("golden", "merge", "rope_write", "decode", "prefill")  # every kernel but the copy of pages
+        # Every kernel but the copy of pages.
+        files = ("golden", "merge", "rope_write", "decode", "prefill", "latents", "states")
         where = [f"{_KERNEL_TESTS}/test_{name}.py" for name in files]
         plain = tests(f"sanitizer {tool}", "-k", "not any_", *where, limit_s=limit_s)
         return Step(plain.name, (*command, *plain.command), limit_s, needs=_SANITIZER)
@@ -125,6 +126,7 @@ def steps(python: str) -> list[Step]:
         bench("decode", 120),
         bench("transfers", 120),
         bench("prefill", 120),
+        bench("kinds", 120),
         Step(
             "longctx",
             (python, *longctx, "--device", "cuda", "--store", tempfile.gettempdir(), "--json"),

@@ -1,0 +1,158 @@
+"""Attention over latents on a GPU, by the kernels of :mod:`tierstore_engine.kernels.latents`.
+
+A token is attended for by itself, wherever it comes from: one that is decoded in as many splits as its
+sequence is long enough for, those of a chunk of prefill each in one. Chunks and decoded tokens are a launch
+each (decoding: two). What a token comes out as depends on its sequence alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tierstore.spec import KVSpec
+from tierstore_engine.attention.base import Attention, BatchLayout, Span
+from tierstore_engine.attention.cuda import kernel_pointwise
+from tierstore_engine.config import ModelConfig
+from tierstore_engine.kernels.latents import Entries, LatentKernels
+from tierstore_engine.kernels.launcher import Launcher
+from tierstore_engine.kernels.operations import LayerPages, Sequences, Slots
+from tierstore_engine.moving import to_device
+from tierstore_engine.pointwise import Pointwise
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A batch as the kernels want it. Built once per step, and used by all layers."""
+
+    batch: BatchLayout
+    slots: Slots
+    decoding: Entries | None
+    chunks: Entries | None
+
+
+class CudaLatentAttention(Attention):
+    """Attention over ``pages``, as :class:`~tierstore_engine.attention.cuda.CudaAttention`'s, of latents.
+    What a head attends to is given as wide as values are. Not thread-safe."""
+
+    def __init__(self, pages: torch.Tensor, spec: KVSpec, config: ModelConfig, launcher: Launcher) -> None:
+        assert config.latent is not None
+        assert pages.shape[1] == spec.page_bytes, "the pool has another layout than the model"
+        [group] = spec.groups
+        self.chunk_tokens = spec.chunk_tokens
+        self._launcher = launcher
+        self._heads, self._rank = config.heads, config.latent.rank
+        self._kernels = LatentKernels(
+            launcher,
+            dtype=config.dtype,
+            heads=config.heads,
+            width=config.latent.width,
+            rank=config.latent.rank,
+            page_tokens=spec.chunk_tokens,
+            score_scale=config.score_scale or config.head_dim**-0.5,
+        )
+        pool = pages.view(getattr(torch, config.dtype))
+        self._layers = {
+            layer: LayerPages(pool, pool.stride(0), spec.layer(layer).start // pool.element_size())
+            for layer in group.layers
+        }
+        self._step: _Step | None = None
+        self._fixed: dict[int, _Step] = {}
+
+    def pointwise(self, config: ModelConfig) -> Pointwise:
+        return kernel_pointwise(self._launcher, config)
+
+    def fix(self, slots: Slots, decoding: Sequences) -> BatchLayout:
+        """As :meth:`~tierstore_engine.attention.cuda.CudaAttention.fix`."""
+        layout = BatchLayout((), (), slots.pages, slots.offsets)
+        entries = Entries(decoding.rows, decoding.lengths, decoding.tables, decoding.max_length)
+        self._fixed[id(layout)] = _Step(layout, slots, entries, None)
+        return layout
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None, batch: BatchLayout) -> None:
+        assert values is None, "latents are keys"
+        latents = keys.flatten(1).contiguous()
+        self._kernels.write(self._layers[layer], latents, self._prepared(batch).slots)
+
+    def attend(self, layer: int, queries: torch.Tensor, batch: BatchLayout) -> torch.Tensor:
+        return self._attend(layer, queries, batch, None)
+
+    def attend_with_lse(
+        self, layer: int, queries: torch.Tensor, batch: BatchLayout
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        lse = torch.empty(queries.shape[:2], dtype=torch.float32, device=queries.device)
+        return self._attend(layer, queries, batch, lse), lse
+
+    def _attend(
+        self, layer: int, queries: torch.Tensor, batch: BatchLayout, lse: torch.Tensor | None
+    ) -> torch.Tensor:
+        step, pages, queries = self._prepared(batch), self._layers[layer], queries.contiguous()
+        out = queries.new_empty(len(queries), self._heads, self._rank)
+        if step.chunks is not None:
+            self._kernels.attend(pages, queries, step.chunks, out, lse, split=False)
+        if step.decoding is not None:
+            self._kernels.attend(pages, queries, step.decoding, out, lse, split=True)
+        return out
+
+    def _prepared(self, batch: BatchLayout) -> _Step:
+        fixed = self._fixed.get(id(batch))
+        if fixed is not None:
+            return fixed
+        if self._step is None or self._step.batch is not batch:
+            self._step = _prepare(batch, self.chunk_tokens)
+        return self._step
+
+
+def _prepare(batch: BatchLayout, chunk_tokens: int) -> _Step:
+    """Tell single tokens from chunks and put their numbers on the device, in one copy."""
+    first_rows = accumulate((span.tokens for span in batch.spans), initial=0)
+    members = list(zip(batch.spans, first_rows, strict=False))
+    kinds = [
+        _Kind(batch.group, [member for member in members if (member[0].tokens == 1) is single])
+        for single in (True, False)
+    ]
+    parts = [kind.numbers(chunk_tokens) for kind in kinds]
+    numbers = to_device(torch.from_numpy(np.concatenate(parts)), batch.pages.device)
+    on_device = torch.split(numbers, [len(part) for part in parts])
+    decoding, chunks = (kind.entries(part) for part, kind in zip(on_device, kinds, strict=True))
+    slots = Slots(batch.pages.to(torch.int32), batch.offsets.to(torch.int32))
+    return _Step(batch, slots, decoding, chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """The spans of one launch, each with its first row: an entry for each of their tokens."""
+
+    group: int
+    members: Sequence[tuple[Span, int]]
+
+    @property
+    def tokens(self) -> int:
+        return sum(span.tokens for span, _ in self.members)
+
+    def numbers(self, chunk_tokens: int) -> npt.NDArray[np.int32]:
+        """All entries' rows, lengths and owners, then the members' block tables, padded to one width."""
+        if not self.members:
+            return np.empty(0, np.int32)
+        spans = [span for span, _ in self.members]
+        rows = [np.arange(first, first + span.tokens) for span, first in self.members]
+        lengths = [np.arange(span.start + 1, span.stop + 1) for span in spans]
+        owners = np.repeat(np.arange(len(spans)), [span.tokens for span in spans])
+        tables = [span.tables[self.group][: -(-span.stop // chunk_tokens)] for span in spans]
+        padded = np.zeros((len(tables), max(map(len, tables))), np.int64)
+        for row, table in zip(padded, tables, strict=True):
+            row[: len(table)] = table
+        return np.concatenate([*rows, *lengths, owners, padded.ravel()]).astype(np.int32)
+
+    def entries(self, numbers: torch.Tensor) -> Entries | None:
+        """The same by what :meth:`numbers` are on the device; None where there are none."""
+        if not self.members:
+            return None
+        rows, lengths, owners = numbers[: 3 * self.tokens].view(3, -1)
+        tables = numbers[3 * self.tokens :].view(len(self.members), -1)
+        return Entries(rows, lengths, tables, max(span.stop for span, _ in self.members), owners)

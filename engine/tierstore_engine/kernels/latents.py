@@ -1,0 +1,97 @@
+"""The kernels for latents (MLA) as operations on tensors, like those in
+:mod:`~tierstore_engine.kernels.operations`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tierstore_engine.kernels import operations
+from tierstore_engine.kernels.catalog import latent_set
+from tierstore_engine.kernels.launcher import Launcher
+from tierstore_engine.kernels.operations import LayerPages, Slots, SplitRule
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """The query tokens of one launch, by int32 device arrays of one number each: ``rows`` of the queries, and
+    ``lengths``, the tokens of their sequences up to themselves (0: no such entry). ``tables`` has a row of
+    pages for each entry, or for the sequence that ``owners`` names. No length is larger than
+    ``max_length``."""
+
+    rows: torch.Tensor
+    lengths: torch.Tensor
+    tables: torch.Tensor
+    max_length: int
+    owners: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class LatentKernels:
+    """The kernels for latents of ``width`` numbers, whose first ``rank`` are their values, on one device,
+    loaded. Raises :class:`~tierstore_engine.kernels.errors.KernelError` as
+    :class:`~tierstore_engine.kernels.operations.AttentionKernels` does."""
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        *,
+        dtype: str,
+        heads: int,
+        width: int,
+        rank: int,
+        page_tokens: int,
+        score_scale: float,
+        split_rule: SplitRule | None = None,
+    ) -> None:
+        self.heads, self.rank, self.page_tokens = heads, rank, page_tokens
+        self.split_rule = split_rule or SplitRule()
+        kernels = latent_set(dtype=dtype, width=width, rank=rank, page_tokens=page_tokens)
+        self._write = launcher.load(kernels.write)
+        self._decode = launcher.load(kernels.decode)
+        self._combine = launcher.load(kernels.combine)
+        self._scale = np.float32(score_scale)
+
+    def write(self, layer: LayerPages, latents: torch.Tensor, slots: Slots) -> None:
+        """Put ``latents [tokens, width]`` (contiguous) into pages."""
+        stride, none = np.int64(latents.stride(0)), np.int64(0)
+        arguments = (
+            *(None, latents, None, none, stride, none, None, None, slots.pages, slots.offsets, None),
+            *(layer.pool, np.int64(layer.page_stride), np.int64(layer.offset), np.int32(0), np.int32(1)),
+        )
+        self._write((len(latents),), arguments)
+
+    def attend(
+        self,
+        layer: LayerPages,
+        queries: torch.Tensor,
+        entries: Entries,
+        out: torch.Tensor,
+        lse: torch.Tensor | None = None,
+        *,
+        split: bool,
+    ) -> None:
+        """Attention of each entry over its sequence up to itself. ``queries`` are ``[tokens, heads, width]``,
+        ``out [tokens, heads, rank]``, ``lse [tokens, heads]``; only the entries' rows are read and written.
+        ``split``: by as many blocks as an entry is long enough for, and a second launch; for few entries."""
+        splits = max(self.split_rule.splits(entries.max_length, self.page_tokens), 1) if split else 1
+        most = self.split_rule.max_splits if split else 1
+        part_log2 = part_out = None
+        if split:
+            part_log2 = operations.workspace((len(entries), splits, self.heads), queries.device)
+            part_out = operations.workspace((*part_log2.shape, self.rank), queries.device)
+        rule = (np.int32(self.split_rule.min_pages), np.int32(most))
+        arguments = (
+            *(queries, entries.rows, layer.pool, np.int64(layer.page_stride), np.int64(layer.offset)),
+            *(entries.tables, np.int32(entries.tables.shape[1]), entries.owners, entries.lengths),
+            *(part_out, part_log2, out, lse, np.int32(self.heads), *rule, self._scale),
+        )
+        self._decode((-(-self.heads // 16), splits, len(entries)), arguments)
+        if split:
+            everything = (np.int32(splits), np.int32(0), np.int32(0), *rule)
+            combined = (part_out, part_log2, entries.rows, entries.lengths, out, lse, *everything)
+            self._combine((self.heads, len(entries)), combined)

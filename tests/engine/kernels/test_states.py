@@ -1,0 +1,62 @@
+"""Recurrent states beside the CPU's, under every schedule: decoding and chunks in one launch."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.engine.kernels.executor import SCHEDULES
+from tests.engine.kernels.state_problem import ExecutedStates, StateProblem, StateShape
+from tierstore_engine.kernels.catalog import state_set
+from tierstore_engine.kernels.errors import KernelError
+
+pytestmark = pytest.mark.usefixtures("executor")
+
+SHAPES = {
+    "tiny": StateShape(),
+    "many-columns": StateShape(dtype="bfloat16", key_heads=1, value_heads=2, key_dim=24, value_dim=72),
+    "short-convolution": StateShape(key_heads=2, value_heads=2, key_dim=32, value_dim=32, conv_width=2),
+}
+executed = cache(ExecutedStates)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_edges(shape: StateShape) -> None:
+    """One that begins, one token, a chunk behind a past, fewer tokens than the convolution has inputs."""
+    for seed in SCHEDULES:
+        problem = StateProblem(shape, [(0, 70), (33, 1), (64, 20), (0, 1), (5, 2)], seed=seed)
+        executed(shape).advance(problem, seed=seed).check()
+
+
+@given(
+    shape=st.sampled_from(list(SHAPES.values())),
+    spans=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 40)), min_size=1, max_size=4),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=30, deadline=None)
+def test_any_batch(shape: StateShape, spans: list[tuple[int, int]], seed: int) -> None:
+    executed(shape).advance(StateProblem(shape, spans, seed=seed), seed=seed).check()
+
+
+def test_how_tokens_are_cut_changes_no_bits() -> None:
+    shape = SHAPES["tiny"]
+    whole = executed(shape).advance(StateProblem(shape, [(0, 50)]))
+    for cuts in ([1] * 50, [20, 30], [49, 1]):
+        parts, done = StateProblem(shape, [(0, 50)]), 0
+        for tokens in cuts:
+            parts.spans, parts.rows = [(done, tokens)], [1 + done]
+            executed(shape).advance(parts)
+            done += tokens
+        assert torch.equal(parts.out[1:51], whole.out[1:51])
+        assert torch.equal(parts.pool, whole.pool)
+
+
+@pytest.mark.parametrize("changes", [(160, 128, 4), (128, 160, 4), (128, 128, 9), (126, 128, 4)])
+def test_states_that_the_kernels_do_not_know(changes: tuple[int, int, int]) -> None:
+    key_dim, value_dim, conv_width = changes
+    with pytest.raises(KernelError, match="no kernels for states"):
+        state_set(dtype="float16", key_dim=key_dim, value_dim=value_dim, conv_width=conv_width)
