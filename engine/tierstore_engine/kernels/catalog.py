@@ -187,7 +187,7 @@ def state_set(*, dtype: str, key_dim: int, value_dim: int, conv_width: int) -> S
             "fours, and 2 to 8)"
         )
     number, threads = _C_TYPES[dtype], -(-value_dim // 8) * 32
-    rule = f"delta_rule<{number}, {key_dim}, {value_dim}>"
+    rule = f"delta_rule<{number}, {key_dim}, {value_dim}, {threads}>"
     return StateSet(
         convolve=Instance("delta.cu", f"delta_convolve<{number}, {conv_width}>", CONVOLVED_CHANNELS),
         rule=Instance("delta.cu", rule, threads, 2 * key_dim * 4),

@@ -66,9 +66,10 @@ __device__ __forceinline__ float over_parts(float x) {
 }
 
 // The rule. Four neighbouring threads have a column of a head's matrix in registers, every fourth row each. grid
-// (value_heads, sequences), block 4 * VALUE_DIM rounded up to whole warps, dynamic shared memory 2 * KEY_DIM * 4 bytes.
-template <class T, int KEY_DIM, int VALUE_DIM>
-__global__ void __launch_bounds__((VALUE_DIM + 7) / 8 * 32)
+// (value_heads, sequences), block THREADS (4 * VALUE_DIM, rounded up to whole warps), dynamic shared memory
+// 2 * KEY_DIM * 4 bytes.
+template <class T, int KEY_DIM, int VALUE_DIM, int THREADS>
+__global__ void __launch_bounds__(THREADS)
     delta_rule(const T* __restrict__ mixed,       // [tokens, queries | keys | values]
                const float* __restrict__ rates,   // [tokens, value_heads]
                const float* __restrict__ decays,  // [tokens, value_heads], logarithms
@@ -77,9 +78,10 @@ __global__ void __launch_bounds__((VALUE_DIM + 7) / 8 * 32)
                unsigned char* __restrict__ pool, long long page_stride, long long offset,  // in bytes
                T* __restrict__ out,                                                        // [tokens, value_heads, VALUE_DIM]
                int key_heads) {
-  constexpr int PARTS = 4, ROWS = KEY_DIM / PARTS, THREADS = (VALUE_DIM + 7) / 8 * 32;
+  constexpr int PARTS = 4, ROWS = KEY_DIM / PARTS;
   constexpr float EPSILON = 1e-6f;  // of the norms of queries and keys
   static_assert(KEY_DIM % PARTS == 0, "each part of a column has as many rows");
+  static_assert(THREADS % 32 == 0 && THREADS >= PARTS * VALUE_DIM, "each column has its threads");
   extern __shared__ __align__(16) unsigned char smem[];
   float* const query = reinterpret_cast<float*>(smem);
   float* const key = query + KEY_DIM;

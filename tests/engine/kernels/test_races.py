@@ -74,7 +74,7 @@ JOBS = {
     ),
     "second": (
         *("prefill:other", "decode:single", "decode:wide", "write:other", "merge:other", "copy:other"),
-        *("pointwise:other", "blocks:other", "latents:other", "states:other"),
+        *("pointwise:other", "blocks:other", "latents:wide", "states:other"),
         *("decode:other codes", "write:other codes"),
     ),
 }
