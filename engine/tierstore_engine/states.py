@@ -154,7 +154,8 @@ def make_states(pool: PagePool, config: ModelConfig) -> RecurrentStates:
     from tierstore_engine.attention.cuda_states import CudaStates
     from tierstore_engine.kernels.cupy_launcher import CupyLauncher
 
-    return CudaStates(pages_on_device(pool), pool.spec, config, CupyLauncher(pool.device))
+    launcher = CupyLauncher(pool.device)  # first: it says what is missing
+    return CudaStates(pages_on_device(pool), pool.spec, config, launcher)
 
 
 @dataclass(frozen=True, slots=True)

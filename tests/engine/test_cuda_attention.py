@@ -18,7 +18,7 @@ from tests.engine.kernels.executor import SCHEDULES, missing_tools
 from tierstore.spec import KVSpec, LayerKind
 from tierstore.tiers.hbm import PagePool
 from tierstore_connectors.bundled import NoStore
-from tierstore_engine.attention.base import BatchLayout, Span, make_attention
+from tierstore_engine.attention.base import BatchLayout, Span
 from tierstore_engine.attention.cpu import CpuAttention
 from tierstore_engine.attention.cuda import CudaAttention
 from tierstore_engine.attention.cuda_latents import CudaLatentAttention
@@ -344,14 +344,15 @@ def test_models_that_the_kernels_do_not_compute(changes: dict[str, int | str], m
         cuda_attention(PagePool(config.kv_spec(chunk_tokens=CHUNK), 2), config, kernel_launcher())
 
 
-def test_a_pool_on_a_gpu_gets_this_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["tiny", "tiny-deepseek", "tiny-qwen3-next"])
+def test_a_pool_on_a_gpu_gets_this_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as one gets without a GPU: the backend asks for CuPy."""
-    config = preset("tiny", dtype="float16")
-    pool = PagePool(config.kv_spec(chunk_tokens=CHUNK), 2)
+    config = preset(name, dtype="float16")
+    pool = PagePool(config.kv_spec(chunk_tokens=CHUNK).split()[-1], 2)
     pool.device = "cuda:0"
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(KernelError, match=r"pip install 'tierstore\[cuda13\]'"):
-        make_attention(pool, config)
+        make_memory(pool, config)
 
 
 def test_nothing_imports_cupy(tmp_path: Path) -> None:

@@ -143,7 +143,8 @@ def make_attention(pool: PagePool, config: ModelConfig) -> Attention:
 
         [group] = pool.spec.groups
         kind = CudaLatentAttention if group.kind is LayerKind.MLA_LATENT else CudaAttention
-        return kind(pages_on_device(pool), pool.spec, config, CupyLauncher(pool.device))
+        launcher = CupyLauncher(pool.device)  # first: it says what is missing
+        return kind(pages_on_device(pool), pool.spec, config, launcher)
     raise ModelError(f"no attention backend for device {pool.device!r} in this version: use cpu")
 
 
