@@ -32,6 +32,7 @@ from tierstore_engine.choices import kept_choice
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.gather import KernelGather, crossover
 from tierstore_engine.presets import preset
+from tierstore_engine.settings import EngineSettings
 
 CHUNK = 16
 executed = pytest.mark.skipif(
@@ -196,7 +197,7 @@ def test_devices_by_number(monkeypatch: pytest.MonkeyPatch) -> None:
             super().__init__()
 
     monkeypatch.setattr("tierstore_engine.build.CudaDevice", Counted)
-    assert _fitting_pages(preset("tiny", dtype="float16").kv_spec(), "cuda:1") > 0
+    assert _fitting_pages(preset("tiny", dtype="float16").kv_spec(), "cuda:1", EngineSettings()) > 0
     assert asked == [1]
 
 
