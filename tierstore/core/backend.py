@@ -635,14 +635,14 @@ class LocalBackend:
 
     def _hold_for_copying(self, lease: LocalLease, first: int, count: int) -> Callable[[], None]:
         """Hold pages in the arena until the function that is returned is called, whatever becomes of the
-        lease. Loads that find no room wait for that. Under the lock."""
+        lease. Loads that find no room otherwise wait for that, a little. Under the lock."""
         state = self._state
         hold = state.leases.take([(page, Tier.HOST) for page in lease.holders(first, count)], math.inf)
-        state.fills.in_transit += count
+        state.fills.copying += count
 
         def release() -> None:
             with state.lock:
-                state.fills.in_transit -= 0 if hold.released else count
+                state.fills.copying -= 0 if hold.released else count
                 state.leases.release(hold)
                 state.changed.notify_all()
 

@@ -28,6 +28,7 @@ from tierstore.transfer import Transfer, TransferState
 _PIECE_BYTES = 16 << 20
 _PIECE_PAGES = 256
 _OTHERS_READ_S = 10.0  # how long a page that another load reads is waited for without a deadline of our own
+_COPIED_S = 2.0  # how long pages that are being copied are waited for: copying takes milliseconds
 
 R = TypeVar("R")
 
@@ -126,7 +127,7 @@ class HostLoad(Generic[R]):
         moved = 0
         while start < min(stop, self._cut) and not self.transfer.stopped:
             batch = self._plan(start, stop)
-            if batch.stop == start < self._cut and not (self._wait_for_room() or self._make_room(start)):
+            if batch.stop == start < self._cut and not self._get_room(start):
                 self._cut_at(start)
             moves = batch.moves + self._read(batch.reads) + self._await_others(batch.others)
             self._hold(moves)
@@ -170,14 +171,28 @@ class HostLoad(Generic[R]):
         state.index.lease(page, tier)
         return True
 
-    def _wait_for_room(self) -> bool:
-        """Wait until pages on their way through the host tier leave it. False when there are none."""
-        timeout = self.transfer.remaining_s
+    def _left_s(self, otherwise: float) -> float:
+        """Seconds until the deadline; ``otherwise`` where there is none."""
+        left = self.transfer.remaining_s
+        return otherwise if left is None else left
+
+    def _get_room(self, start: int) -> bool:
+        """False when there is none to be had. Pages that are being copied to a client leave when it has read
+        them, and it may be slow: they are waited for when nothing else helps, and not for long."""
+        fills = self._state.fills
+        return (
+            self._wait_for_fewer(lambda: fills.in_transit, self._left_s(_OTHERS_READ_S))
+            or self._make_room(start)
+            or self._wait_for_fewer(lambda: fills.copying, min(self._left_s(_COPIED_S), _COPIED_S))
+        )
+
+    def _wait_for_fewer(self, passing: Callable[[], int], most_s: float) -> bool:
+        """Wait until some of the pages that pass through the host tier have left it. False when there are
+        none, or none leaves."""
         with self._state.lock:
-            passing = self._state.fills.in_transit
-            return passing > 0 and self._state.changed.wait_for(
-                lambda: self._state.fills.in_transit < passing or self._state.health.stalled,
-                _OTHERS_READ_S if timeout is None else timeout,
+            before = passing()
+            return before > 0 and self._state.changed.wait_for(
+                lambda: passing() < before or self._state.health.stalled, most_s
             )
 
     def _make_room(self, start: int) -> bool:
@@ -229,11 +244,10 @@ class HostLoad(Generic[R]):
         state = self._state
         moves = []
         for position, page in others:
-            timeout = self.transfer.remaining_s
             with state.lock:
                 state.changed.wait_for(
                     lambda page=page: page not in state.fills.loading or state.health.stalled,  # type: ignore[misc]
-                    _OTHERS_READ_S if timeout is None else timeout,
+                    self._left_s(_OTHERS_READ_S),
                 )
                 copy = page.copies[Tier.HOST]
                 if copy is None or not copy.ready:

@@ -356,7 +356,8 @@ class PendingFills:
         self._eviction = eviction
         self._changed = changed
         self.loading: set[Page] = set()  # being read from disk by a load that is running
-        self.in_transit = 0  # pages that pass through the host tier: being read into it, or copied
+        self.in_transit = 0  # pages that loads are bringing through the host tier
+        self.copying = 0  # pages that are held in it while they are copied to somebody
         self._ahead: list[int] = []  # slots taken for pages that are about to begin
         self._ahead_bytes = 0  # of each
 

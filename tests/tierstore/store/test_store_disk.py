@@ -295,6 +295,24 @@ def test_a_load_waits_for_room_that_pages_being_copied_leave(open_store):
     assert [bytes(buffer) for buffer in buffers] == pages_of(other)
 
 
+def test_a_page_that_is_long_being_copied_is_in_no_load_s_way(open_store):
+    store = open_store(pages=8)
+    for first in range(0, 32, 4):
+        end = (first + 4) * 16
+        assert store.save(LONG[:end], pages_of(LONG[:end])[first:], first=first).wait(10) == 4 * 16
+        assert store.flush(10)
+    save(store, TOKENS[:16])
+    lease = store.backend.find(request_of(store.identity, TOKENS[:16]), patience_s=10).wait(10)
+    copied = store.backend.locate(lease, 0, 1, wait_s=10).wait(10)
+    store.backend.release(lease)
+    buffers = [bytearray(store.spec.page_bytes) for _ in range(32)]
+    loaded = store.load(store.lookup(LONG), buffers, deadline_s=8).wait(30)
+    assert loaded.tokens == len(LONG)  # before its deadline, and so without waiting for the copy
+    assert [bytes(buffer) for buffer in buffers] == pages_of(LONG)
+    copied.release()
+    store.check()
+
+
 def test_a_prefetch_larger_than_the_host_tier_brings_the_beginning(open_store):
     store = open_store(pages=8, hbm_pages=40)
     for first in range(0, 32, 4):
