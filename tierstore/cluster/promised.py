@@ -121,7 +121,9 @@ class PromisedPages:
                     prompt.put_off(now)
 
     def _bring_one(self, prompt: PromisedPrompt) -> None:
-        came = self._bring(prompt)
+        # Others may have had the bringers all its time.
+        late = prompt.over or prompt.ends <= time.monotonic()
+        came = 0 if late else self._bring(prompt)
         with self._changed:
             prompt.done += came
             prompt.over = prompt.over or not came

@@ -118,7 +118,8 @@ class MountedPack:
 
 def mount(path: Path, trust: Trust = ANYBODY) -> MountedPack:
     """Check all seals of a pack, and none of its pages yet. Raises :class:`PackError` and
-    :class:`UsageError` like :func:`~tierstore.packs.reading.open_pack`."""
+    :class:`UsageError` like :func:`~tierstore.packs.reading.open_pack`, and :class:`ModuleNotFoundError`
+    where the package of its hash is not installed."""
     with ThreadPoolExecutor(1) as thread:  # the caller's may run an event loop
         return thread.submit(lambda: asyncio.run(_mounted(path, trust))).result()
 
@@ -129,6 +130,7 @@ async def _mounted(path: Path, trust: Trust) -> MountedPack:
     async with open_pack(path, trust) as reader:
         if reader.manifest.following or any(prompt.loose for prompt in reader.manifest.prompts):
             raise UsageError(f"{path} is of a model of several layer groups: import it, it cannot be mounted")
+        reader.manifest.hash.digester()  # a missing package is said now, not by loads
         async with aclosing(reader.blocks(lambda first, count: False)) as blocks:
             async for block in blocks:
                 checksums += block.checksums

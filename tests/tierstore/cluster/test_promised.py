@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 
+from tests.tierstore.daemon.client.conftest import wait_until
 from tierstore.cluster import orders as o
 from tierstore.cluster.objects import PageObject
 from tierstore.cluster.promised import PromisedPages
@@ -113,3 +114,28 @@ def test_a_page_that_cannot_be_had_ends_it():
     pool.promise(1)
     pool.publish(1, 0, 1, 2, 3)
     pool.wait(lambda: pool.ended == {1: 0})
+
+
+def test_what_has_had_no_turn_until_its_end_is_not_brought():
+    """Each of a few hundred would take its time after its end, and the agent that answers late is killed."""
+    pool, gate, brought = Pool(), threading.Event(), []
+
+    def bring(prompt):
+        brought.append(prompt.order.id)
+        assert gate.wait(WAIT_S)
+        return Pool.bring(pool, prompt)
+
+    pool.pages = PromisedPages(pool.exists, bring, pool.end)
+    for number in range(4):
+        pool.promise(number)
+        pool.publish(number, 0, 1, 2, 3)
+    wait_until(lambda: len(brought) == 4)
+    pool.promise(4, wait_s=0.2)
+    ends = time.monotonic() + 0.2
+    pool.publish(4, 0, 1, 2, 3)
+    pool.wait(lambda: pool.asked[name(4, 0)])
+    time.sleep(max(ends - time.monotonic(), 0))
+    gate.set()
+    pool.wait(lambda: len(pool.ended) == 5)
+    assert pool.ended[4] == 0
+    assert 4 not in brought

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 
@@ -12,7 +13,7 @@ from tests.tierstore.packs import conftest as c
 from tierstore import memory
 from tierstore.core.backend import LocalBackend, open_core
 from tierstore.keys import Identity
-from tierstore.packs import PackError, Trust, mount
+from tierstore.packs import PackError, PageHash, Trust, mount
 from tierstore.packs.mounted import MountedBackend
 from tierstore.testing import store as like
 from tierstore.testing.backend import BackendTests
@@ -105,6 +106,15 @@ def test_a_file_that_changes_under_a_mount_is_a_miss(path, made):
         os.truncate(path, at)
         assert c.held(store, c.SECOND)[0] == 24
         store.check()
+
+
+def test_a_pack_whose_hash_is_not_installed_is_not_mounted(path, hash, monkeypatch):
+    monkeypatch.setitem(sys.modules, "blake3", None)
+    if hash is PageHash.BLAKE3:
+        with pytest.raises(ModuleNotFoundError, match="blake3"):
+            mount(path)
+    else:
+        assert mount(path).manifest.pages == 13
 
 
 def test_another_models_pack_is_not_mounted(path):
