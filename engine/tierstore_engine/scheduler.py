@@ -470,7 +470,7 @@ class Scheduler:
         sequences = [*self.admitted, *self.waiting]
         pages = sum(self._keeper.pages_for(sequence.max_tokens) for sequence in sequences)
         self._short_of_room = (
-            len(sequences) > self._settings.max_sequences or pages > self._keeper.connector.pool.num_pages
+            len(sequences) > self._settings.max_sequences or pages > self._keeper.connector.pool.target
         )
         overdue = [p.entry.place for p in self._prompts.values() if self._is_overdue(p.entry)]
         self._overdue = frozenset(overdue)
@@ -488,7 +488,14 @@ class Scheduler:
         if not self.admitted or self._keeper.parking:
             return False
         youngest = self.admitted[-1].place
-        if not any(place < youngest and self._is_in_line(place) for place in self._blocked):
+        older = (prompt for prompt in self._prompts.values() if prompt.entry.place in self._blocked)
+        if not any(
+            # Who waits for pages that somebody else brings would not be admitted: its room would go back.
+            prompt.entry.place < youngest
+            and self._is_in_line(prompt.entry.place)
+            and not self._waits(prompt.sequence)
+            for prompt in older
+        ):
             return False
         self._park()
         return True

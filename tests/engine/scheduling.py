@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from tierstore.keys import Identity
 from tierstore.spec import KVSpec
 from tierstore.tiers.hbm import PagePool
+from tierstore_connectors.base import Connector
 from tierstore_connectors.bundled import NoStore
 from tierstore_engine.batch import finishing
 from tierstore_engine.keeper import PageKeeper
@@ -23,6 +24,7 @@ from tierstore_engine.tokenizer import ByteTokenizer
 CHUNK = 4
 POOL_PAGES = 24
 SPEC = KVSpec.uniform(layers=1, kv_heads=1, head_dim=1, dtype="float32", chunk_tokens=CHUNK)
+IDENTITY = Identity.of(SPEC, model="none")
 NEXT = Choice(token=1)
 MOST_STEPS = 20_000
 
@@ -60,9 +62,15 @@ class Bench:
     """``now_s`` goes on by ``cost``. Each step is checked, and kept in ``steps``."""
 
     def __init__(
-        self, settings: EngineSettings, *, pool_pages: int = POOL_PAGES, cost: Cost | None = None
+        self,
+        settings: EngineSettings,
+        *,
+        pool_pages: int = POOL_PAGES,
+        cost: Cost | None = None,
+        connector: Connector | None = None,
     ) -> None:
-        self.connector = NoStore(PagePool(SPEC, pool_pages), Identity.of(SPEC, model="none"))
+        """``connector`` None: over ``pool_pages`` pages (of a pool that could have more), without a store."""
+        self.connector = connector or NoStore(PagePool(SPEC, pool_pages, most=4 * pool_pages), IDENTITY)
         self.settings = settings
         self.keeper = PageKeeper(self.connector)
         self.cost = cost or Cost()
@@ -74,8 +82,9 @@ class Bench:
         self.first_token_s: dict[RequestId, float] = {}
         self.ended_s: dict[RequestId, float] = {}
 
-    def add(self, prompt_tokens: int, new_tokens: int, *, priority: int = 0) -> Sequence:
-        tokens = [0] * prompt_tokens
+    def add(self, prompt_tokens: int, new_tokens: int, *, priority: int = 0, token: int = 0) -> Sequence:
+        """``token`` is what its prompt consists of."""
+        tokens = [token] * prompt_tokens
         sequence = Sequence(
             RequestId(len(self.sequences)),
             self.connector.prompt(tokens),
@@ -131,9 +140,10 @@ class Bench:
         return work
 
     def check(self, work: list[Work]) -> None:
-        held = [page for sequence in self.sequences for page in sequence.pages]
-        assert len(set(held)) == len(held)
-        assert len(held) + self.connector.available() == self.connector.pool.num_pages
+        if not self.connector.keeps:  # else pages are shared, and kept
+            held = [page for sequence in self.sequences for page in sequence.pages]
+            assert len(set(held)) == len(held)
+            assert len(held) + self.connector.available() == self.connector.pool.capacity
         assert len(self.scheduler.admitted) <= self.settings.max_sequences
         assert sum(item.tokens for item in work) <= self.settings.batch_tokens
         assert len({item.sequence.request_id for item in work}) == len(work)

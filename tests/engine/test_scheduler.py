@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.engine.scheduling import POOL_PAGES, Bench
+from tests.engine.scheduling import IDENTITY, POOL_PAGES, SPEC, Bench
 from tierstore.errors import UsageError
+from tierstore_connectors.bundled import open_connector
 from tierstore_engine.keeper import clip_tiers
 from tierstore_engine.sequence import SequenceState
 from tierstore_engine.settings import SCHEDULES, EngineSettings
@@ -127,6 +131,22 @@ def test_answers_that_take_all_slots_are_expected_to_end(schedule: str) -> None:
     assert expected is not None
     assert expected.seconds > 5 * expected.alone_s
     assert expected.seconds == pytest.approx(bench.first_token_s[late.request_id] - began, rel=0.2)
+
+
+def test_nobody_gives_way_to_one_who_waits_for_somebody_elses_pages(tmp_path: Path) -> None:
+    connector = open_connector(
+        SPEC, IDENTITY, pool_pages=100, store=str(tmp_path), host_bytes=1 << 20, disk_bytes=1 << 26
+    )
+    with closing(connector):
+        settings = EngineSettings(prefill_chunk=4, max_sequences=2, overtake_s=0.0)
+        bench = Bench(settings, connector=connector)
+        first, like_it, other = bench.add(40, 1), bench.add(40, 1), bench.add(20, 30, token=2)
+        bench.step()
+        assert bench.scheduler.admitted == [first, other], "the second has no use for a place yet"
+        assert other.tally.preemptions == 0
+        while bench.scheduler.has_work:
+            bench.step()
+        assert like_it.state is SequenceState.FINISHED
 
 
 def test_settings_that_cannot_work() -> None:
