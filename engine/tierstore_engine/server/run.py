@@ -165,5 +165,12 @@ def _pool_pages(options: ServeOptions, opened: OpenModel, spec: KVSpec) -> int |
     wanted = _DEFAULT_POOL_TOKENS // spec.chunk_tokens * spec.page_bytes
     pages = (options.hbm_bytes or wanted) // spec.page_bytes
     check_pool(spec, pages, opened.device)
+    if options.most_hbm_bytes is not None:
+        if options.most_hbm_bytes < pages * spec.page_bytes:
+            raise UsageError(
+                f"--most-hbm-bytes is {format_size(options.most_hbm_bytes)}, and the page pool begins with "
+                f"{format_size(pages * spec.page_bytes)}: give more, or less as --hbm-bytes"
+            )
+        check_pool(spec, options.most_hbm_bytes // spec.page_bytes, opened.device)
     _log.info("page pool of %s", format_size(pages * spec.page_bytes))
     return pages

@@ -93,6 +93,9 @@ def test_sigterm_cuts_off_what_takes_too_long(process: Callable[..., Process]) -
         (("--model", "tiny", "--kv-role", "both"), 2, "kv_role is one of kv_both"),
         (("--model", "tiny", "--kv-role", "kv_producer"), 2, "engines that share a daemon"),
         (("--model", "tiny", "--handover-s", "11"), 2, "between 0 and 10"),
+        (("--model", "tiny", "--hbm-bytes", "8MiB", "--most-hbm-bytes", "4MiB"), 2, "begins with 8 MiB"),
+        (("--model", "tiny", "--most-hbm-bytes", "999TiB"), 2, "does not fit this machine's memory"),
+        (("--model", "tiny", "--disk-codec", "magic"), 2, "magic"),
     ],
 )
 def test_mistakes(
