@@ -168,15 +168,17 @@ def timed(work: Callable[[], object], repetitions: int = _REPETITIONS) -> float:
 def _prefill_ranges(
     attention: CudaAttention, config: ModelConfig, pool: DevicePool, settings: EngineSettings, limit: int
 ) -> LibraryRanges:
-    """Where a chunk's attention is left to torch. The pool is empty yet: its pages are borrowed."""
+    """Where a chunk's attention is left to torch. The pool is empty yet: its pages are borrowed, those that
+    there are (a pool that may grow has addresses without memory behind them)."""
     if attention.library is None:
         return NOWHERE
     if settings.prefill_backend != "auto":
         return EVERYWHERE if settings.prefill_backend == "library" else NOWHERE
+    limit = min(limit, pool.capacity * pool.spec.chunk_tokens)
     chunk = min(settings.prefill_chunk, limit)
     dtype: torch.dtype = getattr(torch, config.dtype)
     queries = torch.randn((chunk, config.heads, config.head_dim), dtype=dtype, device=pool.device)
-    torch.as_tensor(pool.array, device=pool.device).zero_()
+    torch.as_tensor(pool.array, device=pool.device)[: pool.capacity].zero_()
 
     def seconds(past: int, ranges: LibraryRanges) -> float:
         attention.library_at = ranges
@@ -210,7 +212,7 @@ def _prefill_ranges(
 def _gather(pool: DevicePool) -> KernelGather | None:
     """The kernel for the layers of pages, where it beats the copy engines; None where nobody needs one."""
     nbytes = max(pool.spec.layer(layer).nbytes for group in pool.spec.groups for layer in group.layers)
-    fragments = min(_FRAGMENTS, pool.num_pages)
+    fragments = min(_FRAGMENTS, pool.capacity)
     if nbytes > LARGEST_BYTES or not pool.runtime.host_pointers:
         return None
 

@@ -141,6 +141,21 @@ def test_every_tier_continues_as_the_cold_run(models: Callable[[str], LoadedMode
     again.close()
 
 
+def test_a_pool_that_may_grow(models: Callable[[str], LoadedModel]) -> None:
+    """What is measured at the start reads and writes pages that there are."""
+    model, settings = models("cuda"), replace(SETTINGS, prefill_backend="auto")
+    fixed = open_engine(model, None, settings)
+    expected = logits_of(fixed, PROMPTS)
+    fixed.close()
+    page_bytes = model.kv_spec().page_bytes
+    most = 32 * POOL_PAGES * page_bytes
+    engine = build_engine(model, pool_pages=POOL_PAGES, most_pool_bytes=most, settings=settings)
+    for pages in (POOL_PAGES, 2 * POOL_PAGES, POOL_PAGES // 2):
+        engine.resize_pool(pages * page_bytes)
+        assert_same_tokens(logits_of(engine, PROMPTS), expected)
+    engine.close()
+
+
 def test_over_a_daemon(models: Callable[[str], LoadedModel], shared_daemon: DaemonProcess) -> None:  # noqa: F811
     """Its arena is registered here, and pages go up from it as from an arena of our own."""
     engine = open_engine(models("cuda"), shared_daemon.url)
