@@ -176,9 +176,11 @@ class SmallPages:
                 self.large.give([number])
 
     def emptied_by(self, pages: Iterable[int]) -> int:
-        """How many large pages would be empty without these small ones, all of which are in use."""
+        """How many large pages would be empty without these small ones, which are in use; about, where other
+        threads give pages back meanwhile."""
         leaving = Counter(page // self.per_large for page in pages)
-        return sum(len(self.parts[number]) + count == self.per_large for number, count in leaving.items())
+        parts = self.parts
+        return sum(len(parts.get(number, ())) + count == self.per_large for number, count in leaving.items())
 
 
 def small_pages(page_bytes: Sequence[int], nbytes: int) -> tuple[SmallPages, ...]:
