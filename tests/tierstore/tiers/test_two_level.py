@@ -187,8 +187,8 @@ def test_pages_that_others_have_given_back_meanwhile_empty_nothing():
     """Idle pages are listed, and then asked about: a save that ends between lets some of them leave."""
     small, _ = small_pages([1024, 3072], 4 * 3072)
     idle = small.allocate(4)
-    assert small.emptied_by(idle) == 1
+    assert small.emptied_by(idle) == 2
     small.free(idle[:3])
     small.free(idle[3:])
     assert not small.parts
-    assert small.emptied_by(idle) in (0, 1)
+    assert small.emptied_by(idle) <= 2
