@@ -165,9 +165,11 @@ class Frames:
             raise UsageError(f"a pool of {target} pages cannot be: it may have 1 to {self.count}")
         with self._lock:
             self.target = target
-            self._shrink()
-            self._grow()
-            self.target = min(self.target, self.present) if self.present < target else target
+            try:
+                self._shrink()
+                self._grow()
+            finally:  # a device may fail
+                self.target = min(target, self.present)
             return self.present
 
     def check(self) -> None:
@@ -194,15 +196,17 @@ class Frames:
 
     def _grow(self) -> None:
         come: list[int] = []
-        while self.present < self.target:
-            frame = self._there.index(0)
-            missing = self._granules(frame)
-            if self._backing is not None and missing and not self._backing.back(missing):
-                break
-            self._there[frame] = 1
-            self.present += 1
-            come.append(frame)
-        self._free[:0] = reversed(come)  # those that were there before are taken first
+        try:
+            while self.present < self.target:
+                frame = self._there.index(0)
+                missing = self._granules(frame)
+                if self._backing is not None and missing and not self._backing.back(missing):
+                    break
+                self._there[frame] = 1
+                self.present += 1
+                come.append(frame)
+        finally:
+            self._free[:0] = reversed(come)  # those that were there before are taken first
 
     def _granules(self, frame: int) -> range:
         """The granules that have a part of ``frame`` and of no present frame beside it."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 
-from tierstore.tiers.device import Device, DeviceMemoryError, Event, Stream
+from tierstore.tiers.device import Device, DeviceError, DeviceMemoryError, Event, Stream
 from tierstore.units import round_up
 
 _MOST_PIECES = 4096  # that a pool is mapped in: each is a few calls of the driver
@@ -43,9 +43,11 @@ class MappedMemory:
                 for granule in new:
                     self._device.map(*self._place(granule))
                     done.append(granule)
-            except DeviceMemoryError:
+            except DeviceError as error:
                 self._unmap(done)
-                return False
+                if isinstance(error, DeviceMemoryError):
+                    return False
+                raise
             self._mapped.update(new)
             for granule in granules:
                 self._leaving.pop(granule, None)

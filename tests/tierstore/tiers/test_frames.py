@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tierstore.errors import UsageError
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
+from tierstore.tiers.device import DeviceError
 from tierstore.tiers.frames import Frames
 from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.two_level import check, open_group_pools
@@ -173,3 +174,21 @@ def test_groups_share_what_there_is() -> None:
     second.array[taken] = np.uint8(9)
     assert all((first.array[page] == 7).all() for page in one)
     check([pool.small for pool in pools])
+
+
+def test_frames_that_came_before_a_device_failed_are_there():
+    class Failing(Granules):
+        def back(self, granules):
+            if self.left <= 2:
+                raise DeviceError("the driver refused")
+            return super().back(granules)
+
+    frames = Frames(4, 8, present=0, backing=Failing(4, 6))
+    with pytest.raises(DeviceError, match="refused"):
+        frames.resize(8)
+    frames.check()
+    assert (frames.present, frames.target, frames.free, frames.excess) == (4, 4, 4, 0)
+    assert frames.take(4) == [0, 1, 2, 3]
+    frames.give([3, 2, 1, 0])
+    assert frames.resize(2) == 2
+    frames.check()
