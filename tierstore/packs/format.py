@@ -378,7 +378,8 @@ def _check_prompts(identity: Identity, spec: KVSpec, prompts: Sequence[PackedPro
         if fits and prompt.shared:
             other, shared = prompts[prompt.like], prompt.shared
             fits = other.chunks >= shared and (
-                prompt.tokens[: shared * width] == other.tokens[: shared * width]
+                not other.loose
+                and prompt.tokens[: shared * width] == other.tokens[: shared * width]
                 and prompt.keys[: shared * KEY_BYTES] == other.keys[: shared * KEY_BYTES]
             )
         if not fits:

@@ -14,8 +14,10 @@ from tests.tierstore.store.grouped_model import CHUNK, EVERYTHING, GEMMA, HYBRID
 from tierstore.errors import UsageError
 from tierstore.keys import Identity
 from tierstore.packs import (
+    Manifest,
     PackError,
     PackReader,
+    PageHash,
     Signer,
     Trust,
     export_groups,
@@ -25,6 +27,8 @@ from tierstore.packs import (
     open_pack,
     verify_pack,
 )
+from tierstore.packs.format import HEAD, Head, PackedPrompt
+from tierstore.spec import KVSpec
 
 FIRST = list(range(500, 700))  # twelve chunks and a half
 SECOND = [*FIRST[:96], *range(900, 1000)]
@@ -158,3 +162,13 @@ def test_a_plain_store_takes_no_packs_of_groups(tmp_path):
 
     with without_pools(GEMMA, None) as store, pytest.raises(PackError, match="and the store of one"):
         asyncio.run(run(store.stores[0]))
+
+
+def test_a_prompt_that_goes_on_from_loose_pages_is_refused():
+    spec = KVSpec.opaque(4096, chunk_tokens=8)
+    loose = PackedPrompt(bytes(64), bytes(32), loose=True)
+    chain = PackedPrompt(bytes(96), bytes(48), 0, 2)
+    identity = Identity.of(spec, model="m")
+    packed = Manifest(identity, spec, (loose, chain), hash=PageHash.BLAKE3).head
+    with pytest.raises(PackError, match="prompt 1 does not fit together"):
+        Head.decode(packed).manifest(packed[HEAD.size :])
