@@ -118,7 +118,8 @@ def turns(
         ranked += _ranked(list(some), prefill, chunk_tokens, leaves)
     slack = _slack(waiting, leaves, bound_s, now_s)
     if in_line is not None:
-        slack.update((place, min(left, 0.0)) for place, left in slack.items() if place <= in_line)
+        # Nor by what takes no time: it would still take their room.
+        slack.update((place, -math.inf) for place in slack if place <= in_line)
     while ranked:
         # What may still overtake whoever is before a place, in the order of places.
         least, limits = math.inf, {}

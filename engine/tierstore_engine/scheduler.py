@@ -258,7 +258,8 @@ class Scheduler:
         if self._by_cache:
             self._form_line()
             self._admit_by_cache()
-            while self._relieve():
+            parked: set[RequestId] = set()  # once each: who gets its room back at once keeps it for this step
+            while self._relieve(parked):
                 self._admit_by_cache()
         else:
             self._admit()
@@ -482,10 +483,10 @@ class Scheduler:
     def _is_in_line(self, place: Place) -> bool:
         return place in self._overdue or (self._in_line is not None and place <= self._in_line)
 
-    def _relieve(self) -> bool:
-        """Take the pages of the youngest where somebody older in line waits for them. Whether there was such
-        a one."""
-        if not self.admitted or self._keeper.parking:
+    def _relieve(self, parked: set[RequestId]) -> bool:
+        """Take the pages of the youngest, if it is none of ``parked``, where somebody older in line waits for
+        them. Whether there was such a one."""
+        if not self.admitted or self._keeper.parking or self.admitted[-1].request_id in parked:
             return False
         youngest = self.admitted[-1].place
         older = (prompt for prompt in self._prompts.values() if prompt.entry.place in self._blocked)
@@ -497,7 +498,7 @@ class Scheduler:
             for prompt in older
         ):
             return False
-        self._park()
+        parked.add(self._park().request_id)
         return True
 
     # -- time ----------------------------------------------------------------------------------------

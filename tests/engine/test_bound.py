@@ -135,7 +135,7 @@ def later_prompts(spent: Spent, place: Place, *, admitted: bool = True) -> float
 MISTAKES = {
     "nothing counts": (Spent, "overtakes", lambda spent, place, *, admitted=True: 0.0),
     "only prompts count": (Spent, "overtakes", later_prompts),
-    "nobody gives pages away": (Scheduler, "_relieve", lambda scheduler: False),
+    "nobody gives pages away": (Scheduler, "_relieve", lambda scheduler, parked: False),
     "nobody is in line": (Scheduler, "_form_line", lambda scheduler: None),
     "the order has no bound": (
         ordering,

@@ -187,3 +187,14 @@ def test_no_request_waits_more_than_the_bound_longer(
     for place, first in first_come.items():
         if place[0] == most_urgent:
             assert by_cache[place].at <= first.at + bound_s + step
+
+
+def test_who_is_in_line_is_not_overtaken_by_what_takes_no_time_either() -> None:
+    older, loaded = Entry((0, 0, 0), [], 40), Entry((0, 1, 1), [], 20, held=20)
+
+    def first(in_line: Place | None) -> Place:
+        found = turns([older, loaded], SPEED, chunk_tokens=CHUNK, bound_s=1.0, now_s=0.0, in_line=in_line)
+        return next(found).entry.place
+
+    assert first(None) == loaded.place
+    assert first(older.place) == older.place

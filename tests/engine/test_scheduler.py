@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import closing
 from pathlib import Path
 
@@ -147,6 +148,33 @@ def test_nobody_gives_way_to_one_who_waits_for_somebody_elses_pages(tmp_path: Pa
         while bench.scheduler.has_work:
             bench.step()
         assert like_it.state is SequenceState.FINISHED
+
+
+@pytest.mark.parametrize("seed", range(100_001, 100_009))  # half of them stood still once
+def test_requests_that_begin_alike_all_end(seed: int, tmp_path: Path) -> None:
+    chance = random.Random(seed)
+    connector = open_connector(
+        SPEC,
+        IDENTITY,
+        pool_pages=chance.choice([15, 20, 30, 60, 100]),
+        store=str(tmp_path),
+        host_bytes=1 << 20,
+        disk_bytes=1 << 26,
+    )
+    settings = EngineSettings(
+        prefill_chunk=chance.choice([4, 8, 20]),
+        max_sequences=chance.choice([1, 2, 3, 5]),
+        overtake_s=chance.choice([0, 0.5, 10.0, 40.0]),
+    )
+    with closing(connector):
+        bench = Bench(settings, connector=connector)
+        while len(bench.sequences) < 25 or bench.scheduler.has_work:
+            while len(bench.sequences) < 25 and (chance.random() < 0.4 or not bench.scheduler.has_work):
+                token, prompt, answer = (chance.randint(*span) for span in ((1, 3), (4, 44), (1, 10)))
+                bench.add(prompt, answer, priority=chance.choice([0, 0, 0, 1]), token=token)
+            if not bench.step():
+                bench.scheduler.wait()
+        assert all(sequence.state is SequenceState.FINISHED for sequence in bench.sequences)
 
 
 def test_settings_that_cannot_work() -> None:
