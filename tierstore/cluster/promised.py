@@ -37,6 +37,11 @@ class PromisedPrompt:
     idle_since: float = field(default_factory=time.monotonic)
     ask_at: float = 0.0
 
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more of it is asked for, whatever the time."""
+        return self.over or self.done == len(self.objects)
+
     def put_off(self, now: float) -> None:
         """It was asked for, and nothing new is there."""
         pause = (now - self.idle_since) * _SHARE
@@ -90,8 +95,7 @@ class PromisedPages:
             ended = [
                 prompt
                 for prompt in self._prompts.values()
-                if not prompt.bringing
-                and (prompt.over or prompt.ends <= now or prompt.done == len(prompt.objects))
+                if not prompt.bringing and (prompt.finished or prompt.ends <= now)
             ]
             for prompt in ended:
                 del self._prompts[prompt.order.id]
@@ -101,7 +105,7 @@ class PromisedPages:
         """Those that are to be asked for now; waits for the first of them, or for a change."""
         with self._changed:
             idle = [prompt for prompt in self._prompts.values() if not prompt.bringing]
-            if any(prompt.over or prompt.done == len(prompt.objects) for prompt in idle):
+            if any(prompt.finished for prompt in idle):
                 return []  # came to be while nobody looked
             now = time.monotonic()
             due = [prompt for prompt in idle if prompt.ask_at <= now]

@@ -87,16 +87,8 @@ async def export_pack(
     held = [await _held(store, prompt) for prompt in prompts]
     manifest = Manifest.of(store.spec, held, signer.public, hash=PageHash.best() if hash is None else hash)
     export = _Export(store, manifest, signer, progress)
-    if path is None:
-        async with open_file(sys.stdout.fileno(), "wb") as file:
-            await export.run(_Output(file, ours=False), 0)
-    else:
-        part = path.with_name(path.name + ".part")
-        done = await _resumable(part, manifest, export) if resume else 0
-        async with open_file(part, "r+b" if done else "wb") as file:
-            await export.run(_Output(file, ours=True), done)
-            await asyncio.to_thread(os.fsync, file.fileno())
-        await aiofiles.os.replace(part, path)
+    done = await _resumable(_part(path), manifest, export) if resume and path is not None else 0
+    await _write_packs([export], path, done)
     asked = sum(map(len, prompts))
     return Exported(manifest, asked, sum(map(len, held)), export.resumed_pages)
 
@@ -131,18 +123,28 @@ async def export_groups(
         exported.append(Exported(manifest, asked, sum(map(len, held)), 0))
     if not exported:
         raise UsageError("nothing to pack: no whole chunk of these prompts is held")
-    part = None if path is None else path.with_name(path.name + ".part")
-    async with open_file(sys.stdout.fileno() if part is None else part, "wb") as file:
+    await _write_packs(exports, path)
+    return exported
+
+
+async def _write_packs(exports: Sequence[_Export], path: Path | None, done: int = 0) -> None:
+    """One behind the other; of the first, ``done`` blocks are there already."""
+    part = None if path is None else _part(path)
+    async with open_file(sys.stdout.fileno() if part is None else part, "r+b" if done else "wb") as file:
         output = _Output(file, ours=part is not None)
         for export in exports:
-            await export.run(output, 0)
+            await export.run(output, done)
+            done = 0
             if not export.last:
                 await output.write(bytes(-FOOTER_BYTES % ALIGNMENT))
         if part is not None:
             await asyncio.to_thread(os.fsync, file.fileno())
     if part is not None and path is not None:
         await aiofiles.os.replace(part, path)
-    return exported
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(path.name + ".part")
 
 
 def _check_new(path: Path | None) -> None:

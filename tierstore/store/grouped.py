@@ -521,13 +521,10 @@ class GroupedStore:
             return
         others = [other for other in range(len(self.pools)) if other != group]
         while others and pool.free_pages < count:
-            idle = {other: self._idle(other) * self.pools[other].spec.page_bytes for other in others}
-            donor = max(idle, key=lambda other: idle[other])
-            own = self._idle(group)
-            enough = pool.free_pages + own >= count
-            if enough and idle[donor] <= own * pool.spec.page_bytes:
+            enough = pool.free_pages + self._idle(group) >= count
+            if enough and max(map(self._idle_bytes, others)) <= self._idle_bytes(group):
                 break
-            if not any(self._empty_one(other) for other in sorted(idle, key=lambda each: -idle[each])):
+            if not self._empty_any(others):
                 break
 
     def make_room_for(self, parts: Sequence[_Part]) -> None:
@@ -538,6 +535,13 @@ class GroupedStore:
     def _idle(self, group: int) -> int:
         """Cached pages of a group that nobody uses."""
         return self.stores[group].available_hbm() - self.pools[group].free_pages
+
+    def _idle_bytes(self, group: int) -> int:
+        return self._idle(group) * self.pools[group].spec.page_bytes
+
+    def _empty_any(self, groups: Sequence[int]) -> bool:
+        """:meth:`_empty_one` of the group with most idle bytes, or of the next that can."""
+        return any(self._empty_one(each) for each in sorted(groups, key=self._idle_bytes, reverse=True))
 
     def _empty_one(self, group: int) -> bool:
         """Let cached pages of a group leave until a large page of it is empty, or given back."""
@@ -557,10 +561,8 @@ class GroupedStore:
         if not isinstance(pools[0], GroupPool):
             raise UsageError("the layer groups have a pool each: there is no one size to change")
         pools[0].resize(whole_number("nbytes", nbytes, least=1))
-        while pools[0].excess:
-            idle = {group: self._idle(group) * pool.spec.page_bytes for group, pool in enumerate(pools)}
-            if not any(self._empty_one(group) for group in sorted(idle, key=lambda each: -idle[each])):
-                break
+        while pools[0].excess and self._empty_any(range(len(pools))):
+            pass
         pools[0].settle(wait=True)
         return pools[0].frames.size
 
