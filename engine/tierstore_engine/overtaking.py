@@ -50,7 +50,7 @@ class Spent:
         return later / sum(self.prompts.values()) if later else 0.0
 
 
-def passed(entries: Iterable[Entry], spent: Spent, seconds: float) -> None:
-    """A step took so many seconds, and there is room for all of ``entries``."""
+def passed(entries: Iterable[Entry], spent: Spent, seconds: float, *, admitted: bool = True) -> None:
+    """A step took so many seconds, and all of ``entries`` have room, or none of them has."""
     for entry in entries:
-        entry.overtaken_s += seconds * spent.overtakes(entry.place)
+        entry.overtaken_s += seconds * spent.overtakes(entry.place, admitted=admitted)

@@ -34,7 +34,7 @@ from tierstore_engine.keeper import PageKeeper, wait_briefly
 from tierstore_engine.look_ahead import LookAhead
 from tierstore_engine.ordering import Entry, Place, Turn, common_chunks, turns
 from tierstore_engine.outputs import RequestId
-from tierstore_engine.overtaking import Spent
+from tierstore_engine.overtaking import Spent, passed
 from tierstore_engine.sequence import Sequence, SequenceState
 from tierstore_engine.settings import EngineSettings
 
@@ -561,9 +561,9 @@ class Scheduler:
             self._pace.append((step.tokens, step.behind, took_s))
         if not self._by_cache:
             return
-        for prompt in self._prompts.values():
-            share = step.spent.overtakes(prompt.entry.place, admitted=not prompt.waits)
-            prompt.entry.overtaken_s += share * took_s
+        for waits in (False, True):
+            entries = [prompt.entry for prompt in self._prompts.values() if prompt.waits is waits]
+            passed(entries, step.spent, took_s, admitted=not waits)
 
     def _speed(self) -> Prefill:
         """How fast prompts are computed beside everything else: the shape is measured on lone steps, the pace

@@ -196,9 +196,10 @@ class Frames:
 
     def _grow(self) -> None:
         come: list[int] = []
+        frame = -1
         try:
             while self.present < self.target:
-                frame = self._there.index(0)
+                frame = self._there.index(0, frame + 1)
                 missing = self._granules(frame)
                 if self._backing is not None and missing and not self._backing.back(missing):
                     break

@@ -14,8 +14,9 @@ names no page (``NO_PAGE``) for what no token of its group can see any more.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
@@ -26,6 +27,8 @@ from tierstore_engine.errors import ModelError
 from tierstore_engine.moving import to_device
 from tierstore_engine.pointwise import Pointwise
 from tierstore_engine.rope import rotate
+
+S = TypeVar("S")
 
 NO_PAGE = -1
 """In a block table: the chunk's page has been given back."""
@@ -85,6 +88,29 @@ class BatchLayout:
         tables = tuple(numbers_on(span.tables[group], device) for span in spans)
         nothing = torch.empty(0, dtype=torch.int64, device=device)
         return cls(tuple(spans), tables, nothing, nothing, group)
+
+
+class Prepared(Generic[S]):
+    """What a backend makes of a batch, once for all layers: of the newest one, and for good of those that are
+    fixed (:meth:`CudaAttention.fix <tierstore_engine.attention.cuda.CudaAttention.fix>`)."""
+
+    def __init__(self) -> None:
+        self._fixed: dict[int, tuple[BatchLayout, S]] = {}  # by the batch's id, which it keeps
+        self._newest: tuple[BatchLayout, Hashable, S] | None = None
+
+    def fix(self, batch: BatchLayout, made: S) -> BatchLayout:
+        """It is ``made`` whatever is asked for; the same batch."""
+        self._fixed[id(batch)] = batch, made
+        return batch
+
+    def of(self, batch: BatchLayout, make: Callable[[], S], *, kind: Hashable = None) -> S:
+        """What has been made of ``batch``, of this ``kind``, or is made now."""
+        if (fixed := self._fixed.get(id(batch))) is not None:
+            return fixed[1]
+        newest = self._newest
+        if newest is None or newest[0] is not batch or newest[1] != kind:
+            newest = self._newest = batch, kind, make()
+        return newest[2]
 
 
 class Attention(ABC):

@@ -13,7 +13,7 @@ which pages it has.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeAlias
 
@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from tierstore.spec import KVSpec, LayerKind
-from tierstore_engine.attention.base import Attention, BatchLayout, Span
+from tierstore_engine.attention.base import Attention, BatchLayout, Prepared, Span
 from tierstore_engine.attention.gathered import NOWHERE, GatheredPrefill, pages_of
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.kernels.launcher import Launcher
@@ -45,14 +45,12 @@ _MOST_PARTS = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A batch as the kernels want it. Built once per step, and used by all layers."""
+    """A batch as the kernels want it."""
 
-    batch: BatchLayout
     slots: Slots
     decoding: Sequences | None
     prefilling: Sequence[Sequences]
     gathered: Sequence[tuple[int, Span, torch.Tensor]] = ()  # first row, span and pages of each
-    with_lse: bool = False
 
 
 class CudaAttention(Attention):
@@ -104,8 +102,7 @@ class CudaAttention(Attention):
             for layer in group.layers
         }
         self._place = {layer: place for place, layer in enumerate(group.layers)}
-        self._step: _Step | None = None
-        self._fixed: dict[int, _Step] = {}
+        self._steps: Prepared[_Step] = Prepared()
 
     def pointwise(self, config: ModelConfig) -> Pointwise:
         return kernel_pointwise(self._launcher, config)
@@ -114,8 +111,7 @@ class CudaAttention(Attention):
         """A batch of decoding sequences that is these tensors: what they hold when it is computed counts. Its
         spans are empty. For batches that are captured once and replayed for good."""
         layout = BatchLayout((), (), slots.pages, slots.offsets)
-        self._fixed[id(layout)] = _Step(layout, slots, decoding, ())
-        return layout
+        return self._steps.fix(layout, _Step(slots, decoding, ()))
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None, batch: BatchLayout) -> None:
         assert values is not None, "the kernels know no latents"
@@ -175,14 +171,11 @@ class CudaAttention(Attention):
         return out
 
     def _prepared(self, batch: BatchLayout, *, with_lse: bool = False) -> _Step:
-        fixed = self._fixed.get(id(batch))
-        if fixed is not None:
-            return fixed
-        if self._step is None or self._step.batch is not batch or self._step.with_lse != with_lse:
+        def make() -> _Step:
             at_library = self._at_library if not with_lse else _nowhere
-            prepared = _prepare(batch, self.chunk_tokens, at_library, self._splits, self._most_parts)
-            self._step = replace(prepared, with_lse=with_lse)
-        return self._step
+            return _prepare(batch, self.chunk_tokens, at_library, self._splits, self._most_parts)
+
+        return self._steps.of(batch, make, kind=with_lse)
 
     def _at_library(self, span: Span) -> bool:
         """A matter of the span alone, so that the same tokens are always computed in the same way."""
@@ -260,7 +253,7 @@ def _prepare(
     on_device = torch.split(numbers, [len(part) for part in parts])
     decoding, *prefilling = (kind.sequences(part) for part, kind in zip(on_device, kinds, strict=True))
     slots = Slots(batch.pages.to(torch.int32), batch.offsets.to(torch.int32))
-    return _Step(batch, slots, decoding, [each for each in prefilling if each is not None], gathered)
+    return _Step(slots, decoding, [each for each in prefilling if each is not None], gathered)
 
 
 def _groups(

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from tierstore.spec import KVSpec
-from tierstore_engine.attention.base import Attention, BatchLayout, Span
+from tierstore_engine.attention.base import Attention, BatchLayout, Prepared, Span
 from tierstore_engine.attention.cuda import kernel_pointwise
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.kernels.latents import Entries, LatentKernels
@@ -28,9 +28,8 @@ from tierstore_engine.pointwise import Pointwise
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A batch as the kernels want it. Built once per step, and used by all layers."""
+    """A batch as the kernels want it."""
 
-    batch: BatchLayout
     slots: Slots
     decoding: Entries | None
     chunks: Entries | None
@@ -61,8 +60,7 @@ class CudaLatentAttention(Attention):
             layer: LayerPages(pool, pool.stride(0), spec.layer(layer).start // pool.element_size())
             for layer in group.layers
         }
-        self._step: _Step | None = None
-        self._fixed: dict[int, _Step] = {}
+        self._steps: Prepared[_Step] = Prepared()
 
     def pointwise(self, config: ModelConfig) -> Pointwise:
         return kernel_pointwise(self._launcher, config)
@@ -71,8 +69,7 @@ class CudaLatentAttention(Attention):
         """As :meth:`~tierstore_engine.attention.cuda.CudaAttention.fix`."""
         layout = BatchLayout((), (), slots.pages, slots.offsets)
         entries = Entries(decoding.rows, decoding.lengths, decoding.tables, decoding.max_length)
-        self._fixed[id(layout)] = _Step(layout, slots, entries, None)
-        return layout
+        return self._steps.fix(layout, _Step(slots, entries, None))
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None, batch: BatchLayout) -> None:
         assert values is None, "latents are keys"
@@ -100,12 +97,7 @@ class CudaLatentAttention(Attention):
         return out
 
     def _prepared(self, batch: BatchLayout) -> _Step:
-        fixed = self._fixed.get(id(batch))
-        if fixed is not None:
-            return fixed
-        if self._step is None or self._step.batch is not batch:
-            self._step = _prepare(batch, self.chunk_tokens)
-        return self._step
+        return self._steps.of(batch, lambda: _prepare(batch, self.chunk_tokens))
 
 
 def _prepare(batch: BatchLayout, chunk_tokens: int) -> _Step:
@@ -121,7 +113,7 @@ def _prepare(batch: BatchLayout, chunk_tokens: int) -> _Step:
     on_device = torch.split(numbers, [len(part) for part in parts])
     decoding, chunks = (kind.entries(part) for part, kind in zip(on_device, kinds, strict=True))
     slots = Slots(batch.pages.to(torch.int32), batch.offsets.to(torch.int32))
-    return _Step(batch, slots, decoding, chunks)
+    return _Step(slots, decoding, chunks)
 
 
 @dataclass(frozen=True, slots=True)

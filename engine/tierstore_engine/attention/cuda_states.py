@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from tierstore.spec import KVSpec
-from tierstore_engine.attention.base import BatchLayout
+from tierstore_engine.attention.base import BatchLayout, Prepared
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.kernels.launcher import Launcher
 from tierstore_engine.kernels.operations import Sequences, Slots
@@ -27,16 +27,14 @@ class CudaStates(RecurrentStates):
         self.chunk_tokens = spec.chunk_tokens
         self._delta, self._spec, self._pages = config.delta, spec, pages
         self._kernels = StateKernels(launcher, config.delta, dtype=config.dtype)
-        self._step: tuple[BatchLayout, StateSpans] | None = None
-        self._fixed: dict[int, tuple[BatchLayout, StateSpans]] = {}
+        self._steps: Prepared[StateSpans] = Prepared()
 
     def fix(self, slots: Slots, decoding: Sequences) -> BatchLayout:
         """As :meth:`~tierstore_engine.attention.cuda.CudaAttention.fix`; a state's page is the first of its
         sequence's table."""
         layout = BatchLayout((), (), slots.pages, slots.offsets)
         spans = StateSpans(decoding.rows, decoding.counts, decoding.lengths, decoding.tables)
-        self._fixed[id(layout)] = layout, spans
-        return layout
+        return self._steps.fix(layout, spans)
 
     def advance(
         self,
@@ -51,15 +49,9 @@ class CudaStates(RecurrentStates):
         out = channels.new_empty(len(channels), delta.value_heads, delta.value_dim)
         inputs = (channels.contiguous(), conv.contiguous(), rates.contiguous(), decays.contiguous())
         offset = self._spec.layer(layer).start
-        self._kernels.advance(self._pages, offset, *inputs, self._prepared(layout), out)
+        spans = self._steps.of(layout, lambda: _prepare(layout, self._pages.device))
+        self._kernels.advance(self._pages, offset, *inputs, spans, out)
         return out
-
-    def _prepared(self, layout: BatchLayout) -> StateSpans:
-        """Built once per step, and used by all layers."""
-        known = self._fixed.get(id(layout), self._step)
-        if known is None or known[0] is not layout:
-            known = self._step = layout, _prepare(layout, self._pages.device)
-        return known[1]
 
 
 def _prepare(layout: BatchLayout, device: torch.device) -> StateSpans:
