@@ -36,6 +36,9 @@ KEY_BYTES = 16
 _WORTH_A_CALL = 32  # chunks, of the compiled part
 TOKEN_BYTES = 4
 TOKEN_DTYPE = np.dtype("<u4")
+NAME_BYTES = 32
+LEAST_NAMED_TOKENS = NAME_BYTES // TOKEN_BYTES
+"""A page's name takes the place of so many tokens: chunks of pages with names may not be shorter."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +151,22 @@ class Prompt:
         prompt.loose = True
         prompt.pages_before = pages_before
         return prompt
+
+    @classmethod
+    def named_pages(
+        cls, identity: Identity, names: Sequence[bytes], *, chunk_tokens: int, pages_before: int = 0
+    ) -> Prompt:
+        """:meth:`loose_pages`, each found by a name of :data:`NAME_BYTES`, such as a cryptographic hash of
+        all that its bytes depend on. The name stands where others have tokens, of which there have to be
+        :data:`LEAST_NAMED_TOKENS`, so all of it is compared."""
+        width = chunk_tokens * TOKEN_BYTES
+        return cls.loose_pages(
+            identity,
+            b"".join([name.ljust(width, b"\0") for name in names]),
+            [PageKey(name[:KEY_BYTES]) for name in names],
+            chunk_tokens=chunk_tokens,
+            pages_before=pages_before,
+        )
 
     def copy(self) -> Prompt:
         """A prompt that begins like this one and grows by itself. No key is computed again."""

@@ -151,14 +151,15 @@ _KINDS = {
     "attention": LayerKind.FULL_ATTENTION,
     "mamba": LayerKind.RECURRENT_STATE,
 }
-_PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # of Nemotron-H's blocks
+BLOCK_PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+"""What the letters of Nemotron-H's ``hybrid_override_pattern`` stand for."""
 
 
 def _named_layers(config: Mapping[str, Any]) -> list[str] | None:
     """What a list in ``config`` calls its layers. Nemotron-H's blocks that are an MLP are left out."""
     blocks = config.get("layers_block_type")
     if blocks is None and (pattern := config.get("hybrid_override_pattern")):
-        blocks = [_PATTERN.get(each, each) for each in str(pattern)]
+        blocks = [BLOCK_PATTERN.get(each, each) for each in str(pattern)]
     if blocks is not None:
         return [str(each) for each in blocks if each not in ("mlp", "moe")]
     named = config.get("layer_types")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+from tierstore.sizing import BLOCK_PATTERN
 from tierstore.spec import LayerKind
 from tierstore_engine.config import (
     DeltaConfig,
@@ -401,14 +402,13 @@ def _nemotron_h(raw: Raw) -> ModelConfig:
 
 
 _MIXERS = ("mamba", "linear_attention", "attention", "full_attention")
-_PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
 
 def _blocks(raw: Raw) -> list[str]:
     named = raw.get("layers_block_type") or raw.get("layer_types")
     if named is None:
         pattern = str(raw.get("hybrid_override_pattern") or "")
-        named = [_PATTERN.get(each, each) for each in pattern]
+        named = [BLOCK_PATTERN.get(each, each) for each in pattern]
     unknown = sorted({str(each) for each in named} - {*_MIXERS, "mlp", "moe"})
     if unknown or not named:
         raise ModelError(f"config.json: layers_block_type names {', '.join(unknown) or 'nothing'}: not known")

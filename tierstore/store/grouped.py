@@ -38,7 +38,7 @@ from tierstore.arguments import optional_seconds, whole_number
 from tierstore.errors import UsageError
 from tierstore.groups import GroupRule, Past, longest_hit, page_ranges, search
 from tierstore.index import LABELS, Tier
-from tierstore.keys import KEY_BYTES, TOKEN_BYTES, Identity, PageKey, Prompt, TokenIds
+from tierstore.keys import LEAST_NAMED_TOKENS, Identity, Prompt, TokenIds
 from tierstore.planner import Part, Plan
 from tierstore.retention import checkpoint_tokens, superseded
 from tierstore.spec import KVSpec
@@ -52,9 +52,6 @@ from tierstore.tiers.two_level import check as check_pools
 from tierstore.transfer import Transfer, TransferState
 from tierstore.types import GroupPages, Hint, Loaded, Promise
 
-_NAME_BYTES = 32
-LEAST_TOKENS = _NAME_BYTES // TOKEN_BYTES
-"""A name takes the place of so many tokens: chunks may not be shorter."""
 R = TypeVar("R")
 
 
@@ -62,9 +59,9 @@ def group_specs(spec: KVSpec) -> tuple[KVSpec, ...]:
     """How the pages of each layer group are kept: of groups that need every token as chains, of the others by
     names. Raises :class:`UsageError` for chunks that are too short for a name."""
     parts = [part if _is_chain(part) else replace(part, hashed=True) for part in spec.split()]
-    if any(part.hashed for part in parts) and spec.chunk_tokens < LEAST_TOKENS:
+    if any(part.hashed for part in parts) and spec.chunk_tokens < LEAST_NAMED_TOKENS:
         raise UsageError(
-            f"pages of windows and states are named by {LEAST_TOKENS} tokens' worth of bytes: "
+            f"pages of windows and states are named by {LEAST_NAMED_TOKENS} tokens' worth of bytes: "
             f"chunks of {spec.chunk_tokens} tokens are too short"
         )
     return tuple(parts)
@@ -133,13 +130,8 @@ class GroupedPrompt(Prompt):
             self._digest_so_far = hashlib.sha256(self._digest_so_far + chunk).digest()
             self._names.append(self._digest_so_far)
         names = [self._names[chunk] for chunk in chunks]
-        width = self.chunk_tokens * TOKEN_BYTES
-        return Prompt.loose_pages(
-            self._identities[group],
-            b"".join([name.ljust(width, b"\0") for name in names]),
-            [PageKey(name[:KEY_BYTES]) for name in names],
-            chunk_tokens=self.chunk_tokens,
-        )  # and no place in the prompt: which of them leave is said by what is let go of
+        # And no place in the prompt: which of them leave is said by what is let go of.
+        return Prompt.named_pages(self._identities[group], names, chunk_tokens=self.chunk_tokens)
 
 
 @dataclass(frozen=True, slots=True)

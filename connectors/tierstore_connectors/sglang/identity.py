@@ -19,13 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from tierstore.errors import UsageError
-from tierstore.keys import KEY_BYTES, TOKEN_BYTES, Identity, PageKey, Prompt
+from tierstore.keys import NAME_BYTES, Identity, Prompt
 from tierstore.spec import KVSpec
 from tierstore_connectors.common.facts import COMMIT, digest, digest_of_files, plain, weight_files
-
-_HASH_BYTES = 32
-LEAST_TOKENS = _HASH_BYTES // TOKEN_BYTES
-"""A page's hash takes the place of so many tokens."""
 
 _OF_WEIGHTS = ("model_path", "revision", "random_seed")
 # What changes a page's bytes besides the weights; of these SGLang has what its version has.
@@ -43,7 +39,7 @@ ARGUMENTS = (*_OF_WEIGHTS, *_OF_COMPUTING)
 
 def page_hash(key: str) -> bytes:
     """32 bytes for a page's name: SGLang's hash itself, or that of a name of another kind."""
-    if len(key) == 2 * _HASH_BYTES:
+    if len(key) == 2 * NAME_BYTES:
         try:
             return bytes.fromhex(key)
         except ValueError:
@@ -55,9 +51,7 @@ def pages_named(identity: Identity, keys: Sequence[str], chunk_tokens: int, befo
     """The pages that SGLang names ``keys``, each by itself. ``before``: how many come before them, as far as
     SGLang says so."""
     names = [page_hash(key) for key in keys]
-    tokens = b"".join([name.ljust(chunk_tokens * TOKEN_BYTES, b"\0") for name in names])
-    page_keys = [PageKey(name[:KEY_BYTES]) for name in names]
-    return Prompt.loose_pages(identity, tokens, page_keys, chunk_tokens=chunk_tokens, pages_before=before)
+    return Prompt.named_pages(identity, names, chunk_tokens=chunk_tokens, pages_before=before)
 
 
 def model_digest(version: str, arguments: Mapping[str, Any], namespace: str) -> str:

@@ -11,9 +11,9 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from tierstore import copying
+from tierstore.keys import LEAST_NAMED_TOKENS
 from tierstore.store.buffers import copied_frames
 from tierstore_connectors.common.facts import digest
-from tierstore_connectors.sglang.identity import LEAST_TOKENS
 
 Problem = Callable[[str, Exception], None]
 
@@ -37,7 +37,7 @@ class HostPool:
         sizes = [int(size) for size in pool.get_page_buffer_meta(first_page)[1]]
         self.sizes = tuple(sizes)
         self.page_bytes = sum(sizes)
-        self.chunk_tokens = max(int(pool.page_size), LEAST_TOKENS)
+        self.chunk_tokens = max(int(pool.page_size), LEAST_NAMED_TOKENS)
         kind = type(pool)
         self.layout = digest(
             [f"{kind.__module__}.{kind.__qualname__}", str(pool.layout), pool.page_size, sizes]

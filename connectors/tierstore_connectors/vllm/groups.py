@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tierstore.groups import GroupRule, Past
-from tierstore.store.grouped import LEAST_TOKENS
+from tierstore.keys import LEAST_NAMED_TOKENS
 from tierstore_connectors.vllm.layout import UnsupportedError
 from tierstore_connectors.vllm.orders import NULL_BLOCK, GroupBlocks, kept_by_name
 
@@ -101,10 +101,12 @@ def read_groups(
         raise UnsupportedError(f"chunk_tokens is {chunk_tokens}: it has to be a multiple of {unit}")
     named = any(kept_by_name(group.rule) for group in groups)
     # States are where vLLM ends a step, at any block's end: there a chunk has to end, too.
-    least = LEAST_TOKENS if named else _MIN_CHUNK_TOKENS
+    least = LEAST_NAMED_TOKENS if named else _MIN_CHUNK_TOKENS
     chunk = chunk_tokens or -(-least // unit) * unit
-    if chunk < LEAST_TOKENS and named:
-        raise UnsupportedError(f"chunk_tokens is {chunk}: a model with states needs {LEAST_TOKENS} or more")
+    if chunk < LEAST_NAMED_TOKENS and named:
+        raise UnsupportedError(
+            f"chunk_tokens is {chunk}: a model with states needs {LEAST_NAMED_TOKENS} or more"
+        )
     return Groups(tuple(groups), len(groups), hash_tokens, chunk)
 
 

@@ -197,13 +197,7 @@ class ChunkNames:
             known.append(hashlib.sha256(before + keys[chunk] + part).digest())
         self._names = known
         names = known[chunks.start : chunks.stop]
-        return Prompt.loose_pages(
-            identity,
-            b"".join([name.ljust(width, b"\0") for name in names]),
-            [PageKey(name[:KEY_BYTES]) for name in names],
-            chunk_tokens=self.chunk_tokens,
-            pages_before=chunks.start,
-        )
+        return Prompt.named_pages(identity, names, chunk_tokens=self.chunk_tokens, pages_before=chunks.start)
 
 
 def hashes_are_private(algorithm: str, environment: Mapping[str, str], *, fixed_seed: bool) -> bool:
