@@ -30,9 +30,8 @@ from tierstore.spec import KVSpec
 from tierstore.units import GIB, MIB, format_size, round_up
 
 MAGIC = b"TSKV\r\n\x1a\n"  # a transfer that takes it for text changes it
-HEAD = struct.Struct(
-    "<8sIIQQQ32s24x"
-)  # magic, version, packs that follow, index, page bytes, pages, signer's public key
+# Magic, version, packs that follow, bytes of the index, bytes of a page, pages, the signer's public key.
+HEAD = struct.Struct("<8sIIQQQ32s24x")
 SEAL = struct.Struct("<32s64s")  # SHA-256, Ed25519 signature (zeros: unsigned)
 FOOTER = struct.Struct("<8sQ")  # magic, pages; then a seal
 FOOTER_MAGIC = b"TSKVEND\n"
