@@ -51,6 +51,10 @@ def test_all_scenarios_against_real_servers(tmp_path):
     assert all(row["peak_memory_bytes"] > 50 << 20 for row in document["batch"])
     _check_tiers(document["longctx"])
     _check_arrivals(document["online"])
+    cases = [(row["beside"], row["target"]) for row in document["stream"]]
+    besides = ("alone", "3 slow readers", "3 long prompts")
+    assert cases == [(beside, target) for beside in besides for target in ("ours+store", "transformers")]
+    assert all(0 <= row["itl_p50_s"] <= row["itl_p99_s"] <= row["itl_max_s"] for row in document["stream"])
 
 
 def _check_tiers(rows):

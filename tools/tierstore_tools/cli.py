@@ -474,7 +474,7 @@ def scenarios(
     block_tokens: Annotated[int, typer.Option(min=1, help="That a block of the trace stands for")] = 64,
     slo_ttft: Annotated[float, typer.Option(min=0, help="online: seconds to the first token, at most")] = 1.0,
     slo_itl: Annotated[float, typer.Option(min=0, help="online: seconds per later token, at most")] = 0.1,
-    rounds: Annotated[int, typer.Option(min=1, help="longctx: prompts; medians are reported")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="longctx, stream: medians of so many")] = 3,
     slow_readers: Annotated[int, typer.Option(min=1, help="stream: beside 4 quick ones")] = 28,
     request_s: Annotated[float, typer.Option(min=0.1, help="Seconds for one request at most")] = 180.0,
     host_bytes: Annotated[str, typer.Option(help="Arena of a store's daemon")] = "2GiB",

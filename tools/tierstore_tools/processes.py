@@ -24,13 +24,20 @@ def listens(port: int) -> bool:
 
 
 def memory_bytes(pids: Iterable[int]) -> int:
-    """Memory of these processes and all that they started, shared pages counted once (PSS)."""
-    return sum(_pss(each, "Pss") for pid in pids for each in _family(pid))
+    """Memory of these processes and all that they started, shared pages counted once (PSS). The kernel walks
+    over all of their pages for it, .1 s for a few GiB: not while they are timed."""
+    return sum(_kib(each, "smaps_rollup", "Pss") for pid in pids for each in _family(pid))
+
+
+def private_bytes(pids: Iterable[int]) -> int:
+    """As much of it as is no file's and no shared memory. The kernel counts these anyway: they may be timed
+    meanwhile. Pages that a fork has shared count for each."""
+    return sum(_kib(each, "status", "RssAnon") for pid in pids for each in _family(pid))
 
 
 def shared_bytes(pids: Iterable[int]) -> int:
     """As much of it as is shared memory; of pages that several have, a share each."""
-    return sum(_pss(each, "Pss_Shmem") for pid in pids for each in _family(pid))
+    return sum(_kib(each, "smaps_rollup", "Pss_Shmem") for pid in pids for each in _family(pid))
 
 
 def core_seconds(pids: Iterable[int]) -> float:
@@ -47,9 +54,10 @@ def _family(pid: int) -> list[int]:
     return found
 
 
-def _pss(pid: int, kind: str) -> int:
+def _kib(pid: int, file: str, name: str) -> int:
+    """A line of /proc/PID/``file``, in bytes; 0 where there is none."""
     with suppress(OSError):  # it has ended
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith(f"{kind}:"):
+        for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
+            if line.startswith(f"{name}:"):
                 return int(line.split()[1]) << 10
     return 0

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+import statistics
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -48,7 +49,7 @@ def run(settings: Scenarios, *, json: str | None, plot: Path | None) -> None:
             with phases.phase(f"{target.name}: start", measurable=False), _failures(target, result):
                 target.start()
         for step in steps:
-            for target in targets:
+            for target in reversed(targets) if step.backwards else targets:
                 if target.name not in {each.name for each in result.failed}:
                     with phases.phase(f"{step.name}: {target.name}") as phase, _failures(target, result):
                         step.run(target, settings.request_s, phase.update)
@@ -76,11 +77,13 @@ def _failures(target: Target, result: Result) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One load, which goes from target to target: what a machine does meanwhile hits them alike."""
+    """One load, which goes from target to target: what a machine does meanwhile hits them alike.
+    ``backwards``: from the last one to the first."""
 
     name: str
     work: Callable[..., Coroutine[Any, Any, Any]]
     keep: Callable[[Any], None]
+    backwards: bool = False
 
     def run(self, target: Target, request_s: float, progress: Progress) -> None:
         self.keep(asyncio.run(self.work(target, request_s=request_s, progress=progress)))
@@ -100,9 +103,11 @@ def _steps(settings: Scenarios, result: Result) -> Iterator[_Step]:
                 work = partial(runs.online, traffic=traffic, slo=settings.slo)
                 yield _Step(f"online, {name}, {rate:g} a second", work, result.online.append)
     if "stream" in settings.scenarios:
-        for slow in (0, settings.slow_readers):
-            work = partial(runs.stream, readers=settings.readers(slow))
-            yield _Step(f"stream, {slow} slow readers", work, result.stream.append)
+        for round in range(settings.rounds):
+            for readers in settings.readers(round):
+                work = partial(runs.stream, round=round, readers=readers)
+                name = f"stream, {readers.beside}, round {round + 1}"
+                yield _Step(name, work, result.stream.append, backwards=bool(round % 2))
     if "longctx" in settings.scenarios:
         work = partial(runs.longctx, prompts=settings.long(), agreement=agreement)
         yield _Step("longctx", work, result.longctx.extend)
@@ -138,6 +143,31 @@ def _described(settings: Scenarios) -> dict[str, object]:
     return described
 
 
+def _rounds(rows: Sequence[StreamRow]) -> list[list[StreamRow]]:
+    """The rounds of each target beside the same."""
+    found: dict[tuple[str, str], list[StreamRow]] = {}
+    for row in rows:
+        found.setdefault((row.beside, row.target), []).append(row)
+    return list(found.values())
+
+
+def _stream_line(rows: Sequence[StreamRow]) -> tuple[str, ...]:
+    p99 = [row.itl_p99_s for row in rows]
+    memory = [row.memory_bytes for row in rows if row.memory_bytes is not None]
+    return (
+        rows[0].target,
+        rows[0].beside,
+        report.seconds(statistics.median(row.itl_p50_s for row in rows)),
+        report.seconds(statistics.median(p99)),
+        report.seconds(min(p99)),
+        report.seconds(max(p99)),
+        report.seconds(statistics.median(row.jitter_s for row in rows)),
+        report.seconds(max(row.itl_max_s for row in rows)),
+        format_size(max(memory)) if memory else "–",
+        f"{sum(row.failed for row in rows)}",
+    )
+
+
 def _show(result: Result, settings: Scenarios, *, to_stderr: bool) -> None:
     if result.batch:
         report.table(
@@ -150,6 +180,7 @@ def _show(result: Result, settings: Scenarios, *, to_stderr: bool) -> None:
                 "KV reserved",
                 "used",
                 "memory",
+                "core-s",
                 "same",
                 "failed",
             ),
@@ -215,21 +246,21 @@ def _show(result: Result, settings: Scenarios, *, to_stderr: bool) -> None:
         )
     if result.stream:
         report.table(
-            f"stream: gaps between tokens of {result.stream[0].quick_readers} quick readers",
-            ("target", "slow readers", "ITL p50", "p99", "longest", "jitter", "memory", "failed"),
-            [
-                (
-                    row.target,
-                    f"{row.slow_readers}",
-                    report.seconds(row.itl_p50_s),
-                    report.seconds(row.itl_p99_s),
-                    report.seconds(row.itl_max_s),
-                    report.seconds(row.jitter_s),
-                    "–" if row.peak_memory_bytes is None else format_size(row.peak_memory_bytes),
-                    f"{row.failed}",
-                )
-                for row in result.stream
-            ],
+            f"stream: gaps between tokens of {result.stream[0].quick_readers} quick readers, medians of "
+            f"{settings.rounds} rounds",
+            (
+                "target",
+                "beside",
+                "ITL p50",
+                "p99",
+                "from",
+                "to",
+                "jitter",
+                "longest",
+                "memory",
+                "failed",
+            ),
+            [_stream_line(rows) for rows in _rounds(result.stream)],
             to_stderr=to_stderr,
         )
     console = report.stderr if to_stderr else report.stdout

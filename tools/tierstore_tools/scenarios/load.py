@@ -28,11 +28,14 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """Streams that are read at once; the slow ones pause ``pause_s`` after each piece."""
+    """Quick readers of streams and what is ``beside`` them: slow ones, which pause ``pause_s`` after each
+    piece, and requests that arrive meanwhile."""
 
     quick: Sequence[Ask]
-    slow: Sequence[Ask]
-    pause_s: float
+    beside: str = "alone"
+    slow: Sequence[Ask] = ()
+    pause_s: float = 0.0
+    arrivals: Sequence[Arrival] = ()
 
 
 def tokens(seed: object, count: int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,8 +75,14 @@ def _online(axes: Axes, result: Result) -> None:
 
 
 def _stream(axes: Axes, result: Result) -> None:
-    cells = {(row.target, f"{row.slow_readers} slow readers"): row.itl_p99_s for row in result.stream}
-    _grouped(axes, cells, lambda seconds: f" {_seconds(seconds)}")
+    rounds: dict[tuple[str, str], list[float]] = {}
+    for row in result.stream:
+        rounds.setdefault((row.target, row.beside), []).append(row.itl_p99_s)
+    _grouped(
+        axes,
+        {cell: statistics.median(values) for cell, values in rounds.items()},
+        lambda seconds: f" {_seconds(seconds)}",
+    )
     axes.set_xlabel("p99 of the time between tokens, seconds")
     axes.set_title("stream")
 

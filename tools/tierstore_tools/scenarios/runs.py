@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tierstore.errors import TierStoreError
-from tierstore_tools.processes import core_seconds, memory_bytes
+from tierstore_tools.processes import core_seconds, memory_bytes, private_bytes
 from tierstore_tools.scenarios.endpoint import Ask, Endpoint, Reply, connected
 from tierstore_tools.scenarios.load import Arrival, Readers, tokens
 from tierstore_tools.scenarios.targets import Target, reserved_tokens
@@ -98,17 +98,19 @@ class OnlineRow:
 
 @dataclass(frozen=True, slots=True)
 class StreamRow:
-    """Gaps of the quick readers, beside so many slow ones. ``jitter_s`` is their standard deviation."""
+    """Gaps of the quick readers in one round, by what was beside them. ``jitter_s`` is their standard
+    deviation, ``memory_bytes`` what the target's processes have in the end (None: they run elsewhere)."""
 
     target: str
+    round: int
     quick_readers: int
-    slow_readers: int
+    beside: str
     failed: int
     itl_p50_s: float
     itl_p99_s: float
     itl_max_s: float
     jitter_s: float
-    peak_memory_bytes: int | None
+    memory_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +187,8 @@ async def online(
     answered."""
     async with _warm(target, request_s) as endpoint:
         begun = time.perf_counter()
-
-        async def ask(arrival: Arrival) -> Reply:
-            await asyncio.sleep(begun + arrival.at_s - time.perf_counter())
-            return await endpoint.ask(arrival.ask)
-
-        replies = await _all([ask(arrival) for arrival in traffic.arrivals], progress)
+        asking = [_when_due(endpoint, arrival, begun) for arrival in traffic.arrivals]
+        replies = await _all(asking, progress)
         seconds = time.perf_counter() - begun
     whole = _whole(target, replies)
     good = sum(slo.met(reply) for reply in replies)
@@ -213,36 +211,43 @@ async def online(
     )
 
 
-async def stream(target: Target, *, readers: Readers, request_s: float, progress: Progress) -> StreamRow:
-    """Let quick readers read beside slow ones, which pause after each piece and have small buffers. Slow
-    ones that are not done when the quick ones are get the rest of their ``request_s``. Raises
+async def stream(
+    target: Target, *, round: int, readers: Readers, request_s: float, progress: Progress
+) -> StreamRow:
+    """Let quick readers read beside others; slow ones have small buffers. Others that are not done when the
+    quick ones are get the rest of their ``request_s``. Nothing else looks at the server meanwhile. Raises
     :class:`TierStoreError` when nothing is answered."""
-    async with _warm(target, request_s) as endpoint, _watched(target, endpoint) as watch:
-        beside = [asyncio.create_task(endpoint.ask(ask, pause_s=readers.pause_s)) for ask in readers.slow]
+    async with _warm(target, request_s) as endpoint:
+        others = [endpoint.ask(ask, pause_s=readers.pause_s) for ask in readers.slow]
+        others += [_when_due(endpoint, arrival, time.perf_counter()) for arrival in readers.arrivals]
+        beside = [asyncio.create_task(each) for each in others]
         replies = await _all([endpoint.ask(ask) for ask in readers.quick], progress)
-        slow_replies = await asyncio.gather(*beside)
+        other_replies = await asyncio.gather(*beside)
     whole = _whole(target, replies)
     gaps = [gap for reply in whole for gap in reply.gaps_s] or [0.0]
     return StreamRow(
         target.name,
+        round,
         len(readers.quick),
-        len(readers.slow),
-        len(readers.quick) - len(whole) + sum(reply.error is not None for reply in slow_replies),
+        readers.beside,
+        len(readers.quick) - len(whole) + sum(reply.error is not None for reply in other_replies),
         float(np.percentile(gaps, 50)),
         float(np.percentile(gaps, 99)),
         max(gaps),
         statistics.pstdev(gaps),
-        watch.peak_memory_bytes,
+        memory_bytes(target.pids()) if target.pids() else None,
     )
 
 
 @dataclass(slots=True)
 class _Watch:
-    """Samples of a server while it works: its reserved KV beside what the answers under way need."""
+    """Samples of a server while it works: its reserved KV beside what the answers under way need, and its
+    private memory. ``shared_bytes`` is the rest of its memory, in the end."""
 
     reserved: list[float] = field(default_factory=list)
     needed: list[float] = field(default_factory=list)
-    memory: list[int] = field(default_factory=list)
+    private: list[int] = field(default_factory=list)
+    shared_bytes: int = 0
 
     @property
     def kv_peak_tokens(self) -> float | None:
@@ -255,7 +260,7 @@ class _Watch:
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        return max(self.memory, default=None)
+        return max(self.private) + self.shared_bytes if self.private else None
 
 
 @asynccontextmanager
@@ -270,7 +275,7 @@ async def _watched(target: Target, endpoint: Endpoint) -> AsyncIterator[_Watch]:
                 watch.reserved.append(reserved)
                 watch.needed.append(needed)
             if target.pids():
-                watch.memory.append(await asyncio.to_thread(memory_bytes, target.pids()))
+                watch.private.append(private_bytes(target.pids()))
             await asyncio.sleep(_SAMPLE_S)
 
     looking = asyncio.create_task(look())
@@ -279,6 +284,7 @@ async def _watched(target: Target, endpoint: Endpoint) -> AsyncIterator[_Watch]:
     finally:
         looking.cancel()
         await asyncio.gather(looking, return_exceptions=True)
+        watch.shared_bytes = memory_bytes(target.pids()) - private_bytes(target.pids())
 
 
 @asynccontextmanager
@@ -286,6 +292,11 @@ async def _warm(target: Target, request_s: float) -> AsyncIterator[Endpoint]:
     async with connected(target.url, request_s=request_s) as endpoint:
         await endpoint.warm_up(Ask(tokens(time.time_ns(), _WARM_UP_TOKENS), _WARM_UP_ANSWER))
         yield endpoint
+
+
+async def _when_due(endpoint: Endpoint, arrival: Arrival, begun: float) -> Reply:
+    await asyncio.sleep(begun + arrival.at_s - time.perf_counter())
+    return await endpoint.ask(arrival.ask)
 
 
 async def _all(asking: Sequence[Coroutine[Any, Any, Reply]], progress: Progress) -> list[Reply]:

@@ -16,6 +16,7 @@ SCENARIOS = ("batch", "longctx", "online", "stream")
 _DOCUMENTS = 4
 _SESSIONS = 12
 _QUICK_READERS = 4
+_LONG_PROMPTS, _LONG_EVERY_S = 3, 0.3
 _PAUSE_S = 0.05  # of a slow reader, after each piece
 
 
@@ -101,11 +102,26 @@ class Scenarios:
             )
         return found
 
-    def readers(self, slow: int) -> load.Readers:
-        """The quick ones, and ``slow`` slow ones. Their answers are long, their prompts short."""
-        short = self.room.max_tokens // 32
-        everyone = [
-            Ask(load.tokens((self.seed, "reader", slow, number), short), 4 * self.answer_tokens)
-            for number in range(_QUICK_READERS + slow)
+    def readers(self, round: int) -> list[load.Readers]:
+        """The quick ones alone, beside slow ones, and beside long prompts that arrive. Their answers are
+        long, their prompts short, and others in each round."""
+        short, whole = self.room.max_tokens // 32, self.room.max_tokens - self.answer_tokens
+
+        def asks(name: str, count: int) -> list[Ask]:
+            seeds = [(self.seed, "reader", name, round, number) for number in range(count)]
+            return [Ask(load.tokens(seed, short), 4 * self.answer_tokens) for seed in seeds]
+
+        slow = asks("beside slow ones", _QUICK_READERS + self.slow_readers)
+        arrivals = [
+            Arrival(number * _LONG_EVERY_S, Ask(load.tokens((self.seed, round, number), whole), 1))
+            for number in range(1, _LONG_PROMPTS + 1)
         ]
-        return load.Readers(everyone[:_QUICK_READERS], everyone[_QUICK_READERS:], _PAUSE_S)
+        return [
+            load.Readers(asks("alone", _QUICK_READERS)),
+            load.Readers(
+                slow[:_QUICK_READERS], f"{self.slow_readers} slow readers", slow[_QUICK_READERS:], _PAUSE_S
+            ),
+            load.Readers(
+                asks("beside long ones", _QUICK_READERS), f"{_LONG_PROMPTS} long prompts", arrivals=arrivals
+            ),
+        ]
