@@ -30,20 +30,21 @@ from tierstore.tiers.two_level import bytes_for
 from tierstore.units import format_size
 from tierstore_connectors.bundled import open_connector
 from tierstore_connectors.common.handover import BOTH, Role
-from tierstore_engine.attention.base import make_attention
+from tierstore_engine.attention.base import make_attention, pages_on_device
 from tierstore_engine.checkpoint import read_config
 from tierstore_engine.config import DTYPES, ModelConfig
+from tierstore_engine.delta import CpuDeltaStates
 from tierstore_engine.draft_model import DraftModel
 from tierstore_engine.drafting import Drafter
 from tierstore_engine.engine import Engine
-from tierstore_engine.errors import ModelError, UnknownModelError
+from tierstore_engine.errors import UnknownModelError
 from tierstore_engine.kernels.catalog import KERNEL_DTYPES
 from tierstore_engine.kv_format import AUTO, KVFormat
 from tierstore_engine.kv_scales import DYNAMIC, with_scales
+from tierstore_engine.mamba2 import CpuMamba2States
 from tierstore_engine.model import Memory, Model
 from tierstore_engine.presets import PRESETS, preset
 from tierstore_engine.settings import EngineSettings
-from tierstore_engine.states import MAMBA_ON_CPU, make_states
 from tierstore_engine.step import Runner
 from tierstore_engine.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
 from tierstore_engine.weights import ModelWeights, digest_weights, load_weights, random_weights, weights_bytes
@@ -106,14 +107,14 @@ def open_model(
     check_device(device)
     if model in PRESETS:
         config = with_scales(replace(preset(model, dtype=dtype), kv=kv), kv_scales, None)
-        return OpenModel(config, ByteTokenizer(), None, device_for(config, device))
+        return OpenModel(config, ByteTokenizer(), None, resolve_device(device, config.dtype))
     folder = Path(model)
     if not folder.is_dir():
         raise UnknownModelError(
             f"no model {model!r}: neither a folder nor a preset (presets: {', '.join(PRESETS)})"
         )
     config = with_scales(replace(read_config(folder, dtype=dtype), kv=kv), kv_scales, folder)
-    return OpenModel(config, HFTokenizer(folder), folder, device_for(config, device))
+    return OpenModel(config, HFTokenizer(folder), folder, resolve_device(device, config.dtype))
 
 
 def load_model(
@@ -262,9 +263,16 @@ def make_memory(pool: PagePool, config: ModelConfig) -> Memory:
     """What the layer group of ``pool`` remembers by. Raises what
     :func:`~tierstore_engine.attention.base.make_attention` does."""
     [group] = pool.spec.groups
-    if group.kind is LayerKind.RECURRENT_STATE:
-        return make_states(pool, config)
-    return make_attention(pool, config)
+    if group.kind is not LayerKind.RECURRENT_STATE:
+        return make_attention(pool, config)
+    if pool.device == "cpu":
+        return (CpuDeltaStates if config.mamba is None else CpuMamba2States)(pool, config)
+    from tierstore_engine.attention.cuda_states import CudaDeltaStates, CudaMamba2States
+    from tierstore_engine.kernels.cupy_launcher import CupyLauncher
+
+    launcher = CupyLauncher(pool.device)  # first: it says what is missing
+    kind = CudaDeltaStates if config.mamba is None else CudaMamba2States
+    return kind(pages_on_device(pool), pool.spec, config, launcher)
 
 
 def pages_for_tokens(spec: KVSpec, tokens: int) -> int:
@@ -310,17 +318,6 @@ def resolve_device(device: str, dtype: str) -> str:
     if device != "auto":
         return device
     return "cuda" if torch.cuda.is_available() and dtype in KERNEL_DTYPES else "cpu"
-
-
-def device_for(config: ModelConfig, device: str) -> str:
-    """Where a model is computed: ``auto`` is the CPU for one that the kernels do not know. Raises
-    :class:`ModelError` for such a model on a GPU."""
-    resolved = resolve_device(device, config.dtype)
-    if resolved == "cpu" or config.mamba is None:
-        return resolved
-    if device == "auto":
-        return "cpu"
-    raise ModelError(MAMBA_ON_CPU)
 
 
 def _fitting_pages(spec: KVSpec, device: str, settings: EngineSettings) -> int:

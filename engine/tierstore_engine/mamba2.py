@@ -5,51 +5,74 @@ Each head has a matrix ``S``, of which a token reads by ``C`` what tokens have w
 
     S  ←  exp(-Δ a) S + B ⊗ Δ x             and what the token reads is      Sᵀ C + d x
 
-That is the gated delta rule without the correction of what is written: tokens are taken by blocks as in
-:mod:`tierstore_engine.states`, where the pages are described, too.
+That is the gated delta rule (:mod:`tierstore_engine.delta`) without the correction of what is written. The
+pages are described in :mod:`tierstore_engine.states`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch.nn.functional import linear, silu, softplus
 
+from tierstore.tiers.hbm import PagePool
 from tierstore_engine.attention.base import BatchLayout, Span
 from tierstore_engine.config import ModelConfig
-from tierstore_engine.states import BlockDecays, CpuStates, blocks, read_and_add, sequences
-from tierstore_engine.weights import Mamba2Weights
+from tierstore_engine.states import BlockDecays, State, StatePages, blocks, read_and_add, sequences
+from tierstore_engine.weights import Mamba2Terms, Mamba2Weights
 
 
-class Mamba2:
-    """One Mamba-2 layer."""
+class Mamba2States(ABC):
+    """The states of a layer group with Mamba-2. One class per kind of device."""
 
-    def __init__(self, layer: int, config: ModelConfig, weights: Mamba2Weights, states: CpuStates) -> None:
+    @abstractmethod
+    def advance(
+        self,
+        layer: int,
+        channels: torch.Tensor,
+        steps: torch.Tensor,
+        terms: Mamba2Terms,
+        layout: BatchLayout,
+    ) -> torch.Tensor:
+        """Take a layer's states through the tokens of the layout's spans. What the tokens read, float32
+        ``[tokens, heads, head_dim]``; the pages have the states behind the spans then, or will have.
+
+        ``channels [tokens, channels]`` go into the convolution; ``steps [tokens, heads]`` are those before
+        their bias. Both are in the model's dtype.
+        """
+
+
+class CpuMamba2States(Mamba2States):
+    """In blocks of tokens, by torch."""
+
+    def __init__(self, pool: PagePool, config: ModelConfig) -> None:
         assert config.mamba is not None
-        self._layer = layer
         self._mamba = config.mamba
-        self._epsilon = config.norm_eps
-        self._weights = weights
-        self._states = states
-        self._decay = -weights.a_log.float().exp()
-        self._steps_bias = weights.dt_bias.float()
-        self._skip = weights.skip.float().unsqueeze(-1)
+        self._pages = StatePages(pool, config)
 
-    def compute(self, hidden: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
-        """``hidden [tokens, hidden_size]`` of the layout's spans; the same shape."""
-        mamba, weights = self._mamba, self._weights
-        projected = linear(hidden, weights.projection, weights.projection_bias)
-        gates, channels, steps = torch.split(projected, [mamba.width, mamba.channels, mamba.heads], dim=1)
-        steps = softplus(steps.float() + self._steps_bias).clamp(mamba.least_step, mamba.most_step)
-        out = torch.empty(gates.shape, dtype=torch.float32, device=hidden.device)
-        for span, page, rows in sequences(layout):
-            out[rows] = self._of_span(span, page, channels[rows], steps[rows])
-        return linear(self._norm(out * silu(gates.float()), hidden.dtype), weights.o, weights.o_bias)
-
-    def _of_span(self, span: Span, page: int, channels: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-        """float32 ``[tokens, width]``; the page has the state behind the span then."""
+    def advance(
+        self,
+        layer: int,
+        channels: torch.Tensor,
+        steps: torch.Tensor,
+        terms: Mamba2Terms,
+        layout: BatchLayout,
+    ) -> torch.Tensor:
         mamba = self._mamba
-        state = self._states.before(span, self._layer, page)
-        mixed = state.convolve(channels, self._weights.conv, self._weights.conv_bias).float()
+        sizes = softplus(steps.float() + terms.step_bias).clamp(mamba.least_step, mamba.most_step)
+        out = sizes.new_empty(len(channels), mamba.heads, mamba.head_dim)
+        for span, page, rows in sequences(layout):
+            state = self._pages.before(span, layer, page)
+            out[rows] = self._of_span(span, state, channels[rows], sizes[rows], terms)
+        return out
+
+    def _of_span(
+        self, span: Span, state: State, channels: torch.Tensor, sizes: torch.Tensor, terms: Mamba2Terms
+    ) -> torch.Tensor:
+        """float32 ``[tokens, heads, head_dim]``; ``state`` is that behind the span then."""
+        mamba = self._mamba
+        mixed = state.convolve(channels, terms.conv, terms.conv_bias).float()
         shared = mamba.groups * mamba.state_dim
         values, keys, queries = torch.split(mixed, [mamba.width, shared, shared], dim=1)
         values = values.view(-1, mamba.heads, mamba.head_dim)
@@ -59,14 +82,35 @@ class Mamba2:
             .transpose(0, 1)
             for each in (keys, queries)
         )
-        added = (values * steps.unsqueeze(-1)).transpose(0, 1)
-        decays = (steps * self._decay).T
-        out = values * self._skip
+        added = (values * sizes.unsqueeze(-1)).transpose(0, 1)
+        decays = (sizes * terms.decay).T
+        out = values * terms.skip.unsqueeze(-1)
         for rows in blocks(span):
             left = BlockDecays.of(decays[:, rows])
             read = read_and_add(state.matrices, queries[:, rows], keys[:, rows], added[:, rows], left)
             out[rows] += read.transpose(0, 1)
-        return out.flatten(1)
+        return out
+
+
+class Mamba2:
+    """One Mamba-2 layer."""
+
+    def __init__(self, layer: int, config: ModelConfig, weights: Mamba2Weights, states: Mamba2States) -> None:
+        assert config.mamba is not None
+        self._layer = layer
+        self._mamba = config.mamba
+        self._epsilon = config.norm_eps
+        self._weights = weights
+        self._terms = weights.terms()
+        self._states = states
+
+    def compute(self, hidden: torch.Tensor, layout: BatchLayout) -> torch.Tensor:
+        """``hidden [tokens, hidden_size]`` of the layout's spans; the same shape."""
+        mamba, weights = self._mamba, self._weights
+        projected = linear(hidden, weights.projection, weights.projection_bias)
+        gates, channels, steps = torch.split(projected, [mamba.width, mamba.channels, mamba.heads], dim=1)
+        out = self._states.advance(self._layer, channels, steps, self._terms, layout).flatten(1)
+        return linear(self._norm(out * silu(gates.float()), hidden.dtype), weights.o, weights.o_bias)
 
     def _norm(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """RMSNorm over the heads of each group."""

@@ -1,5 +1,5 @@
 """How a layer looks at the past: attention over keys and values, or over latents. (Layers with a state are in
-:mod:`tierstore_engine.states`.)"""
+:mod:`tierstore_engine.delta` and :mod:`tierstore_engine.mamba2`.)"""
 
 from __future__ import annotations
 

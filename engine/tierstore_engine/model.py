@@ -1,7 +1,7 @@
 """The decoder: token ids in, the logits of chosen rows out, what layers remember into pages on the way.
 
-A layer is a mixer, which looks at the past (:mod:`~tierstore_engine.mixers`,
-:mod:`~tierstore_engine.states`), and an MLP or a mixture of them (:mod:`~tierstore_engine.mlp`). Which ones,
+A layer is a mixer, which looks at the past (:mod:`~tierstore_engine.mixers`, :mod:`~tierstore_engine.delta`,
+:mod:`~tierstore_engine.mamba2`), and an MLP or a mixture of them (:mod:`~tierstore_engine.mlp`). Which ones,
 the configuration says for each layer; there is one decoder for all families.
 """
 
@@ -15,13 +15,13 @@ from torch.nn.functional import linear
 
 from tierstore_engine.attention.base import Attention
 from tierstore_engine.config import ModelConfig
-from tierstore_engine.mamba2 import Mamba2
+from tierstore_engine.delta import DeltaStates, GatedDelta
+from tierstore_engine.mamba2 import Mamba2, Mamba2States
 from tierstore_engine.mixers import LatentAttention, Positions, SelfAttention
 from tierstore_engine.mlp import MLPs
 from tierstore_engine.pointwise import Pointwise
 from tierstore_engine.rope import Rope
 from tierstore_engine.sampling import Choice, Draw, sample
-from tierstore_engine.states import CpuStates, GatedDelta, RecurrentStates
 from tierstore_engine.step import PartialStep, Step, StepInput
 from tierstore_engine.weights import (
     AttentionWeights,
@@ -31,7 +31,7 @@ from tierstore_engine.weights import (
     ModelWeights,
 )
 
-Memory: TypeAlias = Attention | RecurrentStates
+Memory: TypeAlias = Attention | DeltaStates | Mamba2States
 """What a layer group remembers by: attention over its pages, or the states in them."""
 
 Mixer: TypeAlias = SelfAttention | LatentAttention | GatedDelta | Mamba2
@@ -57,10 +57,10 @@ class Model:
     def _mixer(self, layer: int, memories: Sequence[Memory]) -> Mixer:
         config, weights = self.config, self._weights.layers[layer].mixer
         memory = memories[config.group_of(layer)]
-        if isinstance(memory, RecurrentStates):
-            if isinstance(weights, Mamba2Weights):
-                assert isinstance(memory, CpuStates), "they are computed on the CPU only"
-                return Mamba2(layer, config, weights, memory)
+        if isinstance(memory, Mamba2States):
+            assert isinstance(weights, Mamba2Weights)
+            return Mamba2(layer, config, weights, memory)
+        if isinstance(memory, DeltaStates):
             assert isinstance(weights, DeltaWeights)
             return GatedDelta(layer, config, weights, memory)
         if isinstance(weights, LatentWeights):

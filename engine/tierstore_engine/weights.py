@@ -82,6 +82,27 @@ class Mamba2Weights:
     o: torch.Tensor
     o_bias: torch.Tensor | None
 
+    def terms(self) -> Mamba2Terms:
+        return Mamba2Terms(
+            self.conv,
+            self.conv_bias,
+            self.dt_bias.float(),
+            -self.a_log.float().exp(),
+            self.skip.float(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Terms:
+    """What the rule of a Mamba-2 layer is computed with: the convolution ``[channels, 1, width]`` and its
+    bias, and of each head the bias of steps, the decay (below 0) and the skip, float32."""
+
+    conv: torch.Tensor
+    conv_bias: torch.Tensor | None
+    step_bias: torch.Tensor
+    decay: torch.Tensor
+    skip: torch.Tensor
+
 
 MixerWeights: TypeAlias = AttentionWeights | LatentWeights | DeltaWeights | Mamba2Weights
 

@@ -271,7 +271,7 @@ GROUPED: Mapping[str, tuple[str, dict[str, Any]]] = {
         {
             "layers_block_type": ["linear_attention", "linear_attention", "moe", "full_attention", "mlp"],
             "num_key_value_heads": 2,
-            "head_dim": 24,
+            "head_dim": 32,
             "mamba_num_heads": 6,
             "mamba_head_dim": 8,
             "ssm_state_size": 12,

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from tierstore.errors import UsageError
-from tierstore.spec import LayerKind
-from tierstore.tiers.hbm import PagePool
-from tierstore_engine.build import make_memory, open_model
+from tierstore_engine.build import open_model
 from tierstore_engine.config import RopeConfig
 from tierstore_engine.errors import ModelError
 from tierstore_engine.families import config_from_hf
@@ -234,15 +232,6 @@ def test_limits_of_steps_as_transformers_writes_them() -> None:
     limited = config_from_hf(LLAMA | GRANITE | {"time_step_limit": [0.1, 2]}).mamba
     assert limited is not None
     assert (limited.least_step, limited.most_step) == (0.1, 2.0)
-
-
-def test_what_only_the_cpu_computes() -> None:
-    config = preset("tiny-nemotron-h")
-    [spec] = [each for each in config.kv_spec().split() if each.groups[0].kind is LayerKind.RECURRENT_STATE]
-    pool = PagePool(spec, 1)
-    pool.device = "cuda:0"
-    with pytest.raises(ModelError, match="computed on the CPU only in this version: use --device cpu"):
-        make_memory(pool, config)
 
 
 @pytest.mark.parametrize("name", ["tiny-deepseek", "tiny-qwen3-next", "tiny-nemotron-h"])

@@ -22,7 +22,7 @@ from tierstore_engine.attention.base import BatchLayout, Span
 from tierstore_engine.attention.cpu import CpuAttention
 from tierstore_engine.attention.cuda import CudaAttention
 from tierstore_engine.attention.cuda_latents import CudaLatentAttention
-from tierstore_engine.attention.cuda_states import CudaStates
+from tierstore_engine.attention.cuda_states import CudaDeltaStates, CudaMamba2States
 from tierstore_engine.build import LoadedModel, load_model, make_memory
 from tierstore_engine.config import ModelConfig, RopeConfig
 from tierstore_engine.engine import Engine
@@ -54,17 +54,19 @@ def cuda_attention(pool: PagePool, config: ModelConfig, launcher: Launcher) -> C
     return CudaAttention(torch.from_numpy(pool.array), pool.spec, config, launcher)
 
 
-def memory_kind(spec: KVSpec) -> type[CudaAttention | CudaLatentAttention | CudaStates]:
+def memory_kind(
+    spec: KVSpec, config: ModelConfig
+) -> type[CudaAttention | CudaLatentAttention | CudaDeltaStates | CudaMamba2States]:
     """What a layer group remembers by on a GPU."""
     kind = spec.groups[0].kind
     if kind is LayerKind.RECURRENT_STATE:
-        return CudaStates
+        return CudaDeltaStates if config.mamba is None else CudaMamba2States
     return CudaLatentAttention if kind is LayerKind.MLA_LATENT else CudaAttention
 
 
 def cuda_memory(pool: PagePool, config: ModelConfig) -> Memory:
     """The same, its kernels on the executor (or a device)."""
-    return memory_kind(pool.spec)(torch.from_numpy(pool.array), pool.spec, config, kernel_launcher())
+    return memory_kind(pool.spec, config)(torch.from_numpy(pool.array), pool.spec, config, kernel_launcher())
 
 
 def engine_over(
@@ -130,7 +132,7 @@ def test_tiny_engine_over_codes(kv_dtype: str) -> None:
     "name",
     [
         *("llama3", "mistral-windowed", "llama-linear-mqa-biased", "gemma2", "gemma3", "gpt-oss", "llama4"),
-        *("deepseek-v3", "qwen3-next"),
+        *("deepseek-v3", "qwen3-next", "nemotron-h"),
     ],
 )
 def test_against_transformers(

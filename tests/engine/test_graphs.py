@@ -139,7 +139,8 @@ GROUPED = {
     "latents": replace(
         preset("tiny-deepseek", dtype="float16"), experts=None, dense_layers=(), max_positions=320
     ),
-    "states": replace(preset("tiny-qwen3-next", dtype="float16"), experts=None, max_positions=320),
+    "delta": replace(preset("tiny-qwen3-next", dtype="float16"), experts=None, max_positions=320),
+    "mamba2": replace(preset("tiny-nemotron-h", dtype="float16"), max_positions=320),
 }
 
 

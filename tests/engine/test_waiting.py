@@ -87,12 +87,12 @@ def test_a_step_looks_at_nothing_on_its_device(
 
 @pytest.mark.parametrize("kind", GROUPED)
 def test_nor_does_one_over_other_layer_groups(kind: str) -> None:
-    """Windows, latents, states: decoding and prefill in one step."""
+    """Windows, latents, states of both kinds: decoding and prefill in one step."""
     config, launcher = GROUPED[kind], Nowhere()
     memories = []
     for spec in config.kv_spec(chunk_tokens=CHUNK).split():
         pool = torch.empty((16, spec.page_bytes), dtype=torch.uint8, device="meta")
-        memories.append(memory_kind(spec)(pool, spec, config, launcher))
+        memories.append(memory_kind(spec, config)(pool, spec, config, launcher))
     spans = tuple(
         Span(tuple(span.tables[0] for _ in memories), span.start, span.stop)
         for span in (DECODING, CHUNK_OF_PREFILL, ANOTHER)
@@ -101,9 +101,12 @@ def test_nor_does_one_over_other_layer_groups(kind: str) -> None:
     tokens = sum(span.tokens for span in spans)
     logits = model.compute(Step(spans, [0] * tokens, [0, 34, 35], COMPLETED, CHUNK))
     assert logits.shape == (3, config.vocab_size)
-    assert {"windows": "decode_simt", "latents": "decode_mla", "states": "delta_rule"}[
-        kind
-    ] in launcher.launches
+    assert {
+        "windows": "decode_simt",
+        "latents": "decode_mla",
+        "delta": "delta_rule",
+        "mamba2": "mamba2_rule",
+    }[kind] in launcher.launches
 
 
 def test_what_looks_is_noticed() -> None:

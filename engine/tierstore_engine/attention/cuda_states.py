@@ -11,22 +11,22 @@ import torch
 from tierstore.spec import KVSpec
 from tierstore_engine.attention.base import BatchLayout, Prepared
 from tierstore_engine.config import ModelConfig
+from tierstore_engine.delta import DeltaStates
 from tierstore_engine.kernels.launcher import Launcher
 from tierstore_engine.kernels.operations import Sequences, Slots
-from tierstore_engine.kernels.states import StateKernels, StateSpans
+from tierstore_engine.kernels.states import DeltaKernels, LayerStates, Mamba2Kernels, StateSpans
+from tierstore_engine.mamba2 import Mamba2States
 from tierstore_engine.moving import to_device
-from tierstore_engine.states import RecurrentStates
+from tierstore_engine.weights import Mamba2Terms
 
 
-class CudaStates(RecurrentStates):
+class CudaStates:
     """States in ``pages``, as :class:`~tierstore_engine.attention.cuda.CudaAttention`'s. Not thread-safe."""
 
-    def __init__(self, pages: torch.Tensor, spec: KVSpec, config: ModelConfig, launcher: Launcher) -> None:
-        assert config.delta is not None
+    def __init__(self, pages: torch.Tensor, spec: KVSpec) -> None:
         assert pages.shape[1] == spec.page_bytes, "the pool has another layout than the model"
         self.chunk_tokens = spec.chunk_tokens
-        self._delta, self._spec, self._pages = config.delta, spec, pages
-        self._kernels = StateKernels(launcher, config.delta, dtype=config.dtype)
+        self._spec, self._pages = spec, pages
         self._steps: Prepared[StateSpans] = Prepared()
 
     def fix(self, slots: Slots, decoding: Sequences) -> BatchLayout:
@@ -35,6 +35,20 @@ class CudaStates(RecurrentStates):
         layout = BatchLayout((), (), slots.pages, slots.offsets)
         spans = StateSpans(decoding.rows, decoding.counts, decoding.lengths, decoding.tables)
         return self._steps.fix(layout, spans)
+
+    def _of(self, layer: int, layout: BatchLayout) -> tuple[LayerStates, StateSpans]:
+        spans = self._steps.of(layout, lambda: _prepare(layout, self._pages.device))
+        return LayerStates(self._pages, self._spec.layer(layer).start), spans
+
+
+class CudaDeltaStates(CudaStates, DeltaStates):
+    """Under the gated delta rule."""
+
+    def __init__(self, pages: torch.Tensor, spec: KVSpec, config: ModelConfig, launcher: Launcher) -> None:
+        super().__init__(pages, spec)
+        assert config.delta is not None
+        self._delta = config.delta
+        self._kernels = DeltaKernels(launcher, config.delta, dtype=config.dtype)
 
     def advance(
         self,
@@ -45,12 +59,34 @@ class CudaStates(RecurrentStates):
         decays: torch.Tensor,
         layout: BatchLayout,
     ) -> torch.Tensor:
-        delta = self._delta
-        out = channels.new_empty(len(channels), delta.value_heads, delta.value_dim)
-        inputs = (channels.contiguous(), conv.contiguous(), rates.contiguous(), decays.contiguous())
-        offset = self._spec.layer(layer).start
-        spans = self._steps.of(layout, lambda: _prepare(layout, self._pages.device))
-        self._kernels.advance(self._pages, offset, *inputs, spans, out)
+        out = channels.new_empty(len(channels), self._delta.value_heads, self._delta.value_dim)
+        states, spans = self._of(layer, layout)
+        inputs = (channels, conv.contiguous(), rates.contiguous(), decays.contiguous())
+        self._kernels.advance(states, *inputs, spans, out)
+        return out
+
+
+class CudaMamba2States(CudaStates, Mamba2States):
+    """Of Mamba-2."""
+
+    def __init__(self, pages: torch.Tensor, spec: KVSpec, config: ModelConfig, launcher: Launcher) -> None:
+        super().__init__(pages, spec)
+        assert config.mamba is not None
+        self._mamba = config.mamba
+        self._kernels = Mamba2Kernels(launcher, config.mamba, dtype=config.dtype)
+
+    def advance(
+        self,
+        layer: int,
+        channels: torch.Tensor,
+        steps: torch.Tensor,
+        terms: Mamba2Terms,
+        layout: BatchLayout,
+    ) -> torch.Tensor:
+        shape = (len(channels), self._mamba.heads, self._mamba.head_dim)
+        out = channels.new_empty(shape, dtype=torch.float32)
+        states, spans = self._of(layer, layout)
+        self._kernels.advance(states, channels, steps, terms, spans, out)
         return out
 
 

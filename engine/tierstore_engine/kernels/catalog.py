@@ -17,8 +17,12 @@ FLOATS = KVFormat()
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 HEAD_DIMS = (16, 32, 64, 96, 128, 256)
 MAX_GROUP = 16
-MAX_STATE = 128
-"""Rows, which threads have in registers, and columns of a state's matrix."""
+MAX_DELTA = 128
+"""Rows, which threads have in registers, and columns of a matrix under a gated delta rule."""
+MAX_MAMBA2 = 256
+"""Rows of a matrix of Mamba-2."""
+MAMBA2_COLUMNS = 32
+"""Of a block."""
 CONVOLVED_CHANNELS = 256
 """Of a block."""
 MAX_LATENT = 576
@@ -33,6 +37,7 @@ KERNEL_DTYPES = tuple(_C_TYPES)
 _CODES = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2", "int8": "Int8", "int4": "Int4"}
 _MMA_ROWS = 16
 _DECODE_TILE = 16  # tokens that a warp of a decode kernel takes at a time
+_MAMBA2_TILE = 8  # tokens of which a block has everything in shared memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,28 +175,48 @@ def latent_set(*, dtype: str, width: int, rank: int, page_tokens: int) -> Latent
 
 @dataclass(frozen=True, slots=True)
 class StateSet:
-    """The kernels for recurrent states under a gated delta rule."""
+    """The kernels for recurrent states under one rule."""
 
     convolve: Instance
     rule: Instance
 
 
-def state_set(*, dtype: str, key_dim: int, value_dim: int, conv_width: int) -> StateSet:
-    """The kernels for matrices of ``key_dim × value_dim``. Raises :class:`KernelError` for what the kernels
-    do not compute."""
-    _check_shape(dtype, _DECODE_TILE)
-    if key_dim % 4 or key_dim > MAX_STATE or value_dim > MAX_STATE or not 2 <= conv_width <= 8:
+def delta_set(*, dtype: str, key_dim: int, value_dim: int, conv_width: int) -> StateSet:
+    """The kernels for the gated delta rule over matrices of ``key_dim × value_dim``. Raises
+    :class:`KernelError` for what they do not compute."""
+    convolve = _convolve(dtype, conv_width)
+    if key_dim % 4 or key_dim > MAX_DELTA or value_dim > MAX_DELTA:
         raise KernelError(
-            f"the CUDA backend has no kernels for states of {key_dim} × {value_dim} numbers behind a "
-            f"convolution over {conv_width} tokens (it takes up to {MAX_STATE} × {MAX_STATE}, rows by "
-            "fours, and 2 to 8)"
+            f"the CUDA backend has no kernels for states of {key_dim} × {value_dim} numbers under a gated "
+            f"delta rule (it takes up to {MAX_DELTA} × {MAX_DELTA}, rows by fours)"
         )
-    number, threads = _C_TYPES[dtype], -(-value_dim // 8) * 32
-    rule = f"delta_rule<{number}, {key_dim}, {value_dim}, {threads}>"
-    return StateSet(
-        convolve=Instance("delta.cu", f"delta_convolve<{number}, {conv_width}>", CONVOLVED_CHANNELS),
-        rule=Instance("delta.cu", rule, threads, 2 * key_dim * 4),
-    )
+    threads = -(-value_dim // 8) * 32
+    rule = f"delta_rule<{_C_TYPES[dtype]}, {key_dim}, {value_dim}, {threads}>"
+    return StateSet(convolve, Instance("delta.cu", rule, threads, 2 * key_dim * 4))
+
+
+def mamba2_set(*, dtype: str, state_dim: int, conv_width: int) -> StateSet:
+    """The kernels for Mamba-2 over matrices of ``state_dim`` rows and any number of columns. Raises
+    :class:`KernelError` for what they do not compute."""
+    convolve = _convolve(dtype, conv_width)
+    if state_dim % 4 or state_dim > MAX_MAMBA2:
+        raise KernelError(
+            f"the CUDA backend has no kernels for Mamba-2 states of {state_dim} rows (it takes up to "
+            f"{MAX_MAMBA2}, by fours)"
+        )
+    shared = _MAMBA2_TILE * (2 * state_dim + MAMBA2_COLUMNS + 2) * 4
+    rule = f"mamba2_rule<{_C_TYPES[dtype]}, {state_dim}>"
+    return StateSet(convolve, Instance("mamba2.cu", rule, 4 * MAMBA2_COLUMNS, shared))
+
+
+def _convolve(dtype: str, width: int) -> Instance:
+    _check_shape(dtype, _DECODE_TILE)
+    if not 2 <= width <= 8:
+        raise KernelError(
+            f"the CUDA backend has no kernels for states behind a convolution over {width} tokens (it takes "
+            "2 to 8)"
+        )
+    return Instance("convolve.cu", f"convolve<{_C_TYPES[dtype]}, {width}>", CONVOLVED_CHANNELS)
 
 
 def _check_shape(dtype: str, page_tokens: int) -> None:

@@ -1,73 +1,13 @@
-// Recurrent states in pages: the causal convolution before a gated delta rule, and the rule.
-//
-// A page has of each layer the last inputs of the convolution [channels][WIDTH - 1], the newest last, and a float32
-// matrix [KEY_DIM][VALUE_DIM] for each value head. Both kernels take what is there (nothing, for a sequence that
-// begins), go through the sequence's new tokens one by one, and leave what is there behind them: the work of a decode
-// step and of a chunk of prefill is the same, and how tokens are cut into steps changes no bits.
+// The gated delta rule over recurrent states in pages (states.cuh).
 //
 //   S  <-  a S + k (x) b (v - a S^T k)        a token reads S^T q
-//
-// A sequence of length 0 is none.
 #include <ptx.cuh>
 
 #include "numbers.cuh"
+#include "states.cuh"
 
-// Where the new tokens of the sequences are.
-struct Spans {
-  int row, count;
-  bool begins;
-
-  __device__ __forceinline__ Spans(const int* rows, const int* counts, const int* lengths, int sequence)
-      : row(rows[sequence]),
-        count(lengths[sequence] > 0 ? counts[sequence] : 0),
-        begins(lengths[sequence] == counts[sequence]) {}
-};
-
-// SiLU of the convolution, every step rounded to T. grid (ceil(channels / 256), sequences), block 256: a channel for
-// each thread.
-template <class T, int WIDTH>
-__global__ void __launch_bounds__(256)
-    delta_convolve(const T* __restrict__ inputs,   // [tokens, channels]
-                   const T* __restrict__ weights,  // [channels, WIDTH]
-                   const int* __restrict__ rows, const int* __restrict__ counts, const int* __restrict__ lengths,
-                   const int* __restrict__ pages, int page_step,  // a sequence's page is pages[sequence * page_step]
-                   unsigned char* __restrict__ pool, long long page_stride, long long offset,  // in bytes
-                   T* __restrict__ out,                                                        // [tokens, channels]
-                   int channels) {
-  const int channel = blockIdx.x * 256 + threadIdx.x, sequence = blockIdx.y;
-  const Spans span(rows, counts, lengths, sequence);
-  if (channel >= channels || span.count == 0) return;
-  T* const kept = reinterpret_cast<T*>(pool + pages[sequence * page_step] * page_stride + offset) +
-                  static_cast<long long>(channel) * (WIDTH - 1);
-  float window[WIDTH], weight[WIDTH];
-#pragma unroll
-  for (int i = 0; i < WIDTH; i++) weight[i] = Numbers<T>::widen(weights[channel * WIDTH + i]);
-#pragma unroll
-  for (int i = 0; i < WIDTH - 1; i++) window[i] = span.begins ? 0.f : Numbers<T>::widen(kept[i]);
-  for (int token = 0; token < span.count; token++) {
-    const long long place = static_cast<long long>(span.row + token) * channels + channel;
-    window[WIDTH - 1] = Numbers<T>::widen(inputs[place]);
-    float sum = 0.f;
-#pragma unroll
-    for (int i = 0; i < WIDTH; i++) sum += window[i] * weight[i];
-    const float rounded = Numbers<T>::widen(Numbers<T>::narrow(sum));
-    out[place] = Numbers<T>::narrow(rounded / (1.f + ptx::exp2_approx(-rounded * LOG2_E)));
-#pragma unroll
-    for (int i = 0; i < WIDTH - 1; i++) window[i] = window[i + 1];
-  }
-#pragma unroll
-  for (int i = 0; i < WIDTH - 1; i++) kept[i] = Numbers<T>::narrow(window[i]);
-}
-
-// The sum over the PARTS neighbouring lanes that share a column.
-__device__ __forceinline__ float over_parts(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
-// The rule. Four neighbouring threads have a column of a head's matrix in registers, every fourth row each. grid
-// (value_heads, sequences), block THREADS (4 * VALUE_DIM, rounded up to whole warps), dynamic shared memory
-// 2 * KEY_DIM * 4 bytes.
+// A column of a head's matrix is in the registers of PARTS threads. grid (value_heads, sequences), block THREADS
+// (4 * VALUE_DIM, rounded up to whole warps), dynamic shared memory 2 * KEY_DIM * 4 bytes.
 template <class T, int KEY_DIM, int VALUE_DIM, int THREADS>
 __global__ void __launch_bounds__(THREADS)
     delta_rule(const T* __restrict__ mixed,       // [tokens, queries | keys | values]
@@ -78,7 +18,7 @@ __global__ void __launch_bounds__(THREADS)
                unsigned char* __restrict__ pool, long long page_stride, long long offset,  // in bytes
                T* __restrict__ out,                                                        // [tokens, value_heads, VALUE_DIM]
                int key_heads) {
-  constexpr int PARTS = 4, ROWS = KEY_DIM / PARTS;
+  constexpr int ROWS = KEY_DIM / PARTS;
   constexpr float EPSILON = 1e-6f;  // of the norms of queries and keys
   static_assert(KEY_DIM % PARTS == 0, "each part of a column has as many rows");
   static_assert(THREADS % 32 == 0 && THREADS >= PARTS * VALUE_DIM, "each column has its threads");
@@ -90,7 +30,7 @@ __global__ void __launch_bounds__(THREADS)
   const int column = threadIdx.x / PARTS, part = threadIdx.x % PARTS;
   const Spans span(rows, counts, lengths, sequence);
   if (span.count == 0) return;
-  float* const matrix = reinterpret_cast<float*>(pool + pages[sequence * page_step] * page_stride + offset) +
+  float* const matrix = in_page<float>(pool, pages[sequence * page_step], page_stride, offset) +
                         static_cast<long long>(head) * (KEY_DIM * VALUE_DIM);
   const bool mine = column < VALUE_DIM;
   float state[ROWS];  // row i * PARTS + part

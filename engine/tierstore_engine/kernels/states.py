@@ -8,9 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tierstore_engine.config import DeltaConfig
-from tierstore_engine.kernels.catalog import CONVOLVED_CHANNELS, state_set
-from tierstore_engine.kernels.launcher import Launcher
+from tierstore_engine.config import DeltaConfig, Mamba2Config, StateConfig
+from tierstore_engine.kernels.catalog import (
+    CONVOLVED_CHANNELS,
+    MAMBA2_COLUMNS,
+    StateSet,
+    delta_set,
+    mamba2_set,
+)
+from tierstore_engine.kernels.launcher import Argument, Launcher
+from tierstore_engine.weights import Mamba2Terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,25 +34,64 @@ class StateSpans:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def arguments(self) -> tuple[Argument, ...]:
+        """As the kernels take them."""
+        return self.rows, self.counts, self.lengths, self.tables, np.int32(self.tables.stride(0))
 
-class StateKernels:
+
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """The states of a layer, which is ``offset`` bytes into each page of ``pool`` (uint8)."""
+
+    pool: torch.Tensor
+    offset: int
+
+    def arguments(self, behind: int = 0) -> tuple[Argument, ...]:
+        """Where the kernels find what is ``behind`` bytes into each."""
+        return self.pool, np.int64(self.pool.stride(0)), np.int64(self.offset + behind)
+
+
+class _Kernels:
+    """The convolution and the rule of one kind of states, loaded."""
+
+    def __init__(self, launcher: Launcher, kernels: StateSet, shape: StateConfig, dtype: str) -> None:
+        self._channels = shape.channels
+        self._matrices = shape.inputs_bytes(dtype)
+        self._convolve = launcher.load(kernels.convolve)
+        self._rule = launcher.load(kernels.rule)
+
+    def _convolved(
+        self,
+        states: LayerStates,
+        channels: torch.Tensor,
+        conv: torch.Tensor,
+        conv_bias: torch.Tensor | None,
+        spans: StateSpans,
+    ) -> torch.Tensor:
+        assert channels.stride(1) == 1
+        mixed = channels.new_empty(channels.shape)
+        inputs = (channels, np.int32(channels.stride(0)), conv, conv_bias)
+        grid = (-(-self._channels // CONVOLVED_CHANNELS), len(spans))
+        places = (*spans.arguments(), *states.arguments())
+        self._convolve(grid, (*inputs, *places, mixed, np.int32(self._channels)))
+        return mixed
+
+
+class DeltaKernels(_Kernels):
     """The kernels for the states of ``delta`` on one device, loaded. Raises
     :class:`~tierstore_engine.kernels.errors.KernelError` as
     :class:`~tierstore_engine.kernels.operations.AttentionKernels` does."""
 
     def __init__(self, launcher: Launcher, delta: DeltaConfig, *, dtype: str) -> None:
-        kernels = state_set(
+        kernels = delta_set(
             dtype=dtype, key_dim=delta.key_dim, value_dim=delta.value_dim, conv_width=delta.conv_width
         )
+        super().__init__(launcher, kernels, delta, dtype)
         self._delta = delta
-        self._matrices = delta.inputs_bytes(dtype)
-        self._convolve = launcher.load(kernels.convolve)
-        self._rule = launcher.load(kernels.rule)
 
     def advance(
         self,
-        pool: torch.Tensor,
-        offset: int,
+        states: LayerStates,
         channels: torch.Tensor,
         conv: torch.Tensor,
         rates: torch.Tensor,
@@ -53,20 +99,49 @@ class StateKernels:
         spans: StateSpans,
         out: torch.Tensor,
     ) -> None:
-        """Take the states of a layer, which is ``offset`` bytes into each page of ``pool`` (uint8), through
-        the spans' tokens.
+        """Take the states through the spans' tokens.
 
         ``channels [tokens, channels]`` go into the convolution by ``conv [channels, 1, width]``; ``rates``
         and ``decays`` (logarithms) are float32 ``[tokens, value_heads]``. ``out [tokens, value_heads,
-        value_dim]`` is what the tokens read.
+        value_dim]`` is what the tokens read. Rows of ``channels`` may be part of longer ones.
         """
-        delta, mixed = self._delta, torch.empty_like(channels)
-        sequences = (spans.rows, spans.counts, spans.lengths, spans.tables, np.int32(spans.tables.stride(0)))
-        stride = np.int64(pool.stride(0))
-        width = channels.shape[1]
-        grid = (-(-width // CONVOLVED_CHANNELS), len(spans))
-        place = (pool, stride, np.int64(offset))
-        self._convolve(grid, (channels, conv, *sequences, *place, mixed, np.int32(width)))
-        place = (pool, stride, np.int64(offset + self._matrices))
-        rule = (mixed, rates, decays, *sequences, *place, out, np.int32(delta.key_heads))
-        self._rule((delta.value_heads, len(spans)), rule)
+        mixed = self._convolved(states, channels, conv, None, spans)
+        places = (*spans.arguments(), *states.arguments(self._matrices))
+        rule = (mixed, rates, decays, *places, out, np.int32(self._delta.key_heads))
+        self._rule((self._delta.value_heads, len(spans)), rule)
+
+
+class Mamba2Kernels(_Kernels):
+    """The kernels for the states of ``mamba``, as :class:`DeltaKernels` are for others."""
+
+    def __init__(self, launcher: Launcher, mamba: Mamba2Config, *, dtype: str) -> None:
+        kernels = mamba2_set(dtype=dtype, state_dim=mamba.state_dim, conv_width=mamba.conv_width)
+        super().__init__(launcher, kernels, mamba, dtype)
+        self._mamba = mamba
+        most = np.inf if mamba.most_step is None else mamba.most_step
+        self._limits = np.float32(mamba.least_step), np.float32(most)
+
+    def advance(
+        self,
+        states: LayerStates,
+        channels: torch.Tensor,
+        steps: torch.Tensor,
+        terms: Mamba2Terms,
+        spans: StateSpans,
+        out: torch.Tensor,
+    ) -> None:
+        """Take the states through the spans' tokens.
+
+        ``channels [tokens, channels]`` go into the convolution, ``steps [tokens, heads]`` are those before
+        their bias; rows of both may be parts of longer ones. ``out [tokens, heads, head_dim]``, float32, is
+        what the tokens read.
+        """
+        assert steps.stride(1) == 1
+        mamba = self._mamba
+        mixed = self._convolved(states, channels, terms.conv, terms.conv_bias, spans)
+        of_heads = (terms.step_bias, terms.decay, terms.skip)
+        given = (steps, np.int32(steps.stride(0)), *of_heads, *self._limits)
+        places = (*spans.arguments(), *states.arguments(self._matrices))
+        slices = -(-mamba.head_dim // MAMBA2_COLUMNS)
+        sizes = (np.int32(mamba.groups), np.int32(mamba.head_dim))
+        self._rule((slices, mamba.heads, len(spans)), (mixed, *given, *places, out, *sizes))

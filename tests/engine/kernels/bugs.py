@@ -147,21 +147,51 @@ CAPPED = [
     Bug("sigmoid instead of tanh", "scores.cuh", "1.f - __fdividef(2.f,", "1.f - __fdividef(1.f,"),
 ]
 
-STATES = [
-    Bug("sum of half the parts", "delta.cu", "return x + __shfl_xor_sync(0xffffffffu, x, 2);", "return x;"),
-    Bug("state of the one before", "delta.cu", "mine && !span.begins ? matrix", "mine ? matrix"),
+CONVOLUTION = [
+    Bug("sum of half the parts", "states.cuh", "return x + __shfl_xor_sync(0xffffffffu, x, 2);", "return x;"),
     Bug(
         "inputs of the one before",
-        "delta.cu",
+        "convolve.cu",
         "span.begins ? 0.f : Numbers<T>::widen(kept[i])",
         "Numbers<T>::widen(kept[i])",
     ),
     Bug(
         "entries that are none",
-        "delta.cu",
+        "states.cuh",
         "lengths[sequence] > 0 ? counts[sequence] : 0",
         "counts[sequence]",
     ),
+    Bug(
+        "inputs of the newest left out",
+        "convolve.cu",
+        "kept[i] = Numbers<T>::narrow(window[i]);",
+        "kept[i] = Numbers<T>::narrow(i ? window[i - 1] : 0.f);",
+    ),
+    Bug(
+        "convolution turned round",
+        "convolve.cu",
+        "sum += window[i] * weight[i]",
+        "sum += window[i] * weight[WIDTH - 1 - i]",
+    ),
+    Bug("page of another sequence", "states.cuh", "pool + page * page_stride", "pool"),
+    Bug("bias forgotten", "convolve.cu", "float sum = bias;", "float sum = 0.f;"),
+    Bug(
+        "bias for all channels",
+        "convolve.cu",
+        "biases != nullptr ? Numbers<T>::widen(biases[channel])",
+        "biases != nullptr ? Numbers<T>::widen(biases[threadIdx.x % 32])",
+    ),
+    Bug(
+        "rows as if they stood alone",
+        "convolve.cu",
+        "inputs[row * row_step + channel]",
+        "inputs[row * channels + channel]",
+    ),
+]
+"""Of what all recurrent states have."""
+
+DELTA = [
+    Bug("state of the one before", "delta.cu", "mine && !span.begins ? matrix", "mine ? matrix"),
     Bug("key overwritten while it is read", "delta.cu", "__syncthreads();  // everybody", "// everybody"),
     Bug("key read before it is there", "delta.cu", "__syncthreads();  // queries", "// queries"),
     Bug(
@@ -202,24 +232,80 @@ STATES = [
         "matrix[(i * PARTS + part) * VALUE_DIM + column] = state[i]",
         "matrix[column * KEY_DIM + i * PARTS + part] = state[i]",
     ),
+]
+
+MAMBA2 = [
+    Bug("tile overwritten while it is read", "mamba2.cu", "__syncthreads();  // everybody", "// everybody"),
+    Bug("tile read before it is there", "mamba2.cu", "__syncthreads();  // the tile", "// the tile"),
+    Bug("state of the one before", "mamba2.cu", "mine && !span.begins ? matrix", "mine ? matrix"),
+    Bug("state does not decay", "mamba2.cu", "stays * state[i] + key[at]", "state[i] + key[at]"),
     Bug(
-        "inputs of the newest left out",
-        "delta.cu",
-        "kept[i] = Numbers<T>::narrow(window[i]);",
-        "kept[i] = Numbers<T>::narrow(i ? window[i - 1] : 0.f);",
+        "own token decays",
+        "mamba2.cu",
+        "stays * state[i] + key[at] * added",
+        "stays * (state[i] + key[at] * added)",
     ),
     Bug(
-        "convolution turned round",
-        "delta.cu",
-        "sum += window[i] * weight[i]",
-        "sum += window[i] * weight[WIDTH - 1 - i]",
+        "read before the token's own",
+        "mamba2.cu",
+        "        state[i] = stays * state[i] + key[at] * added;\n        read += state[i] * query[at];",
+        "        read += stays * state[i] * query[at];\n        state[i] = stays * state[i] + key[at] * added;",
+    ),
+    Bug("written by what reads", "mamba2.cu", "from[at + keys]", "from[at + queries]"),
+    Bug("x not scaled by the step", "mamba2.cu", "added = size[token] * x", "added = x"),
+    Bug("skip forgotten", "mamba2.cu", "= read + skip * x", "= read"),
+    Bug("skip of what was added", "mamba2.cu", "= read + skip * x", "= read + skip * added"),
+    Bug("bias of steps forgotten", "mamba2.cu", " + biases[head]", ""),
+    Bug("step without its softplus", "mamba2.cu", "given > STRAIGHT ? given : log1pf(expf(given))", "given"),
+    Bug(
+        "softplus overflows",
+        "mamba2.cu",
+        "given > STRAIGHT ? given : log1pf",
+        "given > 1000.f ? given : log1pf",
+    ),
+    Bug("least step forgotten", "mamba2.cu", "fmaxf(positive, least_step)", "positive"),
+    Bug(
+        "most step forgotten",
+        "mamba2.cu",
+        "fminf(fmaxf(positive, least_step), most_step)",
+        "fmaxf(positive, least_step)",
+    ),
+    Bug("decay of the first head", "mamba2.cu", "step * decays[head]", "step * decays[0]"),
+    Bug("steps as if they stood alone", "mamba2.cu", "* row_step + head", "* heads + head"),
+    Bug(
+        "groups taken in turn",
+        "mamba2.cu",
+        "const int group = head / (heads / groups)",
+        "const int group = head % groups",
     ),
     Bug(
-        "page of another sequence",
-        "delta.cu",
-        "pool + pages[sequence * page_step]",
-        "pool + pages[0]",
-        times=2,
+        "reads by the first group",
+        "mamba2.cu",
+        "queries = keys + groups * STATE_DIM",
+        "queries = keys - group * STATE_DIM + groups * STATE_DIM",
+    ),
+    Bug(
+        "second block has the first's columns",
+        "mamba2.cu",
+        "const int of = first_column + i % COLUMNS",
+        "const int of = i % COLUMNS",
+    ),
+    Bug("columns beyond the last", "mamba2.cu", "first_column + column < head_dim", "column < COLUMNS"),
+    Bug("last tile as long as the others", "mamba2.cu", "min(TILE, span.count - done)", "TILE"),
+    Bug(
+        "steps of the first tile", "mamba2.cu", "steps[(row + threadIdx.x)", "steps[(span.row + threadIdx.x)"
+    ),
+    Bug(
+        "matrix turned round",
+        "mamba2.cu",
+        "matrix[(i * PARTS + part) * head_dim] = state[i]",
+        "(matrix - column + column * STATE_DIM)[i * PARTS + part] = state[i]",
+    ),
+    Bug(
+        "matrix of the first head",
+        "mamba2.cu",
+        "static_cast<long long>(head) * STATE_DIM * head_dim + first_column",
+        "first_column",
     ),
 ]
 
@@ -508,6 +594,8 @@ RACES = (
     "maxima read before they are there",
     "key overwritten while it is read",
     "key read before it is there",
+    "tile overwritten while it is read",
+    "tile read before it is there",
     "weights read before they are there",
 )
 """Those of which ThreadSanitizer must say that they are races."""

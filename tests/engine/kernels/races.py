@@ -19,7 +19,7 @@ from tests.engine.kernels.executor import HostModule
 from tests.engine.kernels.executor.launcher import ExecutorLauncher
 from tests.engine.kernels.latent_problem import ExecutedLatents, LatentProblem, LatentShape
 from tests.engine.kernels.problem import Problem, Shape, guarded_tensor, int32
-from tests.engine.kernels.state_problem import ExecutedStates, StateProblem, StateShape
+from tests.engine.kernels.state_problem import DeltaShape, ExecutedStates, Mamba2Shape, StateShape
 from tierstore_connectors.vllm import pieces
 from tierstore_engine.kernels import KERNEL_DIR
 from tierstore_engine.kernels.catalog import Instance
@@ -60,11 +60,19 @@ def latents(shape: Shape, folder: Path) -> None:
     executed.kernels.write(problem.layer, new, Slots(int32([0, 0]), int32([0, 1])))
 
 
-def states(shape: Shape, folder: Path) -> None:
-    of = StateShape(shape.dtype, key_dim=shape.head_dim // 4, value_dim=shape.head_dim // 2)
-    executed = ExecutedStates(of, launcher=ExecutorLauncher(folder=folder, races=True))
+def delta(shape: Shape, folder: Path) -> None:
+    states(DeltaShape(shape.dtype, key_dim=shape.head_dim // 4, value_dim=shape.head_dim // 2), folder)
+
+
+def mamba2(shape: Shape, folder: Path) -> None:
+    """More tokens than a tile has, and a second block of columns."""
+    states(Mamba2Shape(shape.dtype, heads=2, head_dim=40, state_dim=shape.head_dim // 4), folder)
+
+
+def states(shape: StateShape, folder: Path) -> None:
+    executed = ExecutedStates(shape, launcher=ExecutorLauncher(folder=folder, races=True))
     for seed in (0, 1):
-        executed.advance(StateProblem(of, [(0, 5), (7, 1)]), seed=seed)
+        executed.solve([(0, 10), (7, 1)], seed=seed)
 
 
 def write(shape: Shape, folder: Path) -> None:
@@ -127,7 +135,8 @@ KERNELS: Mapping[str, Callable[[Shape, Path], None]] = {
     "prefill": prefill,
     "decode": decode,
     "latents": latents,
-    "states": states,
+    "delta": delta,
+    "mamba2": mamba2,
     "write": write,
     "merge": merge,
     "copy": copy,

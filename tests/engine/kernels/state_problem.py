@@ -3,8 +3,11 @@ poisoned."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -13,19 +16,25 @@ from tests.engine.kernels.device import MirrorLauncher, kernel_launcher
 from tests.engine.kernels.executor.launcher import ExecutorLauncher
 from tests.engine.kernels.problem import guarded_tensor, int32
 from tierstore.tiers.hbm import PagePool
-from tierstore_engine.attention.base import Span
-from tierstore_engine.config import DeltaConfig, ModelConfig
-from tierstore_engine.kernels.states import StateKernels, StateSpans
+from tierstore_engine.attention.base import BatchLayout, Span
+from tierstore_engine.config import DeltaConfig, Mamba2Config, ModelConfig, StateConfig
+from tierstore_engine.delta import CpuDeltaStates
+from tierstore_engine.kernels.catalog import StateSet, delta_set, mamba2_set
+from tierstore_engine.kernels.launcher import Launcher
+from tierstore_engine.kernels.states import DeltaKernels, LayerStates, Mamba2Kernels, StateSpans
+from tierstore_engine.mamba2 import CpuMamba2States
 from tierstore_engine.presets import preset
-from tierstore_engine.states import CpuStates
+from tierstore_engine.states import StatePages
+from tierstore_engine.weights import Mamba2Terms
 
-LAYER = 1  # of three with states
+LAYER = 1  # of those with states
 ALLOWED = {"float16": 4e-3, "bfloat16": 3e-2}
 NOBODYS = 2  # rows behind those of each sequence
+BESIDE = 3  # numbers behind each row that is part of a longer one
 
 
 @dataclass(frozen=True)
-class StateShape:
+class DeltaShape:
     """``dtype`` by torch's name."""
 
     dtype: str = "float16"
@@ -36,47 +45,89 @@ class StateShape:
     conv_width: int = 4
 
     @property
-    def config(self) -> ModelConfig:
-        delta = DeltaConfig(self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.conv_width)
-        return replace(preset("tiny-qwen3-next", dtype=self.dtype), delta=delta)
+    def states(self) -> DeltaConfig:
+        return DeltaConfig(self.key_heads, self.value_heads, self.key_dim, self.value_dim, self.conv_width)
 
     @property
-    def delta(self) -> DeltaConfig:
-        assert self.config.delta is not None
-        return self.config.delta
+    def config(self) -> ModelConfig:
+        return replace(preset("tiny-qwen3-next", dtype=self.dtype), delta=self.states)
+
+    @property
+    def kernels(self) -> StateSet:
+        return delta_set(
+            dtype=self.dtype, key_dim=self.key_dim, value_dim=self.value_dim, conv_width=self.conv_width
+        )
 
 
-class StateProblem:
+@dataclass(frozen=True)
+class Mamba2Shape:
+    """The same of Mamba-2. ``limits`` are the least and the most step."""
+
+    dtype: str = "float16"
+    heads: int = 4
+    head_dim: int = 8
+    state_dim: int = 12
+    groups: int = 2
+    conv_width: int = 4
+    biased: bool = True
+    limits: tuple[float, float | None] = (0.0, None)
+
+    @property
+    def states(self) -> Mamba2Config:
+        sizes = (self.heads, self.head_dim, self.state_dim, self.groups, self.conv_width)
+        least, most = self.limits
+        return Mamba2Config(*sizes, conv_bias=self.biased, least_step=least, most_step=most)
+
+    @property
+    def config(self) -> ModelConfig:
+        return replace(preset("tiny-nemotron-h", dtype=self.dtype), mamba=self.states)
+
+    @property
+    def kernels(self) -> StateSet:
+        return mamba2_set(dtype=self.dtype, state_dim=self.state_dim, conv_width=self.conv_width)
+
+
+StateShape: TypeAlias = DeltaShape | Mamba2Shape
+
+
+class StateProblem(ABC):
     """Sequences of (past, new) tokens, each with its state in a page; the last entry of a launch is none."""
 
-    def __init__(self, shape: StateShape, spans: Sequence[tuple[int, int]], *, seed: int = 0) -> None:
-        self.shape, self.spans, delta = shape, list(spans), shape.delta
-        dtype = getattr(torch, shape.dtype)
-        random = torch.Generator().manual_seed(seed)
-        pool = PagePool(shape.config.kv_spec(chunk_tokens=64).split()[1], len(spans) + 1)
-        self.states, self.memory = CpuStates(pool, shape.config), torch.from_numpy(pool.array)
+    out: torch.Tensor
+    """``[tokens, heads, value_dim]``: what the kernels say that tokens read."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        states: StateConfig,
+        spans: Sequence[tuple[int, int]],
+        random: torch.Generator,
+    ) -> None:
+        self.spans, self._dtype = list(spans), config.dtype
+        pool = PagePool(config.kv_spec(chunk_tokens=64).split()[1], len(spans) + 1)
         pool.array[:] = 0xFF  # not a number
-        self.pages = torch.randperm(len(spans) + 1, generator=random).tolist()[: len(spans)]
-        for (past, _), page in zip(self.spans, self.pages, strict=True):
+        self._theirs, self._memory = StatePages(pool, config), torch.from_numpy(pool.array)
+        self._pages = torch.randperm(len(spans) + 1, generator=random).tolist()[: len(spans)]
+        for (past, _), page in zip(self.spans, self._pages, strict=True):
             if past:
-                state = self.states.state(LAYER, page)
+                state = self._theirs.state(LAYER, page)
                 for tensor in (state.inputs, state.matrices):
                     tensor.copy_(torch.randn(tensor.shape, generator=random))
-        self.offset = pool.spec.layer(LAYER).start
         self.pool = guarded_tensor(torch.from_numpy(pool.array.copy()))
-        self.before = self.pool.clone()
+        self.layer = LayerStates(self.pool, pool.spec.layer(LAYER).start)
+        self._before = self.pool.clone()
         self.rows = np.cumsum([1, *(new + NOBODYS for _, new in spans)]).tolist()
-        total = self.rows.pop()
+        self._host_pool, self._tokens = pool, self.rows.pop()
+        self._numbers = partial(torch.randn, self._tokens, generator=random)
+        self._channels = states.channels
 
-        def numbers(*shape: int) -> torch.Tensor:
-            return torch.randn(shape, generator=random)
+    @abstractmethod
+    def advance(self, launcher: Launcher) -> None:
+        """By the kernels."""
 
-        self.channels = guarded_tensor(numbers(total, delta.channels).to(dtype))
-        self.conv = guarded_tensor(numbers(delta.channels, 1, delta.conv_width).to(dtype))
-        self.rates = guarded_tensor(numbers(total, delta.value_heads).sigmoid())
-        self.decays = guarded_tensor(-numbers(total, delta.value_heads).exp())
-        out = torch.full((total, delta.value_heads, delta.value_dim), torch.nan, dtype=dtype)
-        self.out = guarded_tensor(out)
+    @abstractmethod
+    def _on_cpu(self, rows: slice, layout: BatchLayout) -> torch.Tensor:
+        """What the tokens of ``layout``, which have these rows, read; ``[tokens, heads, value_dim]``."""
 
     def sequences(self) -> StateSpans:
         return StateSpans(
@@ -84,33 +135,110 @@ class StateProblem:
             counts=int32([*(new for _, new in self.spans), 1]),
             lengths=int32([*(past + new for past, new in self.spans), 0]),
             tables=guarded_tensor(
-                torch.tensor([[page, -1] for page in [*self.pages, -1]], dtype=torch.int32)
+                torch.tensor([[page, -1] for page in [*self._pages, -1]], dtype=torch.int32)
             ),
         )
 
     def check(self) -> None:
         """What tokens read, and the states behind them, are the CPU's."""
         theirs = torch.ones(len(self.out), dtype=torch.bool)
-        allowed = ALLOWED[self.shape.dtype]
-        kept = self.memory
-        for (past, new), row, page in zip(self.spans, self.rows, self.pages, strict=True):
+        allowed = ALLOWED[self._dtype]
+        for (past, new), row, page in zip(self.spans, self.rows, self._pages, strict=True):
             rows = slice(row, row + new)
             theirs[rows] = False
             span = Span(((page,),), past, past + new)
-            state = self.states.before(span, LAYER, page)
-            inputs = (self.channels[rows], self.conv, self.rates[rows], self.decays[rows])
-            right = self.states._of_span(span, state, *inputs)
+            right = self._on_cpu(rows, BatchLayout.of_states([span], device="cpu", group=0))
             torch.testing.assert_close(self.out[rows].float(), right.float(), atol=allowed, rtol=allowed)
             # The same page of ours, through the same views.
-            held = kept[page].clone()
-            kept[page] = self.pool[page]
+            state = self._theirs.state(LAYER, page)
+            held = self._memory[page].clone()
+            self._memory[page] = self.pool[page]
             ours = state.inputs.clone(), state.matrices.clone()
-            kept[page] = held
+            self._memory[page] = held
             assert torch.equal(ours[0], state.inputs)
             torch.testing.assert_close(ours[1], state.matrices, atol=allowed, rtol=allowed)
         assert self.out[theirs].isnan().all(), "rows that are nobody's were written"
-        unused = sorted({*range(len(self.pool))} - {*self.pages})
-        assert torch.equal(self.pool[unused], self.before[unused]), "a page that is nobody's was written"
+        unused = sorted({*range(len(self.pool))} - {*self._pages})
+        assert torch.equal(self.pool[unused], self._before[unused]), "a page that is nobody's was written"
+
+    def _part_of_longer(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Rows as a projection of more than them has them; what is beside them is not a number."""
+        beside = torch.full((len(numbers), BESIDE), torch.nan, dtype=numbers.dtype)
+        return guarded_tensor(torch.cat((beside, numbers), dim=1))[:, BESIDE:]
+
+    def _unread(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return guarded_tensor(torch.full((self._tokens, *shape), torch.nan, dtype=dtype))
+
+
+class DeltaProblem(StateProblem):
+    """Of the gated delta rule."""
+
+    def __init__(self, shape: DeltaShape, spans: Sequence[tuple[int, int]], random: torch.Generator) -> None:
+        delta, dtype = shape.states, getattr(torch, shape.dtype)
+        super().__init__(shape.config, delta, spans, random)
+        self._delta = delta
+        self._cpu = CpuDeltaStates(self._host_pool, shape.config)
+        self.channels = self._part_of_longer(self._numbers(delta.channels).to(dtype))
+        conv = torch.randn((delta.channels, 1, delta.conv_width), generator=random)
+        self.conv = guarded_tensor(conv.to(dtype))
+        self.rates = guarded_tensor(self._numbers(delta.value_heads).sigmoid())
+        self.decays = guarded_tensor(-self._numbers(delta.value_heads).exp())
+        self.out = self._unread(delta.value_heads, delta.value_dim, dtype=dtype)
+
+    def advance(self, launcher: Launcher) -> None:
+        inputs = (self.channels, self.conv, self.rates, self.decays)
+        DeltaKernels(launcher, self._delta, dtype=self._dtype).advance(
+            self.layer, *inputs, self.sequences(), self.out
+        )
+
+    def _on_cpu(self, rows: slice, layout: BatchLayout) -> torch.Tensor:
+        inputs = (self.channels[rows], self.conv, self.rates[rows], self.decays[rows])
+        return self._cpu.advance(LAYER, *inputs, layout)
+
+
+class Mamba2Problem(StateProblem):
+    """Of Mamba-2."""
+
+    def __init__(self, shape: Mamba2Shape, spans: Sequence[tuple[int, int]], random: torch.Generator) -> None:
+        mamba, dtype = shape.states, getattr(torch, shape.dtype)
+        super().__init__(shape.config, mamba, spans, random)
+        self._mamba = mamba
+        self._cpu = CpuMamba2States(self._host_pool, shape.config)
+        self.channels = self._part_of_longer(self._numbers(mamba.channels).to(dtype))
+        self.steps = self._part_of_longer((2 * self._numbers(mamba.heads)).to(dtype))
+        if spans[0][0] == 0:
+            self.steps[self.rows[0], 0] = 100.0  # no float is e to that
+            self.channels[self.rows[0]] /= 64
+
+        def of_heads() -> torch.Tensor:
+            return torch.randn(mamba.heads, generator=random)
+
+        conv = torch.randn((mamba.channels, 1, mamba.conv_width), generator=random).to(dtype)
+        bias = torch.randn(mamba.channels, generator=random).to(dtype)
+        self.terms = Mamba2Terms(
+            conv=guarded_tensor(conv),
+            conv_bias=guarded_tensor(bias) if mamba.conv_bias else None,
+            step_bias=guarded_tensor(of_heads()),
+            decay=guarded_tensor(-of_heads().exp()),
+            skip=guarded_tensor(of_heads()),
+        )
+        self.out = self._unread(mamba.heads, mamba.head_dim, dtype=torch.float32)
+
+    def advance(self, launcher: Launcher) -> None:
+        inputs = (self.channels, self.steps, self.terms)
+        Mamba2Kernels(launcher, self._mamba, dtype=self._dtype).advance(
+            self.layer, *inputs, self.sequences(), self.out
+        )
+
+    def _on_cpu(self, rows: slice, layout: BatchLayout) -> torch.Tensor:
+        return self._cpu.advance(LAYER, self.channels[rows], self.steps[rows], self.terms, layout)
+
+
+def state_problem(shape: StateShape, spans: Sequence[tuple[int, int]], *, seed: int = 0) -> StateProblem:
+    random = torch.Generator().manual_seed(seed)
+    if isinstance(shape, DeltaShape):
+        return DeltaProblem(shape, spans, random)
+    return Mamba2Problem(shape, spans, random)
 
 
 class ExecutedStates:
@@ -121,10 +249,12 @@ class ExecutedStates:
     ) -> None:
         self.shape = shape
         self.launcher = launcher or kernel_launcher()
-        self.kernels = StateKernels(self.launcher, shape.delta, dtype=shape.dtype)
+
+    def solve(self, spans: Sequence[tuple[int, int]], *, seed: int = 0) -> StateProblem:
+        """A problem of this shape that the kernels have gone through."""
+        return self.advance(state_problem(self.shape, spans, seed=seed), seed=seed)
 
     def advance(self, problem: StateProblem, *, seed: int = 0) -> StateProblem:
         self.launcher.seed = seed
-        inputs = (problem.channels, problem.conv, problem.rates, problem.decays)
-        self.kernels.advance(problem.pool, problem.offset, *inputs, problem.sequences(), problem.out)
+        problem.advance(self.launcher)
         return problem

@@ -23,10 +23,11 @@ from tierstore_engine.kernels.catalog import (
     HEAD_DIMS,
     PAGE_COPY,
     Instance,
+    delta_set,
     kernel_set,
     latent_set,
+    mamba2_set,
     pointwise_set,
-    state_set,
 )
 from tierstore_engine.kernels.cubins import source_digest
 from tierstore_engine.kernels.errors import KernelError
@@ -49,7 +50,9 @@ CEILINGS = {
 }
 PAGE_COPY_CEILING = 48
 POINTWISE_CEILING = 48
-STATE_CEILINGS = {"convolve": 48, "rule": 128}
+CONVOLVE_CEILING = 48
+DELTA_CEILING = 128
+MAMBA2_CEILINGS = {64: 120, 128: 128, 256: 248}  # by rows, of which Granite 4.0-H and Nemotron-H have 128
 LATENT_CEILINGS = {"write": 64, "decode": 160, "combine": 64}
 BLACKWELL = ("sm_100", "sm_120")
 BLOCK_BYTES = 99 * 1024  # of shared memory on sm_86 and sm_89, the smallest
@@ -94,9 +97,11 @@ def instances(dtype: str, head_dims: Sequence[int] = HEAD_DIMS) -> Iterator[tupl
     yield latents.write, LATENT_CEILINGS["write"]
     yield latents.decode, LATENT_CEILINGS["decode"]
     yield latents.combine, LATENT_CEILINGS["combine"]
-    states = state_set(dtype=dtype, key_dim=128, value_dim=128, conv_width=4)
-    yield states.convolve, STATE_CEILINGS["convolve"]
-    yield states.rule, STATE_CEILINGS["rule"]
+    delta = delta_set(dtype=dtype, key_dim=128, value_dim=128, conv_width=4)
+    yield delta.convolve, CONVOLVE_CEILING
+    yield delta.rule, DELTA_CEILING
+    for state_dim, ceiling in MAMBA2_CEILINGS.items():
+        yield mamba2_set(dtype=dtype, state_dim=state_dim, conv_width=4).rule, ceiling
     for head_dim in head_dims:
         kernels: dict[Instance, str] = {}
         for group in (1, 2, 16):

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
@@ -21,11 +22,11 @@ from tests.engine.kernels.executor.build import build_library
 from tests.engine.kernels.executor.launcher import ExecutorLauncher
 from tests.engine.kernels.latent_problem import ExecutedLatents, LatentProblem, LatentShape
 from tests.engine.kernels.problem import Problem, Shape, guarded_tensor
-from tests.engine.kernels.state_problem import ExecutedStates, StateProblem, StateShape
+from tests.engine.kernels.state_problem import DeltaShape, ExecutedStates, Mamba2Shape, StateShape
 from tests.engine.kernels.test_pointwise import EPSILON, check
 from tests.engine.kernels.test_quantise_write import check_bytes
 from tierstore_engine.kernels import KERNEL_DIR
-from tierstore_engine.kernels.catalog import Instance, kernel_set, latent_set, pointwise_set, state_set
+from tierstore_engine.kernels.catalog import Instance, kernel_set, latent_set, pointwise_set
 from tierstore_engine.kernels.operations import EVERYTHING, PointwiseKernels, Sight
 from tierstore_engine.pointwise import Pointwise
 
@@ -35,7 +36,9 @@ Builds: TypeAlias = "dict[Bug, Future[None]]"
 
 PREFILL_GROUP, MMA_GROUP, SIMT_GROUP = 3, 5, 2
 CODES_SHAPE = Shape(heads=2 * SIMT_GROUP, kv_heads=2, kv="k8v4")
-STATES = StateShape(value_dim=24)  # three warps
+DELTA = DeltaShape(value_dim=24)  # three warps
+MAMBA2 = Mamba2Shape(head_dim=40)  # two blocks of columns
+LIMITED = replace(MAMBA2, limits=(0.3, 2.0))
 LATENTS = LatentShape(heads=12, width=104, rank=80)
 CAPPED_SHAPE = Shape(heads=2 * SIMT_GROUP, kv_heads=2, score_cap=2.0)
 PREFILLS = [
@@ -101,8 +104,8 @@ def launched_by(bug: Bug) -> list[Instance]:
         return [codes.decode, codes.combine, codes.write]
     prefilling = bug in bugs.PREFILL + bugs.SPLIT_PREFILL + bugs.CHUNKED + bugs.TILES + bugs.PAGES
     group = PREFILL_GROUP if prefilling else SIMT_GROUP if bug in bugs.DECODE_SIMT else MMA_GROUP
-    if bug in bugs.STATES:
-        states = state_set(dtype="float16", key_dim=12, value_dim=STATES.value_dim, conv_width=4)
+    if bug in bugs.CONVOLUTION + bugs.DELTA + bugs.MAMBA2:
+        states = (DELTA if bug in bugs.DELTA else MAMBA2).kernels
         return [states.convolve, states.rule]
     if bug in bugs.LATENTS:
         latents = latent_set(dtype="float16", width=LATENTS.width, rank=LATENTS.rank, page_tokens=64)
@@ -161,14 +164,14 @@ def assert_latents_caught(kernels: Path) -> None:
     pytest.fail("not caught")
 
 
-def assert_states_caught(kernels: Path) -> None:
-    executed = ExecutedStates(STATES, launcher=ExecutorLauncher(folder=kernels))
-    for seed in SCHEDULES:
-        try:
-            problem = StateProblem(executed.shape, [(0, 40), (33, 1), (64, 9)])
-            executed.advance(problem, seed=seed).check()
-        except (AssertionError, ExecutionError):
-            return
+def assert_states_caught(kernels: Path, *shapes: StateShape) -> None:
+    for shape in shapes:
+        executed = ExecutedStates(shape, launcher=ExecutorLauncher(folder=kernels))
+        for seed in SCHEDULES:
+            try:
+                executed.solve([(0, 40), (33, 1), (64, 9)], seed=seed).check()
+            except (AssertionError, ExecutionError):
+                return
     pytest.fail("not caught")
 
 
@@ -248,10 +251,16 @@ def test_latents(bug: Bug, tmp_path: Path, builds: Builds) -> None:
     assert_latents_caught(planted(bug, tmp_path))
 
 
-@named(bugs.STATES)
-def test_states(bug: Bug, tmp_path: Path, builds: Builds) -> None:
+@named(bugs.DELTA)
+def test_delta(bug: Bug, tmp_path: Path, builds: Builds) -> None:
     builds[bug].result()
-    assert_states_caught(planted(bug, tmp_path))
+    assert_states_caught(planted(bug, tmp_path), DELTA)
+
+
+@named(bugs.CONVOLUTION + bugs.MAMBA2)
+def test_mamba2(bug: Bug, tmp_path: Path, builds: Builds) -> None:
+    builds[bug].result()
+    assert_states_caught(planted(bug, tmp_path), MAMBA2, LIMITED)
 
 
 @named(bugs.CODES)
@@ -272,7 +281,7 @@ def test_without_a_bug_nothing_is_caught() -> None:
     with pytest.raises(pytest.fail.Exception):
         assert_codes_caught(KERNEL_DIR)
     with pytest.raises(pytest.fail.Exception):
-        assert_states_caught(KERNEL_DIR)
+        assert_states_caught(KERNEL_DIR, DELTA, MAMBA2, LIMITED)
     with pytest.raises(pytest.fail.Exception):
         assert_latents_caught(KERNEL_DIR)
     with pytest.raises(pytest.fail.Exception):

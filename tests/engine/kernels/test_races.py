@@ -23,10 +23,11 @@ from tierstore_engine.kernels import KERNEL_DIR
 from tierstore_engine.kernels.catalog import (
     PAGE_COPY,
     Instance,
+    delta_set,
     kernel_set,
     latent_set,
+    mamba2_set,
     pointwise_set,
-    state_set,
 )
 
 FOUND = 66
@@ -70,11 +71,12 @@ def under_tsan(*arguments: str) -> subprocess.CompletedProcess[str]:
 JOBS = {
     "first": (
         *("prefill:plain", "decode:plain", "decode:other", "write:plain", "merge:plain", "copy:plain"),
-        *("pointwise:plain", "blocks:plain", "prefill:codes", "write:codes", "latents:plain", "states:plain"),
+        *("pointwise:plain", "blocks:plain", "prefill:codes", "write:codes", "latents:plain"),
+        *("delta:plain", "mamba2:plain"),
     ),
     "second": (
         *("prefill:other", "decode:single", "decode:wide", "write:other", "merge:other", "copy:other"),
-        *("pointwise:other", "blocks:other", "latents:wide", "states:other"),
+        *("pointwise:other", "blocks:other", "latents:wide", "delta:other", "mamba2:other"),
         *("decode:other codes", "write:other codes"),
     ),
 }
@@ -107,8 +109,13 @@ def launched_by(job: str, shape: str) -> list[Instance]:
     if job == "pointwise":
         decoding = pointwise_set(of.dtype)
         return [decoding.add_norm, decoding.silu_mul]
-    if job == "states":
-        states = state_set(dtype=of.dtype, key_dim=of.head_dim // 4, value_dim=of.head_dim // 2, conv_width=4)
+    if job in ("delta", "mamba2"):
+        rows = of.head_dim // 4
+        states = (
+            delta_set(dtype=of.dtype, key_dim=rows, value_dim=of.head_dim // 2, conv_width=4)
+            if job == "delta"
+            else mamba2_set(dtype=of.dtype, state_dim=rows, conv_width=4)
+        )
         return [states.convolve, states.rule]
     if job == "latents":
         rank = of.head_dim
@@ -148,6 +155,8 @@ RACES = [
         (bugs.DECODE_SIMT, "decode:plain"),
         (bugs.POINTWISE, "pointwise:plain"),
         (bugs.LATENTS, "latents:plain"),
+        (bugs.DELTA, "delta:plain"),
+        (bugs.MAMBA2, "mamba2:plain"),
     )
     for bug in found
     if bug.name in bugs.RACES

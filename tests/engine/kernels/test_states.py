@@ -10,16 +10,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.kernels.executor import SCHEDULES
-from tests.engine.kernels.state_problem import ExecutedStates, StateProblem, StateShape
-from tierstore_engine.kernels.catalog import state_set
+from tests.engine.kernels.state_problem import (
+    DeltaShape,
+    ExecutedStates,
+    Mamba2Shape,
+    StateShape,
+    state_problem,
+)
+from tierstore_engine.kernels.catalog import delta_set, mamba2_set
 from tierstore_engine.kernels.errors import KernelError
 
 pytestmark = pytest.mark.usefixtures("executor")
 
 SHAPES = {
-    "tiny": StateShape(),
-    "many-columns": StateShape(dtype="bfloat16", key_heads=1, value_heads=2, key_dim=24, value_dim=72),
-    "short-convolution": StateShape(key_heads=2, value_heads=2, key_dim=32, value_dim=32, conv_width=2),
+    "tiny": DeltaShape(),
+    "many-columns": DeltaShape(dtype="bfloat16", key_heads=1, value_heads=2, key_dim=24, value_dim=72),
+    "short-convolution": DeltaShape(key_heads=2, value_heads=2, key_dim=32, value_dim=32, conv_width=2),
+    "mamba2": Mamba2Shape(limits=(0.3, 2.0)),
+    "mamba2-unbiased": Mamba2Shape(dtype="bfloat16", heads=2, head_dim=40, groups=1, biased=False),
+    "mamba2-large": Mamba2Shape(
+        heads=2, head_dim=64, state_dim=128, groups=1
+    ),  # Granite 4.0-H's and Nemotron-H's
 }
 executed = cache(ExecutedStates)
 
@@ -28,8 +39,7 @@ executed = cache(ExecutedStates)
 def test_edges(shape: StateShape) -> None:
     """One that begins, one token, a chunk behind a past, fewer tokens than the convolution has inputs."""
     for seed in SCHEDULES:
-        problem = StateProblem(shape, [(0, 70), (33, 1), (64, 20), (0, 1), (5, 2)], seed=seed)
-        executed(shape).advance(problem, seed=seed).check()
+        executed(shape).solve([(0, 70), (33, 1), (64, 20), (0, 1), (5, 2)], seed=seed).check()
 
 
 @given(
@@ -39,14 +49,15 @@ def test_edges(shape: StateShape) -> None:
 )
 @settings(max_examples=30, deadline=None)
 def test_any_batch(shape: StateShape, spans: list[tuple[int, int]], seed: int) -> None:
-    executed(shape).advance(StateProblem(shape, spans, seed=seed), seed=seed).check()
+    executed(shape).solve(spans, seed=seed).check()
 
 
-def test_how_tokens_are_cut_changes_no_bits() -> None:
-    shape = SHAPES["tiny"]
-    whole = executed(shape).advance(StateProblem(shape, [(0, 50)]))
+@pytest.mark.parametrize("name", ["tiny", "mamba2"])
+def test_how_tokens_are_cut_changes_no_bits(name: str) -> None:
+    shape = SHAPES[name]
+    whole = executed(shape).solve([(0, 50)])
     for cuts in ([1] * 50, [20, 30], [49, 1]):
-        parts, done = StateProblem(shape, [(0, 50)]), 0
+        parts, done = state_problem(shape, [(0, 50)]), 0
         for tokens in cuts:
             parts.spans, parts.rows = [(done, tokens)], [1 + done]
             executed(shape).advance(parts)
@@ -59,4 +70,10 @@ def test_how_tokens_are_cut_changes_no_bits() -> None:
 def test_states_that_the_kernels_do_not_know(changes: tuple[int, int, int]) -> None:
     key_dim, value_dim, conv_width = changes
     with pytest.raises(KernelError, match="no kernels for states"):
-        state_set(dtype="float16", key_dim=key_dim, value_dim=value_dim, conv_width=conv_width)
+        delta_set(dtype="float16", key_dim=key_dim, value_dim=value_dim, conv_width=conv_width)
+
+
+@pytest.mark.parametrize("state_dim", [260, 126])
+def test_states_of_mamba2_that_they_do_not_know(state_dim: int) -> None:
+    with pytest.raises(KernelError, match=f"no kernels for Mamba-2 states of {state_dim} rows"):
+        mamba2_set(dtype="float16", state_dim=state_dim, conv_width=4)

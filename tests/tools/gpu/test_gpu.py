@@ -21,7 +21,7 @@ from tests.engine.kernels.executor import missing_tools
 from tests.engine.kernels.executor.launcher import ExecutorLauncher
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
 from tierstore.tiers.device_pool import DevicePool
-from tierstore_engine.config import DeltaConfig
+from tierstore_engine.config import DeltaConfig, Mamba2Config
 from tierstore_tools.gpu import arithmetic, check, decode, kinds, lines, prefill
 from tierstore_tools.gpu.arithmetic import LLAMA_3_8B, Heads
 from tierstore_tools.gpu.decode import DecodeCase
@@ -95,7 +95,8 @@ def test_prefill_rows() -> None:
 
 @executed
 def test_rows_of_other_kinds() -> None:
-    shapes = kinds.Shapes(4, 40, 32, Heads(4, 2, 16), 20, Heads(4, 2, 16), DeltaConfig(1, 2, 8, 8, 4))
+    states = DeltaConfig(1, 2, 8, 8, 4), Mamba2Config(2, 8, 8, 1, 4)
+    shapes = kinds.Shapes(4, 40, 32, Heads(4, 2, 16), 20, Heads(4, 2, 16), *states)
     cases = [KindCase(name, 2, 70) for name in kinds.PROBLEMS]
     rows = list(
         kinds.run(
@@ -106,9 +107,10 @@ def test_rows_of_other_kinds() -> None:
             copy_nbytes=1 << 16,
         )
     )
-    assert [row.name for row in rows] == ["latents", "window", "capped", "states"]
+    assert [row.name for row in rows] == ["latents", "window", "capped", "delta", "mamba2"]
     state = 32 * 3 * 2 + 2 * 8 * 8 * 4  # the inputs of 32 channels' convolution, and two matrices
-    assert [row.nbytes for row in rows] == [2 * 70 * 80, 2 * 20 * 128, 2 * 70 * 128, 2 * 2 * state]
+    attention = [2 * 70 * 80, 2 * 20 * 128, 2 * 70 * 128]
+    assert [row.nbytes for row in rows] == [*attention, 2 * 2 * state, 2 * 2 * state]
     for row in rows:
         assert row.fraction == pytest.approx(row.gb_per_s / row.copy_gb_per_s)
         assert row.gb_per_s == pytest.approx(row.nbytes / row.kernel_s / 1e9)

@@ -1,5 +1,5 @@
 """Decoding with the other ways to remember: bytes per second beside the device's own copy. Latents, recurrent
-states, windows, capped scores."""
+states of both rules, windows, capped scores."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
-from tierstore_engine.config import DeltaConfig
+from tierstore_engine.config import DeltaConfig, Mamba2Config, StateConfig
 from tierstore_engine.kernels.latents import Entries, LatentKernels
 from tierstore_engine.kernels.launcher import Launcher
 from tierstore_engine.kernels.operations import AttentionKernels, LayerPages, Sequences, Sight
-from tierstore_engine.kernels.states import StateKernels, StateSpans
+from tierstore_engine.kernels.states import DeltaKernels, LayerStates, Mamba2Kernels, StateSpans
+from tierstore_engine.weights import Mamba2Terms
 from tierstore_tools.gpu.arithmetic import Heads, pages_for
 from tierstore_tools.gpu.decode import COPY_BYTES, PAGE_TOKENS, Timer, copy_rate
 
@@ -30,7 +31,7 @@ class KindCase:
 
 CASES = tuple(
     KindCase(name, batch, context << 10)
-    for name in ("latents", "window", "capped", "states")
+    for name in ("latents", "window", "capped", "delta", "mamba2")
     for batch, context in ((1, 32), (16, 32), (64, 8))
 )
 
@@ -46,6 +47,7 @@ class Shapes:
     window: int
     capped: Heads
     delta: DeltaConfig
+    mamba: Mamba2Config
 
 
 LARGE = Shapes(
@@ -56,6 +58,7 @@ LARGE = Shapes(
     window=128,
     capped=Heads(16, 8, 256),  # Gemma 2
     delta=DeltaConfig(16, 32, 128, 128, 4),  # Qwen3-Next
+    mamba=Mamba2Config(48, 64, 128, 1, 4),  # Granite 4.0-H Tiny
 )
 
 
@@ -163,22 +166,44 @@ def _attention(
     )
 
 
-def _states(launcher: Launcher, device: str, case: KindCase, shapes: Shapes, page_tokens: int) -> Problem:
+def _delta(launcher: Launcher, device: str, case: KindCase, shapes: Shapes, page_tokens: int) -> Problem:
     delta = shapes.delta
-    kernels = StateKernels(launcher, delta, dtype="bfloat16")
-    nbytes = delta.state_bytes("bfloat16")
-    pool = torch.zeros((case.batch, nbytes), dtype=torch.uint8, device=device)
-    rows, lengths, _ = _sequences(device, case, page_tokens)
-    channels, conv = _numbers(device, case.batch, delta.channels), _numbers(device, delta.channels, 1, 4)
+    kernels = DeltaKernels(launcher, delta, dtype="bfloat16")
+    states, spans, channels, conv = _states(device, case, delta, page_tokens)
     rates = torch.full((case.batch, delta.value_heads), 0.5, device=device)
-    spans = StateSpans(rows, torch.ones_like(rows), lengths, rows.unsqueeze(1))
     out = channels.new_empty(case.batch, delta.value_heads, delta.value_dim)
     return Problem(
-        lambda: kernels.advance(pool, 0, channels, conv, rates, -rates, spans, out), 2 * case.batch * nbytes
+        lambda: kernels.advance(states, channels, conv, rates, -rates, spans, out),
+        2 * case.batch * delta.state_bytes("bfloat16"),
     )
 
 
-PROBLEMS = {"latents": _latents, "window": _window, "capped": _capped, "states": _states}
+def _mamba2(launcher: Launcher, device: str, case: KindCase, shapes: Shapes, page_tokens: int) -> Problem:
+    mamba = shapes.mamba
+    kernels = Mamba2Kernels(launcher, mamba, dtype="bfloat16")
+    states, spans, channels, conv = _states(device, case, mamba, page_tokens)
+    bias, ones = _numbers(device, mamba.channels), torch.ones(mamba.heads, device=device)
+    terms = Mamba2Terms(conv, bias, step_bias=ones, decay=-ones, skip=ones)
+    steps = _numbers(device, case.batch, mamba.heads)
+    out = torch.empty((case.batch, mamba.heads, mamba.head_dim), device=device)
+    return Problem(
+        lambda: kernels.advance(states, channels, steps, terms, spans, out),
+        2 * case.batch * mamba.state_bytes("bfloat16"),
+    )
+
+
+def _states(
+    device: str, case: KindCase, shape: StateConfig, page_tokens: int
+) -> tuple[LayerStates, StateSpans, torch.Tensor, torch.Tensor]:
+    """A page for each sequence, the sequences' next tokens, and the convolution's channels and weights."""
+    pool = torch.zeros((case.batch, shape.state_bytes("bfloat16")), dtype=torch.uint8, device=device)
+    rows, lengths, _ = _sequences(device, case, page_tokens)
+    spans = StateSpans(rows, torch.ones_like(rows), lengths, rows.unsqueeze(1))
+    channels = _numbers(device, case.batch, shape.channels)
+    return LayerStates(pool, 0), spans, channels, _numbers(device, shape.channels, 1, shape.conv_width)
+
+
+PROBLEMS = {"latents": _latents, "window": _window, "capped": _capped, "delta": _delta, "mamba2": _mamba2}
 
 
 def _sequences(

@@ -1,0 +1,31 @@
+// What the kernels for recurrent states share. A page has of each layer the last inputs of the causal convolution
+// [channels][WIDTH - 1], the newest last, and a float32 matrix [rows][columns] for each head. The kernels take what is
+// there (nothing, for a sequence that begins), go through the sequence's new tokens one by one, and leave what is there
+// behind them: the work of a decode step and of a chunk of prefill is the same, and how tokens are cut into steps
+// changes no bits.
+#pragma once
+
+// Where the new tokens of the sequences are. A sequence of length 0 is none.
+struct Spans {
+  int row, count;
+  bool begins;
+
+  __device__ __forceinline__ Spans(const int* rows, const int* counts, const int* lengths, int sequence)
+      : row(rows[sequence]),
+        count(lengths[sequence] > 0 ? counts[sequence] : 0),
+        begins(lengths[sequence] == counts[sequence]) {}
+};
+
+// What is `offset` bytes into a page.
+template <class T>
+__device__ __forceinline__ T* in_page(unsigned char* pool, int page, long long page_stride, long long offset) {
+  return reinterpret_cast<T*>(pool + page * page_stride + offset);
+}
+
+constexpr int PARTS = 4;  // neighbouring threads that share a column of a matrix, every fourth row each
+
+// The sum over the threads that share a column.
+__device__ __forceinline__ float over_parts(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
