@@ -28,6 +28,8 @@ inside of a page, and so may a hit; where it cannot, ``align`` is the chunk.
 [range(0, 3200), range(2177, 3200)]
 >>> gemma[1].pages(3200, chunk_tokens=64)
 range(34, 50)
+>>> gemma[1].ends(1100, chunk_tokens=256)
+[256, 512, 768, 1024, 1100]
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from __future__ import annotations
 import enum
 from bisect import bisect_right
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -44,7 +47,7 @@ from tierstore.spec import LayerGroup, LayerKind
 Held: TypeAlias = Sequence[range]
 """Ranges of tokens that are held of a group: ascending, disjoint, none empty."""
 
-Search: TypeAlias = "Generator[Mapping[int, range], Mapping[int, Sequence[int]], int]"
+Search: TypeAlias = "Generator[Mapping[int, Sequence[int]], Mapping[int, Sequence[int]], int]"
 """See :func:`search`."""
 
 _SCANNED = 64  # chunks that are asked for at first, where a prompt does not go on at an earlier one's end
@@ -119,6 +122,15 @@ class GroupRule:
         needed = self.needed(length)
         return range(needed.start // chunk_tokens, -(-needed.stop // chunk_tokens)) if needed else range(0)
 
+    def ends(self, length: int, chunk_tokens: int) -> Sequence[int]:
+        """Where those pages end: all of them whole, but the last where the hit ends inside of it."""
+        needed, whole = self.needed(length), length - length % chunk_tokens
+        if not needed:
+            return range(0)
+        first = (needed.start // chunk_tokens + 1) * chunk_tokens
+        ends = range(first, whole + 1, chunk_tokens)
+        return ends if whole == length else [*ends, length]
+
     def serves(self, held: Held, length: int) -> bool:
         """Whether what is held is enough for a hit of exactly ``length``."""
         return self.longest(held, length) == length
@@ -189,60 +201,102 @@ def longest_hit(groups: Sequence[tuple[GroupRule, Held]], limit: int, *, align: 
     return length
 
 
+def longest_of_pages(
+    groups: Sequence[tuple[GroupRule, AbstractSet[int]]], limit: int, chunk_tokens: int
+) -> int:
+    """The longest hit of at most ``limit`` tokens that every group can serve with the pages that are held of
+    it, told by where they end: a whole number of chunks, or one that ends inside of the limit's own.
+
+    >>> groups = [(GroupRule.all(), {16, 32, 41}), (GroupRule.state(), {32, 39, 41})]
+    >>> [longest_of_pages(groups, limit, chunk_tokens=16) for limit in (41, 40)]
+    [41, 32]
+    """
+    whole = limit - limit % chunk_tokens
+    for length in range(limit, whole, -1):
+        if all(_ends_held(rule, held, length, chunk_tokens) for rule, held in groups):
+            return length
+    runs = [
+        (rule, [range(end - chunk_tokens, end) for end in sorted(held) if end % chunk_tokens == 0])
+        for rule, held in groups
+    ]
+    return longest_hit(runs, whole, align=chunk_tokens)
+
+
+def _ends_held(rule: GroupRule, held: AbstractSet[int], length: int, chunk_tokens: int) -> bool:
+    if not rule.needed(length):
+        return True
+    return length in held and set(rule.ends(length, chunk_tokens)) <= held
+
+
 def search(rules: Mapping[int, GroupRule], branch: int, chunk_tokens: int) -> Search:
     """Find the longest hit of at most ``branch`` tokens where only asking tells which pages are held.
 
-    For groups whose pages are found one by one, by any number; those of which every token is needed have been
-    asked already, and go up to ``branch``. Yields the chunks to ask for, by group, where there are any, and
-    is sent those of them that are held. Returns the hit's length, a multiple of ``chunk_tokens``: the last
-    chunks that were asked for are what it needs, and all of them were held (of a hit of 0 tokens, nothing).
+    For groups whose pages are found one by one; those of which every token is needed have been asked already,
+    and go up to ``branch``. Yields the ends of the pages to ask for, by group, where there are any, and is
+    sent those of them that are held. Returns the hit's length, as :func:`longest_of_pages` has it: of the
+    last pages that were asked for those that are held are what it needs (of a hit of 0 tokens, nothing).
 
     What a hit of ``branch`` needs comes first, which mostly is the answer: a prompt goes on where an earlier
     one ended. If it is not, pages are asked for from there towards the front, further each time.
 
     >>> looking = search({0: GroupRule.state()}, 100, chunk_tokens=16)
     >>> next(looking)
-    {0: range(5, 6)}
+    {0: [100]}
     >>> looking.send({0: []})
-    {0: range(0, 6)}
-    >>> looking.send({0: [1, 3]})
-    {0: range(3, 4)}
-    >>> looking.send({0: [3]})
+    {0: [96, 97, 98, 99]}
+    >>> looking.send({0: []})
+    {0: range(16, 97, 16)}
+    >>> looking.send({0: [32, 64]})
+    {0: range(64, 65, 16)}
+    >>> looking.send({0: [64]})
     Traceback (most recent call last):
     StopIteration: 64
     """
-    length = branch - branch % chunk_tokens
+    whole = branch - branch % chunk_tokens
     held: dict[int, set[int]] = {group: set() for group in rules}
 
-    def longest() -> int:
-        runs = [(rules[group], page_ranges(list(pages), chunk_tokens)) for group, pages in held.items()]
-        return longest_hit(runs, length, align=chunk_tokens)
+    def needed(length: int) -> dict[int, Sequence[int]]:
+        ends = {group: rule.ends(length, chunk_tokens) for group, rule in rules.items()}
+        return {group: each for group, each in ends.items() if each}
 
-    scanned = False
+    def note(asked: Mapping[int, Sequence[int]], answer: Mapping[int, Sequence[int]]) -> bool:
+        """Whether all that was asked for is held."""
+        for group, ends in asked.items():
+            held[group].difference_update(ends)
+            held[group].update(answer[group])
+        return all(held[group].issuperset(ends) for group, ends in asked.items())
+
+    def longest() -> int:
+        return longest_of_pages([(rules[group], ends) for group, ends in held.items()], branch, chunk_tokens)
+
+    wanted = needed(branch)
+    if note(wanted, (yield wanted)):
+        return branch
+    if branch > whole:
+        inside = range(whole + 1, branch)  # where others that went on from there may have ended
+        wanted = needed(whole)
+        both = {group: [*wanted.get(group, ()), *inside] for group in rules}
+        asked: dict[int, Sequence[int]] = {group: ends for group, ends in both.items() if ends}
+        answer = yield asked
+        note(asked, answer)
+        found_inside = any(end > whole for ends in answer.values() for end in ends)
+        if whole and longest() == whole and not found_inside:
+            return whole
+    low, step, length = whole // chunk_tokens, _SCANNED, longest()
+    # What a longer hit needs begins no earlier, so one that is found behind ``low`` is the longest.
+    while low and length < max(low * chunk_tokens, 1):
+        first = max(low - step, 0)
+        asked = dict.fromkeys(rules, range((first + 1) * chunk_tokens, low * chunk_tokens + 1, chunk_tokens))
+        low, step = first, 2 * step
+        note(asked, (yield asked))
+        length = longest()
     for _ in range(_LOOKS):
-        needed = {group: rule.pages(length, chunk_tokens) for group, rule in rules.items()}
-        needed = {group: chunks for group, chunks in needed.items() if chunks}
-        answer = yield needed  # maybe nothing, so that the last answer is always what the hit needs
-        missing = {group: set(chunks).difference(answer[group]) for group, chunks in needed.items()}
-        if not any(missing.values()):
-            return length
-        if scanned:  # some have left meanwhile
-            for group, gone in missing.items():
-                held[group] -= gone
-            length = longest()
-        else:
-            low, step, found = length // chunk_tokens, _SCANNED, 0
-            # What a longer hit needs begins no earlier, so one that is found behind ``low`` is the longest.
-            while low and found < max(low * chunk_tokens, 1):
-                chunks = range(max(low - step, 0), low)
-                low, step = chunks.start, 2 * step
-                answer = yield dict.fromkeys(rules, chunks)
-                for group, places in answer.items():
-                    held[group].update(places)
-                found = longest()
-            length, scanned = found, True
         if not length:
             break
+        wanted = needed(length)  # maybe nothing, so that the last answer is always what the hit needs
+        if note(wanted, (yield wanted)):
+            return length
+        length = longest()  # some have left meanwhile
     return 0
 
 

@@ -14,8 +14,9 @@ Pages are ints: indices into ``pool``, the engine's HBM page pool. Who may touch
 **Layer groups.** A model whose layers remember the past in different ways has a pool of pages for each group
 of them (``pools``), and what a hit needs of a group is its rule's (``rules``, see :mod:`tierstore.groups`).
 Group 0 is the one that every token before the hit is needed of, where there is one. Verbs about pages take
-the ``group`` that they are about. With several groups a hit is a whole number of chunks, and its load brings
-of each group what the hit needs (``Loaded.groups``); all of these pages are shared and read-only.
+the ``group`` that they are about. With several groups a load brings of each group what the hit needs
+(``Loaded.groups``). A hit may end inside of a page where all groups were saved to that very token; in groups
+beside the first that page is shared and read-only, too, and whoever goes on copies it.
 
 No verb raises because the cache is full, slow or broken: fewer tokens come back, or nothing is stored.
 None of them blocks on a colder tier: whatever has to be waited for is a
@@ -161,7 +162,7 @@ class Connector(ABC):
         page may hold the prompt's incomplete last chunk. The engine must not write to a saved page again;
         the result is the number of tokens stored below HBM. ``hint`` and ``session`` are advice to the
         store's policy (see :mod:`tierstore.types`) and change nothing else; no pages may carry them, too. Of
-        a group that needs not every token, any chunks may be saved, whole ones only."""
+        a group that needs not every token, any chunks may be saved."""
 
     @abstractmethod
     def finish(self, session: str) -> None:

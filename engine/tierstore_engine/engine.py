@@ -431,6 +431,8 @@ class Engine:
     def _run(self, planned: list[Work]) -> list[StepOutput]:
         work = self._with_drafts(planned)
         self._prefills.began(work)
+        for item in work:
+            item.sequence.in_step = True
         return self._computed(work, self.model.compute(build_step(work, self.connector.pools)))
 
     def _advance(self, item: Work, *, wait: bool) -> list[StepOutput]:
@@ -444,6 +446,7 @@ class Engine:
         stop = layers if wait else partial.arrived(layers)
         if stop == partial.layers:
             return []
+        sequence.in_step = True
         logits = self.model.advance(partial, range(partial.layers, stop))
         partial.layers = stop
         self._last_progress = time.monotonic()

@@ -345,30 +345,44 @@ class PageKeeper:
             sequence.meeting.stop()
             sequence.pages = sequence.meeting.pages
             sequence.meeting = None
-        # A partial page can only be saved as the end of its prompt; a prefill that is cut short ends at a
-        # page's end, or within a page that was loaded and is in the store already.
-        stop = self.pages_for(sequence.computed)
         full = sequence.computed // self._chunk
-        if stop > full and (sequence.computed < len(sequence.prompt) or self._shares[sequence.pages[full]]):
-            stop = full  # who shares it is going to write to it
-        if self._sides:
-            stop = full  # hits end where pages do
+        saves: list[Transfer[int] | None] = []
+        hint, inside = _hint(sequence), save and self._ends_inside(sequence)
         if save:
-            hint = _hint(sequence)
-            saves = [self._publish(sequence, stop, hint=hint)]
-            saves += self._save_sides(sequence, full * self._chunk, hint=hint, session=sequence.session)
-            self._parking += [saving for saving in saves if saving is not None and not saving.done]
+            saves.append(self._publish(sequence, full + inside, hint=hint))
+            if not inside or sequence.finish_reason is not None:
+                # Who goes on from an answer may not have its last tokens: a parked sequence has.
+                saves += self._save_sides(sequence, full * self._chunk, hint=hint, session=sequence.session)
         submitted = min(sequence.saved_pages, full)
         if not all(side.saved(table, submitted * self._chunk) for side, table in self._sides_of(sequence)):
             submitted = 0  # nobody can go on there: not to be waited for
+        if inside:
+            computed, session = sequence.computed, sequence.session
+            saves += self._save_sides(sequence, computed, hint=hint, session=session, leaves=True)
+        self._parking += [saving for saving in saves if saving is not None and not saving.done]
         self._drop_sides(sequence.sides)
         sequence.submitted_tokens = submitted * self._chunk if self.connector.shared else 0
         self._release(sequence.pages)
         sequence.pages, sequence.sides = [], []
         sequence.arriving = False
         sequence.partial = None
+        sequence.in_step = False
         sequence.computed = sequence.saved_pages = 0
         sequence.state = SequenceState.WAITING
+
+    def _ends_inside(self, sequence: Sequence) -> bool:
+        """Whether a sequence that leaves has a partial page that can be saved: as the end of its prompt, and
+        where nobody else is going to write to it. A prefill that is cut short ends at a page's end, or within
+        a page that was loaded and is in the store already. A step that has not ended has left KV behind the
+        sequence's end, where nobody looks, but in a live state it is for good."""
+        computed = sequence.computed
+        if not computed % self._chunk or computed < len(sequence.prompt):
+            return False
+        if self._shares[sequence.pages[computed // self._chunk]]:
+            return False
+        if any(side.shares(table, computed) for side, table in self._sides_of(sequence)):
+            return False
+        return not (self._sides and sequence.in_step)
 
     def wait_for_room(self, timeout_s: float) -> None:
         """Wait, briefly, for something that may make pages available."""
@@ -430,12 +444,18 @@ class PageKeeper:
             side.drop(table)
 
     def _save_sides(
-        self, sequence: Sequence, tokens: int, *, hint: Hint | None = None, session: str | None
+        self,
+        sequence: Sequence,
+        tokens: int,
+        *,
+        hint: Hint | None = None,
+        session: str | None,
+        leaves: bool = False,
     ) -> list[Transfer[int]]:
         """Publish what a hit at ``tokens`` needs of the groups beside the first; the copies are under way."""
         if sequence.no_save or not tokens:
             return []
-        point = SavePoint(sequence.prompt, tokens, hint, session)
+        point = SavePoint(sequence.prompt, tokens, hint, session, leaves)
         saves = [side.save(table, point) for side, table in self._sides_of(sequence)]
         return [saving for saving in saves if saving is not None]
 

@@ -111,6 +111,7 @@ class Sequence:
         self.meeting: Meeting | None = None  # while it is computed from the front and loaded from the back
         self.arriving = False  # whether pages that were loaded may still be on their way
         self.partial: PartialStep | None = None  # its next tokens, computed while pages arrive
+        self.in_step = False  # whether its pages may hold some of a step that has not ended
         self.tally = Tally(added)
         self.finish_reason: FinishReason | None = None
         self._most_computed = 0
@@ -158,6 +159,7 @@ class Sequence:
         """The KV of the first ``computed`` tokens is in the pages now."""
         self.tally.recomputed_tokens += self.repeats(computed)
         self._most_computed = max(self._most_computed, computed)
+        self.in_step = False
         self.restore(computed)
 
     def restore(self, computed: int) -> None:
@@ -182,6 +184,7 @@ class Sequence:
         twin.promise = None
         twin.arriving = False
         twin.partial = None
+        twin.in_step = False
         twin.tally = Tally(time.monotonic(), reused_by_tier=dict(self.tally.reused_by_tier))
         twin._random = random.Random(seed)
         twin._uniforms = deque()

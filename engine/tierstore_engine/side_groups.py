@@ -6,12 +6,14 @@ them. The groups beside it need little at a time, and that little changes while 
     window   [ given back ...... | pages that the next token attends )   one page for each chunk
     state    [ live page ]  [ snapshot at the last chunk's end ]         two pages, whatever the length
 
-What a later hit needs of them is there only where it was saved, at *save points*, all of them ends of chunks:
-the end of the prompt and of the sequence, where it is parked, where others' prompts part from it, and every
-``checkpoint_tokens``. A step ends at each of them, for a state cannot be had of tokens before its last.
+What a later hit needs of them is there only where it was saved, at *save points*: the end of the prompt,
+where others' prompts part from it, and every ``checkpoint_tokens``, all of them ends of chunks; and where the
+sequence leaves, at its end or to be parked. A step ends at each of them, for a state cannot be had of tokens
+before its last. A sequence that leaves need not be at a chunk's end: its partial page of each window is
+published as it is, and so is the live page of a state, which is the snapshot behind its last token.
 
-A hit begins where all groups have what it needs. Of a window it brings pages that are shared and complete; of
-a state a snapshot, which is copied, because the live page is written at every step.
+A hit begins where all groups have what it needs. What it brings is shared: of windows pages that are complete
+but for the one that it ends inside of, and of a state a snapshot. Of these two whoever goes on has a copy.
 """
 
 from __future__ import annotations
@@ -44,12 +46,14 @@ class SideTable:
 
 @dataclass(frozen=True, slots=True)
 class SavePoint:
-    """``tokens`` of ``prompt`` are computed, a multiple of the chunk: a hit may begin here later."""
+    """``tokens`` of ``prompt`` are computed: a hit may begin here later. They are a multiple of the chunk, or
+    all of the prompt, whose sequence leaves now: ``leaves``."""
 
     prompt: Prompt
     tokens: int
     hint: Hint | None = None
     session: str | None = None
+    leaves: bool = False
 
 
 class PageShares(Counter[int]):
@@ -107,7 +111,13 @@ class SideGroup(ABC):
 
     @abstractmethod
     def save(self, table: SideTable, point: SavePoint) -> Transfer[int] | None:
-        """Publish what a hit at ``point`` needs, if the table has it."""
+        """Publish what a hit at ``point`` needs, if the table has it. Where the sequence leaves, what it has
+        written to last is published, too: only :meth:`drop` may follow."""
+
+    def shares(self, table: SideTable, tokens: int) -> bool:
+        """Whether another sequence has the page that token ``tokens`` is written to, and may write to it."""
+        last = tokens // self._chunk
+        return last < len(table.pages) and bool(self._shares[table.pages[last]])
 
     @abstractmethod
     def share(self, parent: SideTable, child: SideTable) -> bool:
@@ -157,11 +167,18 @@ class WindowGroup(SideGroup):
         needed = self._rule.pages(tokens, self._chunk)
         if needed and held is None:
             return False
-        table.pages = [NO_PAGE] * (needed.start if needed else tokens // self._chunk)
-        table.saved_at = tokens
+        pages = list(held.pages) if held is not None else []
         if held is not None:
-            assert range(held.first, held.first + len(held.pages)) == needed, "a hit has what it needs"
-            table.pages += held.pages
+            assert range(held.first, held.first + len(pages)) == needed, "a hit has what it needs"
+            if tokens % self._chunk:  # the last page is going to be written
+                own = self._connector.allocate(1, group=self._group, near=pages)
+                if own is None:
+                    return False
+                self._connector.pools[self._group].copy_pages([(own[0], pages[-1])])
+                self._release([pages[-1]])
+                pages[-1] = own[0]
+        table.pages = [NO_PAGE] * (needed.start if needed else tokens // self._chunk) + pages
+        table.saved_at = tokens
         return True
 
     def grow(self, table: SideTable, start: int, stop: int) -> bool:
@@ -203,6 +220,8 @@ class WindowGroup(SideGroup):
             return None
         pages = table.pages[needed.start : needed.stop]
         if len(pages) != len(needed) or NO_PAGE in pages:
+            return None
+        if point.tokens % self._chunk and self.shares(table, point.tokens):
             return None
         table.saved_at = point.tokens
         return self._publish(point, pages, needed.start)
@@ -248,13 +267,21 @@ class StateGroup(SideGroup):
         table.snapshot_at = tokens
 
     def save(self, table: SideTable, point: SavePoint) -> Transfer[int] | None:
-        if table.snapshot == NO_PAGE or table.snapshot_at != point.tokens or point.tokens <= table.saved_at:
+        if point.tokens <= table.saved_at:
             return None
-        saving = self._publish(point, [table.snapshot], point.tokens // self._chunk - 1)
-        self._release([table.snapshot])  # published, it is not to be written again
-        table.snapshot = NO_PAGE
+        if table.snapshot != NO_PAGE and table.snapshot_at == point.tokens:
+            saving = self._publish(point, [table.snapshot], point.tokens // self._chunk - 1)
+            self._release([table.snapshot])  # published, it is not to be written again
+            table.snapshot = NO_PAGE
+        elif point.leaves:
+            saving = self._publish(point, table.pages, (point.tokens - 1) // self._chunk)
+        else:
+            return None
         table.saved_at = point.tokens
         return saving
+
+    def shares(self, table: SideTable, tokens: int) -> bool:
+        return False  # each has a state of its own
 
     def share(self, parent: SideTable, child: SideTable) -> bool:
         live = self._connector.allocate(1, group=self._group)

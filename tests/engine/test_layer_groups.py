@@ -109,7 +109,7 @@ def prompt(tokens: int, seed: int = 0) -> list[int]:
 
 def assert_same(got: Any, expected: Any) -> None:
     assert got.tokens == expected.tokens
-    assert abs(got.logits - expected.logits).max() < 1e-4
+    assert abs(got.logits - expected.logits).max() < 3e-4
 
 
 @pytest.mark.parametrize("tokens", [1, CHUNK, WINDOW, 100, 333])
@@ -126,7 +126,7 @@ def test_a_hit_begins_where_an_earlier_request_ended(pair, engines):
     [answer] = engine.generate([first], GREEDY)
     following = [*first, *answer.tokens, *prompt(50, seed=1)]
     [got] = engine.generate([following], GREEDY)
-    ended = (len(first) + len(answer.tokens) - 1) // CHUNK * CHUNK
+    ended = len(first) + len(answer.tokens) - 1
     assert got.metrics.reused_by_tier["hbm"] == ended
     [expected] = whole.generate([following], GREEDY)
     assert_same(got, expected)

@@ -6,7 +6,15 @@ from hypothesis import strategies as st
 
 from tierstore import groups as layer_groups
 from tierstore.errors import UsageError
-from tierstore.groups import GroupRule, Past, longest_hit, page_ranges, search, served_lengths
+from tierstore.groups import (
+    GroupRule,
+    Past,
+    longest_hit,
+    longest_of_pages,
+    page_ranges,
+    search,
+    served_lengths,
+)
 from tierstore.spec import LayerGroup, LayerKind
 
 CHUNK = 4
@@ -89,29 +97,41 @@ def test_a_hit_is_what_a_model_that_keeps_everything_says(groups, tail, limit, a
         assert set(needed) <= model.tokens  # needed, and held
 
 
+ENDS = st.integers(1, PAGES * CHUNK + CHUNK)
+
+
+def by_trying(groups: list[tuple[GroupRule, set[int]]], branch: int) -> int:
+    """The longest hit that pages with these ends serve: whole chunks, or inside of the last one."""
+    whole = branch // CHUNK * CHUNK
+    lengths = [*range(branch, whole, -1), *range(whole, 0, -CHUNK)]
+    for length in lengths:
+        if all(set(rule.ends(length, CHUNK)) <= held for rule, held in groups):
+            return length
+    return 0
+
+
 @given(
-    st.lists(st.tuples(RULES, evictions()), min_size=1, max_size=4),
+    st.lists(st.tuples(RULES, evictions(), st.sets(ENDS, max_size=12)), min_size=1, max_size=4),
     st.integers(0, PAGES * CHUNK + CHUNK),
     st.sampled_from([1, 2, 64]),
-    st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), st.integers(0, PAGES - 1)), max_size=3),
+    st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3), ENDS), max_size=3),
 )
 def test_a_search_finds_the_longest_hit_and_ends_with_what_it_needs(groups, branch, scanned, leaving):
     """``leaving``: at this question, a page of this group leaves."""
-    held = [set(pages) for _, pages in groups]
-    longest = longest_hit(
-        [(rule, page_ranges(list(pages), CHUNK)) for rule, pages in groups], branch, align=CHUNK
-    )
+    rules = [rule for rule, _, _ in groups]
+    held = [{(page + 1) * CHUNK for page in pages} | ends for _, pages, ends in groups]
+    longest = by_trying(list(zip(rules, held, strict=True)), branch)
+    assert longest == longest_of_pages(list(zip(rules, held, strict=True)), branch, CHUNK)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layer_groups, "_SCANNED", scanned)
-        steps = search({number: rule for number, (rule, _) in enumerate(groups)}, branch, CHUNK)
+        steps = search(dict(enumerate(rules)), branch, CHUNK)
         asked, questions = next(steps), 1
         while True:
-            for at, group, page in leaving:
+            for at, group, end in leaving:
                 if at == questions and group < len(held):
-                    held[group].discard(page)
-            answer = {
-                group: [page for page in chunks if page in held[group]] for group, chunks in asked.items()
-            }
+                    held[group].discard(end)
+            answer = {group: [end for end in ends if end in held[group]] for group, ends in asked.items()}
+            assert all(asked.values()) or not asked
             try:
                 asked, questions = steps.send(answer), questions + 1
             except StopIteration as end:
@@ -121,9 +141,10 @@ def test_a_search_finds_the_longest_hit_and_ends_with_what_it_needs(groups, bran
     if not leaving:
         assert found == longest
     if found:
-        needed = {number: rule.pages(found, CHUNK) for number, (rule, _) in enumerate(groups)}
-        assert asked == {number: chunks for number, chunks in needed.items() if chunks}
-        assert all(set(answer[number]) == set(chunks) for number, chunks in asked.items())
+        needed = {number: list(rule.ends(found, CHUNK)) for number, rule in enumerate(rules)}
+        assert {group: ends for group, ends in answer.items() if ends} == {
+            number: ends for number, ends in needed.items() if ends
+        }
 
 
 @given(RULES, evictions(), st.integers(0, PAGES * CHUNK))
@@ -136,6 +157,8 @@ def test_a_group_by_itself_serves_what_it_says(rule, pages, length):
 def test_the_pages_of_a_hit_cover_what_it_needs_and_no_more(rule, length, chunk_tokens):
     touched = {token // chunk_tokens for token in rule.needed(length)}
     assert set(rule.pages(length, chunk_tokens)) == touched
+    stops = [min((page + 1) * chunk_tokens, length) for page in sorted(touched)]
+    assert list(rule.ends(length, chunk_tokens)) == stops
 
 
 def test_an_attention_chunk_that_begins_needs_nothing_before_it():

@@ -8,16 +8,20 @@ own in HBM, and a store of its own; the stores share one backend's tiers. What m
 only some pages are kept, so what comes before one cannot be asked for: their pages are *loose*. A loose page
 is named by SHA-256, chained over the model's identity and the tokens of all chunks up to its own. The name
 stands where a page has its tokens, so all of its 256 bits are compared. (XXH3 would not do: it can be made to
-collide on purpose, and a chunk's own tokens say nothing of what is before them.)
+collide on purpose, and a chunk's own tokens say nothing of what is before them.) A page that is saved before
+it is full, the last of a prompt, is named in the same way over the tokens that it has: it is found for a hit
+that ends behind the last of these, and for no other.
 
 **A lookup** asks the chains first. How far all of them go is the ``branch``, and the longest hit that there
 can be. What the other groups need of that is asked for next, which mostly is the answer: a prompt goes on
 where an earlier one ended. If it is not, names are asked for from there towards the front, further each
-time, until the longest hit is known (:func:`tierstore.groups.search`).
+time, until the longest hit is known (:func:`tierstore.groups.search`). It is a whole number of chunks, or
+ends inside of the branch's own, where all groups have a page that ends at that token.
 
 **A load** is one transfer over all groups. What has come in time decides, by the same rule, how long the hit
 is; pages that this needs not are given back. So a group that is late, or whose daemon has gone, shortens the
-hit, and pages of different lengths are never mixed.
+hit, and pages of different lengths are never mixed. Of a hit that ends inside of a page that page is the
+caller's own in chains. Those of the other groups are shared: whoever goes on writes to a copy.
 
 **Retention.** A turn's end is superseded once the same session has been saved to a later one: see
 :mod:`tierstore.retention`.
@@ -36,9 +40,9 @@ import numpy as np
 
 from tierstore.arguments import optional_seconds, whole_number
 from tierstore.errors import UsageError
-from tierstore.groups import GroupRule, Past, longest_hit, page_ranges, search
+from tierstore.groups import GroupRule, Past, longest_of_pages, search
 from tierstore.index import LABELS, Tier
-from tierstore.keys import LEAST_NAMED_TOKENS, Identity, Prompt, TokenIds
+from tierstore.keys import LEAST_NAMED_TOKENS, TOKEN_BYTES, Identity, Prompt, TokenIds
 from tierstore.planner import Part, Plan
 from tierstore.retention import checkpoint_tokens, superseded
 from tierstore.spec import KVSpec
@@ -79,7 +83,7 @@ def _is_chain(part: KVSpec) -> bool:
 class GroupedPrompt(Prompt):
     """A prompt with what names its pages in every layer group. Grows like any; not thread-safe."""
 
-    __slots__ = ("_digest_so_far", "_identities", "_model", "_names", "_others", "points")
+    __slots__ = ("_identities", "_model", "_names", "_others", "points")
 
     def __init__(self, model: Identity, identities: Sequence[Identity], first: Prompt) -> None:
         """``identities`` are those of the groups; ``first`` is the prompt under the first of them, whose keys
@@ -87,8 +91,7 @@ class GroupedPrompt(Prompt):
         self._model = model
         self._identities = identities
         self._others: dict[int, Prompt] = {}  # of further chains, by group
-        self._names: list[bytes] = []
-        self._digest_so_far = model.digest
+        self._names: list[bytes] = []  # of whole chunks
         self.points: dict[int, list[int]] = {}
         """Save points of the conversation that this prompt goes on from, by group, in tokens."""
         super().__init__(identities[0], chunk_tokens=first.chunk_tokens)
@@ -103,7 +106,7 @@ class GroupedPrompt(Prompt):
     def copy(self) -> GroupedPrompt:
         twin = GroupedPrompt(self._model, self._identities, super().copy())
         twin._others = {group: other.copy() for group, other in self._others.items()}
-        twin._names, twin._digest_so_far = list(self._names), self._digest_so_far
+        twin._names = list(self._names)
         twin.points = {group: list(points) for group, points in self.points.items()}
         return twin
 
@@ -121,36 +124,48 @@ class GroupedPrompt(Prompt):
         """All of its whole chunks, as a group of that rule keeps them."""
         if rule.past is Past.ALL or not self.keys:
             return self.chain(group)
-        return self.named(group, range(len(self.keys)))
+        whole = len(self.keys) * self.chunk_tokens
+        return self.named(group, range(self.chunk_tokens, whole + 1, self.chunk_tokens))
 
-    def named(self, group: int, chunks: Sequence[int]) -> Prompt:
-        """Some of its whole chunks, ascending, as a group keeps them that needs not every token."""
-        while len(self._names) <= chunks[-1]:
-            chunk = self.chunk(len(self._names))
-            self._digest_so_far = hashlib.sha256(self._digest_so_far + chunk).digest()
-            self._names.append(self._digest_so_far)
-        names = [self._names[chunk] for chunk in chunks]
+    def named(self, group: int, ends: Sequence[int]) -> Prompt:
+        """The pages that end behind so many of its tokens each, as a group keeps them that needs not every
+        token."""
+        names = [self._name(end) for end in ends]
         # And no place in the prompt: which of them leave is said by what is let go of.
         return Prompt.named_pages(self._identities[group], names, chunk_tokens=self.chunk_tokens)
+
+    def _name(self, end: int) -> bytes:
+        chunks, tokens = divmod(end, self.chunk_tokens)
+        while len(self._names) < chunks:
+            chunk = self.chunk(len(self._names))
+            self._names.append(hashlib.sha256(self._name_before(len(self._names)) + chunk).digest())
+        if not tokens:
+            return self._names[chunks - 1]
+        # Fewer tokens than a chunk has: no other page's name is made of so many bytes behind the same ones.
+        return hashlib.sha256(self._name_before(chunks) + self.chunk(chunks)[: tokens * TOKEN_BYTES]).digest()
+
+    def _name_before(self, chunk: int) -> bytes:
+        return self._names[chunk - 1] if chunk else self._model.digest
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What a hit needs of one group: its first pages where the group is a chain, else those of ``chunks``."""
+    """What a hit needs of one group: pages that end behind these tokens. Where the group is a chain they are
+    its first."""
 
     group: int
     chain: bool
-    chunks: range
+    asked: Sequence[int]
     hit: Hit
 
     @property
-    def places(self) -> Sequence[int]:
-        """The chunk of each page, in the order of the hit's."""
-        return self.chunks if self.chain else [self.chunks.start + at for at in self.hit.positions]
+    def ends(self) -> Sequence[int]:
+        """Of each page, in the order of the hit's."""
+        return self.asked if self.chain else [self.asked[at] for at in self.hit.positions]
 
     def runs(self) -> list[tuple[str, int]]:
         """Pages by tier, in the order of the hit's."""
-        left, found = len(self.chunks), []
+        left, found = len(self.asked), []
         for tier, tokens in self.hit.by_runs():
             pages = min(-(-tokens // self.hit.chunk_tokens), left)
             left -= pages
@@ -159,8 +174,8 @@ class _Part:
 
 
 class GroupedHit:
-    """``tokens`` leading tokens of a prompt can be loaded: a whole number of chunks, and of each group what
-    a hit of that length needs. ``branch`` is how far the groups go of which every token is needed.
+    """``tokens`` leading tokens of a prompt can be loaded, and of each group what a hit of that length needs:
+    see :mod:`tierstore.groups`. ``branch`` is how far the groups go of which every token is needed.
     ``by_tier`` counts each token by the slowest tier that a page of its chunk which is needed lies in."""
 
     def __init__(
@@ -183,28 +198,31 @@ class GroupedHit:
 
     @property
     def num_pages(self) -> int:
-        """Pages of a group of which every token is needed."""
-        return self.tokens // self.chunk_tokens
+        """Pages of a group of which every token is needed, the one that the hit ends inside of included."""
+        return -(-self.tokens // self.chunk_tokens)
 
     @property
     def hbm_pages(self) -> int:
-        """Leading pages of group 0 that are in HBM, however cold those of the others are."""
+        """Whole leading pages of group 0 that are in HBM, however cold those of the others are."""
         if not self.parts or self.parts[0].group or not self.parts[0].chain:
             return 0
         runs = self.parts[0].runs()
-        return runs[0][1] if runs and runs[0][0] == Tier.HBM.label else 0
+        in_hbm = runs[0][1] if runs and runs[0][0] == Tier.HBM.label else 0
+        return min(in_hbm, self.tokens // self.chunk_tokens)
 
     def _count(self) -> dict[str, int]:
         slowest = np.zeros(self.num_pages, np.uint8)
         for part in self.parts:
-            start, places = 0, np.arange(self.num_pages) if part.chain else np.asarray(part.places)
+            start, chunks = 0, (np.asarray(part.ends, np.int64) - 1) // self.chunk_tokens
             for tier, pages in part.runs():
-                run = places[start : start + pages]
+                run = chunks[start : start + pages]
                 slowest[run] = np.maximum(slowest[run], _rank(tier))
                 start += pages
-        counts = np.bincount(slowest, minlength=len(LABELS)).tolist()
-        pairs = zip(LABELS, counts, strict=True)
-        return {label: count * self.chunk_tokens for label, count in pairs if count}
+        counts = np.bincount(slowest, minlength=len(LABELS)) * self.chunk_tokens
+        if self.num_pages:
+            counts[slowest[-1]] -= self.num_pages * self.chunk_tokens - self.tokens
+        pairs = zip(LABELS, counts.tolist(), strict=True)
+        return {label: count for label, count in pairs if count}
 
     def prefetch(self, *, deadline_s: float | None = None) -> Transfer[int]:
         """Bring what is on disk into host memory. The result is how many leading tokens are above the disk
@@ -220,8 +238,8 @@ class GroupedHit:
                 if part.chain:
                     tokens = min(tokens, above)
                 elif above < part.hit.tokens:
-                    tokens = min(tokens, part.chunks.start * self.chunk_tokens)
-            return tokens // self.chunk_tokens * self.chunk_tokens
+                    tokens = min(tokens, (part.asked[0] - 1) // self.chunk_tokens * self.chunk_tokens)
+            return tokens if tokens == self.tokens else tokens // self.chunk_tokens * self.chunk_tokens
 
         return _together([transfer for _, transfer in brought], settle, deadline_s, self._clock)
 
@@ -309,8 +327,10 @@ class GroupedStore:
         try:
             branch = min((hit.tokens for hit in hits), default=limit)
             tokens, loose = self._find(prompt, branch, held)
-            pages = range(tokens // self.spec.chunk_tokens)
-            chains = [_Part(group, True, pages, hit) for group, hit in zip(self._chains, hits, strict=True)]
+            for hit in hits:
+                hit.shorten(tokens)
+            ends = GroupRule.all().ends(tokens, self.spec.chunk_tokens)
+            chains = [_Part(group, True, ends, hit) for group, hit in zip(self._chains, hits, strict=True)]
             parts = sorted([*chains, *loose], key=lambda part: part.group) if tokens else []
         except BaseException:
             _release(hit for some in held for hit in some)
@@ -330,9 +350,9 @@ class GroupedStore:
         length = min(promise.tokens, len(prompt)) // chunk_tokens * chunk_tokens
         parts = [self.stores[group].expect(prompt.chain(group), promise) for group in self._chains]
         for group in self._loose if length else ():
-            chunks = self.rules[group].pages(length, chunk_tokens)
-            needed = Promise(len(chunks) * chunk_tokens, until_s)
-            parts.append(self.stores[group].expect(prompt.named(group, chunks), needed))
+            ends = self.rules[group].ends(length, chunk_tokens)
+            needed = Promise(len(ends) * chunk_tokens, until_s)
+            parts.append(self.stores[group].expect(prompt.named(group, ends), needed))
         return _together(parts, lambda _: None, deadline_s=until_s, clock=self.clock)
 
     def _find(self, prompt: GroupedPrompt, branch: int, held: list[list[Hit]]) -> tuple[int, list[_Part]]:
@@ -345,15 +365,15 @@ class GroupedStore:
             while True:
                 parts = self._look(prompt, wanted)
                 held.append([part.hit for part in parts])
-                wanted = looking.send({part.group: part.places for part in parts})
+                wanted = looking.send({part.group: part.ends for part in parts})
         except StopIteration as end:
             return int(end.value), parts if end.value else []
 
-    def _look(self, prompt: GroupedPrompt, wanted: Mapping[int, range]) -> list[_Part]:
-        """What is held of chunks of each group."""
-        named = [(self.stores[group], prompt.named(group, chunks)) for group, chunks in wanted.items()]
+    def _look(self, prompt: GroupedPrompt, wanted: Mapping[int, Sequence[int]]) -> list[_Part]:
+        """What is held of the pages of each group that end there."""
+        named = [(self.stores[group], prompt.named(group, ends)) for group, ends in wanted.items()]
         hits = zip(wanted.items(), lookup_all(named), strict=True)
-        return [_Part(group, False, chunks, hit) for (group, chunks), hit in hits]
+        return [_Part(group, False, ends, hit) for (group, ends), hit in hits]
 
     def _checked(self, prompt: Prompt | TokenIds) -> GroupedPrompt:
         if isinstance(prompt, GroupedPrompt):
@@ -435,38 +455,39 @@ class GroupedStore:
     ) -> Transfer[int]:
         """Publish pages of a group's pool as chunks ``first, first + 1, …`` of ``prompt``, and copy them to
         the colder tiers. Of a group of which every token is needed, the chunks before ``first`` must have
-        been saved or loaded before. Of the others the last chunk is taken for a save point of ``session``,
-        and what it supersedes leaves. Where prompts part, save without a session: such a place is nobody's
-        turn."""
+        been saved or loaded before. Of the others the end of the last page is taken for a save point of
+        ``session``, and what it supersedes leaves. Where prompts part, save without a session: such a place
+        is nobody's turn. The last page may hold the prompt's incomplete last chunk: a hit may end there
+        then, if all groups are saved to that end."""
         prompt = self._checked(prompt)
         store = self.stores[group]
         if group in self._chains:
             return store.save_hbm(prompt.chain(group), hbm_pages, first=first, hint=hint, session=session)
-        stop = first + len(hbm_pages)
-        if not 0 <= first <= stop <= len(prompt) // self.spec.chunk_tokens:
-            raise UsageError(
-                f"chunks {first} … {stop} are no whole chunks of a prompt of {len(prompt)} tokens"
-            )
+        stop, chunk_tokens = first + len(hbm_pages), self.spec.chunk_tokens
+        if not 0 <= first <= stop <= -(-len(prompt) // chunk_tokens):
+            raise UsageError(f"chunks {first} … {stop} do not lie within a prompt of {len(prompt)} tokens")
         if not hbm_pages:
             return Transfer.completed(0)
-        pages = prompt.named(group, range(first, stop))
-        saved = store.save_hbm(pages, hbm_pages, hint=hint, session=session)
+        ends = [min((chunk + 1) * chunk_tokens, len(prompt)) for chunk in range(first, stop)]
+        saved = store.save_hbm(prompt.named(group, ends), hbm_pages, hint=hint, session=session)
         if session is not None:
-            self._supersede(prompt, group, stop * self.spec.chunk_tokens, session)
+            self._supersede(prompt, group, ends[-1], session)
         return saved
 
     def _supersede(self, prompt: GroupedPrompt, group: int, end: int, session: str) -> None:
-        """Let go of what is not worth keeping since a session has been saved to ``end``."""
+        """Let go of what is not worth keeping since a session has been saved to ``end``. The end of the last
+        whole chunk before it stays: who goes on with other tokens than the last few goes on from there."""
         points = prompt.points.get(group, [])
-        gone = superseded(points, end, self.checkpoint_tokens)
+        whole = end - end % self.spec.chunk_tokens
+        gone = superseded([point for point in points if point != whole], end, self.checkpoint_tokens)
         prompt.points[group] = kept = sorted({*points, end}.difference(gone))
-        needed = {chunk for point in kept for chunk in self._pages(group, point)}
-        chunks = sorted({chunk for point in gone for chunk in self._pages(group, point)} - needed)
-        if chunks:
-            self.stores[group].let_go(prompt.named(group, chunks), session)
+        needed = {page for point in kept for page in self._ends(group, point)}
+        ends = sorted({page for point in gone for page in self._ends(group, point)} - needed)
+        if ends:
+            self.stores[group].let_go(prompt.named(group, ends), session)
 
-    def _pages(self, group: int, length: int) -> range:
-        return self.rules[group].pages(length, self.spec.chunk_tokens)
+    def _ends(self, group: int, length: int) -> Sequence[int]:
+        return self.rules[group].ends(length, self.spec.chunk_tokens)
 
     def finish(self, session: str) -> None:
         """A session is over: the pages that only it has used leave first from now on, in all groups."""
@@ -522,7 +543,11 @@ class GroupedStore:
     def make_room_for(self, parts: Sequence[_Part]) -> None:
         """A load takes pages one by one, of its own group's: have the others make room for it first."""
         for part in parts if isinstance(self.stores[0].pool, GroupPool) else ():
-            self._make_room(part.group, sum(pages for tier, pages in part.runs() if tier != Tier.HBM.label))
+            runs = part.runs()
+            taken = sum(pages for tier, pages in runs if tier != Tier.HBM.label)
+            if part.chain and part.hit.tokens % self.spec.chunk_tokens and runs[-1][0] == Tier.HBM.label:
+                taken += 1  # the page that the hit ends inside of is copied
+            self._make_room(part.group, taken)
 
     def _idle(self, group: int) -> int:
         """Cached pages of a group that nobody uses."""
@@ -658,16 +683,14 @@ class _Load:
         groups = [GroupPages(self.first) for _ in self.store.stores]
         moved = 0
         for part, loaded in arrived:
-            rule = self.store.rules[part.group]
-            wanted = (
-                range(self.first, length // chunk_tokens) if part.chain else rule.pages(length, chunk_tokens)
-            )
-            wanted = wanted if length else range(0)
-            places = range(self.first, self.stop) if part.chain else part.places
-            by_chunk = dict(zip(places, loaded.pages, strict=False))
-            kept = tuple(by_chunk.pop(chunk) for chunk in wanted)
-            groups[part.group] = GroupPages(wanted.start if kept else self.first, kept)
-            self._give_back(part, list(by_chunk.values()))
+            wanted = self.store.rules[part.group].ends(length, chunk_tokens)
+            if part.chain:
+                wanted = wanted[self.first :]
+            ends = part.ends[self.first : self.stop] if part.chain else part.ends
+            by_end = dict(zip(ends, loaded.pages, strict=False))
+            kept = tuple(by_end.pop(end) for end in wanted)
+            groups[part.group] = GroupPages((wanted[0] - 1) // chunk_tokens if kept else self.first, kept)
+            self._give_back(part, list(by_end.values()))
             moved += loaded.moved_bytes
         tokens = 0 if state is TransferState.CANCELLED else max(length, front)
         return Loaded(tokens, groups[0].pages, moved, tuple(groups))
@@ -681,11 +704,9 @@ class _Load:
         for part, loaded in arrived:
             count = len(loaded.pages)
             # Of a chain, what is before the first of these is loaded, or computed, by others.
-            there[part.group] = range(self.first + count) if part.chain else part.places[:count]
-        held = [
-            (self.store.rules[group], page_ranges(places, chunk_tokens)) for group, places in there.items()
-        ]
-        return longest_hit(held, self.stop * chunk_tokens, align=chunk_tokens)
+            there[part.group] = part.ends[: self.first + count] if part.chain else part.ends[:count]
+        held = [(self.store.rules[group], frozenset(ends)) for group, ends in there.items()]
+        return longest_of_pages(held, min(self.stop * chunk_tokens, self.hit.tokens), chunk_tokens)
 
     def _give_back(self, part: _Part, pages: Sequence[int]) -> None:
         if pages:

@@ -70,6 +70,14 @@ class Hit:
         self.remote_tokens = max(below + remote_tokens - self.tokens, 0)
         """Behind the hit, that other hosts seem to have. See :meth:`Store.bring`."""
 
+    def shorten(self, tokens: int) -> None:
+        """Have it be one of the first ``tokens`` tokens of a prompt: what is behind them is not wanted. The
+        lease stays as it is."""
+        if tokens < self.tokens:
+            self.tokens = tokens
+            self.local = self.local[: self.num_pages]
+            self.by_tier = self._count()
+
     def __repr__(self) -> str:
         return f"Hit({self.tokens} tokens, {self.by_tier})"
 

@@ -175,6 +175,10 @@ class PromptLookup:
         """Some of its pages, by name."""
         return self._names.pages(identity, chunks, self.keys, self._known_tokens())
 
+    def pages_to(self, identity: Identity, ends: Sequence[int]) -> Prompt:
+        """The same by where they end: whole pages that follow one another."""
+        return self.pages(identity, range(ends[0] // self.chunk_tokens - 1, ends[-1] // self.chunk_tokens))
+
     def _known_tokens(self) -> bytes:
         if self._data is None:
             self._data = self._tokens()
@@ -271,20 +275,18 @@ class _Question:
 
 @dataclass(slots=True)
 class _Searching:
-    """The search for the longest hit of one prompt. ``asked``: chunks by the number of their question."""
+    """The search for the longest hit of one prompt. ``asked``: ends of pages by the number of their
+    question, all of them whole, since the hit is."""
 
     questions: Sequence[_Question]
     steps: Search
-    asked: Mapping[int, range]
+    asked: Mapping[int, Sequence[int]]
 
     def go_on(self, hits: Mapping[int, Hit]) -> bool:
         """Whether there is more to ask, after these answers. If not, they are what the hit needs."""
         for number, question in enumerate(self.questions):
             question.answer(hits.get(number))
-        held = {
-            number: [chunks.start + at for at in hits[number].positions]
-            for number, chunks in self.asked.items()
-        }
+        held = {number: [ends[at] for at in hits[number].positions] for number, ends in self.asked.items()}
         try:
             self.asked = self.steps.send(held)
         except StopIteration as end:
@@ -498,10 +500,10 @@ class Lookups:
                 look_up(
                     (
                         each.questions[number].place.store,
-                        each.questions[number].lookup.pages(each.questions[number].place.identity, chunks),
+                        each.questions[number].lookup.pages_to(each.questions[number].place.identity, ends),
                     )
                     for each in searching
-                    for number, chunks in each.asked.items()
+                    for number, ends in each.asked.items()
                 )
             )
             answered = [(each, {number: next(hits) for number in each.asked}) for each in searching]
