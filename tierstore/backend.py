@@ -71,6 +71,9 @@ class LookupRequest:
     common: int = 0
     loose: bool = False
     depth: int = 0  # of the first loose chunk: how many pages come before it in its prompt
+    gain: int = 0
+    """Of loose chunks: tokens of a prompt that need not be computed if those that are lacking here come from
+    other hosts. Where that is enough, it is found out whether these have them."""
 
     @property
     def width(self) -> int:
@@ -171,6 +174,8 @@ class Lease:
     positions: Sequence[int] = ()
     remote_tokens: int = 0
     """Behind these, of other hosts' pages: :meth:`Backend.bring` may have them come. A hint."""
+    remote_positions: Sequence[int] = ()
+    """Likewise of loose chunks: those that are not held, and other hosts seem to have."""
 
     def run_at(self, position: int) -> tuple[str, int]:
         """The tier of a page, and how many pages from it on are in that tier."""
@@ -289,8 +294,9 @@ class Backend(Protocol):
         """Whether pages of other hosts can be brought at all."""
 
     def bring(self, request: LookupRequest, first: int, count: int, *, wait_s: float) -> Transfer[int]:
-        """Have whole chunks ``first … first + count`` of a prompt come into host memory from other hosts. How
-        many came, one behind the other, in ``wait_s`` seconds; then they are found like any others."""
+        """Have whole chunks ``first … first + count`` of a prompt, or loose ones, come into host memory from
+        other hosts. How many came, one behind the other, in ``wait_s`` seconds; then they are found like any
+        others."""
 
     # -- planning ------------------------------------------------------------------------------------
 

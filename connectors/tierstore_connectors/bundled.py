@@ -233,6 +233,13 @@ class GroupedConnector(Connector):
     def expect(self, prompt: Prompt, promise: Promise) -> Transfer[None]:
         return self.store.expect(prompt, promise)
 
+    @property
+    def remote(self) -> bool:
+        return self.store.remote
+
+    def bring(self, hit: Hit) -> Transfer[int] | None:
+        return self.store.bring(_grouped(hit))
+
     def load(self, hit: Hit, *, deadline_s: float | None = None) -> Transfer[Loaded]:
         return self.store.load(_grouped(hit), deadline_s=deadline_s)
 

@@ -326,13 +326,13 @@ class PageKeeper:
         them. What the groups beside the first do not need any more is given back."""
         computed = sequence.computed
         full = computed // self._chunk
-        elsewhere = sequence.hint is not None and sequence.hint.elsewhere and full > sequence.saved_pages
-        saving = self._publish(sequence, full, hint=_ELSEWHERE if elsewhere else None)
+        hint = _ELSEWHERE if sequence.hint is not None and sequence.hint.elsewhere else None
+        saving = self._publish(sequence, full, hint=hint if full > sequence.saved_pages else None)
         for side, table in zip(self._sides, sequence.sides, strict=True):
             side.passed(table, computed)
         if computed in sequence.save_points or (self._checkpoint and computed % self._checkpoint == 0):
             parts = sequence.save_points.get(computed, False)
-            self._save_sides(sequence, computed, session=None if parts else sequence.session)
+            self._save_sides(sequence, computed, hint=hint, session=None if parts else sequence.session)
         return saving
 
     def leave(self, sequence: Sequence, *, save: bool = True) -> None:

@@ -43,10 +43,11 @@ class TwoHosts:
     prefill: Process
     decode: Process
     alone: Process
+    options: tuple[str, ...] = ()
 
     def restart_prefill(self) -> None:
         self.prefill.close()
-        self.prefill = engine(f"--store={self.one.url}")
+        self.prefill = engine(*self.options, f"--store={self.one.url}")
 
 
 def engine(*options: str) -> Process:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from tests.tierstore.cluster.hosts import Host
 from tierstore.testing.fake_pool import set_faults
 from tierstore.types import Hint, Promise
@@ -51,6 +53,47 @@ def test_an_engine_takes_another_hosts_pages(tmp_path):
     finally:
         for host in hosts:
             host.close()
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    pool = tmp_path / "pool"
+    pool.mkdir()
+    hosts = [Host(f"fake://{pool}", "--host-bytes=64MiB") for _ in range(2)]
+    for host in hosts:
+        host.wait_online()
+    yield hosts
+    for host in hosts:
+        host.close()
+
+
+@pytest.mark.parametrize("name", ["tiny-gemma3", "tiny-qwen3-next"])
+def test_windows_and_states_of_another_host(hosts, name):
+    """What it has been asked for twice, what it computes for this host's engine, and what had been there by
+    then: tokens are those of an engine without a store."""
+    draw = random.Random(3)
+    twice, handed, known = ([draw.randrange(250) for _ in range(700)] for _ in range(3))
+    model = load_model(name, device="cpu")
+    alone = build_engine(model, pool_pages=64, store=None)
+    first, second = (build_engine(model, pool_pages=64, store=each.url) for each in hosts)
+    expected = alone.generate([twice, handed, known], PARAMS)
+    for _ in range(2):
+        [answer] = first.generate([twice], PARAMS)
+        assert answer.tokens == expected[0].tokens
+    hosts[0].wait_for(lambda stats: stats.cluster.counts.get("published_pages", 0) >= 11)
+    answer = complete(second, second.add(twice, PARAMS))
+    assert answer.tokens == expected[0].tokens
+    assert answer.metrics.reused_tokens == 640
+    [answer] = first.generate([known], ONE)
+    for prompt, cold in ((handed, expected[1]), (known, expected[2])):
+        request = second.add(prompt, PARAMS, promise=Promise(640, 10.0))
+        complete(first, first.add(prompt, ONE, hint=ELSEWHERE))
+        answer = complete(second, request)
+        assert answer.tokens == cold.tokens
+        assert answer.metrics.reused_tokens == 640
+    assert hosts[1].stats().service.broken_promises == 0
+    for engine in (alone, first, second):
+        engine.close()
 
 
 def test_an_engine_waits_for_what_another_hosts_engine_has_promised(tmp_path):

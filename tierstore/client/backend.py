@@ -194,7 +194,9 @@ class RemoteBackend:
         def message() -> messages.Lookup:
             handle = request.handle_of(session)
             prompt = _part(session, request, handle)
-            return messages.Lookup(0, prompt, request.num_tokens, wait_s, declined=declined)
+            return messages.Lookup(
+                0, prompt, request.num_tokens, wait_s, declined=declined, gain=request.gain
+            )
 
         def whole() -> messages.Lookup:
             request.forget_handle()
@@ -271,10 +273,15 @@ class RemoteBackend:
         handle = PrefixHandle(session, found.path, found.known) if found.path and found.known > 0 else None
         held = found.tokens // request.chunk_tokens if sound else 0
         remote = min(max(found.remote, 0), len(request.keys) - held) * request.chunk_tokens
+        others: list[int] = []
+        if request.loose:
+            remote = 0
+            there = set(numbers(found.remote_positions, "<u4").tolist()).difference(positions)
+            others = [at for at in range(request.num_chunks) if at in there]
         if not found.lease or not found.tokens or not sound:
             if found.lease:
                 self.connection.release(session, found.lease)
-            return Lease(0, 0, 0, (), 0.0, handle, remote_tokens=remote)
+            return Lease(0, 0, 0, (), 0.0, handle, remote_tokens=remote, remote_positions=others)
         return RemoteLease(
             found.lease,
             found.tokens,
@@ -284,6 +291,7 @@ class RemoteBackend:
             handle,
             positions if request.loose else (),
             remote,
+            others,
             session,
             request,
         )

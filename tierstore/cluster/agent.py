@@ -10,6 +10,7 @@ It ends when the daemon's end of the socket does, or when staging memory is worn
 
 from __future__ import annotations
 
+import array
 import os
 import queue
 import socket
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -87,14 +88,16 @@ class Agent:
 
     def _answer(self, order: o.Look | o.Bring) -> None:
         counts: Counter[str] = Counter()
-        chunks = 0
+        answer = o.Looked(order.id, 0) if isinstance(order, o.Look) else o.Brought(order.id, 0)
         try:
-            chunks = self._look(order) if isinstance(order, o.Look) else self._bring(order, counts)
+            if isinstance(order, o.Look):
+                answer = self._look(order)
+            else:
+                answer.chunks = self._bring(order, counts)
         except PoolError:
             counts["failed_calls"] += 1
         except TierStoreError:
             counts["failed_saves"] += 1
-        answer = o.Looked(order.id, chunks) if isinstance(order, o.Look) else o.Brought(order.id, chunks)
         self._tell(answer)
         self._count(counts)
 
@@ -106,20 +109,24 @@ class Agent:
 
     # -- looking and bringing ------------------------------------------------------------------------
 
-    def _look(self, order: o.Look) -> int:
-        objects = _objects(order.pages, self._secret)[order.first : order.first + _MOST_NAMES]
-        there = self._pool.exists([each.name for each in objects]) if objects else []
-        return [*there, False].index(False)
+    def _look(self, order: o.Look) -> o.Looked:
+        objects = _objects(order.pages, self._secret)
+        if not order.pages.loose:
+            objects = objects[order.first : order.first + _MOST_NAMES]
+            there = self._pool.exists([each.name for each in objects]) if objects else []
+            return o.Looked(order.id, [*there, False].index(False))
+        there = self._there([each.name for each in objects])
+        places = array.array("I", [at for at, known in enumerate(there) if known])
+        return o.Looked(order.id, len(places), places.tobytes())
 
     def _bring(self, order: o.Bring, counts: Counter[str]) -> int:
         """How many chunks have come, one behind the other."""
         ends = time.monotonic() + order.wait_s
         objects = _objects(order.pages, self._secret)[order.first : order.first + order.count]
-        prompt = _prompt(order.pages)
         done = 0
         while done < len(objects) and time.monotonic() < ends:
             part = objects[done : done + self._staging.objects_in_a_lane(objects[0].nbytes)]
-            came = self._bring_part(order, prompt, part, ends, counts)
+            came = self._bring_part(order.pages, order.first + done, part, ends, counts)
             done += came
             if came < len(part):
                 break
@@ -127,13 +134,13 @@ class Agent:
 
     def _bring_part(
         self,
-        order: o.Bring,
-        prompt: Prompt,
+        pages: o.PromptPages,
+        first: int,
         part: Sequence[PageObject],
         ends: float,
         counts: Counter[str],
     ) -> int:
-        first = part[0].depth
+        """Of chunks ``first …``, which are ``part`` in the pool."""
         with self._staging.lane(_room(part), max(ends - time.monotonic(), 0)) as lane:
             if lane is None:
                 return 0
@@ -144,26 +151,23 @@ class Agent:
                 lane.sound = False
                 counts["poisoned_lanes"] += 1
             leading = [*came, False].index(False)
-            source = _Staged(lane, places[:leading], order.pages.page_bytes)
+            source = _Staged(lane, places[:leading], pages.page_bytes)
             good = source.right(part, self._secret)
             if good < leading:
                 counts["damaged_pages"] += 1
                 self._pool.remove(part[good].name)
             if good:
-                until = Prompt.with_keys(
-                    prompt.identity,
-                    prompt.token_bytes[: (first + good) * prompt.chunk_tokens * TOKEN_BYTES],
-                    prompt.keys[: first + good],
-                    chunk_tokens=prompt.chunk_tokens,
-                )
-                saved = self._stores.of(order.pages).save_from(until, source, good, first=first)
+                # Loose pages are saved by themselves, those of a chain behind the ones before them.
+                start = first if pages.loose else 0
+                prompt = _prompt(pages, range(start, first + good))
+                saved = self._stores.of(pages).save_from(prompt, source, good, first=first - start)
                 with suppress(TimeoutError):
                     saved.wait(max(ends - time.monotonic(), 0) + _SAVE_S)
                 saved.cancel()
-                good = min(saved.wait() // prompt.chunk_tokens, good)
+                good = min(saved.wait() // pages.chunk_tokens, good)
                 self._note_known(part[:good])
                 counts["brought_pages"] += good
-                counts["brought_bytes"] += good * order.pages.page_bytes
+                counts["brought_bytes"] += good * pages.page_bytes
             return good
 
     # -- promised pages ------------------------------------------------------------------------------
@@ -191,7 +195,7 @@ class Agent:
             there = self._pool.exists([each.name for each in part])
             part = part[: [*there, False].index(False)]
             if part:
-                came = self._bring_part(order, _prompt(order.pages), part, promised.ends, counts)
+                came = self._bring_part(order.pages, order.first + done, part, promised.ends, counts)
         except PoolError:
             counts["failed_calls"] += 1
         except TierStoreError:
@@ -241,19 +245,21 @@ class Agent:
         if not missing:
             return
         store = self._stores.of(pages)
-        with store.lookup(_prompt(pages), max_tokens=count * pages.chunk_tokens) as hit:
-            held = hit.tokens // pages.chunk_tokens
-            for run in _runs([each for each in missing if each.depth < held], self._staging):
+        with store.lookup(_prompt(pages, range(count))) as hit:
+            whole = hit.tokens // pages.chunk_tokens
+            held = [objects[at] for at in (hit.positions if pages.loose else range(whole))]
+            wanted = {each.name for each in missing}
+            for first, run in _runs(held, wanted, self._staging):
                 began = time.monotonic()
                 with self._staging.lane(_room(run), _LANE_WAIT_S) as lane:
                     if lane is None:
                         return
                     places = lane.places(run)
-                    target = _Outgoing(lane, places, run, self._secret)
+                    target = _Outgoing(lane, first, places, run, self._secret)
                     loaded = store.load_to(
-                        hit, target, first=run[0].depth, count=len(run), keep=True, deadline_s=_LOOKUP_S
+                        hit, target, first=first, count=len(run), keep=True, deadline_s=_LOOKUP_S
                     ).wait()
-                    ready = max(loaded.tokens // pages.chunk_tokens - run[0].depth, 0)
+                    ready = max(loaded.tokens // pages.chunk_tokens - first, 0)
                     run, places = run[:ready], places[:ready]
                     if not ready:
                         return
@@ -333,17 +339,18 @@ class _Staged(PageSource):
 
 
 class _Outgoing:
-    """A lane as where a load's pages go, each behind its header."""
+    """A lane as where a hit's pages go from ``first`` on, each behind its header."""
 
     def __init__(
-        self, lane: Lane, places: Sequence[Memory], objects: Sequence[PageObject], secret: bytes
+        self, lane: Lane, first: int, places: Sequence[Memory], objects: Sequence[PageObject], secret: bytes
     ) -> None:
         self._lane = lane
+        self._first = first
         self._secret = secret
-        self._to = {each.depth: (place, each) for place, each in zip(places, objects, strict=True)}
+        self._to = list(zip(places, objects, strict=True))
 
     def write(self, pages: Sequence[tuple[int, int]]) -> None:
-        targets = [self._to[position] for position, _ in pages]
+        targets = [self._to[position - self._first] for position, _ in pages]
         copies = [
             (place[0] + HEADER_BYTES, address)
             for (place, _), (_, address) in zip(targets, pages, strict=True)
@@ -362,27 +369,41 @@ def _objects(pages: o.PromptPages, secret: bytes) -> list[PageObject]:
         prompt.keys,
         list(prompt.chunks()),
         secret=secret,
+        loose=pages.loose,
     )
 
 
-def _prompt(pages: o.PromptPages) -> Prompt:
-    keys = [PageKey(pages.keys[at : at + KEY_BYTES]) for at in range(0, len(pages.keys), KEY_BYTES)]
-    return Prompt.with_keys(Identity(**pages.identity), pages.tokens, keys, chunk_tokens=pages.chunk_tokens)
+def _prompt(pages: o.PromptPages, chunks: range | None = None) -> Prompt:
+    """These of its chunks (None: all); the first ones, unless they are loose."""
+    chunks = range(len(pages.keys) // KEY_BYTES) if chunks is None else chunks
+    width = pages.chunk_tokens * TOKEN_BYTES
+    tokens = pages.tokens[chunks.start * width : chunks.stop * width]
+    keys = [PageKey(pages.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]) for at in chunks]
+    identity = Identity(**pages.identity)
+    if not pages.loose:
+        return Prompt.with_keys(identity, tokens, keys, chunk_tokens=pages.chunk_tokens)
+    before = pages.depth + chunks.start
+    return Prompt.loose_pages(identity, tokens, keys, chunk_tokens=pages.chunk_tokens, pages_before=before)
 
 
 def _room(objects: Sequence[PageObject]) -> int:
     return -(-objects[0].nbytes // 64) * 64 * len(objects)
 
 
-def _runs(objects: Sequence[PageObject], staging: Staging) -> list[list[PageObject]]:
-    """Pages that follow one another, no more together than a lane has room for."""
-    runs: list[list[PageObject]] = []
-    for each in objects:
-        most = staging.objects_in_a_lane(each.nbytes)
-        if runs and runs[-1][-1].depth + 1 == each.depth and len(runs[-1]) < most:
-            runs[-1].append(each)
+def _runs(
+    held: Sequence[PageObject], wanted: Collection[str], staging: Staging
+) -> list[tuple[int, list[PageObject]]]:
+    """Pages of ``wanted`` names that follow one another in a hit of ``held``, no more together than a lane
+    has room for, and where in the hit they begin."""
+    runs: list[tuple[int, list[PageObject]]] = []
+    for at, each in enumerate(held):
+        if each.name not in wanted:
+            continue
+        first, run = runs[-1] if runs else (0, [])
+        if run and first + len(run) == at and len(run) < staging.objects_in_a_lane(each.nbytes):
+            run.append(each)
         else:
-            runs.append([each])
+            runs.append((at, [each]))
     return runs
 
 

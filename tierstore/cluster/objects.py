@@ -3,6 +3,9 @@
     proof₋₁ = SHA-256("tierstore page 1\\0" ‖ secret ‖ identity)
     proofᵢ  = SHA-256(proofᵢ₋₁ ‖ keyᵢ ‖ tokensᵢ)
 
+A loose page follows nothing: its proof is that of a first page, below a root of its own
+(``tierstore loose page 1\\0``), so none is ever taken for the other. Its depth is 0.
+
 A page's name is ``ts1:`` and the first 40 hex digits of its proof. The keys are in it because opaque pages
 with equal tokens may differ (an image, an adapter). A header ends with XXH3-64 of what is before it, or with
 keyed BLAKE2b where the cluster has a secret: then names cannot be guessed, nor headers forged. That is no
@@ -21,6 +24,8 @@ import xxhash
 HEADER_BYTES = 128
 
 _MAGIC = b"tspage1\0"
+_CHAIN = b"tierstore page 1\0"
+_LOOSE = b"tierstore loose page 1\0"
 _FIELDS = struct.Struct("<8sQIIQ32s32s")  # magic, page_bytes, chunk_tokens, depth, XXH3, identity, proof
 _MAC_BYTES = HEADER_BYTES - _FIELDS.size
 
@@ -33,12 +38,20 @@ def proofs(identity: bytes, chunks: Iterable[tuple[bytes, bytes]], *, secret: by
     >>> object_name(first)
     'ts1:3ae9fa95f51a6965d940f68c89c15a0237313620'
     """
-    proof = hashlib.sha256(b"tierstore page 1\0" + secret + identity).digest()
+    proof = hashlib.sha256(_CHAIN + secret + identity).digest()
     made = []
     for key, tokens in chunks:
         proof = hashlib.sha256(proof + key + tokens).digest()
         made.append(proof)
     return made
+
+
+def loose_proofs(
+    identity: bytes, chunks: Iterable[tuple[bytes, bytes]], *, secret: bytes = b""
+) -> list[bytes]:
+    """The proof of each of these loose pages, whatever else is among them."""
+    root = hashlib.sha256(_LOOSE + secret + identity).digest()
+    return [hashlib.sha256(root + key + tokens).digest() for key, tokens in chunks]
 
 
 def object_name(proof: bytes) -> str:
@@ -47,7 +60,7 @@ def object_name(proof: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PageObject:
-    """A page in the pool. ``depth`` counts the pages before it."""
+    """A page in the pool. ``depth`` counts the pages before it; a loose one has none."""
 
     identity: bytes
     page_bytes: int
@@ -81,7 +94,12 @@ def page_objects(
     chunks: Sequence[bytes],
     *,
     secret: bytes = b"",
+    loose: bool = False,
 ) -> list[PageObject]:
-    """Those of a prompt's whole chunks, from its beginning on."""
-    made = proofs(identity, zip(keys, chunks, strict=True), secret=secret)
-    return [PageObject(identity, page_bytes, chunk_tokens, at, proof) for at, proof in enumerate(made)]
+    """Those of a prompt's whole chunks, from its beginning on, or of ``loose`` ones."""
+    prove = loose_proofs if loose else proofs
+    made = prove(identity, zip(keys, chunks, strict=True), secret=secret)
+    return [
+        PageObject(identity, page_bytes, chunk_tokens, 0 if loose else at, proof)
+        for at, proof in enumerate(made)
+    ]

@@ -14,13 +14,16 @@ class Order(msgspec.Struct, tag=True, array_like=True):
 
 class PromptPages(msgspec.Struct, array_like=True):
     """The whole chunks of a prompt, from its beginning on: 16 bytes of ``keys`` and ``chunk_tokens`` uint32
-    of ``tokens`` for each."""
+    of ``tokens`` for each. ``loose``: chunks that follow nothing, ``depth`` chunks behind the prompt's
+    beginning."""
 
     identity: dict[str, str]
     page_bytes: int
     chunk_tokens: int
     keys: bytes
     tokens: bytes
+    loose: bool = False
+    depth: int = 0
 
 
 class Begin(Order):
@@ -37,7 +40,8 @@ class Begin(Order):
 
 
 class Look(Order):
-    """How many chunks from ``first`` on, one behind the other, the pool seems to have."""
+    """How many chunks from ``first`` on, one behind the other, the pool seems to have; of loose ones,
+    which."""
 
     id: int
     pages: PromptPages
@@ -83,8 +87,11 @@ class Away(Order):
 
 
 class Looked(Order):
+    """``there``: of loose chunks, the places (uint32, ascending) of those that are."""
+
     id: int
     chunks: int
+    there: bytes = b""
 
 
 class Brought(Order):

@@ -5,16 +5,19 @@ What goes wrong is a miss: whoever asks gets 0 chunks."""
 
 from __future__ import annotations
 
+import array
 import asyncio
+import hashlib
 import logging
 import socket
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
@@ -44,6 +47,8 @@ _LATE_WITHIN_S = 10.0
 _PAUSE_S = (5.0, 60.0)  # … stop the looking for so long
 _MOST_PROMISED = 1024  # prompts whose pages are waited for at a time, of all clients; each has 64 at most
 _RATE_SHARE = 0.3  # of the newest measurement
+
+_Found: TypeAlias = "o.Looked | o.Brought"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +104,7 @@ class Cluster:
         self._putter = _Agent(begin, self._counts)
         self._absent: Recent[tuple[bytes, bytes]] = Recent(_ABSENT_S, _REMEMBERED)
         self._published: Recent[tuple[bytes, bytes, int]] = Recent(_PUBLISHED_S, _REMEMBERED)
-        self._bringing: dict[tuple[bytes, bytes], asyncio.Future[int]] = {}
+        self._bringing: dict[tuple[bytes, bytes], asyncio.Future[_Found]] = {}
         self._promised = 0  # prompts that are waited for
         self._late: list[float] = []
         self._paused_until = 0.0
@@ -141,25 +146,38 @@ class Cluster:
     async def look(self, view: PromptView, first: int) -> int:
         """How many chunks behind the first ``first`` the pool seems to have. Waits ``look_s`` at most."""
         left = (view.whole_chunks - first) * view.chunk_tokens
+        looked = await self._look(view, first, left)
+        return min(looked.chunks, view.whole_chunks - first) if looked is not None else 0
+
+    async def look_for(self, view: PromptView, gain: int) -> Sequence[int]:
+        """Which of these loose chunks the pool seems to have, where a prompt gains ``gain`` tokens by them.
+        Waits ``look_s`` at most."""
+        looked = await self._look(view, 0, gain) if view.whole_chunks else None
+        if not isinstance(looked, o.Looked) or len(looked.there) % 4:
+            return ()
+        return [at for at in array.array("I", looked.there) if at < view.whole_chunks]
+
+    async def _look(self, view: PromptView, first: int, tokens: int) -> _Found | None:
+        """None where it is not worth it, where there is no answer, or nothing."""
         now = time.monotonic()
-        if not self._shares(view) or left < self._options.min_tokens or now < self._paused_until:
-            return 0
-        key = (view.registration.identity.digest, view.chunk(first)[0])
+        if not self._shares(view) or tokens < self._options.min_tokens or now < self._paused_until:
+            return None
+        key = _key(view, first)
         if key in self._absent:
-            return 0
+            return None
         looked = self._getter.ask(lambda number: o.Look(number, _pages(view), first), self._options.look_s)
         if looked is None:
-            return 0
+            return None
         done, _ = await asyncio.wait({looked}, timeout=self._options.look_s)
         if not done:
             self._note_late(now)
-            return 0
-        chunks = min(looked.result(), view.whole_chunks - first)
+            return None
         self._pause_s = _PAUSE_S[0]
         self._counts["looks"] += 1
-        if chunks <= 0:
-            self._absent.note(key)
-        return max(chunks, 0)
+        if looked.result().chunks > 0:
+            return looked.result()
+        self._absent.note(key)
+        return None
 
     def _note_late(self, now: float) -> None:
         self._counts["late_looks"] += 1
@@ -171,11 +189,11 @@ class Cluster:
 
     async def bring(self, view: PromptView, first: int, count: int, wait_s: float) -> int:
         """Have chunks ``first … first + count`` come into host memory; how many came in ``wait_s`` seconds,
-        as far as is known."""
+        one behind the other, as far as is known."""
         count = min(count, view.whole_chunks - first)
         if not self._shares(view) or count <= 0:
             return 0
-        key = (view.registration.identity.digest, view.chunk(first)[0])
+        key = _key(view, first)
         bringing = self._bringing.get(key)
         if bringing is None:
             began = time.monotonic()
@@ -186,9 +204,9 @@ class Cluster:
                 return 0
             self._bringing[key] = bringing
 
-            def note(ended: asyncio.Future[int]) -> None:
+            def note(ended: asyncio.Future[_Found]) -> None:
                 self._bringing.pop(key, None)
-                nbytes = ended.result() * view.registration.page_bytes
+                nbytes = ended.result().chunks * view.registration.page_bytes
                 if nbytes:
                     self._measure(nbytes, time.monotonic() - began)
 
@@ -197,7 +215,7 @@ class Cluster:
         if not done:
             self._counts["late_brings"] += 1
             return 0
-        return bringing.result()
+        return bringing.result().chunks
 
     def expect(self, view: PromptView, first: int, count: int, wait_s: float) -> Callable[[], None]:
         """Somebody has promised chunks ``first … first + count``: have them come as they are published on
@@ -217,7 +235,7 @@ class Cluster:
             return _nothing
         self._promised += 1
 
-        def note(_: asyncio.Future[int]) -> None:
+        def note(_: asyncio.Future[_Found]) -> None:
             self._promised -= 1
             self._counts["promised_brings"] += 1
 
@@ -247,23 +265,30 @@ class Cluster:
             self._publish(view, chunks)
 
     def committed(self, view: PromptView, chunks: int) -> None:
-        """The first ``chunks`` of a prompt are here, and others are to have them: see :meth:`publishes`."""
+        """The first ``chunks`` of a prompt are here (of loose ones, some of them), and others are to have
+        them: see :meth:`publishes`."""
         self._publish(view, chunks)
 
     def _publish(self, view: PromptView, chunks: int) -> None:
         if chunks <= 0 or not self._shares(view):
             return
         # By one agent: its queue ends with it.
-        key = (view.registration.identity.digest, view.chunk(chunks - 1)[0], self._putter.pid)
+        key = (*_key(view, chunks - 1), self._putter.pid)
         if key not in self._published and self._putter.tell(o.Publish(_pages(view, chunks), chunks)):
             self._published.note(key)
 
     def _shares(self, view: PromptView) -> bool:
-        return not view.loose and not view.registration.identity.tenant
+        return not view.registration.identity.tenant
 
 
 def _nothing() -> None:
     """There is nothing to end."""
+
+
+def _key(view: PromptView, chunk: int) -> tuple[bytes, bytes]:
+    """What a prompt up to one of its chunks is known by; of loose chunks, which stand for themselves, all."""
+    digest = view.registration.identity.digest
+    return digest, hashlib.sha256(b"".join(view.keys)).digest() if view.loose else view.chunk(chunk)[0]
 
 
 def _pages(view: PromptView, chunks: int | None = None) -> o.PromptPages:
@@ -275,12 +300,14 @@ def _pages(view: PromptView, chunks: int | None = None) -> o.PromptPages:
         view.chunk_tokens,
         b"".join(whole.keys[:count]),
         whole.token_bytes[: count * view.chunk_tokens * 4],
+        view.loose,
+        view.depth,
     )
 
 
 @dataclass(slots=True)
 class _Asked:
-    answer: asyncio.Future[int]
+    answer: asyncio.Future[_Found]
     overdue_at: float
 
 
@@ -308,13 +335,13 @@ class _Agent:
             self._running.cancel()
             await asyncio.wait({self._running})
 
-    def ask(self, order: Callable[[int], o.Look | o.Bring], wait_s: float) -> asyncio.Future[int] | None:
-        """The answer, 0 if the agent ends before; None where it cannot be asked."""
+    def ask(self, order: Callable[[int], o.Look | o.Bring], wait_s: float) -> asyncio.Future[_Found] | None:
+        """The answer, no chunks if the agent ends before; None where it cannot be asked."""
         number = self._next
         if not self.tell(order(number)):
             return None
         self._next += 1
-        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[_Found] = asyncio.get_running_loop().create_future()
         self._asked[number] = _Asked(answer, time.monotonic() + wait_s + _OVERDUE_S)
         return answer
 
@@ -377,9 +404,9 @@ class _Agent:
             writer.close()
             process.kill()
             await asyncio.to_thread(process.wait)  # a driver may keep it for a while
-            for asked in self._asked.values():
+            for number, asked in self._asked.items():
                 if not asked.answer.done():
-                    asked.answer.set_result(0)
+                    asked.answer.set_result(o.Brought(number, 0))
             self._asked.clear()
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
@@ -401,7 +428,8 @@ class _Agent:
                 case o.Looked() | o.Brought():
                     asked = self._asked.pop(order.id, None)
                     if asked is not None and not asked.answer.done():
-                        asked.answer.set_result(max(order.chunks, 0))
+                        order.chunks = max(order.chunks, 0)
+                        asked.answer.set_result(order)
                 case o.Counted():
                     self.counts.update(order.counts)
 

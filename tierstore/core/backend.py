@@ -203,6 +203,15 @@ class LocalBackend:
         with self._state.lock:
             return self._found(view, min(tokens, view.num_tokens)).match.tokens
 
+    def missing(self, view: PromptView) -> list[int]:
+        """Which of these loose chunks are in no tier that answers. Nothing is leased or counted. Raises
+        :class:`Refusal`."""
+        with self._state.lock:
+            return self._missing(view)
+
+    def _missing(self, view: PromptView) -> list[int]:
+        return [at for at, page in enumerate(view.loose_pages(self._state)) if page is None]
+
     def expect(
         self, request: LookupRequest | PromptView, *, wait_s: float, tokens: int | None = None
     ) -> Transfer[None]:
@@ -252,7 +261,7 @@ class LocalBackend:
         none. Under the lock."""
         try:
             if view.loose:
-                missing = [at for at, page in enumerate(view.loose_pages(self._state)) if page is None]
+                missing = self._missing(view)
             else:
                 held = self._found(view, limit).match.tokens
                 missing = [held // view.chunk_tokens] if held < limit else []

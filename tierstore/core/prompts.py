@@ -91,6 +91,15 @@ class PromptView:
         before = self.keys[-1] if self.keys else self._key_before_the_rest()
         return PageKey(xxhash.xxh3_128_digest(before + tokens)), tokens
 
+    def part(self, chunks: Sequence[int]) -> PromptView:
+        """Some of its chunks, where they are loose."""
+        assert self.loose, "chunks of a prompt are nothing without those before them"
+        width = self._width
+        tokens = b"".join([self.tokens[chunk * width : (chunk + 1) * width] for chunk in chunks])
+        depth = self.depth + chunks[0] if chunks else 0
+        keys = [self.keys[chunk] for chunk in chunks]
+        return PromptView(self.registration, keys, tokens, loose=True, depth=depth)
+
     @property
     def whole_chunks(self) -> int:
         return len(self.head) + len(self.keys)

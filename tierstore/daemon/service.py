@@ -328,8 +328,11 @@ class Service:
         """Find a prompt's pages when those that were promised have come, or are late."""
         stop = _nothing
         if self.cluster is not None and not self._is_agent(session):
-            first = session.backend.held(view, m.expect) // view.chunk_tokens
-            stop = self.cluster.expect(view, first, m.expect // view.chunk_tokens - first, m.expect_s)
+            if view.loose:
+                first, wanted = 0, view.part(session.backend.missing(view))
+            else:
+                first, wanted = session.backend.held(view, m.expect) // view.chunk_tokens, view
+            stop = self.cluster.expect(wanted, first, m.expect // view.chunk_tokens - first, m.expect_s)
         try:
             await expected
         finally:
@@ -345,7 +348,8 @@ class Service:
             return p.Found(m.id, 0, 0, 0, [], 0, 0)
         found = session.backend.find(view, patience_s=wait_s, max_tokens=m.max_tokens)
         ways = dict(session.backend.ways())
-        if self.cluster is None or self._is_agent(session):
+        alone = self.cluster is None or self._is_agent(session) or (view.loose and m.gain <= 0)
+        if self.cluster is None or alone:
             return _then(found, partial(_found, m.id, ways))
         return self._look_further(self.cluster, view, found, m, ways)
 
@@ -360,10 +364,16 @@ class Service:
         """And whether other hosts have more of it."""
         answer = _found(m.id, ways, await found)
         chunks = answer.tokens // view.chunk_tokens
-        cluster.used(view, chunks)
-        if chunks < min(view.whole_chunks, m.max_tokens // view.chunk_tokens):
-            answer.remote = await cluster.look(view, chunks)
-        if answer.remote and (way := cluster.way()) is not None:
+        if view.loose:
+            here = set(array.array("I", answer.positions))
+            lacking = [at for at in range(view.whole_chunks) if at not in here]
+            there = await cluster.look_for(view.part(lacking), m.gain)
+            answer.remote_positions = array.array("I", [lacking[at] for at in there]).tobytes()
+        else:
+            cluster.used(view, chunks)
+            if chunks < min(view.whole_chunks, m.max_tokens // view.chunk_tokens):
+                answer.remote = await cluster.look(view, chunks)
+        if (answer.remote or answer.remote_positions) and (way := cluster.way()) is not None:
             answer.ways = {**answer.ways, CLUSTER: (way.bytes_per_s, way.latency_s, way.backlog_s)}
         return answer
 
@@ -476,12 +486,20 @@ class Service:
             cluster = None if self._is_agent(session) else self.cluster
             if cluster is None or not cluster.publishes(view, elsewhere=elsewhere):
                 return told
-            chunks = min(m.first + m.count, view.whole_chunks)
+            shared, chunks = view, min(m.first + m.count, view.whole_chunks)
+            if view.loose:  # a save of no pages is about all that it names
+                shared = view.part(range(m.first, chunks)) if m.count else view
+                chunks = shared.whole_chunks
             if told.reservation:
-                session.sharing[told.reservation] = view, chunks
+                session.sharing[told.reservation] = shared, chunks
             elif elsewhere:  # it is here already, as far as it is
-                held = session.backend.held(view, chunks * view.chunk_tokens)
-                cluster.committed(view, held // view.chunk_tokens)
+                if view.loose:
+                    lacking = set(session.backend.missing(shared))
+                    shared = shared.part([at for at in range(chunks) if at not in lacking])
+                    chunks = shared.whole_chunks
+                else:
+                    chunks = session.backend.held(view, chunks * view.chunk_tokens) // view.chunk_tokens
+                cluster.committed(shared, chunks)
             return told
 
         return _then(reserved, answer)

@@ -23,6 +23,11 @@ is; pages that this needs not are given back. So a group that is late, or whose 
 hit, and pages of different lengths are never mixed. Of a hit that ends inside of a page that page is the
 caller's own in chains. Those of the other groups are shared: whoever goes on writes to a copy.
 
+**Other hosts.** Where chains go on there, or loose pages are lacking here, the same search is made once more,
+with what other hosts seem to have counted as held. What such a hit lacks here is brought all together
+(:meth:`GroupedStore.bring`), and then found like anything else. The pages of a hit that is loaded are
+offered to other hosts: the daemon cannot know which of the loose ones that it is asked for are used.
+
 **Retention.** A turn's end is superseded once the same session has been saved to a later one: see
 :mod:`tierstore.retention`.
 """
@@ -163,6 +168,13 @@ class _Part:
         """Of each page, in the order of the hit's."""
         return self.asked if self.chain else [self.asked[at] for at in self.hit.positions]
 
+    @property
+    def remote_ends(self) -> Sequence[int]:
+        """Likewise of the pages that other hosts seem to have."""
+        if not self.chain:
+            return [self.asked[at] for at in self.hit.remote_positions]
+        return self.asked[self.hit.found // self.hit.chunk_tokens :]
+
     def runs(self) -> list[tuple[str, int]]:
         """Pages by tier, in the order of the hit's."""
         left, found = len(self.asked), []
@@ -176,7 +188,8 @@ class _Part:
 class GroupedHit:
     """``tokens`` leading tokens of a prompt can be loaded, and of each group what a hit of that length needs:
     see :mod:`tierstore.groups`. ``branch`` is how far the groups go of which every token is needed.
-    ``by_tier`` counts each token by the slowest tier that a page of its chunk which is needed lies in."""
+    ``by_tier`` counts each token by the slowest tier that a page of its chunk which is needed lies in.
+    Other hosts seem to have what one of ``remote_tokens`` more needs and is lacking here: in ``others``."""
 
     def __init__(
         self,
@@ -185,10 +198,14 @@ class GroupedHit:
         parts: Sequence[_Part],
         chunk_tokens: int,
         clock: Callable[[], float],
+        remote_tokens: int = 0,
+        others: Sequence[_Part] = (),
     ) -> None:
         self.tokens = tokens
         self.branch = branch
         self.parts = parts
+        self.remote_tokens = remote_tokens
+        self.others = others
         self.chunk_tokens = chunk_tokens
         self._clock = clock
         self.by_tier = self._count()
@@ -332,6 +349,7 @@ class GroupedStore:
             ends = GroupRule.all().ends(tokens, self.spec.chunk_tokens)
             chains = [_Part(group, True, ends, hit) for group, hit in zip(self._chains, hits, strict=True)]
             parts = sorted([*chains, *loose], key=lambda part: part.group) if tokens else []
+            remote_tokens, others = self._find_elsewhere(prompt, hits, limit, tokens, held)
         except BaseException:
             _release(hit for some in held for hit in some)
             raise
@@ -340,7 +358,8 @@ class GroupedStore:
         for group in self._loose if tokens else ():
             prompt.points[group] = sorted({*prompt.points.get(group, ()), tokens})
         branch = branch if self._chains else tokens
-        return GroupedHit(tokens, branch, parts, self.spec.chunk_tokens, self.clock)
+        chunk_tokens = self.spec.chunk_tokens
+        return GroupedHit(tokens, branch, parts, chunk_tokens, self.clock, remote_tokens, others)
 
     def expect(self, prompt: Prompt | TokenIds, promise: Promise) -> Transfer[None]:
         """:meth:`Store.expect <tierstore.Store.expect>` of what a hit of the promised tokens needs of each
@@ -369,10 +388,39 @@ class GroupedStore:
         except StopIteration as end:
             return int(end.value), parts if end.value else []
 
-    def _look(self, prompt: GroupedPrompt, wanted: Mapping[int, Sequence[int]]) -> list[_Part]:
-        """What is held of the pages of each group that end there."""
+    def _find_elsewhere(
+        self, prompt: GroupedPrompt, chains: Sequence[Hit], limit: int, tokens: int, held: list[list[Hit]]
+    ) -> tuple[int, list[_Part]]:
+        """By how many tokens a hit of ``tokens`` would be longer with what other hosts seem to have, and in
+        what that is."""
+        chunk_tokens = self.spec.chunk_tokens
+        reach = min((hit.found + hit.remote_tokens for hit in chains), default=limit)
+        reach = min(reach, limit) // chunk_tokens * chunk_tokens
+        if not self.remote or reach <= tokens:
+            return 0, []
+        looking = search({group: self.rules[group] for group in self._loose}, reach, chunk_tokens)
+        parts: list[_Part] = []
+        try:
+            wanted = next(looking)
+            while True:
+                parts = self._look(prompt, wanted, gain=reach - tokens)
+                held.append([part.hit for part in parts])
+                wanted = looking.send({part.group: [*part.ends, *part.remote_ends] for part in parts})
+        except StopIteration as end:
+            length = int(end.value)
+        if length <= tokens:
+            return 0, []
+        ends = GroupRule.all().ends(length, chunk_tokens)
+        parts += [_Part(group, True, ends, hit) for group, hit in zip(self._chains, chains, strict=True)]
+        return length - tokens, [part for part in parts if part.remote_ends]
+
+    def _look(
+        self, prompt: GroupedPrompt, wanted: Mapping[int, Sequence[int]], *, gain: int = 0
+    ) -> list[_Part]:
+        """What is held of the pages of each group that end there. ``gain``: what other hosts have of them is
+        worth so many tokens."""
         named = [(self.stores[group], prompt.named(group, ends)) for group, ends in wanted.items()]
-        hits = zip(wanted.items(), lookup_all(named), strict=True)
+        hits = zip(wanted.items(), lookup_all(named, gain=gain), strict=True)
         return [_Part(group, False, ends, hit) for (group, ends), hit in hits]
 
     def _checked(self, prompt: Prompt | TokenIds) -> GroupedPrompt:
@@ -400,6 +448,34 @@ class GroupedStore:
             raise UsageError(f"a hit of {hit.num_pages} pages has no pages {first} … {stop}")
         deadline_s = optional_seconds("deadline_s", deadline_s)
         return _Load(self, hit, first, stop).start(deadline_s, last=last)
+
+    # -- other hosts ---------------------------------------------------------------------------------
+
+    @property
+    def remote(self) -> bool:
+        """Whether other hosts may have pages of every group."""
+        return all(store.backend.remote for store in self.stores)
+
+    def bring(self, hit: GroupedHit, *, deadline_s: float | None = None) -> Transfer[int] | None:
+        """:meth:`Store.bring <tierstore.Store.bring>` of what a hit of ``hit.remote_tokens`` more needs of
+        each group; the result is how many pages came in time."""
+        if not hit.others:
+            return None
+        nbytes = sum(len(part.remote_ends) * self.stores[part.group].spec.page_bytes for part in hit.others)
+        store = self.stores[hit.others[0].group]
+        within_s = store.worth_bringing(hit.tokens, hit.remote_tokens, nbytes)
+        if within_s is None:
+            return None
+        within_s = within_s if deadline_s is None else deadline_s
+        length = hit.tokens + hit.remote_tokens
+        brought = [part.hit.bring(within_s, tokens=length) for part in hit.others]
+
+        def settle(_: TransferState) -> int:
+            for transfer in brought:
+                transfer.cancel()  # what has not ended by now
+            return sum(transfer.wait() for transfer in brought)
+
+        return _together(brought, settle, within_s, self.clock)
 
     # -- planning ------------------------------------------------------------------------------------
 
@@ -655,6 +731,8 @@ class _Load:
         try:
             for part in self.hit.parts:
                 store = self.store.stores[part.group]
+                if ends:
+                    store.offer(part.hit)
                 if part.chain:
                     load = store.load_part(part.hit, self.first, self.stop, deadline_s=deadline_s, last=last)
                 elif ends:

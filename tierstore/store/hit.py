@@ -16,11 +16,12 @@ from tierstore.transfer import Transfer, TransferState
 
 @dataclass(frozen=True, slots=True)
 class LooseHit:
-    """Of a request for loose pages: the ones that are ``here``, in HBM, by their positions, and those that
-    the backend was asked for."""
+    """Of a request for loose pages: the ones that are ``here``, in HBM, by their positions, those that the
+    backend was asked for, and those of them that ``others``, of other hosts, seem to have."""
 
     here: Mapping[int, Page]
     asked: Sequence[int]
+    others: Sequence[int] = ()
 
 
 class Hit:
@@ -58,17 +59,22 @@ class Hit:
         self.positions: Sequence[int] = ()
         """Of loose pages: which of those asked for the hit's pages are, those in HBM first. Empty for a
         prompt's prefix."""
+        self.remote_positions: Sequence[int] = ()
+        """Of loose pages: those that are not held, and other hosts seem to have. See :meth:`bring`."""
         self.leased_from = 0
         """The first page that the backend's lease is on: of loose pages, the ones before it are in HBM."""
         if loose is not None:
             there = [loose.asked[at] for at in lease.positions] if lease is not None else []
             self.positions = [*loose.here, *there]
             self.tokens = len(self.positions) * self.chunk_tokens
+            self.remote_positions = loose.others
             self.local = tuple(loose.here.values())
             self.leased_from = len(self.local)
         self.by_tier = self._count()
+        self.found = self.tokens
+        """Tokens that it had before anybody made it shorter."""
         self.remote_tokens = max(below + remote_tokens - self.tokens, 0)
-        """Behind the hit, that other hosts seem to have. See :meth:`Store.bring`."""
+        """Behind what was found, that other hosts seem to have. See :meth:`Store.bring`."""
 
     def shorten(self, tokens: int) -> None:
         """Have it be one of the first ``tokens`` tokens of a prompt: what is behind them is not wanted. The
@@ -95,6 +101,11 @@ class Hit:
     def hbm_pages(self) -> int:
         """Whole leading pages that are in HBM."""
         return self.by_tier.get(Tier.HBM.label, 0) // self.chunk_tokens
+
+    @property
+    def leased(self) -> bool:
+        """Whether the backend was asked for it, and holds some of it."""
+        return self._lease is not None
 
     @property
     def request(self) -> LookupRequest:
@@ -199,13 +210,20 @@ class Hit:
             self.with_lease(ask)
         return transfer
 
-    def bring(self, deadline_s: float) -> Transfer[int]:
-        """:meth:`Store.bring <tierstore.Store.bring>` of what other hosts seem to have behind it."""
-        first = self.tokens // self.chunk_tokens
-        count = -(-self.remote_tokens // self.chunk_tokens)
-        if not count:
+    def bring(self, deadline_s: float, *, tokens: int | None = None) -> Transfer[int]:
+        """:meth:`Store.bring <tierstore.Store.bring>` of what other hosts seem to have behind it, up to
+        ``tokens`` (None: all); of loose pages, of those that it lacks. The hit may have been released."""
+        if self._request.loose:
+            wanted = self._request.part(self.remote_positions)
+            first, count = 0, wanted.num_chunks
+        else:
+            wanted, first = self._request, self.found // self.chunk_tokens
+            stop = self.found + self.remote_tokens
+            stop = stop if tokens is None else min(stop, tokens)
+            count = -(-stop // self.chunk_tokens) - first
+        if count <= 0:
             return Transfer.completed(0)
-        return self.backend.bring(self._request, first, count, wait_s=deadline_s)
+        return self.backend.bring(wanted, first, count, wait_s=deadline_s)
 
     def release(self) -> None:
         """Give the lease back. Repeating it is harmless."""

@@ -48,6 +48,7 @@ _COUNTED_HERE = (
     "declined_tokens",
 )
 _DONE = Hint(reuse="done")
+_ELSEWHERE = Hint(elsewhere=True)
 _BRING_S = 2.0  # that pages of other hosts are waited for
 _PROBE_BYTES = 8 << 20  # of a declined tier, read to see how fast it is by now
 _PROBE_WAIT_S = 20.0
@@ -313,24 +314,45 @@ class Store:
 
         found.on_end(leased)
 
-    def bring(self, hit: Hit, *, deadline_s: float | None = None) -> Transfer[int] | None:
-        """Have pages that other hosts have behind a hit (``hit.remote_tokens``) come into the daemon's
-        memory; None where there are none, or where computing them is faster, as far as both were measured.
-        The result is how many chunks came in time (None: as long as computing takes, 2 s at most); look the
-        prompt up again to have them. The hit is not changed, and still to be released."""
+    def bring(
+        self, hit: Hit, *, tokens: int | None = None, deadline_s: float | None = None
+    ) -> Transfer[int] | None:
+        """Have pages that other hosts have behind a hit (``hit.remote_tokens``), up to ``tokens`` of its
+        prompt (None: all), come into the daemon's memory; None where there are none, or where computing them
+        is faster, as far as both were measured. The result is how many chunks came in time (None: as long as
+        computing takes, 2 s at most); look the prompt up again to have them. The hit is not changed, and
+        still to be released."""
         self._check_hit(hit)
-        if not hit.remote_tokens:
+        remote = hit.remote_tokens if tokens is None else min(hit.remote_tokens, tokens - hit.tokens)
+        if remote <= 0:
             return None
         deadline_s = optional_seconds("deadline_s", deadline_s)
+        nbytes = remote // self.spec.chunk_tokens * self.spec.page_bytes
+        within_s = self.worth_bringing(hit.tokens, remote, nbytes)
+        if within_s is None:
+            return None
+        return hit.bring(within_s if deadline_s is None else deadline_s, tokens=tokens)
+
+    def worth_bringing(self, behind: int, tokens: int, nbytes: int) -> float | None:
+        """How long ``nbytes`` of other hosts' pages are best waited for, which spare computing ``tokens``
+        tokens ``behind`` others: as long as that takes, 2 s at most. None where computing them is faster, as
+        far as both were measured."""
         prefill = self.planner.prefill()
-        if prefill is not None:
-            computing_s = prefill.seconds(hit.remote_tokens, hit.tokens)
-            way = self.backend.ways().get(CLUSTER)
-            nbytes = hit.remote_tokens // self.spec.chunk_tokens * self.spec.page_bytes
-            if way is not None and way.seconds(nbytes) > computing_s:
-                return None
-            deadline_s = min(computing_s, _BRING_S) if deadline_s is None else deadline_s
-        return hit.bring(_BRING_S if deadline_s is None else deadline_s)
+        if prefill is None:
+            return _BRING_S
+        computing_s = prefill.seconds(tokens, behind)
+        way = self.backend.ways().get(CLUSTER)
+        slower = way is not None and way.seconds(nbytes) > computing_s
+        return None if slower else min(computing_s, _BRING_S)
+
+    def offer(self, hit: Hit) -> None:
+        """The pages of a hit are in use again: where hosts share pages, those that are held below HBM are
+        given to others. (That a chain is used again the daemon notices when it is asked for it, and it is not
+        where all of it is in HBM.)"""
+        request = hit.request
+        if self.backend.remote and (request.loose or not hit.leased):
+            first = 0 if request.loose else len(request.keys)
+            self.backend.reserve(request, first, 0, hints=SaveHints(_ELSEWHERE))
 
     def load_to(
         self,
@@ -674,10 +696,11 @@ class _Lookup:
     It has until ``lookup_s`` of its store after ``began`` (by ``time.monotonic()``), whatever comes before
     its own request: lookups that began together end together."""
 
-    def __init__(self, store: Store, request: LookupRequest, began: float) -> None:
+    def __init__(self, store: Store, request: LookupRequest, began: float, gain: int = 0) -> None:
         self._store = store
         self._request = request
         self._ends = began + store.lookup_s
+        self._gain = gain  # of loose pages; see LookupRequest
         self._asked: Sequence[int] = ()  # of loose pages, those that the backend is asked for
         self.answer: Transfer[Lease | None] | None = None
 
@@ -690,6 +713,7 @@ class _Lookup:
             self._asked = [at for at in range(request.num_chunks) if at not in here]
             if here and self._asked:
                 request = request.part(self._asked)
+            request.gain = self._gain
             lacking = bool(self._asked)
         else:
             lacking = hbm.match(request).tokens < request.num_tokens
@@ -704,12 +728,13 @@ class _Lookup:
         hbm = store._hbm
         lease = self.answer.wait() if self.answer is not None else None
         remote_tokens = lease.remote_tokens if lease is not None else 0
+        others = [self._asked[at] for at in lease.remote_positions] if lease is not None else []
         if lease is not None:
             if not request.loose:
                 store._prompts.remember(request, lease.handle)
             lease = lease if lease.tokens else None
         # Looked at again, because the answer took its time and nothing was held meanwhile.
-        loose = self._loose_hit() if request.loose else None
+        loose = self._loose_hit(others) if request.loose else None
         match = hbm.match(request) if loose is None else NO_MATCH
         with hbm.lock:
             if loose is not None:
@@ -721,10 +746,10 @@ class _Lookup:
                 hbm.counters.hit_tokens[label] += tokens
         return hit
 
-    def _loose_hit(self) -> LooseHit:
+    def _loose_hit(self, others: Sequence[int]) -> LooseHit:
         asked = set(self._asked)
         here = self._store._hbm.match_loose(self._request)
-        return LooseHit({at: page for at, page in here.items() if at not in asked}, self._asked)
+        return LooseHit({at: page for at, page in here.items() if at not in asked}, self._asked, others)
 
     def give_up(self) -> None:
         """Nobody wants to know any more: what is held for the answer is given back, now or when it comes."""
@@ -736,11 +761,13 @@ class _Lookup:
 
 
 def lookup_all(
-    wanted: Iterable[tuple[Store, Prompt | TokenIds]], *, max_tokens: int | None = None
+    wanted: Iterable[tuple[Store, Prompt | TokenIds]], *, max_tokens: int | None = None, gain: int = 0
 ) -> list[Hit]:
     """:meth:`Store.lookup` of many prompts, in one store or in several: all are asked before any answer is
     waited for, and ``lookup_s`` (the longest of the stores') is the limit for all together. The hits are in
-    the order of ``wanted``. Raises what :meth:`Store.lookup` raises; nothing is leased then.
+    the order of ``wanted``. ``gain``: tokens that a prompt need not compute if loose pages that are lacking
+    come from other hosts (0: these are not asked). Raises what :meth:`Store.lookup` raises; nothing is leased
+    then.
 
     An engine has as many prompts to ask about as it has workers times KV cache groups: with a round trip for
     each they would come near the end of its patience."""
@@ -749,7 +776,7 @@ def lookup_all(
     hits: list[Hit] = []
     try:
         for store, prompt in wanted:  # the backend works on the first while the next is made
-            lookup = _Lookup(store, store._request(prompt, max_tokens), began)
+            lookup = _Lookup(store, store._request(prompt, max_tokens), began, gain)
             before = lookups[-_LOOKUPS_AT_ONCE].answer if len(lookups) >= _LOOKUPS_AT_ONCE else None
             lookups.append(lookup)
             if before is not None:

@@ -131,7 +131,8 @@ class Lookup(Message):
     are leases given back on this occasion; ``declined`` is what earlier lookups found and the client did not
     load: tokens by tier and reason. ``expect``: so many leading tokens have been promised by whoever computes
     them, and the answer waits until they are held, ``expect_s`` seconds at most; ``wait_s`` counts from then
-    on."""
+    on. ``gain``, of loose chunks: so many tokens of a prompt need not be computed if those that are not held
+    here come from other hosts. Where that is enough, the pool is asked for them; 0: it is not."""
 
     id: int
     prompt: PromptPart
@@ -141,6 +142,7 @@ class Lookup(Message):
     declined: dict[str, int] = {}
     expect: int = 0
     expect_s: float = 0.0
+    gain: int = 0
 
 
 class Found(Message):
@@ -149,7 +151,8 @@ class Found(Message):
     later messages of this session, with up to ``known`` chunks. Of loose chunks, ``positions`` (uint32) are
     those that are held, and the lease's pages in their order. ``ways`` says what bytes of a tier cost now:
     bytes a second, the latency and the queue in front of it, both in seconds; see
-    :mod:`tierstore.planner`. ``remote`` chunks behind these can perhaps be brought from other hosts."""
+    :mod:`tierstore.planner`. ``remote`` chunks behind these can perhaps be brought from other hosts; of loose
+    chunks, those at ``remote_positions`` (uint32), which are not held."""
 
     id: int
     tokens: int
@@ -161,10 +164,12 @@ class Found(Message):
     positions: bytes = b""
     ways: dict[str, tuple[float, float, float]] = {}
     remote: int = 0
+    remote_positions: bytes = b""
 
 
 class Bring(Message):
-    """Have ``count`` whole chunks of a prompt from ``first`` on come from other hosts into the arena."""
+    """Have ``count`` whole chunks of a prompt from ``first`` on come from other hosts into the arena. (Loose
+    ones, too; a daemon that shares none of these answers 0.)"""
 
     id: int
     prompt: PromptPart

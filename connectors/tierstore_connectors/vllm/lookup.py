@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tierstore.errors import StoreClosedError
 from tierstore.groups import GroupRule, Past, Search, longest_hit, search
@@ -275,24 +275,62 @@ class _Question:
 
 @dataclass(slots=True)
 class _Searching:
-    """The search for the longest hit of one prompt. ``asked``: ends of pages by the number of their
-    question, all of them whole, since the hit is."""
+    """The search for the longest hit of one prompt. ``asked``: ends of pages by the number of their question,
+    all of them whole, since the hit is; ``hits``: the last answers. ``elsewhere``: what other hosts seem to
+    have counts as held, and nothing is leased for long."""
 
     questions: Sequence[_Question]
     steps: Search
     asked: Mapping[int, Sequence[int]]
+    elsewhere: bool = False
+    hits: Mapping[int, Hit] = field(default_factory=dict)
+    length: int = 0
+
+    @classmethod
+    def begin(cls, questions: Sequence[_Question], tokens: int, *, elsewhere: bool = False) -> _Searching:
+        """For a hit of at most so many tokens."""
+        rules = {number: each.place.rule for number, each in enumerate(questions)}
+        steps = search(rules, tokens, questions[0].lookup.chunk_tokens)
+        return cls(questions, steps, next(steps), elsewhere)
 
     def go_on(self, hits: Mapping[int, Hit]) -> bool:
         """Whether there is more to ask, after these answers. If not, they are what the hit needs."""
+        self.hits = hits
         for number, question in enumerate(self.questions):
-            question.answer(hits.get(number))
-        held = {number: [ends[at] for at in hits[number].positions] for number, ends in self.asked.items()}
+            if not self.elsewhere:
+                question.answer(hits.get(number))
+            elif number in hits:
+                hits[number].release()
+        held = {
+            number: [ends[at] for at in (*hits[number].positions, *hits[number].remote_positions)]
+            for number, ends in self.asked.items()
+        }
         try:
             self.asked = self.steps.send(held)
         except StopIteration as end:
-            self.questions[0].lookup.limit(end.value, exactly=True)
+            self.length = end.value
             return False
         return True
+
+
+def _search(searching: Sequence[_Searching], *, gain: int = 0) -> None:
+    """Go on with all of these searches to their ends, with the questions of all at once."""
+    while searching:
+        hits = iter(
+            look_up(
+                (
+                    (
+                        each.questions[number].place.store,
+                        each.questions[number].lookup.pages_to(each.questions[number].place.identity, ends),
+                    )
+                    for each in searching
+                    for number, ends in each.asked.items()
+                ),
+                gain=gain,
+            )
+        )
+        answered = [(each, {number: next(hits) for number in each.asked}) for each in searching]
+        searching = [each for each, found_there in answered if each.go_on(found_there)]
 
 
 class Lookups:
@@ -416,7 +454,7 @@ class Lookups:
     def _ask_further(self, questions: Sequence[Sequence[_Question]]) -> None:
         """Have pages come that other hosts have of these prompts, and ask then."""
         try:
-            self._bring_from_others([each for of_prompt in questions for each in of_prompt])
+            self._bring_from_others(questions)
         except StoreClosedError:
             pass  # asked of a session that has been given up: so will _ask be
         except Exception as error:  # noqa: BLE001  # on this thread it would go unseen
@@ -424,20 +462,57 @@ class Lookups:
         finally:
             self._ask(questions)
 
-    def _bring_from_others(self, questions: Sequence[_Question]) -> None:
-        questions = [each for each in questions if not each.by_name]  # the others are no other hosts' affair
-        asked = [(each.place.store, each.lookup.prompt(each.place.identity)) for each in questions]
-        brought = []
-        for question, hit in zip(questions, look_up(asked), strict=True):
-            store = question.place.store
-            store.planner = self.planner
-            bringing = store.bring(hit, deadline_s=self._settings.prefetch_s)
+    def _bring_from_others(self, questions: Sequence[Sequence[_Question]]) -> None:
+        """How far chains go with what other hosts have says what a hit there needs of pages that are asked
+        for one by one; then all of that is brought."""
+        chains = [[each for each in of_prompt if not each.by_name] for of_prompt in questions]
+        hits = iter(
+            look_up(
+                (each.place.store, each.lookup.prompt(each.place.identity))
+                for of_prompt in chains
+                for each in of_prompt
+            )
+        )
+        found = [[next(hits) for _ in of_prompt] for of_prompt in chains]
+        for hit in (hit for of_prompt in found for hit in of_prompt):
             hit.release()
+        searching: dict[PromptLookup, _Searching] = {}
+        most = 0
+        for of_prompt, of_chains in zip(questions, found, strict=True):
+            lookup, named = of_prompt[0].lookup, [each for each in of_prompt if each.by_name]
+            reach = min([lookup.found, *(hit.tokens + hit.remote_tokens for hit in of_chains)])
+            if named:
+                searching[lookup] = _Searching.begin(named, reach, elsewhere=True)
+                most = max(most, reach)
+        _search(list(searching.values()), gain=most)
+        brought = []
+        for of_prompt, of_chains in zip(chains, found, strict=True):
+            for question, hit in zip(of_prompt, of_chains, strict=True):
+                search_ended = searching.get(question.lookup)
+                length = None if search_ended is None else search_ended.length
+                brought.append((question, self._begin_bringing(question, hit, length)))
+        for each in searching.values():
+            for number, hit in each.hits.items() if each.length else ():
+                question = each.questions[number]
+                brought.append((question, self._begin_bringing(question, hit, each.length)))
+        for question, bringing in brought:
             if bringing is not None:
                 question.lookup.extra_s = self._settings.prefetch_s
-                brought.append(bringing)
-        for bringing in brought:
-            bringing.wait()
+        for _, bringing in brought:
+            if bringing is not None:
+                bringing.wait()
+
+    def _begin_bringing(self, question: _Question, hit: Hit, length: int | None) -> Transfer[int] | None:
+        """Have what a hit of ``length`` tokens (None: the longest) lacks in one place come from other hosts,
+        where that is worth it."""
+        store, within_s = question.place.store, self._settings.prefetch_s
+        store.planner = self.planner
+        if not question.by_name:
+            return store.bring(hit, tokens=length, deadline_s=within_s)
+        nbytes = len(hit.remote_positions) * store.spec.page_bytes
+        if not nbytes or store.worth_bringing(0, length or 0, nbytes) is None:
+            return None
+        return hit.bring(within_s)
 
     def _ask(self, questions: Sequence[Sequence[_Question]]) -> None:
         """``questions`` by prompt."""
@@ -473,7 +548,13 @@ class Lookups:
         for of_prompt in chains:
             _fit_windows(of_prompt)
             self._plan(of_prompt)
-        self._search([[each for each in of_prompt if each.by_name] for of_prompt in questions])
+        named = [[each for each in of_prompt if each.by_name] for of_prompt in questions]
+        searching = [
+            _Searching.begin(each, found) for each in named if each and (found := each[0].lookup.found)
+        ]
+        _search(searching)
+        for search_ended in searching:
+            search_ended.questions[0].lookup.limit(search_ended.length, exactly=True)
         # What one group lacks cannot be loaded of any, and need not be brought.
         everything = [question for each in questions for question in each]
         _look_up(
@@ -484,30 +565,6 @@ class Lookups:
         for each in everything:
             if each.hit is not None and each.brought and each.lookup.found:
                 self._bring(each, each.hit)
-
-    def _search(self, questions: Sequence[Sequence[_Question]]) -> None:
-        """Find the longest hit of each prompt that the groups can serve whose pages are asked for one by
-        one; all prompts' questions at once."""
-        searching = []
-        for of_prompt in questions:
-            if not of_prompt or not (found := of_prompt[0].lookup.found):
-                continue
-            rules = {number: each.place.rule for number, each in enumerate(of_prompt)}
-            steps = search(rules, found, of_prompt[0].lookup.chunk_tokens)
-            searching.append(_Searching(of_prompt, steps, next(steps)))
-        while searching:
-            hits = iter(
-                look_up(
-                    (
-                        each.questions[number].place.store,
-                        each.questions[number].lookup.pages_to(each.questions[number].place.identity, ends),
-                    )
-                    for each in searching
-                    for number, ends in each.asked.items()
-                )
-            )
-            answered = [(each, {number: next(hits) for number in each.asked}) for each in searching]
-            searching = [each for each, found_there in answered if each.go_on(found_there)]
 
     def _plan(self, questions: Sequence[_Question]) -> None:
         """Decline what the disk has of one prompt where it would come later than computing it. All groups are

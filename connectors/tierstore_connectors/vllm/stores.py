@@ -98,10 +98,10 @@ def prompt_of(identity: Identity, keys: Sequence[PageKey], tokens: bytes, chunk_
     return Prompt.with_keys(identity, data, list(keys), chunk_tokens=chunk_tokens)
 
 
-def look_up(wanted: Iterable[tuple[Store, Prompt]]) -> Sequence[Hit]:
-    """What the daemon has of these prompts: all are asked for before any answer is waited for. Raises
-    :class:`~tierstore.errors.StoreClosedError`."""
-    return lookup_all(wanted)
+def look_up(wanted: Iterable[tuple[Store, Prompt]], *, gain: int = 0) -> Sequence[Hit]:
+    """What the daemon has of these prompts: all are asked for before any answer is waited for. ``gain``: see
+    :func:`~tierstore.lookup_all`. Raises :class:`~tierstore.errors.StoreClosedError`."""
+    return lookup_all(wanted, gain=gain)
 
 
 def start_load(
@@ -109,6 +109,8 @@ def start_load(
 ) -> Transfer[Loaded]:
     """Load pages ``first …`` of a hit. When the transfer has ended nothing is written to ``target`` any more;
     the tokens of its result count from the prompt's start."""
+    if hit.positions:
+        store.offer(hit)
     return store.load_to(hit, target, first=first, deadline_s=deadline_s)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.connectors.vllm.conftest import BLOCK, CHUNK, Request, step
 from tests.connectors.vllm.test_halves import equal_blocks
+from tests.tierstore.cluster.hosts import Host
 from tests.tierstore.daemon.client.conftest import daemon_stats, shared_daemon, wait_until  # noqa: F401
 from tierstore import groups
 from tierstore.groups import GroupRule
@@ -226,6 +227,45 @@ def test_promised_states_are_waited_for(pair):
     assert (second.memory[0][50] == state_of(TOKENS[:64])).all()
     counts = second.counters.take()
     assert (counts["expected_tokens"], counts.get("missing_tokens", 0)) == (64, 0)
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    hosts = [Host(f"fake://{tmp_path}", "--host-bytes=64MiB") for _ in range(2)]
+    for host in hosts:
+        host.wait_online()
+    yield hosts
+    for host in hosts:
+        host.close()
+
+
+def test_states_of_another_host(engine, hosts):
+    """Those of a prompt that it was asked for twice, and of one that it is computing for this host's engine;
+    of a prompt that parts before the state nothing is brought."""
+    first, second = (engine(rules=HYBRID, url=host.url) for host in hosts)
+    assert first.connected()
+    assert second.connected()
+    request = Request("a", TOKENS)
+    begin(first, request)
+    compute(first, request, [32, 64, 70])
+    load(first, Request("b", TOKENS), 64)
+    hosts[0].wait_for(lambda stats: stats.cluster.counts.get("published_pages", 0) >= 5)
+    load(second, Request("c", TOKENS), 64)
+    assert (second.memory[0][50] == state_of(TOKENS[:64])).all()
+    assert equal_blocks(first, second, zip(OTHER[:8], OTHER[:8], strict=True), group=1)
+    assert hosts[1].counts()["brought_pages"] == 5  # four of attention, and one state
+    assert second.matched(Request("d", [*TOKENS[:40], *range(200, 230)])) == 0
+    assert hosts[1].counts()["brought_pages"] == 5
+    other = [*range(300, 370)]
+    promised = {"do_remote_prefill": True, "tierstore": {"tokens": 64, "until_s": 10}}
+    waits = Request("e", other, kv_transfer_params=promised)
+    assert second.scheduler.matched(waits, 0) is None
+    request = Request("f", other, kv_transfer_params={"do_remote_decode": True})
+    begin(first, request)
+    compute(first, request, [64, 70])
+    assert first.scheduler.handed_over("f").tokens == 64
+    load(second, waits, 64)
+    assert (second.memory[0][50] == state_of(other[:64])).all()
 
 
 def test_pins_hold_states(engine):

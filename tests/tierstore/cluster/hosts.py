@@ -118,6 +118,11 @@ class Host:
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
+def published(host, pages):
+    """Wait until so many pages are in the pool."""
+    return host.wait_for(lambda stats: stats.cluster.counts.get("published_pages", 0) >= pages)
+
+
 def check(store, tokens) -> int:
     """Load what is held of ``tokens``: every byte is right. How many tokens."""
     hit = store.lookup(tokens)

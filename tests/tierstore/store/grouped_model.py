@@ -86,9 +86,7 @@ class Engine:
         prompt = prompt if prompt is not None else self.store.prompt(tokens)
         pages = self.store.allocate_hbm(len(chunks), group=group)
         assert pages is not None
-        pool = self.pools[group]
-        for page, chunk in zip(pages, chunks, strict=True):
-            pool.array[page] = np.frombuffer(self.page(group, tokens, chunk), np.uint8)
+        self.fill(group, tokens, pages, chunks)
         saved = self.store.save_hbm(prompt, pages, first=chunks[0], group=group, session=session)
         stored = saved.wait(30)
         self.store.release_hbm(pages, group=group)
@@ -98,6 +96,12 @@ class Engine:
         """What a chunk's page of a group holds."""
         rows = 1 if self.rules[group].past is Past.STATE else CHUNK
         return page(group, tokens, chunk, self.pools[group].spec.page_bytes, rows=rows)
+
+    def fill(self, group, tokens, pages, chunks):
+        """Compute these pages."""
+        pool = self.pools[group]
+        for page, chunk in zip(pages, chunks, strict=True):
+            pool.array[page] = np.frombuffer(self.page(group, tokens, chunk), np.uint8)
 
     def save_to(self, tokens, end, *, prompt=None, session=None):
         """Save a prompt, its partial tail included, with a save point behind ``end`` tokens."""
