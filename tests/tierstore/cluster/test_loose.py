@@ -103,33 +103,35 @@ def test_what_the_longest_hit_needs_nobody_has(start, spec):
         second.store.check()
 
 
-@pytest.mark.parametrize("lie", ["flip", "tear", "short", "swap"])
-def test_a_pool_that_lies_is_a_miss(start, pool, spec, lie):
+def test_a_pool_that_lies_is_a_miss(start, pool):
     one, other = start("--cluster-publish=all"), start()
-    with grouped(one, spec) as first, grouped(other, spec) as second:
-        first.save_to(TOKENS[:192], 192)
-        published(one, needed(first, 192))
-        set_faults(pool, **{lie: True})
-        held, remote, came = bring(second, TOKENS)
-        assert (held, remote, came) == (0, 192, 0)
-        stats = other.stats()
-        assert (stats.cluster.counts.get("damaged_pages", 0) > 0) == (lie != "short")
-        assert stats.service.reserved_bytes == 0
+    pages = damaged = 0
+    with grouped(one, HYBRID) as first, grouped(other, HYBRID) as second:
+        for number, lie in enumerate(["flip", "tear", "short", "swap"]):
+            set_faults(pool)
+            tokens = [token + 1000 * number for token in TOKENS]
+            first.save_to(tokens[:192], 192)
+            published(one, pages := pages + needed(first, 192))
+            set_faults(pool, **{lie: True})
+            assert bring(second, tokens) == (0, 192, 0)
+            stats = other.stats()
+            before, damaged = damaged, stats.cluster.counts.get("damaged_pages", 0)
+            assert (damaged > before) == (lie != "short")
+            assert stats.service.reserved_bytes == 0
 
 
-@pytest.mark.parametrize("lie", ["flip", "short", "swap"])
-def test_loose_pages_by_themselves_are_a_miss_where_the_pool_lies(start, pool, lie):
+def test_loose_pages_by_themselves_are_a_miss_where_the_pool_lies(start, pool):
     """Each is what its name says it is, or not kept: also where all of a size are exchanged."""
     one, other = start("--cluster-publish=all"), start()
     with loose_store(one) as first, loose_store(other) as second:
-        assert first.save(named(range(8)), PAGES).wait(10) == 128
-        published(one, 8)
-        set_faults(pool, **{lie: True})
-        hits = tierstore.lookup_all([(second, named(range(8)))], gain=4096)
-        assert hits[0].remote_positions == list(range(8))
-        hits[0].bring(10.0).wait(30)
-        assert second.lookup(named(range(8))).tokens == 0
-        set_faults(pool)
+        for number, lie in enumerate(["flip", "short", "swap"]):
+            set_faults(pool)
+            two = [2 * number, 2 * number + 1]
+            first.save(named(two), [PAGES[each] for each in two]).wait(10)
+            published(one, 2 * number + 2)
+            set_faults(pool, **{lie: True})
+            assert ask(second, two) == two
+            assert loaded(second, two) == []
 
 
 def loose_store(host, identity=LOOSE):
@@ -193,21 +195,6 @@ def test_tenants_other_models_and_chains_find_nothing(start):
     assert one.counts()["published_pages"] == 2
 
 
-def test_a_secret_keeps_others_out(start, tmp_path):
-    for name in ("right", "wrong"):
-        (tmp_path / name).write_text(f"the {name} secret of this cluster")
-    one = start("--cluster-publish=all", f"--cluster-secret={tmp_path}/right")
-    with loose_store(one) as first:
-        first.save(named([0, 1]), PAGES[:2]).wait(10)
-    published(one, 2)
-    for options in ((f"--cluster-secret={tmp_path}/wrong",), ()):
-        with loose_store(start(*options)) as second:
-            assert ask(second, [0, 1]) == []
-    with loose_store(start(f"--cluster-secret={tmp_path}/right")) as second:
-        assert ask(second, [0, 1]) == [0, 1]
-        assert loaded(second, [0, 1]) == [0, 1]
-
-
 def test_what_another_host_goes_on_with_is_published_at_once(start):
     """By default it would have to be used twice first. It may have been here before that was said."""
     one, other, reader = start(), start(), start("--cluster-publish=none")
@@ -261,7 +248,7 @@ def test_what_was_promised_of_every_group_is_handed_over(start, spec):
     assert other.stats().service.broken_promises == 0
 
 
-@pytest.mark.parametrize("fault", ["flip", "refuse", "crash", "hang"])
+@pytest.mark.parametrize("fault", ["flip", "hang"])
 def test_promised_pages_that_cannot_be_had_cost_what_was_said(start, pool, fault):
     one, other = start("--cluster-publish=all"), start()
     with loose_store(one) as first, loose_store(other) as second:
@@ -275,7 +262,7 @@ def test_promised_pages_that_cannot_be_had_cost_what_was_said(start, pool, fault
         other.wait_for(lambda stats: stats.service.reserved_bytes == 0)
 
 
-def test_agents_that_die_cost_pages_and_nothing_else(start, spec):
+def test_agents_that_die_cost_pages_and_nothing_else(start):
     """Kills while pages are published and brought: what comes is right, what does not is a miss."""
     one, other = start("--cluster-publish=all"), start()
     stop = threading.Event()
@@ -287,7 +274,7 @@ def test_agents_that_die_cost_pages_and_nothing_else(start, spec):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
-    with grouped(one, spec) as first, grouped(other, spec) as second:
+    with grouped(one) as first, grouped(other) as second:
         killer = threading.Thread(target=kill)
         killer.start()
         try:

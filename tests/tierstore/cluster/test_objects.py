@@ -35,10 +35,11 @@ def test_a_loose_page_s_proof_stands_for_itself(one, other, secret):
 
 
 @given(st.lists(CHUNK, min_size=1, max_size=3), st.binary(max_size=32), st.binary(max_size=32))
-def test_a_secret_makes_other_names(chunks, one, other):
+@pytest.mark.parametrize("loose", [False, True])
+def test_a_secret_makes_other_names(loose, chunks, one, other):
     keys, tokens = zip(*chunks, strict=True)
     names = [
-        [each.name for each in page_objects(bytes(32), 4096, 2, keys, tokens, secret=secret)]
+        [each.name for each in page_objects(bytes(32), 4096, 2, keys, tokens, secret=secret, loose=loose)]
         for secret in (one, other)
     ]
     assert (names[0] == names[1]) == (one == other)
