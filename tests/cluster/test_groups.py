@@ -25,15 +25,15 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(scope="module", params=["tiny-gemma3", "tiny-qwen3-next"])
 def two(request, shared_network):
     hosts, engines = [], []
-    model = f"--model={request.param}"
+    model = (f"--model={request.param}", "--served-model-name=tiny")
     try:
         for number in (1, 2):
             hosts.append(Host(f"mooncake://{MASTER}", "--host-bytes=64MiB", prefix=inside(number)))
         for host in hosts:
             host.wait_online()
-            engines.append(engine(model, f"--store={host.url}"))
-        engines.append(engine(model))
-        made = TwoHosts(*hosts, *engines, options=(model,))
+            engines.append(engine(*model, f"--store={host.url}"))
+        engines.append(engine(*model))
+        made = TwoHosts(*hosts, *engines, options=model)
         yield made
         engines[0] = made.prefill
     finally:
