@@ -358,7 +358,7 @@ class PageKeeper:
             submitted = 0  # nobody can go on there: not to be waited for
         if inside:
             computed, session = sequence.computed, sequence.session
-            saves += self._save_sides(sequence, computed, hint=hint, session=session, leaves=True)
+            saves += self._save_sides(sequence, computed, hint=_here(hint), session=session, leaves=True)
         self._parking += [saving for saving in saves if saving is not None and not saving.done]
         self._drop_sides(sequence.sides)
         sequence.submitted_tokens = submitted * self._chunk if self.connector.shared else 0
@@ -478,6 +478,11 @@ def _hint(sequence: Sequence) -> Hint | None:
         return hint
     guess = inferred(reason.value if reason is not None else "parked")
     return replace(guess or _ELSEWHERE, elsewhere=True) if hint is not None and hint.elsewhere else guess
+
+
+def _here(hint: Hint | None) -> Hint | None:
+    """Of pages that no other host asks for: partial ones."""
+    return replace(hint, elsewhere=False) if hint is not None and hint.for_policy else None
 
 
 def clip_tiers(by_tier: Mapping[str, int], tokens: int) -> dict[str, int]:
