@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,7 +37,7 @@ from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.weights import slots
 
-from .conftest import Oracle
+from .conftest import Oracle, reference_model
 
 CHUNK = 16
 GREEDY = SamplingParams(max_new_tokens=20, ignore_eos=True, keep_logits=True)
@@ -152,6 +153,23 @@ def test_against_transformers(
     assert difference[1] < 0.1
 
 
+@pytest.mark.parametrize("name", ["granite-hybrid-dense", "nemotron-h-dense"])
+def test_mamba2_with_limited_steps_against_transformers(
+    name: str, checkpoints: Callable[..., Path], loaded: Callable[..., LoadedModel]
+) -> None:
+    """Which transformers computes without a cache only: over our own tokens, at once."""
+    model = loaded(str(checkpoints(name)), dtype="float16")
+    prompt, theirs = [(7 * i + 3) % 250 for i in range(130)], reference_model(name)
+    difference = []
+    for remember in (cuda_memory, make_memory):
+        [ours] = logits_of(engine_over(model, remember), [prompt])
+        with torch.inference_mode():
+            rows = theirs(torch.tensor([[*prompt, *ours.argmax(-1)[:-1]]])).logits[0, len(prompt) - 1 :]
+        difference.append(float(np.abs(ours - rows.numpy()).max() / rows.std()))
+    assert difference[0] < 1.5 * difference[1] + 1e-3
+    assert difference[1] < 0.1
+
+
 def test_the_tiny_preset_against_transformers() -> None:
     """The preset's own weights in transformers' model, in float32, over what we answered."""
     import transformers
@@ -183,6 +201,76 @@ def test_the_tiny_preset_against_transformers() -> None:
     with torch.inference_mode():
         rows = theirs(torch.tensor([[*prompt, *answer.tokens[:-1]]])).logits[0, len(prompt) - 1 :]
     assert largest_difference(answer.logits, rows.numpy()) < 0.02
+
+
+HYBRIDS: Mapping[str, Mapping[str, Any]] = {
+    "tiny-granite-hybrid": {
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "intermediate_size": 64,
+        "shared_intermediate_size": 64,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+        "mamba_d_state": 16,
+        "mamba_n_groups": 2,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.0625,
+        "logits_scaling": 2.0,
+    },
+    "tiny-nemotron-h": {
+        "layers_block_type": [
+            *("linear_attention", "mlp", "linear_attention", "full_attention", "mlp", "linear_attention")
+        ],
+        "head_dim": 16,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 16,
+        "n_groups": 2,
+        "time_step_min": 1e-9,
+    },
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_presets_with_mamba2_against_transformers(name: str) -> None:
+    """The same, all at once: with a cache transformers computes Mamba-2 another way."""
+    import transformers
+
+    model = load_model(name, device="cpu", dtype="float16")
+    config = model.config
+    family = "GraniteMoeHybrid" if config.experts else "NemotronH"
+    shape = {
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+    }
+    weights = {slot.name: slot.tensor.float() for slot in slots(config, model.weights)}
+    theirs, loading = getattr(transformers, f"{family}ForCausalLM").from_pretrained(
+        None,
+        config=getattr(transformers, f"{family}Config")(**(shape | HYBRIDS[name])),
+        state_dict={_named_by_them(name, family): tensor for name, tensor in weights.items()},
+        output_loading_info=True,
+    )
+    assert not any(loading.values())
+    prompt = [(7 * i + 3) % 250 for i in range(130)]
+    [ours] = logits_of(engine_over(model, cuda_memory), [prompt])
+    with torch.inference_mode():
+        rows = theirs(torch.tensor([[*prompt, *ours.argmax(-1)[:-1]]])).logits[0, len(prompt) - 1 :]
+    assert largest_difference(ours, rows.numpy()) < 0.02
+
+
+def _named_by_them(name: str, family: str) -> str:
+    """Nemotron-H's checkpoints call the first and the last tensor of a model as nobody else does."""
+    if family == "NemotronH":
+        name = name.replace("model.embed_tokens.", "model.embeddings.").replace(
+            "model.norm.", "model.norm_f."
+        )
+    return name
 
 
 def largest_difference(ours: np.ndarray, theirs: np.ndarray) -> float:
