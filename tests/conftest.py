@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import gc
 import os
 
 import pytest
@@ -10,3 +11,10 @@ pytest.register_assert_rewrite("tierstore.testing")  # the conformance suites sa
 # of random bytes that takes longer than any test may; without it the first difference is said, at once.
 for _name in ("CI", "BUILD_NUMBER"):
     os.environ.pop(_name, None)
+
+
+def pytest_collection_finish() -> None:
+    """What is there before the first test stays: tests that ask for a collection (to see that something has
+    gone) need not look through all of torch each time."""
+    gc.collect()
+    gc.freeze()

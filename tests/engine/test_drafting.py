@@ -204,8 +204,10 @@ def draft_of(loaded: Callable[..., LoadedModel]) -> Callable[..., DraftModel]:
         assert each.connector.available() == each.connector.pool.num_pages
 
 
-@pytest.mark.parametrize(("pool_pages", "count"), [(256, 200), (20, 20)])
-def test_a_draft_models_greedy_output_is_equal_on_200_prompts(
+@pytest.mark.parametrize(
+    ("pool_pages", "count"), [(256, 50), (20, 20), pytest.param(256, 200, marks=pytest.mark.soak)]
+)
+def test_a_draft_models_greedy_output_is_equal(
     pool_pages: int,
     count: int,
     tiny: LoadedModel,

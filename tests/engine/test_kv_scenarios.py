@@ -97,7 +97,9 @@ def test_forks_that_are_parked(quantised: LoadedModel, stored_engine: StoredEngi
     assert_same(samples, expected)
 
 
-@pytest.mark.parametrize("wrong", [0.3, 1.0])
+@pytest.mark.parametrize(
+    ("quantised", "wrong"), [("fp8_e4m3", 1.0), ("k8v4", 0.3), ("int8, static", 0.3)], indirect=["quantised"]
+)
 def test_drafts(wrong: float, quantised: LoadedModel, stored_engine: StoredEngine) -> None:
     """With too few pages, and asked twice. What was rejected left nothing behind."""
     asked = [prompt * 3 for prompt in prompts(6, seed=2)]

@@ -7,6 +7,7 @@ Reports are kept between runs, by content.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -152,10 +153,19 @@ def check(nvrtc: Nvrtc, jobs: list[tuple[Instance, int, str]]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize(
+    ("arch", "dtype"), list(zip(ARCHITECTURES, itertools.cycle(("bfloat16", "float16")), strict=False))
+)
+def test_no_spills(nvrtc: Nvrtc, arch: str, dtype: str) -> None:
+    """Every kernel for every architecture, in one of the two types: they differ in conversions only. Ten
+    seconds of a core for each of these."""
+    check(nvrtc, [(*job, arch) for job in instances(dtype)])
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_no_spills(nvrtc: Nvrtc, dtype: str, arch: str) -> None:
-    """Everything: ten seconds of a core for each of these."""
+def test_no_spills_in_either_type(nvrtc: Nvrtc, arch: str, dtype: str) -> None:
     check(nvrtc, [(*job, arch) for job in instances(dtype)])
 
 

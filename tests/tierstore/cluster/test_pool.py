@@ -332,7 +332,7 @@ def test_agents_that_end_leave_nothing_behind(start):
     def held() -> tuple[int, int]:
         return len(os.listdir(f"{process}/fd")), len(os.listdir(f"{process}/task"))
 
-    rounds = 6
+    rounds = 4
     before: list[tuple[int, int]] = []
     for round_ in range(2 + rounds):
         if round_ >= 2:  # an agent that is online may still be connecting: the most counts
@@ -417,7 +417,8 @@ def test_promised_pages_that_cannot_be_had_cost_what_was_said(start, pool, fault
     with other.store() as store:
         store.expect(tokens, Promise(128, 0.5)).wait(30)
         assert check(store, tokens) == 0
-    other.wait_for(lambda stats: stats.service.broken_promises == 1)
+        # A client that leaves takes its promise with it, and its own clock may be ahead of the daemon's.
+        other.wait_for(lambda stats: stats.service.broken_promises == 1)
     set_faults(pool)
     other.wait_for(lambda stats: stats.service.reserved_bytes == 0)
 

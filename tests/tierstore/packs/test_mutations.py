@@ -17,7 +17,7 @@ from tests.tierstore.packs import conftest as c
 from tierstore.packs import PackError, PackReader, Trust, format, import_pack
 from tierstore.testing.pages import pages_of
 
-MUTANTS = 10_000  # of packs with each hash, half of them for a reader with a key
+MUTANTS = [1000, pytest.param(5000, marks=pytest.mark.soak)]  # with each hash, with a key and without
 PAGES = {
     tuple(tokens[: 8 * (at + 1)]): page
     for tokens in (c.FIRST, c.SECOND[:56])
@@ -119,7 +119,8 @@ class Imports:
 
 
 @pytest.mark.parametrize("with_key", [True, False], ids=["key", "no key"])
-def test_mutated_packs_bring_no_wrong_byte(in_blocks, signer, with_key):
+@pytest.mark.parametrize("mutants", MUTANTS)
+def test_mutated_packs_bring_no_wrong_byte(in_blocks, signer, with_key, mutants):
     made, chance = in_blocks, random.Random(31)
     trust = Trust.read(signer[1]) if with_key else Trust()
 
@@ -127,15 +128,15 @@ def test_mutated_packs_bring_no_wrong_byte(in_blocks, signer, with_key):
         imports = Imports(store)
         await imports.run(made, trust)
         assert (imports.imported, imports.refused) == (1, 0)
-        for _ in range(MUTANTS // 2):
+        for _ in range(mutants):
             data = mutated(made, chance)
             await imports.run(data, trust, seeks=chance.random() < 0.5)
             if data != made:
                 assert imports.imported == 1
             else:
                 imports.imported = 1
-        assert imports.refused > 0.9 * MUTANTS / 2
-        assert imports.partly > 0.1 * MUTANTS / 2  # good blocks before the damage are good
+        assert imports.refused > 0.9 * mutants
+        assert imports.partly > 0.1 * mutants  # good blocks before the damage are good
         store.check()
 
     with c.open_store() as store:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from tierstore.keys import Identity
@@ -61,9 +59,3 @@ def open_store(tmp_path):
             store.check()
         store.close()
         assert store.stats().failed_tasks == 0
-
-
-@pytest.fixture
-def hammer_seconds():
-    """How long each hammer run takes; the soak takes a minute."""
-    return float(os.environ.get("TIERSTORE_HAMMER_S", "6"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from tests.tierstore.store.conftest import SPEC, leading_tokens, pages_of
 
 THREADS = 24
+TIMES = 500
 PROMPTS = 40
 
 
@@ -36,18 +36,20 @@ class Hammer:
             self.prompts.append(stem + [rng.randrange(1000) for _ in range(rng.randrange(1, 160))])
         self.pages = [pages_of(tokens) for tokens in self.prompts]
 
-    def run(self, seconds):
-        stop = time.monotonic() + seconds
-        threads = [threading.Thread(target=self._work, args=(n, stop)) for n in range(THREADS)]
+    def run(self, times):
+        """All threads, until each of the actions has been done that many times, or something is wrong."""
+        if not self.store.pool:
+            self.done = {name: 0 for name in self.done if "hbm" not in name}
+        threads = [threading.Thread(target=self._work, args=(n, times)) for n in range(THREADS)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
 
-    def _work(self, number, stop):
+    def _work(self, number, times):
         rng = random.Random(number)
-        actions = [getattr(self, name) for name in self.done if self.store.pool or "hbm" not in name]
-        while time.monotonic() < stop:
+        actions = [getattr(self, name) for name in self.done]
+        while not self.wrong and min(self.done.values()) < times:
             which = rng.randrange(PROMPTS)
             action = rng.choice(actions)
             try:
@@ -125,8 +127,9 @@ class Hammer:
 
 
 @pytest.mark.parametrize("tiers", ["host", "host+disk", "hbm+host", "hbm+host+disk"])
-@pytest.mark.timeout(200)
-def test_no_wrong_byte_no_leak_no_overflow(open_store, tiers, hammer_seconds):
+@pytest.mark.parametrize("times", [TIMES, pytest.param(30 * TIMES, marks=pytest.mark.soak)])
+@pytest.mark.timeout(900)
+def test_no_wrong_byte_no_leak_no_overflow(open_store, tiers, times):
     store = open_store(
         "disk" if "disk" in tiers else None,
         pages=60,
@@ -135,12 +138,8 @@ def test_no_wrong_byte_no_leak_no_overflow(open_store, tiers, hammer_seconds):
         lease_s=2.0,
     )
     hammer = Hammer(store, seed=tiers)
-    hammer.run(hammer_seconds)
+    hammer.run(times)
     assert hammer.wrong == []
-    assert all(count > 20 for name, count in hammer.done.items() if store.pool or "hbm" not in name), (
-        hammer.done
-    )
-
     assert store.flush(30)
     store._mover.drain(30)
     stats = store.stats()

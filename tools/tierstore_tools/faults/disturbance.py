@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tierstore.errors import TierStoreError
-from tierstore.store import Store
+from tierstore.stats import StoreStats
 from tierstore.testing.faulty_io import (
     Call,
     Effect,
@@ -139,16 +139,17 @@ def disturb(directory: Path, scene: Scene, effect: Effect, moment: Moment, *, la
         player = Player(directory, scene.lives, io)
     must: Held = {}
     for step in scene.steps:
-        decisions = 0 if isinstance(step, Reopen) else _decisions(player.store, damage=lying)
+        decisions = 0 if isinstance(step, Reopen) else _decisions(player.store.stats(), damage=lying)
         try:
             player.play(step)
         except TierStoreError:
             io.clear()
             player.play(Reopen(0))
             decisions = 0
-        if isinstance(step, Evict) or _decisions(player.store, damage=lying) > decisions:
+        after = player.store.stats()
+        if isinstance(step, Evict) or _decisions(after, damage=lying) > decisions:
             must = dict(player.held)
-        elif player.store.stats().disk_writable:
+        elif after.disk_writable:
             verdict.lost_pages += _missing(must, player.held, scene)
             must = dict(player.held)
         else:  # what is not found now has to be found when the disk is back
@@ -163,9 +164,9 @@ def disturb(directory: Path, scene: Scene, effect: Effect, moment: Moment, *, la
     return verdict
 
 
-def _decisions(store: Store, *, damage: bool) -> int:
+def _decisions(stats: StoreStats, *, damage: bool) -> int:
     """How many pages the store says it has let go: evicted, or with ``damage`` also damaged ones."""
-    counters = store.stats().counters
+    counters = stats.counters
     evicted, damaged = counters["evicted_pages"], counters["damaged_pages"]
     assert isinstance(evicted, Mapping)
     assert isinstance(damaged, int)

@@ -18,6 +18,7 @@ import numpy as np
 
 from tierstore.keys import Identity
 from tierstore.spec import KVSpec
+from tierstore.stats import StoreStats
 from tierstore.store import Store
 from tierstore.testing.opening import open_store
 from tierstore.testing.pages import leading_tokens, page_of
@@ -190,8 +191,8 @@ class Player:
     def play(self, step: Step) -> None:
         """Do one step and flush. Then :attr:`held` says what is durable."""
         book = book_of(self.lives, self._life)
-        pages_before = self.store.stats().tiers["disk"].pages
-        evicted_before = self._evicted()
+        before = self.store.stats()
+        evicted_before = _evicted(before)
         if isinstance(step, Save):
             save(self.store, step.prompt, step.tokens)
             self._lengths[book, step.prompt].add(step.tokens)
@@ -210,9 +211,10 @@ class Player:
                 self._check()
         if not self.store.flush(WAIT_S):
             raise TimeoutError(f"the store did not flush within {WAIT_S:.0f} s after {step}")
-        evicted = self._evicted() - evicted_before
+        after = self.store.stats()
+        evicted = _evicted(after) - evicted_before
         self.evicted_pages += evicted
-        dropped = isinstance(step, Reopen) and self.store.stats().tiers["disk"].pages < pages_before
+        dropped = isinstance(step, Reopen) and after.tiers["disk"].pages < before.tiers["disk"].pages
         self._look(forget_others=bool(evicted or dropped))
 
     def _check(self) -> None:
@@ -240,9 +242,10 @@ class Player:
         alone = self._lengths[name] == {tokens} and tokens > chunk
         return tokens if alone else tokens // chunk * chunk
 
-    def _evicted(self) -> int:
-        pages = self.store.stats().counters["evicted_pages"]
-        return pages["disk"] if isinstance(pages, Mapping) else 0
+
+def _evicted(stats: StoreStats) -> int:
+    pages = stats.counters["evicted_pages"]
+    return pages["disk"] if isinstance(pages, Mapping) else 0
 
 
 def save(store: Store, number: int, tokens: int) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import xxhash
@@ -96,8 +98,10 @@ def _compile(
         [*sources, *included, *COMPLETED.glob("*.*h"), *COMPLETED.glob("nv/*")],
     )
     target = cache_dir() / key / result
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(target.parent):
+        if target.exists():
+            return target
         include = [*(f"-I{folder}" for folder in folders), f"-isystem{cuda_include()}"]
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             made = Path(scratch) / result
@@ -107,6 +111,14 @@ def _compile(
                 raise BuildError(f"{' '.join(command)}\n{done.stderr[:6000]}")
             os.replace(made, target)
     return target
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Nobody else, in this process or another one, compiles into ``folder`` meanwhile."""
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _keep(name: str, content: bytes) -> Path:

@@ -14,7 +14,6 @@
 #ifdef EXECUTOR_TSAN
 extern "C" {
 void* __tsan_create_fiber(unsigned);
-void __tsan_destroy_fiber(void*);
 void __tsan_switch_to_fiber(void*, unsigned);
 void* __tsan_get_current_fiber();
 void __tsan_acquire(void*);
@@ -214,6 +213,16 @@ class FaultHandlers {
   char alternate_[64 * 1024];
 };
 
+#ifdef EXECUTOR_TSAN
+// TSan's thread of a block's index-th fiber: the same for all blocks and launches, since each takes long to
+// make and to forget. Blocks are ordered by begin_order and end_order in any case.
+void* tsan_fiber(unsigned index) {
+  static std::vector<void*> made;
+  while (made.size() <= index) made.push_back(__tsan_create_fiber(0));
+  return made[index];
+}
+#endif
+
 void reset(Fiber& fiber, unsigned index, const unsigned (&threads)[3]) {
   Machine& m = *self();
   fiber.index = index;
@@ -227,7 +236,7 @@ void reset(Fiber& fiber, unsigned index, const unsigned (&threads)[3]) {
   fiber.open_copies.clear();
   fiber.groups.clear();
   fiber.stack_pointer = fresh_stack(m.stacks + (index + 1) * STACK_BYTES, fiber_main);
-  TSAN(fiber.tsan = __tsan_create_fiber(0));
+  TSAN(fiber.tsan = tsan_fiber(index));
   make_ready(&fiber);
 }
 
@@ -258,7 +267,6 @@ void run_block() {
   switch_to(&m.main_stack, first->stack_pointer, first->tsan);
   m.current = nullptr;
   TSAN(__tsan_acquire(m.end_order));
-  TSAN(for (Fiber& fiber : m.fibers) __tsan_destroy_fiber(fiber.tsan));
   check_tail();
 }
 

@@ -66,7 +66,7 @@ def verify(path, page_table):
     page_table.durable = set(records)  # what was committed unheard counts from now on
 
 
-@pytest.mark.parametrize("kills", [30, pytest.param(1000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kills", [15, pytest.param(1000, marks=pytest.mark.soak)])
 @pytest.mark.timeout(3600)
 def test_what_was_acknowledged_survives_kills(path, kills):
     chance = random.Random(kills)
