@@ -352,13 +352,12 @@ class PageKeeper:
             saves.append(self._publish(sequence, full + inside, hint=hint))
             if not inside or sequence.finish_reason is not None:
                 # Who goes on from an answer may not have its last tokens: a parked sequence has.
-                saves += self._save_sides(sequence, full * self._chunk, hint=hint, session=sequence.session)
+                saves += self._save_sides_last(sequence, full * self._chunk, hint)
         submitted = min(sequence.saved_pages, full)
         if not all(side.saved(table, submitted * self._chunk) for side, table in self._sides_of(sequence)):
             submitted = 0  # nobody can go on there: not to be waited for
         if inside:
-            computed, session = sequence.computed, sequence.session
-            saves += self._save_sides(sequence, computed, hint=_here(hint), session=session, leaves=True)
+            saves += self._save_sides_last(sequence, sequence.computed, _here(hint))
         self._parking += [saving for saving in saves if saving is not None and not saving.done]
         self._drop_sides(sequence.sides)
         sequence.submitted_tokens = submitted * self._chunk if self.connector.shared else 0
@@ -383,6 +382,11 @@ class PageKeeper:
         if any(side.shares(table, computed) for side, table in self._sides_of(sequence)):
             return False
         return not (self._sides and sequence.in_step)
+
+    def _save_sides_last(self, sequence: Sequence, tokens: int, hint: Hint | None) -> list[Transfer[int]]:
+        """:meth:`_save_sides` of a sequence that leaves."""
+        leaves = tokens == sequence.computed and not sequence.in_step
+        return self._save_sides(sequence, tokens, hint=hint, session=sequence.session, leaves=leaves)
 
     def wait_for_room(self, timeout_s: float) -> None:
         """Wait, briefly, for something that may make pages available."""

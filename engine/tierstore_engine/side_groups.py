@@ -47,7 +47,7 @@ class SideTable:
 @dataclass(frozen=True, slots=True)
 class SavePoint:
     """``tokens`` of ``prompt`` are computed: a hit may begin here later. They are a multiple of the chunk, or
-    all of the prompt, whose sequence leaves now: ``leaves``."""
+    all of the prompt of a sequence that leaves. ``leaves``: it does, and nothing behind them is computed."""
 
     prompt: Prompt
     tokens: int

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -63,6 +65,19 @@ def test_a_snapshot_that_found_no_page_is_not_taken_for_saved():
         assert side.saved(table, 2 * CHUNK) == there
         assert not side.saved(table, CHUNK)
         assert side.saved(table, 0)
+
+
+def test_a_state_that_leaves_needs_no_snapshot():
+    for tokens in (2 * CHUNK, 2 * CHUNK + 3):
+        connector = Full(*pools_of(STATE))
+        [side] = side_groups(connector)
+        table = SideTable()
+        assert side.begin(table, None, 0)
+        side.passed(table, tokens)
+        point = SavePoint(connector.prompt(range(tokens)), tokens)
+        assert side.save(table, point) is None
+        assert side.save(table, replace(point, leaves=True)) is not None
+        assert side.saved(table, tokens)
 
 
 @settings(max_examples=150, deadline=None)
