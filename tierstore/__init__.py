@@ -33,6 +33,8 @@ from tierstore.spec import KVSpec, LayerGroup, LayerKind
 from tierstore.store import GroupedHit, GroupedPrompt, GroupedStore, Hit, Store, lookup_all
 from tierstore.store.grouped import group_identity, group_specs
 from tierstore.store.store import check_pool
+from tierstore.tiers import group_pools
+from tierstore.tiers.device import Device
 from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.pinned import Pin
 from tierstore.transfer import Progress, Transfer, TransferState
@@ -71,6 +73,7 @@ __all__ = [
     "connect_groups",
     "lookup_all",
     "open",
+    "open_group_pools",
     "open_groups",
     "open_pool",
 ]
@@ -242,6 +245,8 @@ def _by_group(parts: Sequence[KVSpec], pools: Sequence[PagePool] | None) -> Sequ
         raise UsageError(f"the model has {len(parts)} layer groups, and there are {len(pools)} pools")
     for part, pool in zip(parts, pools, strict=True):
         check_pool(pool, part)
+    if any(pool.frames is not pools[0].frames for pool in pools):
+        raise UsageError("the pools of a model's layer groups lie in one memory: see open_group_pools")
     return pools
 
 
@@ -323,27 +328,33 @@ def _check_mounts(mounts: Sequence[MountedPack], identity: Identity) -> None:
             require_identity(pack.manifest, [identity])
 
 
-def open_pool(
-    spec: KVSpec,
-    num_pages: int,
-    *,
-    device: str = "cpu",
-    most: int | None = None,
-    beside: PagePool | None = None,
-) -> PagePool:
+def open_pool(spec: KVSpec, num_pages: int, *, device: str = "cpu", most: int | None = None) -> PagePool:
     """A pool on ``device``: ``cpu``, ``cuda`` or ``cuda:N``, which may be resized to ``most`` pages (None: on
-    a CPU to ``num_pages``, on a device not at all). Of a model with several layer groups, all but the first
-    are ``beside`` the first: an engine computes with all of them on its stream. Raises :class:`UsageError`
-    for a device that there is not or that has no room, and :class:`~tierstore.tiers.device.DeviceError` when
-    its driver fails."""
+    a CPU to ``num_pages``, on a device not at all). Raises :class:`UsageError` for a device that there is not
+    or that has no room, and :class:`~tierstore.tiers.device.DeviceError` when its driver fails."""
+    runtime = _device(device)
+    if runtime is None:
+        return PagePool(spec, num_pages, most=most)
+    from tierstore.tiers.device_pool import DevicePool
+
+    return DevicePool(spec, num_pages, runtime, most=most)
+
+
+def open_group_pools(
+    spec: KVSpec, nbytes: int, *, device: str = "cpu", most_bytes: int | None = None
+) -> tuple[PagePool, ...]:
+    """A pool for each layer group of ``spec``, in one memory of ``nbytes`` bytes on ``device``, which may be
+    resized to ``most_bytes``; as :func:`open_pool`."""
+    return group_pools.open_group_pools(spec.split(), nbytes, most_bytes=most_bytes, device=_device(device))
+
+
+def _device(device: str) -> Device | None:
+    """None is the CPU."""
     kind, _, index = device.partition(":")
     if kind == "cpu":
-        return PagePool(spec, num_pages, most=most)
+        return None
     if kind == "cuda" and (index.isdigit() or not index):
         from tierstore.tiers.cuda import CudaDevice  # not before somebody has a GPU
-        from tierstore.tiers.device_pool import DevicePool
 
-        first = beside if isinstance(beside, DevicePool) else None
-        runtime = CudaDevice(int(index or 0)) if first is None else first.runtime
-        return DevicePool(spec, num_pages, runtime, most=most, beside=first)
+        return CudaDevice(int(index or 0))
     raise UsageError(f"no page pool for device {device!r}: use cpu or cuda")

@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import tierstore
-from tierstore import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES, GroupedHit, GroupedStore, Store, open_pool
+from tierstore import (
+    DEFAULT_DISK_BYTES,
+    DEFAULT_HOST_BYTES,
+    GroupedHit,
+    GroupedStore,
+    Store,
+    open_group_pools,
+    open_pool,
+)
 from tierstore import Hit as StoreHit
 from tierstore.codec import NONE
 from tierstore.errors import UsageError
@@ -17,8 +25,8 @@ from tierstore.planner import Plan
 from tierstore.spec import KVSpec
 from tierstore.stats import StoreStats
 from tierstore.tiers.frames import PoolSize
+from tierstore.tiers.group_pools import bytes_for
 from tierstore.tiers.hbm import PagePool
-from tierstore.tiers.two_level import bytes_for, open_group_pools
 from tierstore.transfer import Transfer
 from tierstore.types import Hint, Loaded, Promise
 from tierstore_connectors.base import Connector, Hit
@@ -106,8 +114,6 @@ class NoStore(Connector):
         return self.pools[group].free_pages
 
     def resize(self, nbytes: int) -> PoolSize:
-        if len({id(pool.frames) for pool in self.pools}) > 1:
-            raise UsageError("the layer groups have a pool each: there is no one size to change")
         self.pool.resize(nbytes)
         self.pool.settle(wait=True)
         return self.pool.frames.size
@@ -320,9 +326,8 @@ def open_connector(
     role: Role = BOTH,
 ) -> Connector:
     """A page pool of ``pool_pages`` pages on ``device`` (where the spec has several layer groups, as many
-    numbers; on a CPU one memory in which so many pages of each find room at a time, on a device a pool for
-    each), which may be resized to ``most_bytes`` (None: on a CPU to what it has at first, on a device not at
-    all; pools of several groups on a device refuse it), and the connector to
+    numbers, and one memory in which so many pages of each find room at a time), which may be resized to
+    ``most_bytes`` (None: on a CPU to what it has at first, on a device not at all), and the connector to
     ``store``: the address of a daemon (``ipc://PATH``, ``tcp://HOST:PORT``), a directory for an embedded
     store, or None to compute without one. ``model_name`` is what people call the model, ``mounts`` are
     packs to find pages in, too. ``disk_codec`` is how an embedded store keeps pages on disk. ``role`` is
@@ -342,21 +347,11 @@ def open_connector(
     if len(counts) != len(parts):
         raise UsageError(f"the model has {len(parts)} layer groups, and there are {len(counts)} pool sizes")
     pools: Sequence[PagePool]
-    if len(parts) > 1 and device == "cpu":
-        pools = open_group_pools(parts, bytes_for(parts, counts), most_bytes=most_bytes)
-    elif len(parts) == 1:
+    if len(parts) > 1:
+        pools = open_group_pools(spec, bytes_for(parts, counts), device=device, most_bytes=most_bytes)
+    else:
         most = None if most_bytes is None else most_bytes // spec.page_bytes
         pools = [open_pool(parts[0], counts[0], device=device, most=most)]
-    elif most_bytes is not None:
-        raise UsageError(
-            f"on {device} the page pools of a model with several layer groups keep their size: leave the "
-            "largest size out (--most-hbm-bytes)"
-        )
-    else:
-        opened: list[PagePool] = []
-        for part, count in zip(parts, counts, strict=True):
-            opened.append(open_pool(part, count, device=device, beside=opened[0] if opened else None))
-        pools = opened
     if store is None:
         return NoStore(pools, identity)
     if len(pools) > 1 or GroupRule.of(spec.groups[0]).past is Past.STATE:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Ints
-from itertools import accumulate, chain
+from itertools import accumulate
 
 from tierstore.tiers.hbm import PagePool, arrivals_of
 from tierstore_engine.attention.base import Span
@@ -35,7 +35,7 @@ def build_step(work: Ints[Work], pools: Ints[PagePool]) -> Step:
         ],
         logit_rows=rows,
         arrivals=arrivals_of(
-            pools, [chain.from_iterable(tables[group] for tables in arriving) for group in range(len(pools))]
+            pools, [[page for tables in arriving for page in tables[group]] for group in range(len(pools))]
         ),
         chunk_tokens=pools[0].spec.chunk_tokens,
     )

@@ -25,8 +25,8 @@ from tierstore.spec import DEFAULT_CHUNK_TOKENS, KVSpec, LayerKind
 from tierstore.tiers.cuda import CudaDevice
 from tierstore.tiers.device import Device
 from tierstore.tiers.device_pool import DevicePool, pages_that_fit
+from tierstore.tiers.group_pools import bytes_for
 from tierstore.tiers.hbm import PagePool
-from tierstore.tiers.two_level import bytes_for
 from tierstore.units import format_size
 from tierstore_connectors.bundled import open_connector
 from tierstore_connectors.common.handover import BOTH, Role
@@ -171,12 +171,11 @@ def build_engine(
     if model.device != "cpu":
         torch.cuda.empty_cache()  # the pool's size goes by what is free, and so is what torch only keeps
     pages = _fitting_pages(spec, model.device, settings) if pool_pages is None else pool_pages
-    counts = group_pages(spec, pages, settings)
-    check_pool(spec, pages, model.device, nbytes=_pool_bytes(spec, counts))
+    check_pool(spec, pages, model.device, nbytes=pool_bytes(spec, pages, settings))
     connector = open_connector(
         spec,
         model.identity(spec),
-        pool_pages=counts,
+        pool_pages=group_pages(spec, pages, settings),
         most_bytes=most_pool_bytes,
         store=store,
         host_bytes=host_bytes,
@@ -280,11 +279,6 @@ def pages_for_tokens(spec: KVSpec, tokens: int) -> int:
     return -(-tokens // spec.chunk_tokens)
 
 
-def _pool_bytes(spec: KVSpec, counts: Sequence[int]) -> int:
-    parts = spec.split()
-    return bytes_for(parts, counts) if len(parts) > 1 else counts[0] * spec.page_bytes
-
-
 def check_pool(spec: KVSpec, pool_pages: int, device: str, *, nbytes: int | None = None) -> None:
     """Raises :class:`UsageError` for a pool without a page, or larger than this machine's memory. (A GPU says
     what it has room for when the pool is made.)"""
@@ -327,19 +321,21 @@ def _fitting_pages(spec: KVSpec, device: str, settings: EngineSettings) -> int:
 
 
 def fitting_pages(spec: KVSpec, device: Device, settings: EngineSettings) -> int:
-    """Pages of the first layer group's pool, so that all groups' together take what a pool may take of the
-    device's free memory."""
-    first, *others = spec.split()
-    pages = most = pages_that_fit(first, device)
-    room = most * first.page_bytes
+    """:func:`pages_within` what a pool may take of the device's free memory."""
+    first = spec.split()[0]
+    return pages_within(spec, pages_that_fit(first, device) * first.page_bytes, settings)
 
-    def taken(pages: int) -> int:
-        counts = group_pages(spec, pages, settings)
-        return sum(count * part.page_bytes for count, part in zip(counts, (first, *others), strict=True))
 
-    if others:
-        pages = bisect_right(range(most + 1), room, key=taken) - 1
-    return pages
+def pages_within(spec: KVSpec, nbytes: int, settings: EngineSettings) -> int:
+    """Pages of the first layer group's pool, so that all groups' together (:func:`group_pages`) take at most
+    ``nbytes``; 0 where there is no room for one."""
+    most = nbytes // spec.split()[0].page_bytes
+    return max(bisect_right(range(most + 1), nbytes, key=lambda n: pool_bytes(spec, n, settings)) - 1, 0)
+
+
+def pool_bytes(spec: KVSpec, pages: int, settings: EngineSettings) -> int:
+    """The memory of all groups' pools, where the first one's has ``pages``."""
+    return bytes_for(spec.split(), group_pages(spec, pages, settings))
 
 
 def _device_index(device: str) -> int:

@@ -20,7 +20,7 @@ from tierstore.errors import TierStoreError, UsageError
 from tierstore.groups import Past
 from tierstore.retention import checkpoint_tokens
 from tierstore.tiers.frames import PoolSize
-from tierstore.tiers.two_level import fits
+from tierstore.tiers.group_pools import fits
 from tierstore.types import Hint, Promise, checked_session
 from tierstore.units import format_size
 from tierstore_connectors.base import Connector

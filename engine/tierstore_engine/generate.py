@@ -17,6 +17,8 @@ from tierstore_engine.build import (
     load_model,
     open_model,
     pages_for_tokens,
+    pages_within,
+    pool_bytes,
 )
 from tierstore_engine.engine import Engine, check_tokens
 from tierstore_engine.errors import RequestError
@@ -68,7 +70,7 @@ def run(request: GenerateRequest, *, out: TextIO | None = None, err: TextIO | No
     spec = opened.config.kv_spec(chunk_tokens=request.chunk_tokens)
     settings.check_chunk(spec.chunk_tokens)
     tokens = opened.tokenizer.encode(request.prompt)
-    pool_pages = _pool_pages(request, opened, spec, tokens)
+    pool_pages = _pool_pages(request, opened, spec, settings, tokens)
     engine = build_engine(
         load_model(opened),
         pool_pages=pool_pages,
@@ -164,19 +166,22 @@ def _generate(engine: Engine, tokens: list[int], request: GenerateRequest, scree
             screen.prefilled(done, len(tokens))
 
 
-def _pool_pages(request: GenerateRequest, model: OpenModel, spec: KVSpec, tokens: list[int]) -> int:
+def _pool_pages(
+    request: GenerateRequest, model: OpenModel, spec: KVSpec, settings: EngineSettings, tokens: list[int]
+) -> int:
     """The size of the pool, after checking that the request can run in it."""
     config = model.config
     check_tokens(tokens, vocab_size=config.vocab_size, limit=config.max_positions)
     needed = pages_for_tokens(spec, min(len(tokens) + request.params.max_new_tokens, config.max_positions))
+    nbytes = pool_bytes(spec, needed, settings)
     if request.hbm_bytes is None:
-        check_pool(spec, needed, model.device)
+        check_pool(spec, needed, model.device, nbytes=nbytes)
         return needed
-    pages = request.hbm_bytes // spec.page_bytes
-    check_pool(spec, pages, model.device)
+    pages = pages_within(spec, request.hbm_bytes, settings)
+    check_pool(spec, pages, model.device, nbytes=request.hbm_bytes)
     if pages < needed:
         raise RequestError(
             f"the prompt's {len(tokens)} tokens and up to {request.params.max_new_tokens} new ones need "
-            f"{needed} pages ({format_size(needed * spec.page_bytes)}), but --hbm-bytes holds {pages}"
+            f"{needed} pages ({format_size(nbytes)}), but --hbm-bytes holds {pages}"
         )
     return pages

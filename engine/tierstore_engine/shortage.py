@@ -24,11 +24,11 @@ def shortage_explained(pool: DevicePool, settings: EngineSettings) -> Iterator[N
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
-        memory, pages = pool.runtime.memory(), pool.num_pages
+        memory = pool.runtime.memory()
         raise DeviceMemoryError(
             f"{pool.device} has no memory left to compute a step of up to {settings.batch_tokens} tokens: "
             f"{format_size(memory.free)} of its {format_size(memory.total)} are free, and the page pool has "
-            f"{format_size(pages * pool.spec.page_bytes)} ({pages} pages); give it fewer pages, or a smaller "
+            f"{format_size(pool.frames.nbytes)}; give it fewer pages, or a smaller "
             f"prefill_chunk ({settings.prefill_chunk}) or max_sequences ({settings.max_sequences}), or take "
             "prefill_backend kernels, which gathers nothing"
         ) from error

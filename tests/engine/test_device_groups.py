@@ -3,7 +3,9 @@ interleave, and the CUDA backend's kernels on the executor over them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,16 +15,22 @@ import pytest
 import tierstore
 from tests.engine.device import SCHEDULES, FakeDevice, missing
 from tests.engine.device.deferred import DeferredRunner
-from tierstore.errors import UsageError
+from tierstore.keys import Identity
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
 from tierstore.tiers.device_pool import DevicePool
+from tierstore.tiers.group_pools import bytes_for, open_group_pools
 from tierstore.tiers.hbm import PagePool, arrivals_of
-from tierstore_connectors.bundled import GroupedConnector, open_connector
+from tierstore_connectors.bundled import GroupedConnector, NoStore
+from tierstore_engine.batch import build_step
 from tierstore_engine.build import LoadedModel, fitting_pages, group_pages, make_memory
 from tierstore_engine.engine import Engine
 from tierstore_engine.model import Memory, Model
 from tierstore_engine.sampling import SamplingParams
+from tierstore_engine.scheduler import Work
+from tierstore_engine.sequence import RequestId, Sequence
 from tierstore_engine.settings import EngineSettings
+from tierstore_engine.side_groups import SideTable
+from tierstore_engine.tokenizer import ByteTokenizer
 
 from .conftest import STORED_CHUNK, Oracle
 from .test_cuda_attention import cuda_memory
@@ -40,7 +48,7 @@ class Run:
     engine: Engine
     connector: GroupedConnector
 
-    def ask(self, *prompts: list[int], tiers: Sequence[str] = ()) -> list[np.ndarray]:
+    def ask(self, *prompts: list[int], tiers: Items[str] = ()) -> list[np.ndarray]:
         """``tiers`` are what the prompts come from ("": nothing of it is held); not given, anything will
         do."""
         done = [self.engine.generate([prompt], PARAMS)[0] for prompt in prompts]
@@ -61,26 +69,29 @@ class Run:
         assert self.connector.store.flush(60)
         for group, pool in enumerate(self.connector.pools):
             self.connector.evict(pool.num_pages, group=group)
+            assert not pool.used_pages
+        for pool in self.connector.pools:
             pool.array[:] = 0xA5
 
     def close(self) -> None:
         assert self.connector.store.flush(60)
         self.connector.store.check()
         for group, pool in enumerate(self.connector.pools):
-            assert self.connector.available(group=group) == pool.num_pages
+            assert self.connector.available(group=group) == pool.capacity
         self.engine.close()
 
 
-def device_pools(spec: KVSpec, seed: int) -> list[PagePool]:
-    device, pools = FakeDevice(seed), list[DevicePool]()
-    for part in spec.split():
-        first = pools[0] if pools else None
-        pools.append(DevicePool(part, PAGES, device, layered_bytes=0, beside=first))
-    return list(pools)
+def device_pools(spec: KVSpec, seed: int, *, grows: int | None = None) -> tuple[PagePool, ...]:
+    """``grows``: by how much at most, in memory that is mapped piece by piece."""
+    parts = spec.split()
+    nbytes = bytes_for(parts, [PAGES] * len(parts))
+    most = None if grows is None else grows * nbytes
+    return open_group_pools(parts, nbytes, most_bytes=most, device=FakeDevice(seed), layered_bytes=0)
 
 
-def plain_pools(spec: KVSpec) -> list[PagePool]:
-    return [PagePool(part, PAGES) for part in spec.split()]
+def plain_pools(spec: KVSpec) -> tuple[PagePool, ...]:
+    parts = spec.split()
+    return open_group_pools(parts, bytes_for(parts, [PAGES] * len(parts)))
 
 
 Remembering = Callable[[PagePool, Any], Memory]
@@ -90,7 +101,7 @@ Remembering = Callable[[PagePool, Any], Memory]
 def run_over() -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def make(model: LoadedModel, pools: list[PagePool], memory: Remembering = make_memory) -> Run:
+    def make(model: LoadedModel, pools: Items[PagePool], memory: Remembering = make_memory) -> Run:
         spec = model.kv_spec(chunk_tokens=STORED_CHUNK)
         store = tierstore.open_groups(
             None, spec, identity=model.identity(spec), pools=pools, host_bytes=16 << 20
@@ -160,9 +171,13 @@ def test_pages_of_a_group_arrive_by_its_own_layers() -> None:
         LayerGroup(LayerKind.FULL_ATTENTION, (0, 2), 1, 16),
         LayerGroup(LayerKind.SLIDING_WINDOW, (1, 3), 1, 16, window=32),
     )
-    device, pools = FakeDevice(0), list[DevicePool]()  # lazy: nothing happens that nobody waits for
-    for part in KVSpec(groups, "float16", 16).split():
-        pools.append(DevicePool(part, 4, device, layered_bytes=0, beside=pools[0] if pools else None))
+    device = FakeDevice(0)  # lazy: nothing happens that nobody waits for
+    parts = KVSpec(groups, "float16", 16).split()
+    pools = [
+        pool
+        for pool in open_group_pools(parts, 1 << 16, device=device, layered_bytes=0)
+        if isinstance(pool, DevicePool)
+    ]
     assert pools[0].compute == pools[1].compute
     source = np.full(pools[1].spec.page_bytes, 7, np.uint8)
     address = source.ctypes.data
@@ -182,6 +197,79 @@ def test_pages_of_a_group_arrive_by_its_own_layers() -> None:
     assert arrivals_of(pools, [[], pages]).pending is False
 
 
+def test_a_batch_waits_for_the_pages_of_each_group() -> None:
+    """Whose numbers are not those of another group's."""
+    groups = (
+        LayerGroup(LayerKind.FULL_ATTENTION, (0,), 1, 16),
+        LayerGroup(LayerKind.SLIDING_WINDOW, (1,), 1, 16, window=32),
+    )
+    spec = KVSpec(groups, "float16", 16)
+    pools = open_group_pools(spec.split(), 1 << 16, device=FakeDevice(0), layered_bytes=0)
+    pages = [pool.allocate(count) for pool, count in zip(pools, (3, 2), strict=True)]
+    connector = NoStore(pools, Identity.of(spec, model="waited for"))
+    sequence = Sequence(
+        *(
+            RequestId(0),
+            connector.prompt([1] * 20),
+            [1] * 20,
+            SamplingParams(),
+            ByteTokenizer().detokenizer(),
+        ),
+        max_tokens=24,
+        stop_ids=frozenset(),
+        added=0.0,
+    )
+    sequence.pages, sequence.sides, sequence.arriving = pages[0][1:], [SideTable(pages[1][:1])], True
+    source = np.full(pools[0].spec.page_bytes, 7, np.uint8)
+
+    def pending() -> list[bool]:
+        arrivals = build_step([Work(sequence, 16, 20)], pools).arrivals
+        return [arrivals.arrived(layer) for layer in range(2)]
+
+    assert pending() == [True, True]
+    for pool, page, waiting in ((0, 0, [True, True]), (0, 2, [False, True]), (1, 0, [False, False])):
+        pools[pool].start_writing([(pages[pool][page], source.ctypes.data)])
+        assert pending() == waiting
+
+
+@pytest.mark.parametrize("seed", SCHEDULES[:4])
+@pytest.mark.parametrize("name", ["gemma2", "qwen3-next"])
+def test_half_of_the_memory_and_back_while_requests_run(
+    name: str,
+    seed: int,
+    oracles: Callable[[str], Oracle],
+    loaded: Callable[..., LoadedModel],
+    run_over: Callable[..., Run],
+) -> None:
+    """Large pages go from group to group, to the driver and back; requests are parked and go on."""
+    oracle = oracles(name)
+    model = loaded(str(oracle.folder))
+    spec = model.kv_spec(chunk_tokens=STORED_CHUNK)
+    prompts = [oracle.prompt[first : first + 90] for first in (0, 3, 0, 7, 11, 3)]
+    alone = run_over(model, plain_pools(spec)).ask(*prompts)
+    pools = device_pools(spec, seed, grows=1)
+    run = run_over(model, pools, on_host)
+    device = pools[0].runtime
+    engine, frames = run.engine, pools[0].frames
+    whole, mapped = frames.nbytes, set[int]()
+    ids = [engine.add(prompt, PARAMS) for prompt in prompts]
+    told: dict[int, np.ndarray] = {}
+    for step in itertools.count():
+        engine.resize_pool(whole // 2 if step % 6 < 3 else whole)
+        mapped.add(device.mapped)
+        for output in engine.step():
+            if output.completion is not None:
+                told[output.request_id] = output.completion.logits
+        run.connector.store.check()
+        if len(told) == len(ids):
+            break
+    for request, reference in zip(ids, alone, strict=True):
+        assert np.array_equal(told[request].argmax(-1), reference.argmax(-1))
+        assert np.abs(told[request] - reference).max() < 1e-3 * reference.std()
+    assert max(mapped) - min(mapped) > 0.3 * whole
+    assert device.strays == 0
+
+
 def test_as_many_pages_as_fit(loaded: Callable[..., LoadedModel], oracles: Callable[[str], Oracle]) -> None:
     """Of all groups together, and one more would be too many."""
     model = loaded(str(oracles("gemma2").folder))
@@ -190,19 +278,7 @@ def test_as_many_pages_as_fit(loaded: Callable[..., LoadedModel], oracles: Calla
     pages = fitting_pages(spec, device, settings)
 
     def taken(pages: int) -> int:
-        counts = group_pages(spec, pages, settings)
-        return sum(count * part.page_bytes for count, part in zip(counts, spec.split(), strict=True))
+        return bytes_for(spec.split(), group_pages(spec, pages, settings))
 
     room = 0.9 * device.memory().free
     assert taken(pages) <= room < taken(pages + 2)
-
-
-def test_pools_of_groups_keep_their_size_on_a_device(
-    loaded: Callable[..., LoadedModel], oracles: Callable[[str], Oracle]
-) -> None:
-    model = loaded(str(oracles("gemma2").folder))
-    spec = model.kv_spec(chunk_tokens=STORED_CHUNK)
-    with pytest.raises(UsageError, match="keep their size: leave the largest size out"):
-        open_connector(
-            *(spec, model.identity(spec)), pool_pages=(4, 4), store=None, device="cuda", most_bytes=1 << 30
-        )

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tierstore.errors import UsageError
-from tierstore.tiers.two_level import GroupPool, waste
+from tierstore.tiers.two_level import SmallPages, waste
 from tierstore_connectors.bundled import GroupedConnector, StoreConnector
 from tierstore_engine.build import LoadedModel, build_engine, load_model
 from tierstore_engine.engine import Engine
@@ -126,10 +126,10 @@ def check_books(engine: Engine) -> None:
         assert not held & idle, "a page in use may leave"
         if not moving:
             assert used == len(held | published)
-        if not isinstance(pool, GroupPool):
+        if len(pools) == 1:
             assert pool.free_pages + len(idle) + (used - len(idle)) == pool.capacity
-    if isinstance(pools[0], GroupPool):
-        found = waste([pool.small for pool in pools])
+    if len(pools) > 1:
+        found = waste([pool.books for pool in pools if isinstance(pool.books, SmallPages)])
         parts = (found.used_bytes, found.internal_bytes, found.external_bytes, found.free_bytes)
         assert sum(parts) == engine.pool_size().nbytes
 
@@ -141,7 +141,9 @@ def finished(engine: Engine) -> None:
     pool = engine.connector.pool
     engine.resize_pool(pool.frames.large_bytes)
     assert engine.pool_size().nbytes <= 2 * pool.frames.large_bytes
-    assert all(each.used_pages == 0 for each in engine.connector.pools if each.capacity > each.per_frame)
+    assert all(
+        each.used_pages == 0 for each in engine.connector.pools if each.capacity > each.books.per_frame
+    )
 
 
 def run(engine: Engine, pending: Sequence[Ask], turn) -> dict[Ask, tuple[int, ...]]:

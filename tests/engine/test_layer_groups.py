@@ -15,7 +15,7 @@ import torch
 
 from tierstore.errors import UsageError
 from tierstore.spec import LayerKind
-from tierstore.tiers.two_level import fits
+from tierstore.tiers.group_pools import fits
 from tierstore_connectors.bundled import open_connector
 from tierstore_engine.beams import BeamParams
 from tierstore_engine.build import LoadedModel, load_model, make_runner

@@ -25,11 +25,13 @@ from tierstore_engine.engine import Engine
 from tierstore_engine.model import Model
 from tierstore_engine.presets import preset
 from tierstore_engine.sampling import SamplingParams
+from tierstore_engine.sequence import SequenceState
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.side_groups import NO_PAGE, StateGroup, WindowGroup
 from tierstore_engine.weights import digest_weights, random_weights
 
 from .test_device_groups import Run, device_pools, on_host, plain_pools
+from .test_grouped import shrink_to_one
 from .test_layer_groups import CHUNK, Engines, assert_same, prompt
 
 WINDOW = 40  # of which a hit needs 39 tokens
@@ -212,7 +214,7 @@ SETTINGS = EngineSettings(prefill_chunk=32, max_sequences=4, plan="load")
 def open_run(model: LoadedModel, seed: int) -> Run:
     """An engine over pools on a device with this schedule, and host memory."""
     spec = model.kv_spec(chunk_tokens=CHUNK)
-    pools = device_pools(spec, seed)
+    pools = device_pools(spec, seed, grows=1)
     store = tierstore.open_groups(None, spec, identity=model.identity(spec), pools=pools, host_bytes=16 << 20)
     memories = [on_host(pool, model.config) for pool in pools]
     runner = DeferredRunner(Model(model.config, model.weights, memories, device="cpu"), pools[0])
@@ -243,6 +245,10 @@ class WrongAnswer(AssertionError):
     """Another one than that of a run alone."""
 
 
+def asked(tokens: int) -> SamplingParams:
+    return replace(ANSWER, max_new_tokens=tokens)
+
+
 @dataclass
 class Asking:
     """Asks an engine, and compares what it says with ``alone``."""
@@ -252,7 +258,9 @@ class Asking:
     alone: Callable[[str, list[int], int], Any]
 
     def __call__(self, told: list[list[int]], tokens: int) -> list[Any]:
-        answers = self.run.engine.generate(told, replace(ANSWER, max_new_tokens=tokens))
+        return self.checked(told, tokens, self.run.engine.generate(told, asked(tokens)))
+
+    def checked(self, told: list[list[int]], tokens: int, answers: list[Any]) -> list[Any]:
         for each, answer in zip(told, answers, strict=True):
             try:
                 assert_same(answer, self.alone(self.name, each, tokens))
@@ -277,10 +285,26 @@ def taken_up(ask: Asking) -> None:
 
 
 def given_way(ask: Asking) -> None:
-    """Parked while they decode, and resumed."""
-    answers = ask([prompt(135 + 5 * seed, seed=seed) for seed in range(4)], 40)
-    assert ask.run.engine.stats().preemptions
-    assert sum(answer.metrics.recomputed_tokens for answer in answers) == 0
+    """Parked while they decode, since the memory has become smaller, and resumed when it comes back."""
+    engine, answers = ask.run.engine, dict[int, Any]()
+    whole = engine.pool_size().nbytes
+    told = [prompt(135 + 5 * seed, seed=seed) for seed in range(4)]
+    ids = [engine.add(each, asked(40)) for each in told]
+
+    def step() -> None:
+        done = (output for output in engine.step() if output.completion is not None)
+        answers.update((output.request_id, output.completion) for output in done)
+
+    while any(engine._sequences[each].state is not SequenceState.RUNNING for each in ids):
+        step()
+    shrink_to_one(engine)
+    while not engine.stats().preemptions:
+        step()
+    engine.resize_pool(whole)
+    while len(answers) < len(ids):
+        step()
+    checked = ask.checked(told, 40, [answers[each] for each in ids])
+    assert sum(answer.metrics.recomputed_tokens for answer in checked) == 0
 
 
 @on_device

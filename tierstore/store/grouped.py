@@ -56,7 +56,7 @@ from tierstore.store.hit import Hit
 from tierstore.store.store import Store, lookup_all
 from tierstore.tiers.frames import PoolSize
 from tierstore.tiers.hbm import PagePool
-from tierstore.tiers.two_level import GroupPool
+from tierstore.tiers.two_level import SmallPages
 from tierstore.tiers.two_level import check as check_pools
 from tierstore.transfer import Transfer, TransferState
 from tierstore.types import GroupPages, Hint, Loaded, Promise
@@ -591,23 +591,18 @@ class GroupedStore:
     def available_hbm(self, *, group: int = 0) -> int:
         """Pages that :meth:`allocate_hbm` could find for a group: free ones and cached ones that may leave,
         of the others as far as they make up whole large pages."""
-        pool = self.pools[group]
         available = self.stores[group].available_hbm()
-        if isinstance(pool, GroupPool):
-            for other, shared in enumerate(self.pools):
-                if other != group and isinstance(shared, GroupPool):
-                    idle = self._idle(other)
-                    all_idle = idle == shared.used_pages
-                    whole = len(shared.small.parts) if all_idle else idle // shared.small.per_large
-                    available += whole * pool.small.per_large
+        for other, pool in enumerate(self.pools):
+            if other != group:
+                idle, books = self._idle(other), pool.books
+                whole = books.taken if idle == pool.used_pages else idle // books.per_frame
+                available += whole * self.pools[group].books.per_frame
         return available
 
     def _make_room(self, group: int, count: int) -> None:
         """Have the other groups give large pages back, as long as one of them has more idle bytes than
         ``group`` has, or ``group`` has too few."""
         pool = self.pools[group]
-        if not isinstance(pool, GroupPool):
-            return
         others = [other for other in range(len(self.pools)) if other != group]
         while others and pool.free_pages < count:
             enough = pool.free_pages + self._idle(group) >= count
@@ -618,7 +613,7 @@ class GroupedStore:
 
     def make_room_for(self, parts: Sequence[_Part]) -> None:
         """A load takes pages one by one, of its own group's: have the others make room for it first."""
-        for part in parts if isinstance(self.stores[0].pool, GroupPool) else ():
+        for part in parts if self.stores[0].pool is not None else ():
             runs = part.runs()
             taken = sum(pages for tier, pages in runs if tier != Tier.HBM.label)
             if part.chain and part.hit.tokens % self.spec.chunk_tokens and runs[-1][0] == Tier.HBM.label:
@@ -638,21 +633,18 @@ class GroupedStore:
 
     def _empty_one(self, group: int) -> bool:
         """Let cached pages of a group leave until a large page of it is empty, or given back."""
-        pool = self.pools[group]
-        assert isinstance(pool, GroupPool)
-        if not pool.small.emptied_by(self.stores[group].idle_hbm()):
+        books = self.pools[group].books
+        if not books.emptied_by(self.stores[group].idle_hbm()):
             return False  # what is in use lies everywhere
-        before = len(pool.small.parts)
-        while self.stores[group].evict(Tier.HBM.label, pool.small.per_large):
-            if len(pool.small.parts) < before:
+        before = books.taken
+        while self.stores[group].evict(Tier.HBM.label, books.per_frame):
+            if books.taken < before:
                 return True
         return False
 
     def resize_hbm(self, nbytes: int) -> PoolSize:
         """:meth:`Store.resize_hbm <tierstore.Store.resize_hbm>` of the memory that the groups share."""
         pools = self.pools
-        if not isinstance(pools[0], GroupPool):
-            raise UsageError("the layer groups have a pool each: there is no one size to change")
         pools[0].resize(whole_number("nbytes", nbytes, least=1))
         while pools[0].excess and self._empty_any(range(len(pools))):
             pass
@@ -669,15 +661,12 @@ class GroupedStore:
         """The first group's, with the HBM of all and what is open in any. Those of each group are its
         store's."""
         each = [store.stats() for store in self.stores]
-        shared = self.stores[0].pool
         hbm = [stats.tiers[Tier.HBM.label] for stats in each if Tier.HBM.label in stats.tiers]
         tiers = dict(each[0].tiers)
         if hbm:
             tiers[Tier.HBM.label] = replace(
                 hbm[0],
-                capacity_bytes=shared.small.large.nbytes
-                if isinstance(shared, GroupPool)
-                else sum(tier.capacity_bytes for tier in hbm),
+                capacity_bytes=self.pools[0].frames.nbytes,
                 used_bytes=sum(tier.used_bytes for tier in hbm),
                 pages=sum(tier.pages for tier in hbm),
                 leased_pages=sum(tier.leased_pages for tier in hbm),
@@ -688,7 +677,8 @@ class GroupedStore:
         """Assert that everything that is counted twice agrees, in every group."""
         for store in self.stores:
             store.check()
-        shared = [store.pool.small for store in self.stores if isinstance(store.pool, GroupPool)]
+        books = [store.pool.books for store in self.stores if store.pool is not None]
+        shared = [each for each in books if isinstance(each, SmallPages)]
         if shared:
             check_pools(shared)
 

@@ -245,8 +245,8 @@ class CudaDevice:
     def unmap(self, address: int, nbytes: int) -> None:
         self._call("cuMemUnmap", address, nbytes)
 
-    def view(self, address: int, shape: tuple[int, ...]) -> Any:
-        return DeviceArray(address, shape)
+    def view(self, address: int, shape: tuple[int, ...], *, stride: int | None = None) -> Any:
+        return DeviceArray(address, shape, stride=stride)
 
     def share(self, address: int) -> bytes:
         handle = ctypes.create_string_buffer(_IPC_HANDLE_BYTES)
@@ -352,14 +352,15 @@ class CudaDevice:
 
 
 class DeviceArray:
-    """Device memory as CuPy, torch and numba take it: ``torch.as_tensor(array, device=…)`` copies nothing."""
+    """Device memory as CuPy, torch and numba take it: ``torch.as_tensor(array, device=…)`` copies nothing.
+    ``stride``: rows, so many bytes apart."""
 
-    def __init__(self, address: int, shape: tuple[int, ...]) -> None:
+    def __init__(self, address: int, shape: tuple[int, ...], *, stride: int | None = None) -> None:
         self.__cuda_array_interface__ = {
             "shape": shape,
             "typestr": "|u1",
             "data": (address, False),
-            "strides": None,
+            "strides": None if stride is None else (stride, 1),
             "version": 3,
         }
 

@@ -104,8 +104,9 @@ class Device(Protocol):
         """Give the memory back that :meth:`map` was called for with the same arguments. Does not wait: all
         that was put to work on it must have happened."""
 
-    def view(self, address: int, shape: tuple[int, ...]) -> Any:
-        """Memory of this device as an array of uint8 that the libraries that compute on it take."""
+    def view(self, address: int, shape: tuple[int, ...], *, stride: int | None = None) -> Any:
+        """Memory of this device as an array of uint8 that the libraries that compute on it take. ``stride``:
+        it has rows, so many bytes apart."""
 
     def share(self, address: int) -> bytes:
         """The handle by which another process opens memory of :meth:`allocate`."""

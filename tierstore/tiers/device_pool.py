@@ -9,14 +9,16 @@ keeps a page's bytes right are these seven rules, each an event that a stream or
 2   a copy down ends before anybody is told that it has                    it waits for its own event
 3   what computes with a page waits for a copy into it, layer by layer     :meth:`arrivals`
 4   a copy down or across waits for a copy into its source                 ``_filling``
-5   a copy into a page begins after what computed with it before           ``_freed``, set by :meth:`free`
-6   what computes with a page that was given back during a copy into it    :meth:`allocate`
+5   a copy into a page begins after what computed with it before           ``device_region.py``, told by
+                                                                           :meth:`free`
+6   what computes with a page that was given back during a copy into it    likewise; :meth:`allocate`
     waits for that copy
 7   memory goes after all that was put on any stream before its last page  ``mapped.py``
     was given back
 ==  =====================================================================  =================================
 
-The owner of the *source* of a copy up keeps it until ``PendingCopy.wait`` returns.
+Rules 5 and 6 hold across the pools of a model's layer groups, which share a region: there they go by its
+large pages. The owner of the *source* of a copy keeps it until ``PendingCopy.wait`` returns.
 
 Large loads go up layer by layer, layer 0 of all pages first, with an event after each layer: the model begins
 with layer 0 while the others are on their way. Small ones, single layers, and what comes from memory that the
@@ -28,7 +30,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
@@ -45,10 +46,10 @@ from tierstore.tiers.device import (
     SourceOrder,
     Stream,
 )
-from tierstore.tiers.frames import Frames
-from tierstore.tiers.hbm import COMPLETED, CopyFence, PagePool, PendingCopy
-from tierstore.tiers.mapped import MappedMemory
-from tierstore.tiers.pinned import Pin, Reach
+from tierstore.tiers.device_region import DeviceRegion, Filling
+from tierstore.tiers.frames import Books, WholePages
+from tierstore.tiers.hbm import COMPLETED, CopyFence, PagePool, PendingCopy, check_pages
+from tierstore.tiers.pinned import Pin
 from tierstore.units import format_size
 
 _log = logging.getLogger(__name__)
@@ -71,35 +72,13 @@ class Gather(Protocol):
         registered."""
 
 
-class _DeviceFilling:
-    """A copy into pages: one event per layer of the pool's, or one for all."""
-
-    def __init__(self, device: Device, events: Sequence[Event]) -> None:
-        self._device = device
-        self._events = events
-
-    def event(self, layer: int) -> Event:
-        return self._events[min(layer, len(self._events) - 1)]
-
-    @property
-    def last(self) -> Event:
-        return self._events[-1]
-
-    @property
-    def done(self) -> bool:
-        return self._device.reached(self.last)
-
-    def wait(self) -> None:
-        self._device.synchronize(self.last)
-
-
 class _DeviceArrivals:
     """Fillings that a batch computes with."""
 
     pending = True
 
     def __init__(
-        self, device: Device, compute: Stream, fillings: Sequence[_DeviceFilling], places: Mapping[int, int]
+        self, device: Device, compute: Stream, fillings: Sequence[Filling], places: Mapping[int, int]
     ) -> None:
         """``places`` are those of the model's layers among the pool's."""
         self._device = device
@@ -114,7 +93,7 @@ class _DeviceArrivals:
 
     def arrived(self, layer: int) -> bool:
         place = self._places.get(layer)
-        return place is None or all(self._device.reached(filling.event(place)) for filling in self._fillings)
+        return place is None or all(filling.reached(place) for filling in self._fillings)
 
 
 class _Upload:
@@ -127,8 +106,8 @@ class _Upload:
 
 
 class DevicePool(PagePool):
-    """A pool in the memory of ``device``. ``compute`` is the stream to compute on with its pages: that of the
-    pool ``beside`` it, where a model has several.
+    """A pool in the memory of a device. ``compute`` is the stream to compute on with its pages, one for all
+    pools of a region.
 
     Raises :class:`UsageError` with the sizes when there is no room for it.
     """
@@ -143,76 +122,71 @@ class DevicePool(PagePool):
         *,
         most: int | None = None,
         layered_bytes: int = LAYERED_BYTES,
-        beside: DevicePool | None = None,
     ) -> None:
         """``num_pages`` pages in one allocation; with ``most`` in memory that is mapped piece by piece, so
         that :meth:`resize` may make them as many. A device that cannot has ``num_pages`` for good."""
-        if most is not None and not device.granule_bytes:
-            _log.warning("%s cannot map memory piece by piece: its page pool keeps its size", device.name)
-            most = None
-        rows = self._number(spec, num_pages, most, device=device.name)
-        self.runtime = device
-        self._reach: Reach = Reach(device) if beside is None else beside._reach
+        check_pages(spec, num_pages)
+        try:
+            region = DeviceRegion(device, spec.page_bytes, num_pages, most=most)
+        except DeviceMemoryError as error:
+            raise _no_room(spec, num_pages, device) from error
+        self._open(spec, region, WholePages(region.frames), layered_bytes)
+
+    @classmethod
+    def within(  # type: ignore[override]  # the memory is the device's
+        cls, spec: KVSpec, region: DeviceRegion, books: Books, *, layered_bytes: int = LAYERED_BYTES
+    ) -> DevicePool:
+        """The pool of one layer group in a region that others share."""
+        pool = cls.__new__(cls)
+        pool._open(spec, region, books, layered_bytes)
+        return pool
+
+    def _open(self, spec: KVSpec, region: DeviceRegion, books: Books, layered_bytes: int) -> None:
+        self._place(spec, region, books)
+        self.runtime = region.runtime
+        self.compute: Stream = region.compute
         self.gather: Gather | None = None
         """Set by whoever has one."""
-        streams: list[Stream] = []  # of its own
-        used: list[Stream] = []
-        self._mapped = None if most is None else MappedMemory(device, rows * spec.page_bytes, used)
-        if self._mapped is None:
-            fixed = f"the page pool of {device.name} was opened with a size that it keeps"
-            self._start = _allocate(spec, num_pages, device)
-            self.frames = Frames(spec.page_bytes, rows, fixed=fixed)
-        else:
-            self._start = self._mapped.address
-            self.frames = Frames(spec.page_bytes, rows, present=0, backing=self._mapped)
-            if self.frames.resize(num_pages) < num_pages:
-                self._mapped.close()
-                raise _no_room(spec, num_pages, device)
-        self.array = device.view(self._start, (rows, spec.page_bytes))
-        # With the last view of it, and not with the pool: who computes with pages does so on its stream, and
-        # torch comes back to that stream as long as it has tensors that were used there. At the interpreter's
-        # end the driver may be gone first: no need to ask it.
-        memory = self._start if self._mapped is None else self._mapped
-        kept = None if beside is None else beside.array  # its compute stream is ours
-        weakref.finalize(self.array, _give_back, device, streams, memory, kept).atexit = False
+        self._region = region
         self._layered_bytes = layered_bytes
         layers = sorted(layer for group in spec.groups for layer in group.layers)
         self._layers = [spec.layer(layer) for layer in layers]
         self._places = {layer: place for place, layer in enumerate(layers)}
-        self.compute: Stream = device.stream() if beside is None else beside.compute
-        large, small, self._down, self._across = (device.stream() for _ in range(4))
-        used += self.compute, large, small, self._down, self._across
-        streams += used if beside is None else used[1:]
-        self._large, self._small = _Upload(large), _Upload(small)
-        # Held for moments only: whoever computes takes it at every step. Guarded by it: everything below.
+        self._large, self._small = _Upload(region.stream()), _Upload(region.stream())
+        self._down, self._across = region.stream(), region.stream()
+        # Held for moments only: whoever computes takes it at every step. Guarded by it: ``_filling``.
         self._lock = threading.Lock()
-        self._filling: dict[int, _DeviceFilling] = {}  # page -> the last copy into it, until it is done
-        self._freed: dict[int, Event] = {}  # page -> what was under way when it was given back
+        self._filling: dict[int, Filling] = {}  # page -> the last copy into it, until it is done
         self._distrusted = ""  # why, once it is so
 
     def share(self) -> bytes:
         """The handle by which another process on this machine opens the pool's memory."""
-        return self.runtime.share(self._start)
+        return self._region.share()
 
     # -- pages -----------------------------------------------------------------------------------------
 
     def allocate(self, count: int, *, near: Sequence[int] = ()) -> list[int] | None:
         pages = super().allocate(count, near=near)
-        for filling in self._under_way(pages or ()):
+        for filling in self._region.fillings_in(self._frames_of(pages or ())):
             self.runtime.wait(self.compute, filling.last)  # rule 6
         return pages
 
     def free(self, pages: Sequence[int]) -> None:
         if pages:
-            computed = self.computed()
+            under_way: dict[int, list[Filling]] = {}  # by frame
             with self._lock:
-                self._freed.update((page, computed) for page in pages)  # rule 5
+                for page in pages if self._filling else ():
+                    if (filling := self._filling.get(page)) is not None:
+                        under_way.setdefault(page // self.books.per_frame, []).append(filling)
+            self._region.leave(self._frames_of(pages), under_way)  # rules 5 and 6
         super().free(pages)
         self.settle()
 
     def settle(self, *, wait: bool = False) -> None:
-        if self._mapped is not None and self._mapped.leaving:
-            self._mapped.settle(wait=wait)
+        self._region.settle(wait=wait)
+
+    def _frames_of(self, pages: Iterable[int]) -> set[int]:
+        return {page // self.books.per_frame for page in pages}
 
     # -- copies ----------------------------------------------------------------------------------------
 
@@ -242,7 +216,7 @@ class DevicePool(PagePool):
         small = len(pages) * self.spec.page_bytes < self._layered_bytes
         upload = self._small if small else self._large
         with upload.queueing:
-            self._await_freed(upload.stream, pages)
+            self._await_former(upload.stream, pages)
             events = list(self._write(upload.stream, pages, sources, whole=small))
             return self._fill(pages, events)
 
@@ -254,7 +228,7 @@ class DevicePool(PagePool):
         self.runtime.wait(self._across, computed)  # rule 1
         for filling in under_way:
             self.runtime.wait(self._across, filling.last)  # rule 4
-        self._await_freed(self._across, to)
+        self._await_former(self._across, to)
         self._copy(self._across, self._addresses(to), self._addresses(sources), SourceOrder.STREAM)
         return self._fill(to, [self.runtime.record(self._across)])
 
@@ -276,20 +250,20 @@ class DevicePool(PagePool):
     # -- memory ----------------------------------------------------------------------------------------
 
     def register(self, address: int, nbytes: int) -> None:
-        self._reach.register(address, nbytes)
+        self._region.reach.register(address, nbytes)
 
     def unregister(self, address: int) -> None:
-        self._reach.unregister(address)
+        self._region.reach.unregister(address)
 
     def reach(self, pin: Pin) -> None:
-        self._reach.share(pin)
+        self._region.reach.share(pin)
 
     def reaches(self, address: int) -> bool:
-        return self._reach.covers(address, address)
+        return self._region.reach.covers(address, address)
 
     # -- inside ----------------------------------------------------------------------------------------
 
-    def _under_way(self, pages: Iterable[int]) -> list[_DeviceFilling]:
+    def _under_way(self, pages: Iterable[int]) -> list[Filling]:
         """The copies into ``pages`` that are not done, each once."""
         with self._lock:
             if not self._filling:
@@ -300,23 +274,23 @@ class DevicePool(PagePool):
                 self._filling = {page: each for page, each in self._filling.items() if each not in done}
         return [filling for filling in found if filling not in done]
 
-    def _fill(self, pages: Sequence[int], events: Sequence[Event]) -> _DeviceFilling:
+    def _fill(self, pages: Sequence[int], events: Sequence[Event]) -> Filling:
         """Remember that ``pages`` are being filled. They are the caller's until then, so nobody else can have
         asked for this in vain."""
-        filling = _DeviceFilling(self.runtime, events)
+        filling = Filling(self.runtime, events)
         with self._lock:
             self._filling.update((page, filling) for page in pages)
         return filling
 
-    def _await_freed(self, stream: Stream, pages: Sequence[int]) -> None:
+    def _await_former(self, stream: Stream, pages: Sequence[int]) -> None:
         """What is put on ``stream`` happens after what computed with ``pages`` for somebody else, and after
         copies into them from elsewhere."""
-        with self._lock:
-            freed = {self._freed.pop(page) for page in pages if page in self._freed}
-            fillings = {self._filling[page] for page in pages if page in self._filling}
-        for event in freed:
+        frames = self._frames_of(pages)
+        for event in self._region.computed_in(frames):
             self.runtime.wait(stream, event)  # rule 5
-        for filling in fillings:
+        with self._lock:
+            fillings = {self._filling[page] for page in pages if page in self._filling}
+        for filling in fillings | self._region.fillings_in(frames):
             self.runtime.wait(stream, filling.last)
 
     def _write(
@@ -358,13 +332,11 @@ class DevicePool(PagePool):
     def _in_reach(self, addresses: Addresses) -> bool:
         """Whether the copy engines reach all of these: the pool itself, and registered memory."""
         low, high = int(addresses.min()), int(addresses.max())
-        if self._start <= low and high < self._start + self.num_pages * self.spec.page_bytes:
-            return True
-        return self._reach.covers(low, high)
+        return self._region.covers(low, high) or self._region.reach.covers(low, high)
 
     def _addresses(self, pages: Sequence[int]) -> Addresses:
-        start, nbytes = np.uint64(self._start), np.uint64(self.spec.page_bytes)
-        addresses: Addresses = np.array(pages, np.uint64) * nbytes + start
+        start, stride = np.uint64(self._start), np.uint64(self.stride)
+        addresses: Addresses = np.array(pages, np.uint64) * stride + start
         return addresses
 
 
@@ -384,25 +356,6 @@ def merge_neighbours(
 def pages_that_fit(spec: KVSpec, device: Device, fraction: float = FRACTION) -> int:
     """How many pages ``fraction`` of the device's free memory holds."""
     return int(device.memory().free * fraction) // spec.page_bytes
-
-
-def _give_back(device: Device, streams: Sequence[Stream], memory: int | MappedMemory, kept: object) -> None:
-    if isinstance(memory, MappedMemory):
-        memory.close()
-    else:
-        device.free(memory)  # waits for what is on the streams
-    for stream in streams:
-        device.release(stream)
-
-
-def _allocate(spec: KVSpec, num_pages: int, device: Device) -> int:
-    wanted = num_pages * spec.page_bytes
-    if wanted > device.memory().free:
-        raise _no_room(spec, num_pages, device)
-    try:
-        return device.allocate(wanted)
-    except DeviceMemoryError as error:
-        raise _no_room(spec, num_pages, device) from error
 
 
 def _no_room(spec: KVSpec, num_pages: int, device: Device) -> UsageError:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import heapq
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -226,3 +226,66 @@ class Frames:
         """Whether a present frame has any of these bytes."""
         frames = self._there[start // self.large_bytes : -(-stop // self.large_bytes)]
         return start < stop and any(frames)
+
+
+class Books(Protocol):
+    """Which of a pool's pages are free. Page ``p`` is in frame ``p // per_frame``, which is the pool's alone
+    as long as one of its pages is in use."""
+
+    @property
+    def frames(self) -> Frames: ...
+
+    @property
+    def per_frame(self) -> int: ...
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that could be had."""
+
+    @property
+    def used_pages(self) -> int: ...
+
+    @property
+    def taken(self) -> int:
+        """Frames that have a page in use."""
+
+    def allocate(self, count: int, *, near: Sequence[int] = ()) -> list[int] | None:
+        """``count`` pages, or None if fewer are free. ``near`` are pages that will be given back at about the
+        same time."""
+
+    def free(self, pages: Sequence[int]) -> None:
+        """Give pages back."""
+
+    def emptied_by(self, pages: Iterable[int]) -> int:
+        """How many frames would be free without these pages, which are in use; about, where other threads
+        give pages back meanwhile."""
+
+
+class WholePages:
+    """The books of a pool that is its memory's only one: each frame is a page. Implements :class:`Books`."""
+
+    per_frame = 1
+
+    def __init__(self, frames: Frames) -> None:
+        self.frames = frames
+
+    @property
+    def free_pages(self) -> int:
+        return self.frames.free
+
+    @property
+    def used_pages(self) -> int:
+        return self.frames.present - self.frames.free
+
+    @property
+    def taken(self) -> int:
+        return self.used_pages
+
+    def allocate(self, count: int, *, near: Sequence[int] = ()) -> list[int] | None:
+        return self.frames.take(count)
+
+    def free(self, pages: Sequence[int]) -> None:
+        self.frames.give(pages)
+
+    def emptied_by(self, pages: Iterable[int]) -> int:
+        return sum(1 for _ in pages)

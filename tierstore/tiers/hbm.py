@@ -3,7 +3,7 @@
 On a machine without a GPU the device is ``cpu``: the pool is ordinary memory and "HBM" is only its place in
 the hierarchy. One page is ``KVSpec.page_bytes`` contiguous bytes, so a page moves in one copy. The pool of a
 GPU is :class:`tierstore.tiers.device_pool.DevicePool`; :func:`tierstore.open_pool` makes the one that a
-device needs."""
+device needs, :func:`tierstore.open_group_pools` those of a model with several layer groups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tierstore.errors import UsageError
 from tierstore.memory import Memory
 from tierstore.spec import KVSpec
 from tierstore.tiers.device import Event
-from tierstore.tiers.frames import Frames, HostBacking, PoolSize
+from tierstore.tiers.frames import Books, Frames, HostBacking, PoolSize, WholePages
 from tierstore.tiers.pinned import Pin
 from tierstore.units import format_size
 
@@ -89,40 +89,76 @@ def arrivals_of(pools: Sequence[PagePool], tables: Sequence[Iterable[int]]) -> C
     return _Both(pending) if len(pending) > 1 else next(iter(pending), COMPLETED)
 
 
+class HostRegion:
+    """``present`` frames of ``frame_bytes`` bytes, which may become ``most``, in one mapping of ordinary
+    memory: what the pools of a model lie in."""
+
+    device = "cpu"
+
+    def __init__(self, frame_bytes: int, present: int, *, most: int | None = None) -> None:
+        count = max(present, most or 0)
+        self._memory = Memory(count * frame_bytes, shared=False, reserve=count > present)
+        self._memory.populate(nbytes=present * frame_bytes)
+        self.address = self._memory.address
+        self.frames = Frames(frame_bytes, count, present=present, backing=HostBacking(self._memory))
+
+    def rows(self, count: int, nbytes: int, stride: int) -> Any:
+        """The memory as uint8 ``[count, nbytes]``, rows ``stride`` bytes apart."""
+        rows = np.frombuffer(self._memory.view(0, count * stride), np.uint8)
+        return rows.reshape(count, stride)[:, :nbytes]
+
+
+class Region(Protocol):
+    """Memory that pools lie in: a :class:`HostRegion`, or a device's."""
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def frames(self) -> Frames: ...
+
+    def rows(self, count: int, nbytes: int, stride: int) -> Any: ...
+
+
 class PagePool:
     """Pages of ``spec`` in one allocation, and who has none of them. Not thread-safe: its owner locks. (The
     methods that copy bytes are, and release the GIL.)
 
-    ``array`` is the memory as uint8 ``[num_pages, page_bytes]``; an engine views it in its own dtype.
-    ``num_pages`` is how many there may be, ``capacity`` how many there are (:mod:`tierstore.tiers.frames`).
-    ``overlaps`` says whether copies go on beside what computes.
+    ``array`` is the memory as uint8 ``[num_pages, page_bytes]``, rows ``stride`` bytes apart; an engine views
+    it in its own dtype. ``num_pages`` is how many there may be, ``capacity`` how many there are
+    (:mod:`tierstore.tiers.frames`): where the pools of other layer groups lie in the same memory, if this one
+    had all of it. ``overlaps`` says whether copies go on beside what computes.
     """
 
     overlaps = False
-    frames: Frames
-    per_frame = 1
-    """Pages in each of the frames, which others may share."""
+    array: Any
+    """A numpy array on a CPU; elsewhere whatever the libraries of the device take."""
 
     def __init__(self, spec: KVSpec, num_pages: int, *, most: int | None = None) -> None:
         """``num_pages`` pages, which :meth:`resize` may make ``most`` (None: as many)."""
-        rows = self._number(spec, num_pages, most, device="cpu")
-        self._memory = Memory(rows * spec.page_bytes, shared=False, reserve=rows > num_pages)
-        self._memory.populate(nbytes=num_pages * spec.page_bytes)
-        view = self._memory.view(0, rows * spec.page_bytes)
-        # A numpy array here; elsewhere whatever the libraries of the device take.
-        self.array: Any = np.frombuffer(view, np.uint8).reshape(rows, spec.page_bytes)
-        self._start = self._memory.address
-        self.frames = Frames(spec.page_bytes, rows, present=num_pages, backing=HostBacking(self._memory))
+        check_pages(spec, num_pages)
+        region = HostRegion(spec.page_bytes, num_pages, most=most)
+        self._place(spec, region, WholePages(region.frames))
 
-    def _number(self, spec: KVSpec, num_pages: int, most: int | None, *, device: str) -> int:
-        if num_pages < 1:
-            raise UsageError(
-                f"a page pool needs at least one page of {spec.page_bytes} bytes, not {num_pages}"
-            )
+    @classmethod
+    def within(cls, spec: KVSpec, region: HostRegion, books: Books) -> PagePool:
+        """The pool of one layer group in a memory that others share."""
+        pool = cls.__new__(cls)
+        pool._place(spec, region, books)
+        return pool
+
+    def _place(self, spec: KVSpec, region: Region, books: Books) -> None:
         self.spec = spec
-        self.num_pages = max(num_pages, most or 0)
-        self.device = device
-        return self.num_pages
+        self.device = region.device
+        self.books = books
+        self.frames = region.frames
+        self.num_pages = region.frames.count * books.per_frame
+        self.stride = region.frames.large_bytes // books.per_frame
+        self._start = region.address
+        self.array = region.rows(self.num_pages, spec.page_bytes, self.stride)
 
     def __repr__(self) -> str:
         size = format_size(self.frames.nbytes)
@@ -136,17 +172,17 @@ class PagePool:
     @property
     def capacity(self) -> int:
         """Pages that there are."""
-        return self.frames.present * self.per_frame
+        return self.frames.present * self.books.per_frame
 
     @property
     def target(self) -> int:
         """Pages that there will be, once those that are too many have been given back."""
-        return self.frames.target * self.per_frame
+        return self.frames.target * self.books.per_frame
 
     @property
     def excess(self) -> int:
         """Pages that are too many: none of them is given out again."""
-        return self.frames.excess * self.per_frame
+        return self.frames.excess * self.books.per_frame
 
     def resize(self, nbytes: int) -> PoolSize:
         """Have ``nbytes`` of memory from now on, rounded down to whole (large) pages. More is had at once, as
@@ -168,21 +204,22 @@ class PagePool:
 
     @property
     def free_pages(self) -> int:
-        return self.frames.free
+        """Pages that it could have now."""
+        return self.books.free_pages
 
     @property
     def used_pages(self) -> int:
         """Pages that are allocated."""
-        return self.capacity - self.free_pages
+        return self.books.used_pages
 
     def allocate(self, count: int, *, near: Sequence[int] = ()) -> list[int] | None:
         """``count`` pages, lowest first where possible, or None if fewer are free. ``near`` are pages that
         will be given back at about the same time: a pool that it matters to keeps these together."""
-        return self.frames.take(count)
+        return self.books.allocate(count, near=near)
 
     def free(self, pages: Sequence[int]) -> None:
         """Give pages back. What has been put to work on them already may still be under way."""
-        self.frames.give(pages)
+        self.books.free(pages)
 
     # -- copies, done when the call returns ------------------------------------------------------------
 
@@ -248,4 +285,10 @@ class PagePool:
 
     def page_address(self, page: int) -> int:
         """Where a page begins, in the device's memory."""
-        return self._start + page * self.spec.page_bytes
+        return self._start + page * self.stride
+
+
+def check_pages(spec: KVSpec, num_pages: int) -> None:
+    """Raises :class:`UsageError` for a pool without a page."""
+    if num_pages < 1:
+        raise UsageError(f"a page pool needs at least one page of {spec.page_bytes} bytes, not {num_pages}")

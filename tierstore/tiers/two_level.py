@@ -1,4 +1,4 @@
-"""One memory for the pages of several layer groups: large pages, which are cut into small ones.
+"""The books of one memory for the pages of several layer groups: large pages, which are cut into small ones.
 
 A pool for each layer group would have to be as large as its group may ever get, and be idle when another
 group has the work. Here the groups share one allocation. It is cut into *large pages*, all of one size; a
@@ -15,6 +15,7 @@ nothing would be left over; but what is free in a large page is its owner's alon
 smaller large pages are. So it is the smallest multiple of the largest page in which no group wastes more than
 a twenty-fifth (:func:`cut`), and small pages are a little apart, evenly, so that a group's pages are rows of
 one array. (Gemma 3 27B: 5.3 % of all wasted with 52 layers' pages, 6.5 % with the common multiple, 260.)
+The memory itself, on a CPU or on a device, is in :mod:`tierstore.tiers.group_pools`.
 
 Small pages of one sequence are kept together, since they are given back together: the large pages that it
 has pages in are filled first, then whole ones are taken for as many as fill them, and the rest goes where the
@@ -31,13 +32,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from tierstore.errors import UsageError
-from tierstore.memory import Memory
-from tierstore.spec import KVSpec
-from tierstore.tiers.frames import Frames, HostBacking
-from tierstore.tiers.hbm import PagePool
+from tierstore.tiers.frames import Frames
 from tierstore.units import format_size
 
 _ALIGN = 64  # bytes: where a small page may begin
@@ -93,11 +89,12 @@ def _worst(each: Cut, sizes: Sequence[int]) -> float:
 
 class SmallPages:
     """The books of one group: which pages of ``page_bytes`` bytes are free in the large pages that it has.
-    Page ``p`` is in large page ``p // per_large``. Not thread-safe: its owner locks."""
+    Page ``p`` is in large page ``p // per_frame``. Implements :class:`tierstore.tiers.frames.Books`. Not
+    thread-safe: its owner locks."""
 
-    def __init__(self, large: Frames, per_large: int, page_bytes: int) -> None:
-        self.large = large
-        self.per_large = per_large
+    def __init__(self, frames: Frames, per_frame: int, page_bytes: int) -> None:
+        self.frames = frames
+        self.per_frame = per_frame
         self.page_bytes = page_bytes
         self.parts: dict[int, list[int]] = {}  # by large page, its free small pages
         self._open: set[int] = set()  # large pages that have any
@@ -106,11 +103,15 @@ class SmallPages:
     @property
     def free_pages(self) -> int:
         """Pages that could be had, those of large pages that nobody has included."""
-        return self.free_parts + self.large.free * self.per_large
+        return self.free_parts + self.frames.free * self.per_frame
 
     @property
     def used_pages(self) -> int:
-        return len(self.parts) * self.per_large - self.free_parts
+        return len(self.parts) * self.per_frame - self.free_parts
+
+    @property
+    def taken(self) -> int:
+        return len(self.parts)
 
     def allocate(self, count: int, *, near: Sequence[int] = ()) -> list[int] | None:
         """``count`` pages, or None if fewer are free. ``near`` are pages that will be given back at about the
@@ -119,8 +120,8 @@ class SmallPages:
         for page in reversed(near) if self._open else ():
             if len(taken) >= count:
                 break
-            if page // self.per_large in self._open:
-                taken += self._take(page // self.per_large, count - len(taken))
+            if page // self.per_frame in self._open:
+                taken += self._take(page // self.per_frame, count - len(taken))
         while len(taken) < count:
             chosen = self._choose(count - len(taken))
             if chosen is None:
@@ -131,7 +132,7 @@ class SmallPages:
 
     def _choose(self, count: int) -> int | None:
         """The large page to take ``count`` pages from, or the first of them; None where all are in use."""
-        fresh = self._open_fresh() if count >= self.per_large else None
+        fresh = self._open_fresh() if count >= self.per_frame else None
         if fresh is not None:
             return fresh
         left = {number: len(self.parts[number]) for number in self._open}
@@ -141,13 +142,13 @@ class SmallPages:
         return max(left, key=lambda number: left[number]) if left else self._open_fresh()
 
     def _open_fresh(self) -> int | None:
-        taken = self.large.take()
+        taken = self.frames.take()
         if taken is not None:
             [number] = taken
-            first = number * self.per_large
-            self.parts[number] = list(range(first + self.per_large - 1, first - 1, -1))
+            first = number * self.per_frame
+            self.parts[number] = list(range(first + self.per_frame - 1, first - 1, -1))
             self._open.add(number)
-            self.free_parts += self.per_large
+            self.free_parts += self.per_frame
             return number
         return None
 
@@ -164,33 +165,39 @@ class SmallPages:
     def free(self, pages: Sequence[int]) -> None:
         """Give pages back; large pages that are empty then are everybody's."""
         for page in pages:
-            number = page // self.per_large
+            number = page // self.per_frame
             parts = self.parts[number]
             parts.append(page)
             self._open.add(number)
             self.free_parts += 1
-            if len(parts) == self.per_large:
+            if len(parts) == self.per_frame:
                 del self.parts[number]
                 self._open.discard(number)
-                self.free_parts -= self.per_large
-                self.large.give([number])
+                self.free_parts -= self.per_frame
+                self.frames.give([number])
 
     def emptied_by(self, pages: Iterable[int]) -> int:
         """How many large pages would be empty without these small ones, which are in use; about, where other
         threads give pages back meanwhile."""
-        leaving = Counter(page // self.per_large for page in pages)
+        leaving = Counter(page // self.per_frame for page in pages)
         parts = self.parts
-        return sum(len(parts.get(number, ())) + count == self.per_large for number, count in leaving.items())
+        return sum(len(parts.get(number, ())) + count == self.per_frame for number, count in leaving.items())
 
 
 def small_pages(page_bytes: Sequence[int], nbytes: int) -> tuple[SmallPages, ...]:
-    """The books for pages of these sizes in ``nbytes`` bytes. Raises :class:`UsageError` where that is too
-    little for a page of each."""
-    pages = _checked_cut(page_bytes, nbytes)
-    return _small_pages(page_bytes, pages, Frames(pages.large_bytes, nbytes // pages.large_bytes))
+    """The books for pages of these sizes in ``nbytes`` bytes. Raises what :func:`checked_cut` does."""
+    pages = checked_cut(page_bytes, nbytes)
+    return books_of(page_bytes, pages, Frames(pages.large_bytes, nbytes // pages.large_bytes))
 
 
-def _checked_cut(page_bytes: Sequence[int], nbytes: int) -> Cut:
+def books_of(page_bytes: Sequence[int], pages: Cut, frames: Frames) -> tuple[SmallPages, ...]:
+    """The books for pages of these sizes in large pages that are cut so."""
+    sizes = zip(page_bytes, pages.per_large, strict=True)
+    return tuple(SmallPages(frames, per_large, size) for size, per_large in sizes)
+
+
+def checked_cut(page_bytes: Sequence[int], nbytes: int) -> Cut:
+    """:func:`cut`. Raises :class:`UsageError` where ``nbytes`` have no room for a page of each."""
     pages = cut(page_bytes)
     if nbytes < pages.large_bytes:
         raise UsageError(
@@ -200,100 +207,9 @@ def _checked_cut(page_bytes: Sequence[int], nbytes: int) -> Cut:
     return pages
 
 
-def _small_pages(page_bytes: Sequence[int], pages: Cut, large: Frames) -> tuple[SmallPages, ...]:
-    sizes = zip(page_bytes, pages.per_large, strict=True)
-    return tuple(SmallPages(large, per_large, size) for size, per_large in sizes)
-
-
-class GroupPool(PagePool):
-    """The pool of one layer group in a memory that others share. ``num_pages`` is how many there could be if
-    it had all of it, ``free_pages`` how many it could have now. :meth:`resize` is that of the memory."""
-
-    def __init__(self, spec: KVSpec, small: SmallPages, memory: Memory) -> None:
-        self.spec = spec
-        self.device = "cpu"
-        self.small = small
-        self.frames = large = small.large
-        self.per_frame = small.per_large
-        self.stride = large.large_bytes // small.per_large
-        self.num_pages = large.count * small.per_large
-        self._memory = memory
-        self._start = memory.address
-        rows = np.frombuffer(memory.view(0, large.count * large.large_bytes), np.uint8)
-        self.array = rows.reshape(self.num_pages, self.stride)[:, : spec.page_bytes]
-
-    @property
-    def free_pages(self) -> int:
-        return self.small.free_pages
-
-    @property
-    def used_pages(self) -> int:
-        return self.small.used_pages
-
-    def allocate(self, count: int, *, near: Sequence[int] = ()) -> list[int] | None:
-        return self.small.allocate(count, near=near)
-
-    def free(self, pages: Sequence[int]) -> None:
-        self.small.free(pages)
-
-    def page_address(self, page: int) -> int:
-        return self._start + page * self.stride
-
-
-def fits(pools: Sequence[PagePool], counts: Sequence[int], *, frames: int | None = None) -> bool:
-    """Whether so many pages of each group could be had at a time, if nothing else were held, in pools of
-    their targets' sizes (or of ``frames`` large pages)."""
-    large = sum(-(-count // pool.small.per_large) for pool, count in _shared(pools, counts))
-    for pool, count in zip(pools, counts, strict=True):
-        most = pool.frames.target if frames is None else frames
-        if max(-(-count // pool.per_frame), large if isinstance(pool, GroupPool) else 0) > most:
-            return False
-    return True
-
-
-def _shared(pools: Sequence[PagePool], counts: Sequence[int]) -> list[tuple[GroupPool, int]]:
-    pairs = zip(pools, counts, strict=True)
-    return [(pool, count) for pool, count in pairs if isinstance(pool, GroupPool)]
-
-
-def bytes_for(specs: Sequence[KVSpec], counts: Sequence[int]) -> int:
-    """The memory in which so many pages of each of these layouts find room at a time."""
-    pages = cut([spec.page_bytes for spec in specs])
-    large = sum(-(-count // per_large) for count, per_large in zip(counts, pages.per_large, strict=True))
-    return large * pages.large_bytes
-
-
-def open_group_pools(
-    specs: Sequence[KVSpec], nbytes: int, *, most_bytes: int | None = None
-) -> tuple[GroupPool, ...]:
-    """Pools for these layouts (of one page each: :meth:`KVSpec.split`) in one memory of ``nbytes`` bytes,
-    which may become ``most_bytes``: ordinary memory of this process. Raises :class:`UsageError` where that is
-    too little for a page.
-
-    >>> from tierstore.spec import LayerGroup, LayerKind
-    >>> full = LayerGroup(LayerKind.FULL_ATTENTION, (0, 1, 2), 1, 64)
-    >>> window = LayerGroup(LayerKind.SLIDING_WINDOW, (3,), 1, 64, window=128)
-    >>> first, second = open_group_pools(KVSpec((full, window), "float16").split(), 1 << 20)
-    >>> first.num_pages, second.num_pages
-    (21, 63)
-    >>> pages = second.allocate(4)
-    >>> first.free_pages, second.free_pages
-    (19, 59)
-    """
-    page_bytes = [spec.page_bytes for spec in specs]
-    pages = _checked_cut(page_bytes, nbytes)
-    present = nbytes // pages.large_bytes
-    count = max(nbytes, most_bytes or 0) // pages.large_bytes
-    memory = Memory(count * pages.large_bytes, shared=False, reserve=count > present)
-    memory.populate(nbytes=present * pages.large_bytes)
-    frames = Frames(pages.large_bytes, count, present=present, backing=HostBacking(memory))
-    small = _small_pages(page_bytes, pages, frames)
-    return tuple(GroupPool(spec, each, memory) for spec, each in zip(specs, small, strict=True))
-
-
 def waste(groups: Sequence[SmallPages]) -> PoolWaste:
     """Of the memory that these groups, all there are, share."""
-    large = groups[0].large
+    large = groups[0].frames
     used = sum(group.used_pages * group.page_bytes for group in groups)
     external = sum(group.free_parts * group.page_bytes for group in groups)
     taken = sum(len(group.parts) for group in groups) * large.large_bytes
@@ -304,11 +220,11 @@ def check(groups: Sequence[SmallPages]) -> None:
     """Assert that each large page is free or has one owner, and that no page is counted twice."""
     owned = [number for group in groups for number in group.parts]
     assert len(set(owned)) == len(owned), "two groups have one large page"
-    large = groups[0].large
+    large = groups[0].frames
     large.check()
     assert not set(owned) & large.free_frames, "a large page is free and has an owner"
     assert len(owned) + large.free == large.present, "a large page is lost"
     for group in groups:
         assert sum(map(len, group.parts.values())) == group.free_parts
         assert group._open == {number for number, parts in group.parts.items() if parts}
-        assert all(len(set(parts)) == len(parts) < group.per_large for parts in group.parts.values())
+        assert all(len(set(parts)) == len(parts) < group.per_frame for parts in group.parts.values())

@@ -23,6 +23,8 @@ from tierstore_engine.build import (
     check_pool,
     load_model,
     open_model,
+    pages_within,
+    pool_bytes,
 )
 from tierstore_engine.drafting import Drafter, PromptLookup
 from tierstore_engine.engine import Engine
@@ -162,15 +164,17 @@ def _pool_pages(options: ServeOptions, opened: OpenModel, spec: KVSpec) -> int |
     """None for a GPU's whole memory."""
     if options.hbm_bytes is None and opened.device != "cpu":
         return None
-    wanted = _DEFAULT_POOL_TOKENS // spec.chunk_tokens * spec.page_bytes
-    pages = (options.hbm_bytes or wanted) // spec.page_bytes
-    check_pool(spec, pages, opened.device)
-    if options.most_hbm_bytes is not None:
-        if options.most_hbm_bytes < pages * spec.page_bytes:
+    pages = _DEFAULT_POOL_TOKENS // spec.chunk_tokens
+    if options.hbm_bytes is not None:
+        pages = pages_within(spec, options.hbm_bytes, options.engine)
+    nbytes, most = pool_bytes(spec, pages, options.engine), options.most_hbm_bytes
+    check_pool(spec, pages, opened.device, nbytes=nbytes)
+    if most is not None:
+        if most < nbytes:
             raise UsageError(
-                f"--most-hbm-bytes is {format_size(options.most_hbm_bytes)}, and the page pool begins with "
-                f"{format_size(pages * spec.page_bytes)}: give more, or less as --hbm-bytes"
+                f"--most-hbm-bytes is {format_size(most)}, and the page pool begins with "
+                f"{format_size(nbytes)}: give more, or less as --hbm-bytes"
             )
-        check_pool(spec, options.most_hbm_bytes // spec.page_bytes, opened.device)
-    _log.info("page pool of %s", format_size(pages * spec.page_bytes))
+        check_pool(spec, pages, opened.device, nbytes=most)
+    _log.info("page pool of %s", format_size(nbytes))
     return pages

@@ -41,9 +41,14 @@ class FakeDevice(CudaDevice):
         self._entry = _Callback(self._run)
         super().__init__(0, driver=library)
 
-    def view(self, address: int, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
-        memory = (ctypes.c_ubyte * int(np.prod(shape))).from_address(address)
-        return np.frombuffer(memory, np.uint8).reshape(shape)
+    def view(
+        self, address: int, shape: tuple[int, ...], *, stride: int | None = None
+    ) -> npt.NDArray[np.uint8]:
+        if stride is None:
+            memory = (ctypes.c_ubyte * int(np.prod(shape))).from_address(address)
+            return np.frombuffer(memory, np.uint8).reshape(shape)
+        memory = (ctypes.c_ubyte * (shape[0] * stride)).from_address(address)
+        return np.frombuffer(memory, np.uint8).reshape(shape[0], stride)[:, : shape[1]]
 
     def launch(self, stream: Stream, work: Callable[[], None]) -> None:
         """Compute ``work`` as the next thing on ``stream``. What it raises comes out of :meth:`finish`."""

@@ -13,6 +13,7 @@ from tierstore.index import Page, Tier
 from tierstore.keys import Identity, encode_tokens
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
 from tierstore.testing.store import wait_until
+from tierstore.tiers.group_pools import bytes_for
 from tierstore.types import Loaded
 
 CHUNK = 16
@@ -50,7 +51,8 @@ class Engine:
 
     def __init__(self, spec, path=None, *, store=None, pages=40, host_bytes=4 << 20, **options):
         self.spec = spec
-        self.pools = [tierstore.open_pool(part, pages) for part in spec.split()]
+        parts = spec.split()
+        self.pools = tierstore.open_group_pools(spec, bytes_for(parts, [pages] * len(parts)))
         if store is None:
             identity = Identity.of(spec, model="played")
             self.store = tierstore.open_groups(
@@ -193,6 +195,6 @@ class Engine:
         self.store.flush(30)
         self.store.check()
         for store, pool in zip(self.store.stores, self.pools, strict=True):
-            assert store.available_hbm() == pool.num_pages
+            assert store.available_hbm() == pool.free_pages + pool.used_pages
             # A copy under way holds its source until it ends.
             wait_until(lambda store=store: store.stats().open_hits == 0)

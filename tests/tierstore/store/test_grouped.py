@@ -151,9 +151,12 @@ def test_chunks_too_short_for_a_name_are_refused():
 
 
 def test_pools_of_other_groups_are_refused():
-    pools = [tierstore.open_pool(part, 2) for part in reversed(GEMMA.split())]
+    pools = tierstore.open_group_pools(GEMMA, 1 << 20)
     with pytest.raises(UsageError, match="another KV spec"):
-        tierstore.open_groups(None, GEMMA, identity=IDENTITY, pools=pools)
+        tierstore.open_groups(None, GEMMA, identity=IDENTITY, pools=pools[::-1])
+    others = tierstore.open_group_pools(GEMMA, 1 << 20)
+    with pytest.raises(UsageError, match="lie in one memory"):
+        tierstore.open_groups(None, GEMMA, identity=IDENTITY, pools=[pools[0], others[1]])
 
 
 def test_parts_of_a_hit_and_what_comes_with_its_end(engine):

@@ -5,30 +5,52 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
-from tierstore.tiers import device_pool
+from tierstore.tiers import device_pool, device_region, mapped
 from tierstore.tiers.device_pool import DevicePool
+from tierstore.tiers.device_region import DeviceRegion
+
+_MODULES = (mapped, device_region, device_pool)  # each uses what the ones before it define
+_TOLD = ("MappedMemory", "DeviceRegion", "Filling")
+
+
+@dataclass(frozen=True)
+class Planted:
+    """The classes with a mistake in them."""
+
+    pool: type[DevicePool]
+    region: type[DeviceRegion]
+
+
+SOUND = Planted(DevicePool, DeviceRegion)
 
 
 @dataclass(frozen=True)
 class Bug:
-    """``old`` is in the text once, and is replaced by ``new``."""
+    """``old`` is in the modules' text once, and is replaced by ``new``."""
 
     name: str
     old: str
     new: str
 
-    def plant(self) -> type[DevicePool]:
+    def plant(self) -> Planted:
         return _planted(self)
 
 
 @cache
-def _planted(bug: Bug) -> type[DevicePool]:
-    text = inspect.getsource(device_pool)
-    assert text.count(bug.old) == 1, f"{bug.name}: its text is there {text.count(bug.old)} times"
-    namespace = {"__name__": "tierstore.tiers.device_pool_with_a_bug"}
-    exec(compile(text.replace(bug.old, bug.new), device_pool.__file__, "exec"), namespace)
-    return namespace["DevicePool"]  # type: ignore[return-value]
+def _planted(bug: Bug) -> Planted:
+    texts = [inspect.getsource(module) for module in _MODULES]
+    found = sum(text.count(bug.old) for text in texts)
+    assert found == 1, f"{bug.name}: its text is there {found} times"
+    told: dict[str, Any] = {}
+    for module, text in zip(_MODULES, texts, strict=True):
+        # What is imported comes from the sound module, and is replaced before anything is called.
+        names: dict[str, Any] = {"__name__": module.__name__}
+        exec(compile(text.replace(bug.old, bug.new), module.__file__, "exec"), names)
+        names |= told
+        told |= {name: names[name] for name in _TOLD if name in names}
+    return Planted(names["DevicePool"], names["DeviceRegion"])
 
 
 _AFTER = "        device.wait(stream, after if after is not None else self.computed())  # rule 1\n"
@@ -71,8 +93,8 @@ BUGS = (
     Bug("a load waits for its first layer only", "        self._device.synchronize(self.last)",
         "        self._device.synchronize(self._events[0])"),
     Bug("a page that is given back is not marked",
-        "                self._freed.update((page, computed) for page in pages)  # rule 5",
-        "                pass"),
+        "            self._region.leave(self._frames_of(pages), under_way)  # rules 5 and 6",
+        "            pass"),
     Bug("a load does not wait for the page's former owner",
         "            self.runtime.wait(stream, event)  # rule 5", "            pass"),
     Bug("a copy into a page does not wait for another one",
@@ -82,9 +104,9 @@ BUGS = (
     Bug("loads are forgotten when they begin",
         "            self._filling.update((page, filling) for page in pages)\n", "            pass\n"),
     Bug("a load waits for nobody",
-        "self._await_freed(upload.stream, pages)", "pass"),
+        "self._await_former(upload.stream, pages)", "pass"),
     Bug("streams go with the pool while its pages are computed with",
-        "weakref.finalize(self.array, _give_back,", "weakref.finalize(self, _give_back,"),
+        "        weakref.finalize(array, _keep, self).atexit = False\n", ""),
     Bug("streams are never given back", "        device.release(stream)\n", "        pass\n"),
     Bug("a stream is forgotten", "for stream in streams:", "for stream in streams[1:]:"),
 )  # fmt: skip

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
 
 import pytest
 
 from tests.engine.device import SCHEDULES, FakeDevice, missing
+from tests.tierstore.tiers.hbm_bugs import SOUND, Bug, Planted
 from tierstore.errors import UsageError
 from tierstore.memory import Memory
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
-from tierstore.tiers import device_pool, mapped
 from tierstore.tiers.device import DeviceError
 from tierstore.tiers.device_pool import DevicePool
-from tierstore.tiers.mapped import MappedMemory
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no driver to test with: {missing()}")
 
@@ -31,13 +27,13 @@ _KEPT: list[Bench] = []
 class Bench:
     """A pool of ``pages`` pages, all taken, which may become ``PAGES`` pages, on a device of a schedule."""
 
-    def __init__(self, seed: int, *, pages: int = PAGES, memory: type[MappedMemory] = MappedMemory) -> None:
+    def __init__(self, seed: int, *, pages: int = PAGES, planted: Planted = SOUND) -> None:
         _KEPT.clear()
         gc.collect()  # what an earlier pool has left is not this one's
         self.device = FakeDevice(seed)
         self.left = self.device.mapped, self.device.handles, self.device.reserved
         _KEPT[:] = [self]  # what a mistake left under way must not hit memory that is gone
-        self.pool = _pool_class(memory)(SPEC, pages, self.device, most=PAGES, layered_bytes=0)
+        self.pool = planted.pool(SPEC, pages, self.device, most=PAGES, layered_bytes=0)
         self.host = Memory(PAGES * SIZE, shared=False)
         self.pool.register(self.host.address, self.host.nbytes)
         taken = self.pool.allocate(pages)
@@ -63,16 +59,6 @@ class Bench:
         gc.collect()
         assert self.device.strays == 0
         assert (self.device.mapped, self.device.handles, self.device.reserved) == self.left
-
-
-@cache
-def _pool_class(memory: type[MappedMemory]) -> type[DevicePool]:
-    if memory is MappedMemory:
-        return DevicePool
-    namespace = {"__name__": "tierstore.tiers.device_pool_with_a_bug"}
-    exec(compile(inspect.getsource(device_pool), device_pool.__file__, "exec"), namespace)
-    namespace["MappedMemory"] = memory
-    return namespace["DevicePool"]  # type: ignore[return-value]
 
 
 def filled(value: int) -> bytes:
@@ -164,22 +150,6 @@ SCENES = {
 }
 
 
-@dataclass(frozen=True)
-class Bug:
-    """``old`` is in the text of ``mapped.py`` once, and is replaced by ``new``."""
-
-    name: str
-    old: str
-    new: str
-
-    def plant(self) -> type[MappedMemory]:
-        text = inspect.getsource(mapped)
-        assert text.count(self.old) == 1, f"{self.name}: its text is there {text.count(self.old)} times"
-        namespace = {"__name__": "tierstore.tiers.mapped_with_a_bug"}
-        exec(compile(text.replace(self.old, self.new), mapped.__file__, "exec"), namespace)
-        return namespace["MappedMemory"]  # type: ignore[return-value]
-
-
 _EACH = "for stream in self._streams)"
 BUGS = (
     Bug("memory goes at once", "if all(wait or self._device.reached(event) for event in events)", "if True"),
@@ -204,11 +174,11 @@ def test_order(scene: Callable[[Bench], None], seed: int) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # by a pool that goes
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_planted_bugs_are_caught(bug: Bug) -> None:
-    memory = bug.plant()
+    planted = bug.plant()
     for scene in SCENES.values():
         for seed in SCHEDULES:
             try:
-                scene(Bench(seed, memory=memory))
+                scene(Bench(seed, planted=planted))
             except (AssertionError, DeviceError):
                 _KEPT.clear()
                 return

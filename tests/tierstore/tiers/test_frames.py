@@ -15,8 +15,9 @@ from tierstore.errors import UsageError
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
 from tierstore.tiers.device import DeviceError
 from tierstore.tiers.frames import Frames
+from tierstore.tiers.group_pools import open_group_pools
 from tierstore.tiers.hbm import PagePool
-from tierstore.tiers.two_level import check, open_group_pools
+from tierstore.tiers.two_level import check
 
 
 class Granules:
@@ -173,7 +174,7 @@ def test_groups_share_what_there_is() -> None:
     assert taken is not None
     second.array[taken] = np.uint8(9)
     assert all((first.array[page] == 7).all() for page in one)
-    check([pool.small for pool in pools])
+    check([pool.books for pool in pools])
 
 
 def test_frames_that_came_before_a_device_failed_are_there():

@@ -17,7 +17,7 @@ import pytest
 import xxhash
 
 from tests.engine.device import SCHEDULES, FakeDevice, missing
-from tests.tierstore.tiers.hbm_bugs import BUGS, Bug
+from tests.tierstore.tiers.hbm_bugs import BUGS, SOUND, Bug
 from tierstore.errors import UsageError
 from tierstore.memory import Memory
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
@@ -43,8 +43,8 @@ class Bench:
     ) -> None:
         self.device = FakeDevice(seed, batches=batches)
         _KEPT[:] = [self]  # a copy that a mistake left under way must not hit memory that is gone
-        pool_class = DevicePool if bug is None else bug.plant()
-        self.pool = pool_class(SPEC, PAGES, self.device, layered_bytes=layered_bytes)
+        planted = SOUND if bug is None else bug.plant()
+        self.pool = planted.pool(SPEC, PAGES, self.device, layered_bytes=layered_bytes)
         self.host = Memory(PAGES * SPEC.page_bytes, shared=False)
         self.pool.register(self.host.address, self.host.nbytes)
         self.content = [bytes([page + 1]) * SPEC.page_bytes for page in range(PAGES)]

@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tierstore.errors import UsageError
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
 from tierstore.store.buffers import HbmPages
-from tierstore.tiers.two_level import GroupPool, check, cut, open_group_pools, small_pages, waste
+from tierstore.tiers.group_pools import open_group_pools
+from tierstore.tiers.two_level import check, cut, small_pages, waste
 
 CHUNK = 8
 
@@ -96,7 +97,7 @@ def test_what_fits_best_is_taken_from():
     first.free(other[:1])
     assert first.allocate(1) == [other[0]]
     first.free(one[3:])
-    assert first.small.large.free == 15
+    assert first.frames.free == 15
 
 
 def test_pages_that_lie_apart_are_saved_as_they_are():
@@ -146,12 +147,12 @@ class OneMemory(RuleBasedStateMachine):
     def nothing_overlaps(self):
         if not hasattr(self, "pools"):
             return
-        groups = [pool.small for pool in self.pools]
+        groups = [pool.books for pool in self.pools]
         check(groups)
         for (group, page), stamp in self.held.items():
             assert (self.pools[group].array[page] == stamp).all()
         found = waste(groups)
-        large = groups[0].large
+        large = groups[0].frames
         sums = found.used_bytes + found.internal_bytes + found.external_bytes + found.free_bytes
         assert sums == large.count * large.large_bytes
 
@@ -159,7 +160,7 @@ class OneMemory(RuleBasedStateMachine):
         for group, page in getattr(self, "held", ()):
             self.pools[group].free([page])
         if hasattr(self, "pools"):
-            large = self.pools[0].small.large
+            large = self.pools[0].frames
             assert large.free == large.count
 
 
@@ -170,7 +171,6 @@ TestOneMemory.settings = settings(max_examples=40, stateful_step_count=40, deadl
 def test_copies_go_to_the_pages_that_are_shown():
     pools = open_group_pools(specs(3, 5), 1 << 16)
     for pool in pools:
-        assert isinstance(pool, GroupPool)
         pages = pool.allocate(3)
         assert pages is not None
         source = np.arange(pool.spec.page_bytes, dtype=np.uint8)

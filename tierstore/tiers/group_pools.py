@@ -1,0 +1,81 @@
+"""The pools of a model's layer groups, in one memory of two levels (:mod:`tierstore.tiers.two_level`).
+
+On a CPU the memory is ordinary, on a device one region of its own: fixed, or, where it may become larger,
+mapped piece by piece, by large pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tierstore.errors import UsageError
+from tierstore.spec import KVSpec
+from tierstore.tiers.device import Device, DeviceMemoryError
+from tierstore.tiers.hbm import HostRegion, PagePool
+from tierstore.tiers.two_level import books_of, checked_cut, cut
+from tierstore.units import format_size
+
+
+def open_group_pools(
+    specs: Sequence[KVSpec],
+    nbytes: int,
+    *,
+    most_bytes: int | None = None,
+    device: Device | None = None,
+    layered_bytes: int | None = None,
+) -> tuple[PagePool, ...]:
+    """Pools for these layouts (of one group each: :meth:`KVSpec.split`) in one memory of ``nbytes`` bytes of
+    ``device`` (None: of this process), which :meth:`PagePool.resize` of any of them may make ``most_bytes``.
+    ``layered_bytes`` is from which size on a device's loads go layer by layer (None: its own).
+
+    Raises :class:`UsageError` where that is too little for a page of each, or more than there is.
+
+    >>> from tierstore.spec import LayerGroup, LayerKind
+    >>> full = LayerGroup(LayerKind.FULL_ATTENTION, (0, 1, 2), 1, 64)
+    >>> window = LayerGroup(LayerKind.SLIDING_WINDOW, (3,), 1, 64, window=128)
+    >>> first, second = open_group_pools(KVSpec((full, window), "float16").split(), 1 << 20)
+    >>> first.num_pages, second.num_pages
+    (21, 63)
+    >>> pages = second.allocate(4)
+    >>> first.free_pages, second.free_pages
+    (19, 59)
+    """
+    page_bytes = [spec.page_bytes for spec in specs]
+    pages = checked_cut(page_bytes, nbytes)
+    present = nbytes // pages.large_bytes
+    most = None if most_bytes is None else most_bytes // pages.large_bytes
+    if device is None:
+        region = HostRegion(pages.large_bytes, present, most=most)
+        books = books_of(page_bytes, pages, region.frames)
+        return tuple(PagePool.within(spec, region, each) for spec, each in zip(specs, books, strict=True))
+    from tierstore.tiers.device_pool import LAYERED_BYTES, DevicePool  # not before somebody has a device
+    from tierstore.tiers.device_region import DeviceRegion
+
+    try:
+        on_device = DeviceRegion(device, pages.large_bytes, present, most=most)
+    except DeviceMemoryError as error:
+        memory = device.memory()
+        raise UsageError(
+            f"a page pool of {format_size(nbytes)} does not fit {device.name}: {format_size(memory.free)} of "
+            f"its {format_size(memory.total)} are free"
+        ) from error
+    layered = LAYERED_BYTES if layered_bytes is None else layered_bytes
+    return tuple(
+        DevicePool.within(spec, on_device, each, layered_bytes=layered)
+        for spec, each in zip(specs, books_of(page_bytes, pages, on_device.frames), strict=True)
+    )
+
+
+def bytes_for(specs: Sequence[KVSpec], counts: Sequence[int]) -> int:
+    """The memory in which so many pages of each of these layouts find room at a time."""
+    if len(specs) == 1:
+        return specs[0].page_bytes * counts[0]
+    pages = cut([spec.page_bytes for spec in specs])
+    large = sum(-(-count // per_large) for count, per_large in zip(counts, pages.per_large, strict=True))
+    return large * pages.large_bytes
+
+
+def fits(pools: Sequence[PagePool], counts: Sequence[int], *, frames: int | None = None) -> bool:
+    """Whether so many pages of each of a model's pools could be had at a time, if nothing else were held, in
+    a memory of its target's size (or of ``frames`` large pages)."""
+    large = sum(-(-count // pool.books.per_frame) for pool, count in zip(pools, counts, strict=True))
+    return large <= (pools[0].frames.target if frames is None else frames)
