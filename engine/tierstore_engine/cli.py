@@ -134,6 +134,14 @@ def serve(
     api_key: Annotated[
         str | None, typer.Option(help="Clients must send it", envvar="TIERSTORE_API_KEY", show_envvar=True)
     ] = None,
+    operator_key: Annotated[
+        str | None,
+        typer.Option(
+            help="For POST /pool, which clients' key is not",
+            envvar="TIERSTORE_OPERATOR_KEY",
+            show_envvar=True,
+        ),
+    ] = None,
     chat_template: Annotated[Path | None, typer.Option(help="Jinja; default: the model's own")] = None,
     store: Annotated[
         str | None, typer.Option(help="Store directory, or a daemon's address; without one nothing is kept")
@@ -204,6 +212,7 @@ def serve(
         host=host,
         port=port,
         api_key=api_key,
+        operator_key=operator_key,
         chat_template=chat_template,
         max_body_bytes=parse_size(max_body_bytes),
         max_requests=max_requests,

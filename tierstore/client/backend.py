@@ -220,12 +220,21 @@ class RemoteBackend:
         if wait_s <= 0 or not self._loads or self.connection.session is None:
             return Transfer.completed(None)
         # Its own end: a request that ends unanswered is a sign that the daemon is not well.
-        transfer: Transfer[None] = Transfer(lambda _: None, pages=0, nbytes=0, deadline_s=wait_s)
+        stop: list[Callable[[], None]] = []
+
+        def settle(state: TransferState) -> None:
+            if state is TransferState.CANCELLED:  # the daemon, and its pool, need not look for it any more
+                for each in stop:
+                    each()
+
+        transfer: Transfer[None] = Transfer(settle, pages=0, nbytes=0, deadline_s=wait_s)
 
         def ask() -> None:
-            asked = self._expect(request, transfer.remaining_s or 0.0)
+            asked = self._expect(request, transfer.remaining_s or 0.0, stop)
             transfer.watch(asked)
             asked.on_end(transfer.finish)
+            if transfer.state is TransferState.CANCELLED:  # in the meantime
+                settle(transfer.state)
 
         registering = self._registering(request.identity, request.chunk_tokens)
         if registering is None:
@@ -235,7 +244,9 @@ class RemoteBackend:
             registering.on_end(ask)
         return transfer
 
-    def _expect(self, request: LookupRequest, wait_s: float) -> Transfer[None]:
+    def _expect(
+        self, request: LookupRequest, wait_s: float, stop: list[Callable[[], None]]
+    ) -> Transfer[None]:
         session = self._session_for(request)
         if session is None or wait_s <= 0:
             return Transfer.completed(None)
@@ -248,9 +259,11 @@ class RemoteBackend:
             request.forget_handle()
             return message()
 
-        return self.connection.call(
+        call = self.connection.call(
             session, message(), messages.Found, lambda *_: None, wait_s=wait_s, otherwise=whole
         )
+        stop.append(lambda: None if call.done else self.connection.unexpect(session, call.number))
+        return call
 
     def _leased(
         self, session: Session, request: LookupRequest, found: messages.Found | None, at: float

@@ -122,6 +122,12 @@ class Connection:
         if channel is not None:
             channel.send(messages.Suspect(lease, page))
 
+    def unexpect(self, session: Session, lookup: int) -> None:
+        """Say that nobody waits any more for what a lookup expects, likewise."""
+        channel = self._channel_of(session)
+        if channel is not None:
+            channel.send(messages.Unexpect(lookup))
+
     def release(self, session: Session, lease: int) -> None:
         """Give a lease back, likewise."""
         channel = self._channel_of(session)

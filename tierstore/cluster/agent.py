@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -98,6 +99,8 @@ class Agent:
             counts["failed_calls"] += 1
         except TierStoreError:
             counts["failed_saves"] += 1
+        except Exception as error:  # noqa: BLE001  # counted and told of: whoever asked gets an answer
+            self._note_unforeseen(error, counts)
         self._tell(answer)
         self._count(counts)
 
@@ -106,6 +109,13 @@ class Agent:
             self._tell(o.Counted(dict(counts)))
         if self._staging.worn_out:
             os._exit(_WORN_OUT)
+
+    def _note_unforeseen(self, error: Exception, counts: Counter[str]) -> None:
+        counts["unforeseen_errors"] += 1
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        self._tell(
+            o.Failed(f"{type(error).__name__}: {error} ({os.path.basename(where.filename)}:{where.lineno})")
+        )
 
     # -- looking and bringing ------------------------------------------------------------------------
 
@@ -184,6 +194,10 @@ class Agent:
                 there += self._pool.exists(names[start : start + _MOST_NAMES])
         except PoolError:
             self._count(Counter(failed_calls=1))
+        except Exception as error:  # noqa: BLE001  # counted and told of: the thread that asks must go on
+            counts: Counter[str] = Counter()
+            self._note_unforeseen(error, counts)
+            self._count(counts)
         return [*there, *[False] * (len(names) - len(there))]
 
     def _bring_promised(self, promised: PromisedPrompt) -> int:
@@ -200,6 +214,8 @@ class Agent:
             counts["failed_calls"] += 1
         except TierStoreError:
             counts["failed_saves"] += 1
+        except Exception as error:  # noqa: BLE001  # counted and told of: it ends as what cannot be had
+            self._note_unforeseen(error, counts)
         self._count(counts)
         return came
 
@@ -231,6 +247,8 @@ class Agent:
                 counts["failed_calls"] += 1
             except TierStoreError:
                 counts["failed_loads"] += 1
+            except Exception as error:  # noqa: BLE001  # counted and told of: the thread must go on
+                self._note_unforeseen(error, counts)
             with self._known_lock:
                 self._queued -= queued
             self._count(counts)

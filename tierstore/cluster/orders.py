@@ -105,5 +105,11 @@ class Counted(Order):
     counts: dict[str, int]
 
 
+class Failed(Order):
+    """Something went wrong that was not foreseen: a bug of ours or the pool's. The agent goes on."""
+
+    message: str
+
+
 ToAgent: TypeAlias = Begin | Look | Bring | Stop | Publish
-ToDaemon: TypeAlias = Ready | Away | Looked | Brought | Counted
+ToDaemon: TypeAlias = Ready | Away | Looked | Brought | Counted | Failed

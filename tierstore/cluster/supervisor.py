@@ -45,7 +45,8 @@ _MOST_UNREAD_BYTES = 16 << 20  # that an agent has not read
 _LATE = 3  # looks that came late, in …
 _LATE_WITHIN_S = 10.0
 _PAUSE_S = (5.0, 60.0)  # … stop the looking for so long
-_MOST_PROMISED = 1024  # prompts whose pages are waited for at a time, of all clients; each has 64 at most
+_MOST_PROMISED = 1024  # prompts whose pages are waited for at a time, of all clients; each has 64 at most …
+_MOST_PROMISED_TOKENS = 16 << 20  # … and their tokens: the agent keeps their ids and names
 _RATE_SHARE = 0.3  # of the newest measurement
 
 _Found: TypeAlias = "o.Looked | o.Brought"
@@ -105,7 +106,8 @@ class Cluster:
         self._absent: Recent[tuple[bytes, bytes]] = Recent(_ABSENT_S, _REMEMBERED)
         self._published: Recent[tuple[bytes, bytes, int]] = Recent(_PUBLISHED_S, _REMEMBERED)
         self._bringing: dict[tuple[bytes, bytes], asyncio.Future[_Found]] = {}
-        self._promised = 0  # prompts that are waited for
+        self._promised = 0  # prompts that are waited for …
+        self._promised_tokens = 0  # … and their tokens
         self._late: list[float] = []
         self._paused_until = 0.0
         self._pause_s = _PAUSE_S[0]
@@ -222,7 +224,13 @@ class Cluster:
         another host, in ``wait_s`` seconds. Call the result when they are not wanted any more."""
         count = min(count, view.whole_chunks - first)
         agent = self._getter
-        if not self._shares(view) or count <= 0 or self._promised >= _MOST_PROMISED:
+        if not self._shares(view) or count <= 0:
+            return _nothing
+        tokens = view.whole_chunks * view.chunk_tokens
+        if self._promised and (
+            self._promised >= _MOST_PROMISED or self._promised_tokens + tokens > _MOST_PROMISED_TOKENS
+        ):
+            self._counts["refused_promises"] += 1
             return _nothing
         numbers: list[int] = []
 
@@ -234,9 +242,11 @@ class Cluster:
         if bringing is None:
             return _nothing
         self._promised += 1
+        self._promised_tokens += tokens
 
         def note(_: asyncio.Future[_Found]) -> None:
             self._promised -= 1
+            self._promised_tokens -= tokens
             self._counts["promised_brings"] += 1
 
         bringing.add_done_callback(note)
@@ -326,6 +336,7 @@ class _Agent:
     _writer: asyncio.StreamWriter | None = None
     _running: asyncio.Task[None] | None = None
     _hopeless: bool = False
+    _failure: str = ""  # that was told of last
 
     def start(self) -> None:
         self._running = asyncio.get_running_loop().create_task(self._run())
@@ -432,6 +443,10 @@ class _Agent:
                         asked.answer.set_result(order)
                 case o.Counted():
                     self.counts.update(order.counts)
+                case o.Failed():
+                    if order.message != self._failure:  # the same again and again is told once
+                        _log.error("cluster: an agent goes on after an error: %s", order.message)
+                    self._failure = order.message
 
     async def _watch(self, process: subprocess.Popen[bytes]) -> None:
         """Kill it when an answer is overdue."""

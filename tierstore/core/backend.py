@@ -40,7 +40,7 @@ from tierstore.backend import (
 )
 from tierstore.codec import NONE
 from tierstore.core.arrivals import Waiter
-from tierstore.core.clients import MOST_EXPECTING, Client, LocalLease, LocalReservation, Path, Refusal
+from tierstore.core.clients import Client, LocalLease, LocalReservation, Path, Refusal
 from tierstore.core.core import MOVER_THREADS, Core, open_tiers
 from tierstore.core.find import find, wake_loose
 from tierstore.core.health import STALL_S
@@ -228,7 +228,7 @@ class LocalBackend:
             nonlocal ended
             with state.lock:
                 ended = True
-                client.expecting.discard(transfer)
+                client.expecting.pop(transfer, None)
                 arrivals.forget(waiter)
 
         def look() -> None:
@@ -242,9 +242,9 @@ class LocalBackend:
         with state.lock:
             if state.closed:
                 return Transfer.completed(None)
-            if len(client.expecting) >= MOST_EXPECTING or not self._waits(view, limit, waiter):
+            if not client.may_expect(view.num_tokens) or not self._waits(view, limit, waiter):
                 return Transfer.completed(None)  # more are not waited for: they are looked up as they are
-            client.expecting.add(transfer)
+            client.expecting[transfer] = view.num_tokens
             bring = self._brings_from_disk(view, limit)
         if bring is not None:  # the promise may be about what follows pages that are on disk only
             try:
@@ -1069,6 +1069,7 @@ def open_core(
             page_bytes=page_bytes,
             inline_bytes=whole_number("inline_bytes", inline_bytes, least=0),
             codec=disk_codec,
+            policy=policy,
             io=io,
             clock=clock,
         )

@@ -17,7 +17,8 @@ from tierstore.transfer import Transfer
 
 MOST_IDENTITIES = 1024  # a client may register
 MOST_LEASES = 4096
-MOST_EXPECTING = 64  # prompts whose promised pages a client waits for: each is looked at as pages come
+MOST_EXPECTING = 64  # prompts whose promised pages a client waits for: each is looked at as pages come …
+MOST_EXPECTED_TOKENS = 4 << 20  # … and their tokens, unless there is one prompt only
 MOST_WAITING = 4096  # requests that wait for a disk: a prefetch for each lease, if need be
 MOST_PATHS = 1024  # an engine asks for each prompt once per worker and KV cache group: 56 paths a prompt
 MOST_PATH_PAGES = 1 << 18  # in all remembered paths together
@@ -98,9 +99,17 @@ class Client:
     path_pages: int = 0
     reserved_bytes: int = 0
     waiting: int = 0  # requests that wait for a disk
-    expecting: set[Transfer[None]] = field(default_factory=set)  # that wait for promised pages
+    expecting: dict[Transfer[None], int] = field(
+        default_factory=dict
+    )  # what waits for promised pages: tokens
     suspects: bool = False  # a page that it takes for damaged is being looked at
     ended: bool = False
+
+    def may_expect(self, tokens: int) -> bool:
+        """Whether it may wait for promised pages of a prompt of so many tokens, too."""
+        waiting = self.expecting.values()
+        room = len(waiting) < MOST_EXPECTING and sum(waiting) + tokens <= MOST_EXPECTED_TOKENS
+        return not waiting or room
 
     def registration(self, number: int) -> Registration:
         """Raises :class:`Refusal`."""

@@ -94,6 +94,7 @@ class Session:
     sent: list[asyncio.Future[None]] = field(default_factory=list)
     # Reservations whose pages other hosts are to have: the prompt, and how many of its chunks.
     sharing: dict[int, tuple[PromptView, int]] = field(default_factory=dict)
+    expected: dict[int, Transfer[None]] = field(default_factory=dict)  # what lookups wait for, by their ids
 
     @property
     def client(self) -> Client:
@@ -250,6 +251,11 @@ class Service:
                 if lease is not None and m.page in range(lease.pages):
                     session.backend.suspect(lease, m.page)
                 return None
+            case p.Unexpect():
+                expected = session.expected.get(m.lookup)
+                if expected is not None:
+                    expected.cancel()
+                return None
             case p.Bring():
                 return self._bring(session, m)
             case p.Load():
@@ -333,9 +339,11 @@ class Service:
             else:
                 first, wanted = session.backend.held(view, m.expect) // view.chunk_tokens, view
             stop = self.cluster.expect(wanted, first, m.expect // view.chunk_tokens - first, m.expect_s)
+        session.expected[m.id] = expected
         try:
             await expected
         finally:
+            session.expected.pop(m.id, None)
             stop()
         self._broken_promises += expected.state is TransferState.EXPIRED
         found = self._find(session, view, m, wait_s)

@@ -86,7 +86,7 @@ async def export_pack(
     _check_new(path)
     held = [await _held(store, prompt) for prompt in prompts]
     manifest = Manifest.of(store.spec, held, signer.public, hash=PageHash.best() if hash is None else hash)
-    export = _Export(store, manifest, signer, progress)
+    export = _Export(store, manifest, signer, progress, resumable=path is not None)
     done = await _resumable(_part(path), manifest, export) if resume and path is not None else 0
     await _write_packs([export], path, done)
     asked = sum(map(len, prompts))
@@ -119,7 +119,7 @@ async def export_groups(
     for number, (own, held) in enumerate(found):
         following = [other.identity for other, _ in found[number + 1 :]]
         manifest = Manifest.of(own.spec, held, signer.public, hash=PageHash.BLAKE3, following=following)
-        exports.append(_Export(own, manifest, signer, progress))
+        exports.append(_Export(own, manifest, signer, progress, resumable=False))
         exported.append(Exported(manifest, asked, sum(map(len, held)), 0))
     if not exported:
         raise UsageError("nothing to pack: no whole chunk of these prompts is held")
@@ -178,7 +178,7 @@ async def _resumable(part: Path, manifest: Manifest, export: _Export) -> int:
     try:
         async with open_pack(part, Trust(manifest.signer)) as reader:
             if reader.manifest.head != manifest.head:
-                raise UsageError(f"{part} is of other pages than these: remove it, or leave --resume out")
+                raise UsageError(f"{part} {_difference(reader.manifest, manifest)}, or leave --resume out")
             export.digest = reader.head_seal
             async with aclosing(reader.blocks()) as blocks:
                 async for block in blocks:
@@ -188,6 +188,19 @@ async def _resumable(part: Path, manifest: Manifest, export: _Export) -> int:
     except PackError:
         pass  # as far as it is good it is kept, and the rest is written once more
     return good
+
+
+def _difference(begun: Manifest, wanted: Manifest) -> str:
+    """Why a part cannot be gone on with, and what to do."""
+    if begun.hash != wanted.hash:
+        name = begun.hash.name.lower()
+        return f"has pages hashed by {name}, not {wanted.hash.name.lower()}: give --hash {name}, remove it"
+    if begun.identity != wanted.identity:
+        return f"is of another model or layout ({begun.identity.model}): remove it"
+    return (
+        f"is of {begun.tokens:,} tokens of {len(begun.prompts):,} prompts, and other ones are held now "
+        f"({wanted.tokens:,} of {len(wanted.prompts):,}): remove it"
+    )
 
 
 class _Output:
@@ -272,7 +285,15 @@ class _Buffer:
 class _Export:
     """One pack being written. ``digest`` is that of the last seal."""
 
-    def __init__(self, store: Store, manifest: Manifest, signer: Signer, progress: Progress | None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        manifest: Manifest,
+        signer: Signer,
+        progress: Progress | None,
+        *,
+        resumable: bool,
+    ) -> None:
         manifest.hash.digester()  # that its package is missing is said before there is a file
         self.digest = b""
         self.resumed_pages = 0
@@ -280,6 +301,7 @@ class _Export:
         self._manifest = manifest
         self._signer = signer
         self._progress = progress
+        self._resumable = resumable
 
     @property
     def last(self) -> bool:
@@ -324,9 +346,10 @@ class _Export:
                 # Where the host tier is smaller than the prompt, the prompt's own pages are in the way.
                 await asyncio.to_thread(make_room, self._store, manifest.block_pages)
                 if not await self._load_run(run, buffer, run.page - first):
+                    again = "again with --resume" if self._resumable else "again"
                     raise PackError(
-                        f"the store has let go of pages behind {run.page:,} of {manifest.pages:,}: save them "
-                        "again, and run this with --resume"
+                        f"the store has let go of pages behind {run.page:,} of {manifest.pages:,}: save "
+                        f"them, and run this {again}"
                     )
 
     async def _load_run(self, run: Run, buffer: _Buffer, at: int) -> bool:

@@ -10,6 +10,7 @@ What it does wrong stands in ``PATH/.faults.json``, read with every call::
     {"short": true}            objects that are got are shorter than they should be
     {"swap": true}             of two objects that are got together each is the other
     {"refuse": true}           calls fail
+    {"broken": true}           puts end in an error that no pool should raise
     {"full": true}             there is no room
     {"crash": true}            the process ends in the middle of a get
 """
@@ -73,6 +74,8 @@ class FakePool(Pool):
 
     def put(self, names: Sequence[str], of: Sequence[Memory]) -> list[bool]:
         faults = self._faults()
+        if faults.get("broken"):
+            raise RuntimeError("the fake pool is broken")
         if faults.get("full"):
             return [False] * len(names)
         for name, (address, nbytes) in zip(names, of, strict=True):

@@ -145,6 +145,13 @@ class Lookup(Message):
     gain: int = 0
 
 
+class Unexpect(Message):
+    """One-way: nobody waits any more for what the :class:`Lookup` of this id expects. It is answered at
+    once."""
+
+    lookup: int
+
+
 class Found(Message):
     """``tokens`` lie in ``tiers``: (``host`` or ``disk``, pages) run by run, in prefix order. Of the last
     page ``tail_tokens`` tokens match. ``lease`` is 0 when nothing was found. ``path`` may be referred to by
@@ -421,6 +428,7 @@ Request: TypeAlias = (
     | Load
     | Fetch
     | Suspect
+    | Unexpect
     | Release
     | Reserve
     | Write
@@ -456,7 +464,7 @@ Answer: TypeAlias = (
     | StatsAnswer
 )
 
-OneWay: TypeAlias = Release | Suspect | Abort | Bye
+OneWay: TypeAlias = Release | Suspect | Unexpect | Abort | Bye
 """Requests that have no id and no answer."""
 
 _encoder = msgspec.msgpack.Encoder()

@@ -42,7 +42,7 @@ from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.server.admission import Admission, Place
 from tierstore_engine.server.chat import ChatTemplate
 from tierstore_engine.server.errors import ApiError, bad_request
-from tierstore_engine.server.http import Endpoint, Exchange, Handler, not_routed
+from tierstore_engine.server.http import Endpoint, Exchange, Handler, has_key, not_routed, require_key
 from tierstore_engine.server.metrics import ServerMetrics, Snapshot
 from tierstore_engine.server.page import EnginePage
 from tierstore_engine.server.requests import (
@@ -207,7 +207,7 @@ class Server:
                 Route("/tokenize", endpoint("tokenize", self._tokenize), methods=["POST"]),
                 Route("/v1/models", endpoint("models", self._models), methods=["GET"]),
                 Route("/v1/models/{name:path}", endpoint("models", self._model), methods=["GET"]),
-                Route("/pool", endpoint("pool", self._pool), methods=["GET", "POST"]),
+                Route("/pool", endpoint("pool", self._pool, public=True), methods=["GET", "POST"]),
                 Route("/health", endpoint("health", self._health, public=True), methods=["GET"]),
                 Route("/metrics", endpoint("metrics", self._metrics, public=True), methods=["GET"]),
                 Route("/", page, methods=["GET"]),
@@ -266,6 +266,7 @@ class Server:
     async def _pool(self, exchange: Exchange) -> None:
         """How much memory the pages have, and with POST how much they are to have."""
         request = exchange.request
+        self._require_pool_key(request)
         asked = WebRequest(request.method, request.url.path, dict(request.headers))
         if (refusal := self._site.strange(asked)) is not None:
             await exchange.send(Response(refusal.body, refusal.status, dict(refusal.headers)))
@@ -281,6 +282,25 @@ class Server:
             "most_bytes": size.most_bytes,
         }
         await exchange.reply(200, document)
+
+    def _require_pool_key(self, request: Request) -> None:
+        """Looking is for clients; what changes the server for all of them is the operator's. Raises
+        :class:`ApiError` (401, 403)."""
+        api_key, operator_key = self.settings.api_key, self.settings.operator_key
+        if operator_key is not None and has_key(request, operator_key):
+            return
+        if api_key is not None:
+            require_key(request, api_key)
+        if request.method == "GET":
+            return
+        if operator_key is None and api_key is not None:
+            raise ApiError(
+                403, "nobody may resize the pool: start the server with an --operator-key for that"
+            )
+        if operator_key is not None:
+            raise ApiError(
+                403, "only the operator may resize the pool: send Authorization: Bearer OPERATOR_KEY"
+            )
 
     async def _health(self, exchange: Exchange) -> None:
         if self.engine.failed is not None:

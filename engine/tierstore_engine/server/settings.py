@@ -16,7 +16,9 @@ class ServerSettings:
     """Where to listen, whom to serve and how much of it at a time. Raises :class:`UsageError`.
 
     ``model_name`` is what clients call the model. With ``api_key`` everything under ``/v1`` wants it; without
-    one only loopback addresses are served. ``max_requests`` HTTP requests are worked on or wait at a time,
+    one only loopback addresses are served. ``operator_key`` is wanted for what changes the server for all
+    (``POST /pool``): where clients have a key, it is another one, and without it nobody may. ``max_requests``
+    HTTP requests are worked on or wait at a time,
     with ``max_queued_tokens`` prompt tokens among them (a single one may have more); beyond that clients are
     told to come back. A request may have a body of ``max_body_bytes``, ``max_choices`` continuations (prompts
     times ``n`` or ``best_of``) of ``max_new_tokens`` tokens each, and take ``request_s`` seconds. One whose
@@ -29,6 +31,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
+    operator_key: str | None = None
     chat_template: Path | None = None
     max_body_bytes: int = 4 * MIB
     max_requests: int = 512
@@ -45,6 +48,10 @@ class ServerSettings:
             raise UsageError(f"port must lie between 0 (any free one) and 65535, not {self.port}")
         if self.api_key == "":
             raise UsageError("an api key must not be empty; leave it out to serve without one")
+        if self.operator_key == "":
+            raise UsageError("an operator key must not be empty; leave it out to have none")
+        if self.operator_key is not None and self.operator_key == self.api_key:
+            raise UsageError("the operator key is the clients' api key: give another one")
         if self.api_key is None and not is_loopback(self.host):
             raise UsageError(
                 f"{self.host} is reached from other machines: give an --api-key, or listen at 127.0.0.1"

@@ -18,8 +18,10 @@ pytest.importorskip("uvicorn")
 import httpx
 import openai
 
+from tierstore.errors import UsageError
 from tierstore_engine.build import LoadedModel
 from tierstore_engine.engine import Engine
+from tierstore_engine.server.settings import ServerSettings
 
 from .live import Live, wait_for
 
@@ -154,6 +156,30 @@ def test_other_paths_methods_and_content(live: Live) -> None:
     answer = live.http.post("/v1/completions", data={"a": "b"})
     assert answer.status_code == 415
     assert "application/json" in answer.json()["error"]["message"]
+
+
+def test_clients_look_at_the_pool_and_the_operator_resizes_it(
+    tiny: LoadedModel, engine_of: EngineOf, serve: Serve
+) -> None:
+    def ask(live: Live, method: str, key: str | None) -> int:
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        body = {"json": {"bytes": size}} if method == "POST" else {}
+        return live.http.request(method, "/pool", headers=headers, **body).status_code
+
+    live = serve(engine_of(tiny), api_key="client", operator_key="operator")
+    size = live.http.get("/pool", headers={"Authorization": "Bearer client"}).json()["bytes"]
+    assert [ask(live, "GET", key) for key in (None, "no", "client", "operator")] == [401, 401, 200, 200]
+    assert [ask(live, "POST", key) for key in (None, "no", "client", "operator")] == [401, 401, 403, 200]
+    live = serve(engine_of(tiny), api_key="client")  # nobody is the operator
+    assert [ask(live, "POST", key) for key in (None, "client")] == [401, 403]
+    live = serve(engine_of(tiny), operator_key="operator")
+    assert [ask(live, "GET", None), ask(live, "POST", None), ask(live, "POST", "operator")] == [200, 403, 200]
+
+
+def test_operators_and_clients_have_different_keys() -> None:
+    for keys in ({"api_key": "k", "operator_key": "k"}, {"operator_key": ""}):
+        with pytest.raises(UsageError, match="operator key"):
+            ServerSettings(model_name="m", **keys)  # type: ignore[arg-type]
 
 
 def test_an_api_key(tiny: LoadedModel, engine_of: EngineOf, serve: Serve) -> None:

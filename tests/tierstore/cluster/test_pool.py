@@ -15,13 +15,16 @@ import time
 import numpy as np
 import pytest
 
-from tests.tierstore.cluster.hosts import SPEC, Host, alive, check, prompt, published, show
+from tests.tierstore.cluster.hosts import IDENTITY, SPEC, Host, alive, check, prompt, published, show
+from tierstore.backend import Registration
 from tierstore.cluster import supervisor
-from tierstore.keys import Identity
+from tierstore.core.clients import MOST_EXPECTED_TOKENS, Client
+from tierstore.core.prompts import PromptView
+from tierstore.keys import Identity, Prompt
 from tierstore.testing.fake_pool import set_faults
 from tierstore.testing.pages import pages_of
 from tierstore.testing.store import wait_until
-from tierstore.transfer import TransferState
+from tierstore.transfer import Transfer, TransferState
 from tierstore.types import Hint, Promise
 
 
@@ -82,6 +85,18 @@ def test_a_secret_keeps_others_out(start, tmp_path):
     assert start(f"--cluster-secret={tmp_path}/wrong").bring(prompt(1)) == (0, 0)
     assert start().bring(prompt(1)) == (0, 0)
     assert start(f"--cluster-secret={tmp_path}/right").bring(prompt(1)) == (128, 128)
+
+
+def test_an_agent_that_meets_an_error_of_its_own_goes_on(start, pool):
+    one, other = start(), start()
+    set_faults(pool, broken=True)
+    one.save(prompt(1))
+    one.wait_for(lambda stats: stats.cluster.counts.get("unforeseen_errors", 0) >= 1)
+    set_faults(pool)
+    one.save(prompt(2))
+    published(one, 8)
+    assert other.bring(prompt(2)) == (128, 128)
+    assert not one.counts().get("agent_ends")
 
 
 @pytest.mark.parametrize("lie", ["flip", "tear", "short", "swap"])
@@ -461,6 +476,54 @@ def test_what_another_host_goes_on_with_is_published_at_once(start):
     assert one.counts()["published_pages"] == 16
     assert one.stats().service.refused == reader.stats().service.refused == {}
     assert "published_pages" not in reader.counts()
+
+
+def test_a_promise_that_is_not_wanted_any_more_is_not_asked_for(start):
+    """Of a request that was given up: the session goes on."""
+    other = start()
+    with other.store() as store:
+        expected = store.expect(prompt(1), Promise(128, 10.0))
+        other.wait_for(lambda stats: stats.service.promised_lookups == 1)
+        assert expected.cancel()
+        stats = other.wait_for(lambda stats: stats.cluster.counts.get("promised_brings") == 1)
+        assert stats.service.broken_promises == 0  # as it would be at its end
+        assert store.lookup(prompt(1)).tokens == 0
+
+
+def test_promised_prompts_are_bounded_by_their_tokens():
+    client = Client()
+    assert client.may_expect(2 * MOST_EXPECTED_TOKENS)  # one prompt may be as long as any
+    client.expecting[Transfer.completed(None)] = MOST_EXPECTED_TOKENS - 1000
+    assert client.may_expect(1000)
+    assert not client.may_expect(1001)
+
+
+def test_a_host_waits_for_no_more_promised_tokens_than_it_may(pool, monkeypatch):
+    monkeypatch.setattr(supervisor, "_MOST_PROMISED_TOKENS", 200)
+
+    def view(number):
+        whole = Prompt(IDENTITY, prompt(number), chunk_tokens=16)
+        registration = Registration(IDENTITY, SPEC.page_bytes, 16)
+        return PromptView(registration, whole.keys, whole.token_bytes)
+
+    async def until(condition):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+    async def run():
+        cluster = supervisor.Cluster(supervisor.ClusterOptions(f"fake://{pool}"), "ipc:///none")
+        cluster.start()
+        await until(lambda: cluster.stats().online)
+        stop = cluster.expect(view(1), 0, 8, 10.0)
+        cluster.expect(view(2), 0, 8, 10.0)
+        assert cluster.stats().counts["refused_promises"] == 1
+        stop()
+        await until(lambda: cluster.stats().counts.get("promised_brings") == 1)
+        cluster.expect(view(2), 0, 8, 10.0)
+        assert cluster.stats().counts["refused_promises"] == 1
+        await cluster.stop()
+
+    asyncio.run(asyncio.wait_for(run(), 30))
 
 
 def test_promises_that_nobody_keeps_cost_others_nothing(start):

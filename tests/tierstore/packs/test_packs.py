@@ -314,8 +314,14 @@ def test_an_export_goes_on_with_the_same_pages_only(large, tmp_path):
     path, store = large
     (tmp_path / "b.tskv.part").write_bytes(path.read_bytes()[: 20 << 20])
     fewer = c.prompt(LARGE_TOKENS[:640], LARGE_IDENTITY, LARGE)
-    with pytest.raises(UsageError, match="of other pages than these"):
+    with pytest.raises(UsageError, match=r"is of 1,280 tokens of 1 prompts, and other ones .* \(640 of 1\)"):
         c.exported(store, [fewer], tmp_path / "b.tskv", resume=True)
+    same = c.prompt(LARGE_TOKENS, LARGE_IDENTITY, LARGE)
+    other = PageHash.SHA256 if verified(path).hash is PageHash.BLAKE3 else PageHash.BLAKE3
+    with pytest.raises(
+        UsageError, match=f"hashed by .*: give --hash {verified(path).hash.name.lower()}, remove it"
+    ):
+        c.exported(store, [same], tmp_path / "b.tskv", resume=True, hash=other)
     c.exported(store, [fewer], tmp_path / "b.tskv")
     assert verified(tmp_path / "b.tskv").pages == 20
 
