@@ -137,6 +137,7 @@ def test_the_same_prompt_again_from_every_tier(pair, engines, tier):
     engine = engines(pair.grouped)
     [cold] = engine.generate([prompt(200)], GREEDY)
     if tier == "host":
+        assert engine.connector.store.flush(30)  # what is being saved does not leave
         for group in range(2):
             engine.connector.evict(64, group=group)
     if tier == "disk":
