@@ -115,8 +115,7 @@ def _evict(page_table: PageTable, space: SlabAllocator, policy: Policy) -> list[
     evicted: list[int] = []
     ends = 0  # of the order, one after the other
     while (lacking := _lacking_bytes(sizes, space)) > 0 and ends < 2:
-        # In steps: a page's slab may have more room that is of no use than another's.
-        serials = page_table.next_to_leave(policy, _EVICTED_AT_ONCE, nbytes=max(lacking // 4, 1))
+        serials = page_table.next_to_leave(policy, _EVICTED_AT_ONCE, nbytes=lacking)
         ends = 0 if serials else ends + 1
         for serial in serials:
             assert not page_table.children(serial), f"page {serial} leaves before those below it"
