@@ -33,9 +33,8 @@ written down while it is under way (io.py), so that a disk that has stopped answ
 that has nothing to do. ``probe`` finds out whether one that failed is in order again.
 
 **Why the cap holds.** The index's map size and the extent space are fixed at open, and with an allowance
-for the rest they add up to less than the cap (space.py). Neither file can grow past its share. In a life with
-another cap the pages that are worth least leave until the others fit, those that lie elsewhere than in slots
-of the new space are moved, and then the extents are cut (fitting.py). Where the index's file is
+for the rest they add up to less than the cap (space.py). Neither file can grow past its share. A life with
+a smaller cap cuts the extents, and drops the records that no longer have a place. Where the index's file is
 larger than its new share, a new one is made beside it, with the most recently used pages that find room there
 (opening.py). The cap itself is in the directory too, for fsck to compare with.
 

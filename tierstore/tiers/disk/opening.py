@@ -12,25 +12,20 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
-from msgspec.structs import replace as replace_struct
 
 from tierstore import codec as codecs
 from tierstore.codec import Codec
 from tierstore.errors import StoreUnavailableError, UsageError
 from tierstore.memory import ALIGNMENT
-from tierstore.policy import Policy
 from tierstore.tiers.disk.calibration import Calibration, calibrate
 from tierstore.tiers.disk.directory import INDEX, StoreDirectory
 from tierstore.tiers.disk.encoding import stand_in
 from tierstore.tiers.disk.extents import ExtentFiles
-from tierstore.tiers.disk.fitting import Fitted, fit
 from tierstore.tiers.disk.index_db import ENCODED_FORMAT, FORMAT, Change, IndexDB, Serials
 from tierstore.tiers.disk.index_file import DamagedIndexError, IndexFile, check_index, stored_format
 from tierstore.tiers.disk.io import FileIO
@@ -45,8 +40,7 @@ from tierstore.tiers.disk.space import (
     tree_headroom,
     unit_bytes,
 )
-from tierstore.tiers.slabs import SlabAllocator, slot_bytes
-from tierstore.units import KIB, format_size
+from tierstore.units import KIB
 
 _log = logging.getLogger(__name__)
 
@@ -62,16 +56,9 @@ class ScannedPages:
     lost: Sequence[int]
 
 
-class _Facts(NamedTuple):
-    """Of every page in the index, in order of serials."""
-
-    facts: npt.NDArray[np.void]
-    parents: npt.NDArray[np.int64]  # the row of each one's parent; -1: a root
-    good: npt.NDArray[np.bool_]  # whether a lookup can come to it
-
-
-def _read_facts(index_db: IndexDB) -> _Facts:
-    """Raises :class:`OSError`, and :class:`DamagedIndexError` for facts that are not in order."""
+def scan_index(index_db: IndexDB, space: Space) -> ScannedPages:
+    """Read the facts of every page and claim the places they name. Raises :class:`OSError`, and
+    :class:`DamagedIndexError` for facts that are not in order."""
     facts = index_db.facts()
     facts = facts[facts["serial"] < _SERIALS]  # any other key is damage
     serials = facts["serial"].astype(np.int64)
@@ -80,13 +67,7 @@ def _read_facts(index_db: IndexDB) -> _Facts:
     parents = parent_rows(facts)
     roots = np.fromiter(index_db.roots(), np.int64)
     rooted = (parents >= 0) | np.isin(facts["parent"].astype(np.int64), roots)
-    return _Facts(facts, parents, reachable(parents, rooted & (facts["parent"] < facts["serial"])))
-
-
-def scan_index(index_db: IndexDB, space: Space) -> ScannedPages:
-    """Read the facts of every page and claim the places they name. Raises as :func:`_read_facts`."""
-    facts, parents, good = _read_facts(index_db)
-    serials = facts["serial"].astype(np.int64)
+    good = reachable(parents, rooted & (facts["parent"] < facts["serial"]))
     rows = np.flatnonzero(good)
     claimed = space.claim(facts["place"][rows].tolist(), facts["nbytes"][rows].tolist())
     good[rows] = claimed
@@ -104,7 +85,6 @@ class IndexScan:
         Damage is logged unless the scan is ``waited_for``: then the caller reports :attr:`error`."""
         self.page_table: PageTable | None = None
         self.error: Exception | None = None
-        self.lost_pages = 0
         self._index_db = index_db
         self._space = space
         self._check = check
@@ -123,7 +103,6 @@ class IndexScan:
                 self._check.check_payloads()
             scan = scan_index(self._index_db, self._space)
             self._forget(scan.lost)
-            self.lost_pages = len(scan.lost)
             self.page_table = scan.page_table
         except DamagedIndexError as error:
             self.error = error
@@ -159,9 +138,7 @@ class StoreMeta(msgspec.Struct, kw_only=True):
     unit_bytes: int
     file_bytes: int
     calibration: Calibration | None = None
-    capacity_bytes: int | None = None  # the cap of the last life …
-    extent_bytes: int | None = None  # … and the extent space, in whose slots the pages are …
-    moving: bool = False  # … but for those that this life has moved to the slots of another one
+    capacity_bytes: int | None = None  # the cap of the last life
     codecs: list[str] = []  # that pages may be kept by: each has to be at hand
 
 
@@ -177,21 +154,12 @@ class OpenedParts:
     space: Space
     scan: IndexScan
     serials: Serials
-    fitted: Fitted
 
 
 def open_parts(
-    path: Path,
-    layout: Layout,
-    *,
-    inline_bytes: int,
-    io_threads: int,
-    io: FileIO,
-    policy: Policy,
-    codec: Codec | None = None,
+    path: Path, layout: Layout, *, inline_bytes: int, io_threads: int, io: FileIO, codec: Codec | None = None
 ) -> OpenedParts:
-    """Lock and open ``path``, whose index is checked before LMDB opens it. ``policy`` says which pages leave
-    where there are too many for ``layout``. ``codec`` is going to be used.
+    """Lock and open ``path``, whose index is checked before LMDB opens it. ``codec`` is going to be used.
 
     Raises :class:`StoreUnavailableError` for a directory that cannot be used; one that is refused stays as
     it is.
@@ -201,7 +169,7 @@ def open_parts(
         refuse_other_formats(directory)
         index = check_index(directory.index) if stored_format(directory.index) is not None else None
         directory.sign()
-        return _Opening(directory, layout, inline_bytes, io_threads, io, index, policy, codec).parts()
+        return _Opening(directory, layout, inline_bytes, io_threads, io, index, codec).parts()
     except OSError as error:
         directory.release()
         raise StoreUnavailableError(
@@ -257,10 +225,8 @@ class _Opening:
         io_threads: int,
         io: FileIO,
         index: IndexFile | None,
-        policy: Policy,
         codec: Codec | None,
     ) -> None:
-        self._policy = policy
         self._codec = codec
         self._directory = directory
         self._layout = layout
@@ -269,8 +235,6 @@ class _Opening:
         self._io = io
         self._index = index  # as it was found: checked but for its payloads
         self._taken_before = directory.allocated_bytes()
-        self._unit_before: int | None = None
-        self._fitted: Fitted | None = None  # None: nothing had to be
 
     def parts(self) -> OpenedParts:
         self._directory.extents.mkdir(exist_ok=True, mode=0o700)
@@ -291,15 +255,7 @@ class _Opening:
             opened.callback(extents.close)
             payloads = Payloads(extents, io_threads=self._io_threads)
             opened.callback(payloads.close)
-            if len(index_db) and self._is_resized(meta):
-                index_db.close()
-                self._fit(meta, extents, payloads)
-                index_db = self._open_index(opened)
-            extents.cut()
             space, scan = self._scan(index_db, meta)
-            if self._fitted is not None:
-                scan.wait()
-                self._fitted = replace(self._fitted, lost_pages=scan.lost_pages)
             if self._directory.index.stat().st_size > self._layout.index_bytes:
                 scan.wait()
                 if scan.page_table is None:
@@ -314,8 +270,6 @@ class _Opening:
             if meta.calibration is not None:
                 payloads.read_mode = meta.calibration.mode
             meta.capacity_bytes = self._layout.capacity_bytes
-            meta.extent_bytes = self._layout.extent_bytes
-            meta.moving = False
             used = [] if self._codec is None else [self._codec, stand_in(self._codec)]
             names = [codec.name for codec in used if codec is not None]
             meta.codecs = list(dict.fromkeys([*meta.codecs, *names]))
@@ -324,9 +278,7 @@ class _Opening:
             self._io.sync_directory(self._directory.path)
             self._io.sync_directory(self._directory.path.parent)
             opened.pop_all()
-        fitted = self._fitted or Fitted()
-        self._log_fitted(fitted)
-        return OpenedParts(self._directory, meta, index_db, extents, payloads, space, scan, serials, fitted)
+        return OpenedParts(self._directory, meta, index_db, extents, payloads, space, scan, serials)
 
     def _open_index(self, opened: ExitStack) -> IndexDB:
         index_db = IndexDB(self._directory.index, map_bytes=self._layout.index_bytes)
@@ -339,7 +291,6 @@ class _Opening:
         unit = unit_bytes(self._layout.extent_bytes, meta.unit_bytes if meta else None)
         if meta is not None:
             require_codecs(meta, self._directory.path)
-            self._unit_before = meta.unit_bytes
             meta.unit_bytes = unit
             return meta
         return StoreMeta(
@@ -371,40 +322,6 @@ class _Opening:
                 raise scan.error
         return space, scan
 
-    def _is_resized(self, meta: StoreMeta) -> bool:
-        """Whether pages lie in slots of another space than this life's, as far as that is known."""
-        slots = (meta.extent_bytes, self._unit_before)
-        return meta.moving or slots != (self._layout.extent_bytes, meta.unit_bytes)
-
-    def _fit(self, meta: StoreMeta, extents: ExtentFiles, payloads: Payloads) -> None:
-        """See fitting.py. Raises :class:`OSError` and :class:`DamagedIndexError`."""
-        if self._index is not None:
-            self._index.check_payloads()
-            self._index = None  # it is going to change
-        # As large as it was: what leaves is deleted in it, which takes room.
-        with IndexDB(self._directory.index, map_bytes=0) as index_db:
-            found = _read_facts(index_db)
-            # Whoever opens it after a crash has to look where pages are, whatever its capacity is.
-            index_db.put_meta(_encoded(replace_struct(meta, moving=True)), encoded=bool(meta.codecs))
-            room = self._layout.extent_bytes
-            space = SlabAllocator(room, unit_bytes=meta.unit_bytes) if room >= slot_bytes(1) else None
-            self._fitted = fit(index_db, found.facts[found.good], extents, payloads, space, self._policy)
-
-    def _log_fitted(self, fitted: Fitted) -> None:
-        if fitted == Fitted():
-            return
-        _log.log(
-            logging.WARNING if fitted.evicted_pages or fitted.lost_pages else logging.INFO,
-            "disk tier: %s has a capacity of %s now: %d pages left that found no room (by the policy %s), "
-            "%d could not be read or moved, %d were moved",
-            self._directory.path,
-            format_size(self._layout.capacity_bytes),
-            fitted.evicted_pages,
-            self._policy.name,
-            fitted.lost_pages,
-            fitted.moved_pages,
-        )
-
     def _shrink_index(self, old: IndexDB, meta: StoreMeta, page_table: PageTable) -> None:
         """Replace an index whose file is larger than its share. (LMDB's file never shrinks.)
 
@@ -429,8 +346,6 @@ class _Opening:
             self._io.unlink(self._directory.index)
             make_index(self._directory, self._io)
         if kept < len(serials):
-            fitted = self._fitted or Fitted()
-            self._fitted = replace(fitted, evicted_pages=fitted.evicted_pages + len(serials) - kept)
             _log.warning(
                 "disk tier: the index of %s was made smaller: %d of %d pages found room",
                 self._directory.path,
