@@ -1069,7 +1069,6 @@ def open_core(
             page_bytes=page_bytes,
             inline_bytes=whole_number("inline_bytes", inline_bytes, least=0),
             codec=disk_codec,
-            policy=policy,
             io=io,
             clock=clock,
         )

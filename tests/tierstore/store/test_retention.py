@@ -171,7 +171,7 @@ def test_a_session_that_is_over_leaves_first_in_every_group(engine):
     for group, pool in enumerate(engine.pools):
         count = len(engine.held(group, TOKENS[:160], range(10)))
         assert engine.store.stores[group].evict("hbm", count) == count
-        assert pool.num_pages - pool.free_pages == len(engine.rules[group].pages(160, CHUNK))
+        assert pool.used_pages == len(engine.rules[group].pages(160, CHUNK))
     with engine.lookup(other) as hit:
         assert hit.by_tier == {"hbm": 160}
     engine.check()
