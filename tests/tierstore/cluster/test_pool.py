@@ -548,12 +548,12 @@ def test_many_promises_of_one_client_are_kept_together(start):
     one, other = start(), start()
     prompts = [prompt(number) for number in range(1, 41)]
     with other.store() as store, one.store() as computes:
-        expected = [store.expect(tokens, Promise(128, 60.0)) for tokens in prompts]
+        expected = [store.expect(tokens, Promise(128, 10.0)) for tokens in prompts]
         other.wait_for(lambda stats: stats.service.promised_lookups == len(prompts))
         for tokens in prompts:
             computes.save(tokens, pages_of(tokens, SPEC), hint=Hint(elsewhere=True)).wait(10)
         for each in expected:
-            each.wait(60)
+            each.wait(30)
         assert {each.state for each in expected} == {TransferState.DONE}
         assert all(check(store, tokens) == 128 for tokens in prompts)
     assert other.stats().service.broken_promises == 0

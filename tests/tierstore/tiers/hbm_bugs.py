@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from tests.engine.device import SCHEDULES
 from tierstore.tiers import device_pool, device_region, mapped
+from tierstore.tiers.device import DeviceError
 from tierstore.tiers.device_pool import DevicePool
 from tierstore.tiers.device_region import DeviceRegion
 
@@ -38,6 +41,19 @@ class Bug:
         return _planted(self)
 
 
+def caught(bug: Bug, scenes: Iterable[Callable[[Any], None]], bench: Callable[..., Any]) -> bool:
+    """Whether one of the scenes fails with the mistake, under a schedule. ``bench(seed, planted=…)`` is what
+    they are played on."""
+    planted = bug.plant()
+    for scene in scenes:
+        for seed in SCHEDULES:
+            try:
+                scene(bench(seed, planted=planted))
+            except (AssertionError, DeviceError):
+                return True
+    return False
+
+
 @cache
 def _planted(bug: Bug) -> Planted:
     texts = [inspect.getsource(module) for module in _MODULES]
@@ -56,11 +72,12 @@ def _planted(bug: Bug) -> Planted:
 _AFTER = "        device.wait(stream, after if after is not None else self.computed())  # rule 1\n"
 _DOWN_AFTER_LOAD = "            device.wait(stream, filling.last)  # rule 4"
 _READ_DONE = "        device.synchronize(device.record(stream))  # rule 2"
-_COPY_DOWN = """        self._copy(stream, [address for _, address in pairs], self._addresses(pages),
-SourceOrder.STREAM)
-"""
-_LAYER_EVENT = """            self._copy(up, to + start, of + start, SourceOrder.ANY, layer.stop -
-layer.start)
+_COPY_DOWN = (
+    "        self._copy(stream, [address for _, address in pairs], self._addresses(pages), "
+    "SourceOrder.STREAM)\n"
+)
+_LAYER_EVENT = """\
+            self._copy(up, to + start, of + start, SourceOrder.ANY, layer.stop - layer.start)
             yield self.runtime.record(up)"""
 _LAYER_EARLY = """            event = self.runtime.record(up)
             self._copy(up, to + start, of + start, SourceOrder.ANY, layer.stop - layer.start)
@@ -84,7 +101,7 @@ BUGS = (
     Bug("copy within the pool may read ahead of its stream",
         "self._addresses(sources), SourceOrder.STREAM)", "self._addresses(sources), SourceOrder.ANY)"),
     Bug("layers are not waited for",
-        "            self._device.wait(self._compute, filling.event(layer))", "            pass"),
+        "                self._device.wait(self._compute, filling.event(place))", "                pass"),
     Bug("a layer's event is the one before it",
         "return self._events[min(layer, len(self._events) - 1)]", "return self._events[max(layer - 1, 0)]"),
     Bug("a layer's event is recorded before its copy", _LAYER_EVENT, _LAYER_EARLY),

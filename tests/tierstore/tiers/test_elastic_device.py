@@ -9,11 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from tests.engine.device import SCHEDULES, FakeDevice, missing
-from tests.tierstore.tiers.hbm_bugs import SOUND, Bug, Planted
+from tests.tierstore.tiers.hbm_bugs import SOUND, Bug, Planted, caught
 from tierstore.errors import UsageError
 from tierstore.memory import Memory
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
-from tierstore.tiers.device import DeviceError
 from tierstore.tiers.device_pool import DevicePool
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"no driver to test with: {missing()}")
@@ -174,15 +173,8 @@ def test_order(scene: Callable[[Bench], None], seed: int) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # by a pool that goes
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_planted_bugs_are_caught(bug: Bug) -> None:
-    planted = bug.plant()
-    for scene in SCENES.values():
-        for seed in SCHEDULES:
-            try:
-                scene(Bench(seed, planted=planted))
-            except (AssertionError, DeviceError):
-                _KEPT.clear()
-                return
-    pytest.fail("not caught")
+    assert caught(bug, SCENES.values(), Bench)
+    _KEPT.clear()
 
 
 def test_a_pool_takes_what_there_is() -> None:
