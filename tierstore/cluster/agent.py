@@ -19,9 +19,9 @@ import threading
 import time
 import traceback
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import msgspec
 
@@ -90,17 +90,11 @@ class Agent:
     def _answer(self, order: o.Look | o.Bring) -> None:
         counts: Counter[str] = Counter()
         answer = o.Looked(order.id, 0) if isinstance(order, o.Look) else o.Brought(order.id, 0)
-        try:
+        with self._noting(counts, "failed_saves"):
             if isinstance(order, o.Look):
                 answer = self._look(order)
             else:
                 answer.chunks = self._bring(order, counts)
-        except PoolError:
-            counts["failed_calls"] += 1
-        except TierStoreError:
-            counts["failed_saves"] += 1
-        except Exception as error:  # noqa: BLE001  # counted and told of: whoever asked gets an answer
-            self._note_unforeseen(error, counts)
         self._tell(answer)
         self._count(counts)
 
@@ -110,12 +104,21 @@ class Agent:
         if self._staging.worn_out:
             os._exit(_WORN_OUT)
 
-    def _note_unforeseen(self, error: Exception, counts: Counter[str]) -> None:
-        counts["unforeseen_errors"] += 1
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        self._tell(
-            o.Failed(f"{type(error).__name__}: {error} ({os.path.basename(where.filename)}:{where.lineno})")
-        )
+    @contextmanager
+    def _noting(self, counts: Counter[str], failed: str) -> Iterator[None]:
+        """What goes wrong is counted, as ``failed`` where the daemon is why, and ends what is done here: each
+        thread goes on, and who asked gets an answer."""
+        try:
+            yield
+        except PoolError:
+            counts["failed_calls"] += 1
+        except TierStoreError:
+            counts[failed] += 1
+        except Exception as error:  # noqa: BLE001  # and told of
+            counts["unforeseen_errors"] += 1
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            place = f"{os.path.basename(where.filename)}:{where.lineno}"
+            self._tell(o.Failed(f"{type(error).__name__}: {error} ({place})"))
 
     # -- looking and bringing ------------------------------------------------------------------------
 
@@ -189,14 +192,11 @@ class Agent:
     def _there(self, names: Sequence[str]) -> list[bool]:
         """Which of these the pool has; none where it does not answer."""
         there: list[bool] = []
-        try:
+        counts: Counter[str] = Counter()
+        with self._noting(counts, "failed_calls"):
             for start in range(0, len(names), _MOST_NAMES):
                 there += self._pool.exists(names[start : start + _MOST_NAMES])
-        except PoolError:
-            self._count(Counter(failed_calls=1))
-        except Exception as error:  # noqa: BLE001  # counted and told of: the thread that asks must go on
-            counts: Counter[str] = Counter()
-            self._note_unforeseen(error, counts)
+        if counts:
             self._count(counts)
         return [*there, *[False] * (len(names) - len(there))]
 
@@ -204,18 +204,12 @@ class Agent:
         order, done = promised.order, promised.done
         counts: Counter[str] = Counter()
         came = 0
-        try:
+        with self._noting(counts, "failed_saves"):
             part = promised.objects[done : done + self._staging.objects_in_a_lane(promised.objects[0].nbytes)]
             there = self._pool.exists([each.name for each in part])
             part = part[: [*there, False].index(False)]
             if part:
                 came = self._bring_part(order.pages, order.first + done, part, promised.ends, counts)
-        except PoolError:
-            counts["failed_calls"] += 1
-        except TierStoreError:
-            counts["failed_saves"] += 1
-        except Exception as error:  # noqa: BLE001  # counted and told of: it ends as what cannot be had
-            self._note_unforeseen(error, counts)
         self._count(counts)
         return came
 
@@ -241,14 +235,8 @@ class Agent:
         while True:
             pages, count, queued = self._publishing.get()
             counts: Counter[str] = Counter()
-            try:
+            with self._noting(counts, "failed_loads"):
                 self._publish(pages, count, counts)
-            except PoolError:
-                counts["failed_calls"] += 1
-            except TierStoreError:
-                counts["failed_loads"] += 1
-            except Exception as error:  # noqa: BLE001  # counted and told of: the thread must go on
-                self._note_unforeseen(error, counts)
             with self._known_lock:
                 self._queued -= queued
             self._count(counts)

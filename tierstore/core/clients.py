@@ -99,9 +99,8 @@ class Client:
     path_pages: int = 0
     reserved_bytes: int = 0
     waiting: int = 0  # requests that wait for a disk
-    expecting: dict[Transfer[None], int] = field(
-        default_factory=dict
-    )  # what waits for promised pages: tokens
+    expecting: dict[Transfer[None], int] = field(default_factory=dict)
+    """What waits for promised pages, and their prompts' tokens."""
     suspects: bool = False  # a page that it takes for damaged is being looked at
     ended: bool = False
 

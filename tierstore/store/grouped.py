@@ -374,17 +374,20 @@ class GroupedStore:
             parts.append(self.stores[group].expect(prompt.named(group, ends), needed))
         return _together(parts, lambda _: None, deadline_s=until_s, clock=self.clock)
 
-    def _find(self, prompt: GroupedPrompt, branch: int, held: list[list[Hit]]) -> tuple[int, list[_Part]]:
+    def _find(
+        self, prompt: GroupedPrompt, branch: int, held: list[list[Hit]], *, gain: int = 0
+    ) -> tuple[int, list[_Part]]:
         """The longest hit that the chains leave, and what it needs of the other groups. Every hit of a store
-        on the way is in ``held``."""
+        on the way is in ``held``. ``gain``: with what other hosts seem to have, which is worth so many
+        tokens."""
         looking = search({group: self.rules[group] for group in self._loose}, branch, self.spec.chunk_tokens)
         parts: list[_Part] = []
         try:
             wanted = next(looking)
             while True:
-                parts = self._look(prompt, wanted)
+                parts = self._look(prompt, wanted, gain)
                 held.append([part.hit for part in parts])
-                wanted = looking.send({part.group: part.ends for part in parts})
+                wanted = looking.send({part.group: [*part.ends, *part.remote_ends] for part in parts})
         except StopIteration as end:
             return int(end.value), parts if end.value else []
 
@@ -398,27 +401,16 @@ class GroupedStore:
         reach = min(reach, limit) // chunk_tokens * chunk_tokens
         if not self.remote or reach <= tokens:
             return 0, []
-        looking = search({group: self.rules[group] for group in self._loose}, reach, chunk_tokens)
-        parts: list[_Part] = []
-        try:
-            wanted = next(looking)
-            while True:
-                parts = self._look(prompt, wanted, gain=reach - tokens)
-                held.append([part.hit for part in parts])
-                wanted = looking.send({part.group: [*part.ends, *part.remote_ends] for part in parts})
-        except StopIteration as end:
-            length = int(end.value)
+        length, parts = self._find(prompt, reach, held, gain=reach - tokens)
         if length <= tokens:
             return 0, []
         ends = GroupRule.all().ends(length, chunk_tokens)
         parts += [_Part(group, True, ends, hit) for group, hit in zip(self._chains, chains, strict=True)]
         return length - tokens, [part for part in parts if part.remote_ends]
 
-    def _look(
-        self, prompt: GroupedPrompt, wanted: Mapping[int, Sequence[int]], *, gain: int = 0
-    ) -> list[_Part]:
-        """What is held of the pages of each group that end there. ``gain``: what other hosts have of them is
-        worth so many tokens."""
+    def _look(self, prompt: GroupedPrompt, wanted: Mapping[int, Sequence[int]], gain: int) -> list[_Part]:
+        """What is held of the pages of each group that end there. ``gain``: as above; 0: other hosts are not
+        asked."""
         named = [(self.stores[group], prompt.named(group, ends)) for group, ends in wanted.items()]
         hits = zip(wanted.items(), lookup_all(named, gain=gain), strict=True)
         return [_Part(group, False, ends, hit) for (group, ends), hit in hits]

@@ -157,7 +157,7 @@ class DeviceRegion:
 
 
 def _keep(region: DeviceRegion) -> None:
-    """The last reference may have been this one."""
+    """Does nothing: a finalizer keeps its arguments until it is called."""
 
 
 def _allocate(device: Device, nbytes: int) -> int:
