@@ -191,6 +191,7 @@ def test_a_pool_that_changes_its_size(
     seed: int, tiny: LoadedModel, without_overlap: list[np.ndarray]
 ) -> None:
     """Half of it and back, again and again, while requests load, compute and decode."""
+    gc.collect()  # what an earlier pool has left is not this one's
     device = FakeDevice(seed)
     before = device.mapped
     pool = DevicePool(tiny.kv_spec(chunk_tokens=CHUNK), POOL_PAGES, device, most=POOL_PAGES, layered_bytes=0)
