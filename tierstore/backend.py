@@ -60,9 +60,11 @@ class LookupRequest:
     """A prompt as it was when somebody asked: it may grow meanwhile. Its tokens are the first ``nbytes`` of
     ``data`` (copying a long prompt costs more than matching it), ``keys`` are those of its full chunks. The
     first ``common`` chunks are also those of ``known``. Chunks that are ``loose`` follow nothing: each is
-    found, leased and saved by its own key (:meth:`~tierstore.keys.Prompt.loose_pages`)."""
+    found, leased and saved by its own key (:meth:`~tierstore.keys.Prompt.loose_pages`). Each page of it has
+    ``page_bytes`` bytes."""
 
     identity: Identity
+    page_bytes: int
     chunk_tokens: int
     data: bytes
     nbytes: int
@@ -74,6 +76,11 @@ class LookupRequest:
     gain: int = 0
     """Of loose chunks: tokens of a prompt that need not be computed if those that are lacking here come from
     other hosts. Where that is enough, it is found out whether these have them."""
+
+    @property
+    def registration(self) -> Registration:
+        """What a backend has to know before it is asked."""
+        return Registration(self.identity, self.page_bytes, self.chunk_tokens)
 
     @property
     def width(self) -> int:
@@ -103,6 +110,7 @@ class LookupRequest:
         chunks = tokens // self.chunk_tokens
         return LookupRequest(
             self.identity,
+            self.page_bytes,
             self.chunk_tokens,
             self.data,
             tokens * TOKEN_BYTES,
@@ -117,7 +125,16 @@ class LookupRequest:
         data = b"".join([self.chunk(chunk) for chunk in chunks])
         keys = [self.keys[chunk] for chunk in chunks]
         depth = self.depth + chunks[0] if chunks else 0
-        return LookupRequest(self.identity, self.chunk_tokens, data, len(data), keys, loose=True, depth=depth)
+        return LookupRequest(
+            self.identity,
+            self.page_bytes,
+            self.chunk_tokens,
+            data,
+            len(data),
+            keys,
+            loose=True,
+            depth=depth,
+        )
 
     def found(self, lease: Lease) -> LookupRequest:
         """What of it a lease is on."""
@@ -176,6 +193,7 @@ class Lease:
     """Behind these, of other hosts' pages: :meth:`Backend.bring` may have them come. A hint."""
     remote_positions: Sequence[int] = ()
     """Likewise of loose chunks: those that are not held, and other hosts seem to have."""
+    page_bytes: int = 0  # of each of its pages
 
     def run_at(self, position: int) -> tuple[str, int]:
         """The tier of a page, and how many pages from it on are in that tier."""
@@ -240,9 +258,8 @@ class Reservation:
 
 
 class Backend(Protocol):
-    """What is below HBM, for one store. All pages of a store have ``page_bytes`` bytes."""
-
-    page_bytes: int
+    """What is below HBM, for one store. Pages of one identity have one size; a store of several layer groups
+    has an identity for each group."""
 
     @property
     def lease_s(self) -> float:
@@ -363,7 +380,7 @@ class Backend(Protocol):
     def wait_ready(self, timeout: float) -> None:
         """Wait until the backend is as fast as it gets."""
 
-    def introduce(self, identity: Identity, chunk_tokens: int) -> None:
+    def introduce(self, registration: Registration) -> None:
         """Have an identity known before its first prompt is asked for."""
 
     def close(self) -> None:

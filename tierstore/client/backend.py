@@ -41,7 +41,6 @@ from tierstore.client.connection import Connection
 from tierstore.client.handshake import Address, Session
 from tierstore.curve import CurveStats
 from tierstore.index import Tier
-from tierstore.keys import Identity
 from tierstore.planner import Way
 from tierstore.stats import StoreStats
 from tierstore.tiers.pinned import Pin
@@ -90,7 +89,6 @@ class RemoteBackend:
         saves: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.page_bytes = registration.page_bytes
         self._model_name = registration.model_name
         self._verify = verify
         self._loads, self._saves = loads, saves
@@ -119,18 +117,18 @@ class RemoteBackend:
 
     # -- identities and prompts ----------------------------------------------------------------------
 
-    def introduce(self, identity: Identity, chunk_tokens: int) -> None:
-        registering = self._registering(identity, chunk_tokens)
+    def introduce(self, registration: Registration) -> None:
+        registering = self._registering(registration)
         if registering is not None:
             registering.wait()
 
-    def _registering(self, identity: Identity, chunk_tokens: int) -> Transfer[None] | None:
+    def _registering(self, registration: Registration) -> Transfer[None] | None:
         """What has to end before a prompt of this identity can be spoken of; None in nearly all cases."""
         session = self.connection.session
-        if session is None or identity.digest in session.identities:
+        if session is None or registration.identity.digest in session.identities:
             return None
-        registration = Registration(identity, self.page_bytes, chunk_tokens, self._model_name)
-        return self.connection.register(session, registration)
+        named = replace(registration, model_name=registration.model_name or self._model_name)
+        return self.connection.register(session, named)
 
     def _session_for(self, request: LookupRequest) -> Session | None:
         """The session, if there is one that knows the prompt's identity."""
@@ -146,7 +144,7 @@ class RemoteBackend:
     ) -> Transfer[Lease | None]:
         if not self._loads:
             return Transfer.completed(None)
-        registering = self._registering(request.identity, request.chunk_tokens)
+        registering = self._registering(request.registration)
         if registering is None:
             return self._find(request, patience_s, caller_receives)
         ends = time.monotonic() + patience_s
@@ -236,7 +234,7 @@ class RemoteBackend:
             if transfer.state is TransferState.CANCELLED:  # in the meantime
                 settle(transfer.state)
 
-        registering = self._registering(request.identity, request.chunk_tokens)
+        registering = self._registering(request.registration)
         if registering is None:
             ask()
         else:
@@ -305,6 +303,7 @@ class RemoteBackend:
             positions if request.loose else (),
             remote,
             others,
+            request.page_bytes,
             session,
             request,
         )
@@ -379,10 +378,10 @@ class RemoteBackend:
     def window_pages(self, lease: Lease, first: int) -> int:
         session = _session_of(lease)
         if session is not None and session.arena is None:
-            return max(_FETCH_BYTES // self.page_bytes, 1)
+            return max(_FETCH_BYTES // lease.page_bytes, 1)
         tier, run = lease.run_at(first)
         if tier == Tier.DISK.label:
-            return min(run, max(_DISK_BYTES // self.page_bytes, 1))
+            return min(run, max(_DISK_BYTES // lease.page_bytes, 1))
         return min(run, _WINDOW_PAGES)
 
     def locate(
@@ -396,7 +395,7 @@ class RemoteBackend:
         if session.arena is None:
 
             def fetched(answer: messages.Fetched | None, frames: Sequence[memoryview]) -> Located | None:
-                return self._fetched(answer, frames, count)
+                return self._fetched(lease, answer, frames, count)
 
             fetch = messages.Fetch(0, lease.number, first, count, wait_s)
             return self.connection.call(session, fetch, messages.Fetched, fetched, wait_s=wait_s)
@@ -415,7 +414,7 @@ class RemoteBackend:
             return None
         offsets = numbers(answer.offsets, "<u8")[:count]
         # A wrong offset must not become a wrong address.
-        good = int(np.argmin(np.append(offsets <= mapped.nbytes - self.page_bytes, False)))
+        good = int(np.argmin(np.append(offsets <= mapped.nbytes - lease.page_bytes, False)))
         if not good:
             return None
         with self._lock:
@@ -443,9 +442,9 @@ class RemoteBackend:
         )
 
     def _fetched(
-        self, answer: messages.Fetched | None, frames: Sequence[memoryview], count: int
+        self, lease: Lease, answer: messages.Fetched | None, frames: Sequence[memoryview], count: int
     ) -> Located | None:
-        pages = [frame for frame in frames[:count] if frame.nbytes == self.page_bytes]
+        pages = [frame for frame in frames[:count] if frame.nbytes == lease.page_bytes]
         checksums = numbers(answer.checksums if answer is not None else b"", "<u8").tolist()
         good = min(len(pages), [*checksums, 0].index(0))
         if not good:
@@ -512,11 +511,13 @@ class RemoteBackend:
             return message(None)
 
         def reserved(answer: messages.Reserved | None, _: object) -> Reservation | None:
-            return self._reserved(session, answer, count)
+            return self._reserved(session, answer, count, request.page_bytes)
 
         return self.connection.call(session, message(handle), messages.Reserved, reserved, otherwise=whole)
 
-    def _reserved(self, session: Session, answer: messages.Reserved | None, count: int) -> Reservation | None:
+    def _reserved(
+        self, session: Session, answer: messages.Reserved | None, count: int, page_bytes: int
+    ) -> Reservation | None:
         if answer is None:
             return None
         positions = numbers(answer.positions, "<u4").tolist()
@@ -528,7 +529,7 @@ class RemoteBackend:
             and all(position < count for position in positions)
         )
         if session.arena is not None:
-            limit = mapped.nbytes - self.page_bytes if mapped is not None else -1
+            limit = mapped.nbytes - page_bytes if mapped is not None else -1
             sound = sound and all(offset <= limit for offset in offsets)
         if not sound:  # writing there could harm somebody
             if answer.reservation:
@@ -580,7 +581,7 @@ class RemoteBackend:
     # -- keeping, dropping, seeing -------------------------------------------------------------------
 
     def pin(self, request: LookupRequest, *, undo: bool = False) -> Transfer[int]:
-        self.introduce(request.identity, request.chunk_tokens)
+        self.introduce(request.registration)
         session = self._session_for(request)
         if session is None:
             return Transfer.completed(0)

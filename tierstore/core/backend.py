@@ -50,7 +50,7 @@ from tierstore.core.reservations import ReservationBuilder
 from tierstore.errors import StoreClosedError, UsageError
 from tierstore.index import LABELS, Match, Page, Tier, tier_runs
 from tierstore.index.leases import PageLease
-from tierstore.keys import Identity, Prompt
+from tierstore.keys import Prompt
 from tierstore.mover import Priority
 from tierstore.planner import Way
 from tierstore.policy import DEFAULT_POLICY, POLICIES
@@ -88,20 +88,17 @@ class Sending:
 
 
 class LocalBackend:
-    """One client of ``core``. Thread-safe. ``owns_core``: closing this closes it, too. ``page_bytes`` is for
-    a client whose pages all have one size; others :meth:`register` each identity."""
+    """One client of ``core``. Thread-safe. ``owns_core``: closing this closes it, too."""
 
     def __init__(
         self,
         core: Core,
         *,
-        page_bytes: int = 0,
         client: Client | None = None,
         owns_core: bool = False,
     ) -> None:
         self.core = core
         self.client = client if client is not None else Client()
-        self.page_bytes = page_bytes
         self._state = core.state
         self._owns_core = owns_core
         self._registrations: dict[bytes, Registration] = {}
@@ -126,21 +123,21 @@ class LocalBackend:
         :class:`~tierstore.errors.UsageError` when there are pages of another size under it."""
         return self.core.register(self.client, registration)
 
-    def introduce(self, identity: Identity, chunk_tokens: int) -> None:
-        self._registration(identity, chunk_tokens)
+    def introduce(self, registration: Registration) -> None:
+        self._known(registration)
 
-    def _registration(self, identity: Identity, chunk_tokens: int) -> Registration:
-        registration = self._registrations.get(identity.digest)
-        if registration is None:
-            registration = Registration(identity, self.page_bytes, chunk_tokens)
+    def _known(self, registration: Registration) -> Registration:
+        digest = registration.identity.digest
+        known = self._registrations.get(digest)
+        if known is None or known.page_bytes != registration.page_bytes:
             self.core.know(self.client.tenant, registration)
-            self._registrations[identity.digest] = registration
-        return registration
+            known = self._registrations[digest] = registration
+        return known
 
     def _view(self, request: LookupRequest | PromptView, handle: PrefixHandle | None = None) -> PromptView:
         if isinstance(request, PromptView):
             return request
-        registration = self._registration(request.identity, request.chunk_tokens)
+        registration = self._known(request.registration)
         handle = handle or request.handle_of(self)
         path = None
         if handle is not None:
@@ -506,7 +503,7 @@ class LocalBackend:
         if tier != Tier.DISK.label or self.core.host is None:
             return min(run, _WINDOW_PAGES)
         window = min(_DISK_BYTES, self.core.host.capacity_bytes // _WINDOWS_IN_ARENA)
-        return min(run, max(window // self.page_bytes, 1))
+        return min(run, max(window // lease.page_bytes, 1))
 
     def locate(
         self, lease: Lease, first: int, count: int, *, wait_s: float | None

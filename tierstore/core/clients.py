@@ -58,7 +58,6 @@ class LocalLease(Lease):
     held: Sequence[Page] = ()
     hold: PageLease = field(default_factory=PageLease)
     located: set[Page] = field(default_factory=set)  # that hold what a client may be copying
-    page_bytes: int = 0
     chunk_tokens: int = 0
 
     def holders(self, first: int, count: int) -> Sequence[Page]:

@@ -34,11 +34,11 @@ from tierstore.backend import (
     Located,
     LookupRequest,
     PrefixHandle,
+    Registration,
     Reservation,
     SaveHints,
 )
 from tierstore.errors import UsageError
-from tierstore.keys import Identity
 from tierstore.packs.format import Manifest, table_bytes
 from tierstore.packs.hashing import hash_pages
 from tierstore.packs.reading import ANYBODY, open_pack
@@ -153,9 +153,7 @@ class MountedBackend:
     """A backend, and a pack behind it. It owns both."""
 
     def __init__(self, inner: Backend, pack: MountedPack) -> None:
-        if pack.manifest.page_bytes != inner.page_bytes:
-            raise UsageError("the mounted pack has pages of another size than the store's")
-        self.page_bytes = inner.page_bytes
+        self.page_bytes = pack.manifest.page_bytes
         self._inner = inner
         self._pack = pack
         self._lock = Lock()  # for what leases have handed on
@@ -264,7 +262,7 @@ class MountedBackend:
                 return
             lease.handed_on.add(first)
         inner, count = self._inner, len(memory)
-        inner.introduce(request.identity, request.chunk_tokens)
+        inner.introduce(request.registration)
         reserving = inner.reserve(request.cut((first + count) * request.chunk_tokens), first, count)
 
         def reserved() -> None:
@@ -383,8 +381,8 @@ class MountedBackend:
     def wait_ready(self, timeout: float) -> None:
         self._inner.wait_ready(timeout)
 
-    def introduce(self, identity: Identity, chunk_tokens: int) -> None:
-        self._inner.introduce(identity, chunk_tokens)
+    def introduce(self, registration: Registration) -> None:
+        self._inner.introduce(registration)
 
     def close(self) -> None:
         self._readers.shutdown()

@@ -15,7 +15,15 @@ import pytest
 import xxhash
 
 from tierstore import Identity
-from tierstore.backend import Backend, KnownPrompt, Lease, LookupRequest, Reservation, SaveHints
+from tierstore.backend import (
+    Backend,
+    KnownPrompt,
+    Lease,
+    LookupRequest,
+    Registration,
+    Reservation,
+    SaveHints,
+)
 from tierstore.keys import Prompt
 from tierstore.testing.store import CHUNK, SPEC, TOKENS, new_identity, pages_of, wait_until
 from tierstore.transfer import TransferState
@@ -34,7 +42,7 @@ class OpenBackend(Protocol):
 def request_of(identity: Identity, tokens: Sequence[int]) -> LookupRequest:
     prompt = Prompt(identity, tokens, chunk_tokens=CHUNK)
     data = prompt.token_bytes
-    return LookupRequest(identity, CHUNK, data, len(data), list(prompt.keys))
+    return LookupRequest(identity, SPEC.page_bytes, CHUNK, data, len(data), list(prompt.keys))
 
 
 class BackendTests:
@@ -56,7 +64,7 @@ class BackendTests:
     def backend(self, open_backend: OpenBackend, identity: Identity) -> Backend:
         backend = open_backend(identity=identity)
         assert backend.wait_connected(_WAIT_S)
-        backend.introduce(identity, CHUNK)
+        backend.introduce(Registration(identity, SPEC.page_bytes, CHUNK))
         return backend
 
     # -- what a store does with one --------------------------------------------------------------------
@@ -116,7 +124,6 @@ class BackendTests:
         assert backend.holds(lease)
         backend.release(lease)
         assert backend.lease_s > 0
-        assert backend.page_bytes == SPEC.page_bytes
 
     def test_what_is_not_held_is_an_empty_lease(self, backend: Backend, identity: Identity) -> None:
         lease = self.find(backend, request_of(identity, TOKENS))
@@ -268,7 +275,7 @@ class BackendTests:
         assert backend.pin(request).wait(_WAIT_S) == 64
         known = KnownPrompt(b"", request.data, request.keys, handle)
         again = LookupRequest(
-            identity, CHUNK, request.data, request.nbytes, request.keys, known, handle.chunks
+            identity, SPEC.page_bytes, CHUNK, request.data, request.nbytes, request.keys, known, handle.chunks
         )
         assert backend.pin(again, undo=True).wait(_WAIT_S) == 64
         wait_until(lambda: self.find_nothing(backend, request))

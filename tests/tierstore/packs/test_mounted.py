@@ -139,7 +139,7 @@ class TestMountedBackend(BackendTests):
         def open_(*, identity, host_pages=64):
             path, nbytes = tmp_path / f"disk {len(opened)}", like.SPEC.page_bytes
             core = open_core(path, nbytes, host_bytes=host_pages * nbytes, disk_bytes=8 << 20)
-            inner = LocalBackend(core, page_bytes=nbytes, owns_core=True)
+            inner = LocalBackend(core, owns_core=True)
             opened.append(MountedBackend(inner, mount(tmp_path / "a.tskv")))
             return opened[-1]
 
