@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tierstore.arguments import seconds, text, whole_number
+from tierstore.arguments import text, whole_number
 from tierstore.backend import Backend, Registration
 from tierstore.client.backend import RemoteBackend
 from tierstore.client.handshake import Address, CurveKeys
@@ -27,12 +27,12 @@ from tierstore.core.backend import LocalBackend, open_core
 from tierstore.core.core import MOVER_THREADS
 from tierstore.core.health import STALL_S
 from tierstore.errors import SpecError, StoreClosedError, StoreUnavailableError, TierStoreError, UsageError
+from tierstore.groups import groups_of
 from tierstore.keys import Identity, PageKey, Prompt
 from tierstore.policy import DEFAULT_POLICY
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
-from tierstore.store import GroupedHit, GroupedPrompt, GroupedStore, Hit, Store, lookup_all
-from tierstore.store.grouped import group_identity, group_specs
-from tierstore.store.store import check_pool
+from tierstore.store import Hit, Store, lookup_all
+from tierstore.store.store import checked_lookup_s, checked_pools
 from tierstore.tiers import group_pools
 from tierstore.tiers.device import Device
 from tierstore.tiers.hbm import PagePool
@@ -46,9 +46,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Backend",
-    "GroupedHit",
-    "GroupedPrompt",
-    "GroupedStore",
     "Hint",
     "Hit",
     "Identity",
@@ -70,12 +67,10 @@ __all__ = [
     "TransferState",
     "UsageError",
     "connect",
-    "connect_groups",
     "lookup_all",
     "open",
-    "open_group_pools",
-    "open_groups",
     "open_pool",
+    "open_pools",
 ]
 
 DEFAULT_HOST_BYTES = 1 * GIB
@@ -88,7 +83,7 @@ def open(
     spec: KVSpec,
     *,
     identity: Identity | None = None,
-    pool: PagePool | None = None,
+    pools: PagePool | Sequence[PagePool] | None = None,
     host_bytes: int = DEFAULT_HOST_BYTES,
     disk_bytes: int = DEFAULT_DISK_BYTES,
     disk_write_budget: int = 0,
@@ -98,31 +93,35 @@ def open(
     lease_s: float = 60.0,
     mover_threads: int = MOVER_THREADS,
     stall_s: float = STALL_S,
+    checkpoint_tokens: int | None = None,
     mounts: Sequence[MountedPack] = (),
 ) -> Store:
     """Open an embedded store: its tiers are this process's own.
 
     ``path`` is the disk tier's directory (made if it is not there; one process at a time), None for none.
-    ``pool`` is the engine's HBM page pool, if pages are to be found and kept there too. ``identity``
-    stands for tokens given without a prompt; without one only the layout tells pages apart, so give one
-    wherever weights, adapters or tenants can differ. ``lease_s`` is how long a hit holds its pages.
+    ``pools`` are the engine's HBM page pools, one for each layer group, if pages are to be found and kept
+    there too (of a model with one group it may be the pool itself). ``identity`` stands for tokens given
+    without a prompt; without one only the layout tells pages apart, so give one wherever weights, adapters or
+    tenants can differ. ``lease_s`` is how long a hit holds its pages.
     ``policy`` is one of ``tierstore.policy.POLICIES`` and says who leaves a full tier first.
     ``disk_write_budget`` is how many bytes of pages a day may be written to disk (0: any number).
     ``disk_codec`` is how pages are kept there: ``none``, ``lossless``, ``zstd``, or, not bit for bit,
     ``fp8``, ``int8``, ``int4`` (:mod:`tierstore.codec`). A lossy one is part of the store's identity.
+    ``checkpoint_tokens`` is how far apart the save points of a conversation are kept that it has gone on
+    from, where pages are named (None: see :mod:`tierstore.retention`).
     ``mounts`` are packs to find pages in, too (:func:`tierstore.packs.mount`).
     A disk that has not answered a call for ``stall_s`` seconds is not waited for any more, until it does.
 
     Raises :class:`UsageError` for capacities that cannot hold a page and
     :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
     """
-    check_pool(pool, spec)
+    page_pools = checked_pools(spec, pools)
     if identity is not None or lossy_name(disk_codec):
         identity = _with_codec(identity or Identity.of(spec, model="default"), disk_codec)
     _check_mounts(mounts, identity or Identity.of(spec, model="default"))
     core = open_core(
         path,
-        spec.page_bytes,
+        max(group.page_bytes for group in groups_of(spec)),
         host_bytes=host_bytes,
         disk_bytes=disk_bytes,
         disk_write_budget=disk_write_budget,
@@ -132,17 +131,18 @@ def open(
         lease_s=lease_s,
         mover_threads=mover_threads,
         stall_s=stall_s,
-        pools=[pool],
+        pools=page_pools,
     )
     backend = LocalBackend(core, owns_core=True)
     return Store(
         _mounted(backend, mounts),
         spec,
         identity=identity,
-        pool=pool,
+        pools=page_pools or None,
         lookup_s=_LOOK_S,
         mover_threads=mover_threads,
         policy=policy,
+        checkpoint_tokens=checkpoint_tokens,
     )
 
 
@@ -152,110 +152,12 @@ def _with_codec(identity: Identity, disk_codec: str) -> Identity:
     return replace(identity, codec=identity_codec(identity.codec, lossy)) if lossy else identity
 
 
-def open_groups(
-    path: str | Path | None,
-    spec: KVSpec,
-    *,
-    identity: Identity | None = None,
-    pools: Sequence[PagePool] | None = None,
-    host_bytes: int = DEFAULT_HOST_BYTES,
-    disk_bytes: int = DEFAULT_DISK_BYTES,
-    disk_codec: str = NONE,
-    policy: str = DEFAULT_POLICY,
-    lease_s: float = 60.0,
-    mover_threads: int = MOVER_THREADS,
-    checkpoint_tokens: int | None = None,
-) -> GroupedStore:
-    """:func:`open` for a model of several layer groups: one host tier and one disk tier for all of them.
-    ``pools`` are the engine's, by group. ``checkpoint_tokens`` is how far apart the save points of a
-    conversation are kept that it has gone on from (None: see :mod:`tierstore.retention`)."""
-    identity = _with_codec(identity or Identity.of(spec, model="default"), disk_codec)
-    parts = group_specs(spec)
-    pooled = _by_group(parts, pools)
-    sizes = [part.page_bytes for part in parts]
-    core = open_core(
-        path,
-        max(sizes),
-        host_bytes=host_bytes,
-        disk_bytes=disk_bytes,
-        disk_codec=disk_codec,
-        policy=policy,
-        lease_s=lease_s,
-        mover_threads=mover_threads,
-        pools=pooled,
-    )
-    stores = [
-        Store(
-            LocalBackend(core, owns_core=not group),
-            part,
-            identity=group_identity(identity, part),
-            pool=pool,
-            lookup_s=_LOOK_S,
-            mover_threads=mover_threads,
-            policy=policy,
-        )
-        for group, (part, pool) in enumerate(zip(parts, pooled, strict=True))
-    ]
-    return GroupedStore(stores, spec, identity=identity, checkpoint=checkpoint_tokens)
-
-
-def connect_groups(
-    url: str,
-    spec: KVSpec,
-    *,
-    identity: Identity | None = None,
-    pools: Sequence[PagePool] | None = None,
-    lookup_s: float = 0.5,
-    mover_threads: int = 2,
-    keys: str | Path | None = None,
-    server_key: str | Path | None = None,
-    model_name: str = "",
-    loads: bool = True,
-    saves: bool = True,
-    checkpoint_tokens: int | None = None,
-) -> GroupedStore:
-    """:func:`connect` for a model of several layer groups: a connection for each of them. The other arguments
-    are those of :func:`open_groups`."""
-    identity = identity or Identity.of(spec, model="default")
-    parts = group_specs(spec)
-    stores = [
-        connect(
-            url,
-            part,
-            identity=group_identity(identity, part),
-            pool=pool,
-            lookup_s=lookup_s,
-            mover_threads=mover_threads,
-            keys=keys,
-            server_key=server_key,
-            model_name=model_name,
-            loads=loads,
-            saves=saves,
-        )
-        for part, pool in zip(parts, _by_group(parts, pools), strict=True)
-    ]
-    return GroupedStore(stores, spec, identity=identity, checkpoint=checkpoint_tokens)
-
-
-def _by_group(parts: Sequence[KVSpec], pools: Sequence[PagePool] | None) -> Sequence[PagePool | None]:
-    """Raises :class:`UsageError` for pools that are not those of the groups."""
-    if pools is None:
-        return [None] * len(parts)
-    if len(pools) != len(parts):
-        raise UsageError(f"the model has {len(parts)} layer groups, and there are {len(pools)} pools")
-    for part, pool in zip(parts, pools, strict=True):
-        check_pool(pool, part)
-    if any(pool.frames is not pools[0].frames for pool in pools):
-        raise UsageError("the pools of a model's layer groups lie in one memory: see open_group_pools")
-    return pools
-
-
 def connect(
     url: str,
     spec: KVSpec,
     *,
     identity: Identity | None = None,
-    pool: PagePool | None = None,
+    pools: PagePool | Sequence[PagePool] | None = None,
     lookup_s: float = 0.5,
     mover_threads: int = 2,
     keys: str | Path | None = None,
@@ -265,6 +167,7 @@ def connect(
     model_name: str = "",
     loads: bool = True,
     saves: bool = True,
+    checkpoint_tokens: int | None = None,
     mounts: Sequence[MountedPack] = (),
 ) -> Store:
     """Use the daemon at ``url``: ``ipc://PATH`` on this host, ``tcp://HOST:PORT`` on another.
@@ -285,29 +188,29 @@ def connect(
 
     Raises :class:`UsageError` for an address or keys that cannot be used.
     """
-    check_pool(pool, spec)
-    lookup_s = seconds("lookup_s", lookup_s)
+    page_pools = checked_pools(spec, pools)
+    lookup_s = checked_lookup_s(lookup_s)
     mover_threads = whole_number("mover_threads", mover_threads, least=1)
-    if lookup_s <= 0:
-        raise UsageError("lookup_s must be above 0")
     identity = identity or Identity.of(spec, model="default")
     _check_mounts(mounts, identity)
+    first, of_first = groups_of(spec)[0], identity.groups[0]
     backend = RemoteBackend(
         Address.parse(url, CurveKeys.read(keys, server_key)),
-        Registration(identity, spec.page_bytes, spec.chunk_tokens, text("model_name", model_name)),
+        Registration(of_first, first.page_bytes, spec.chunk_tokens, text("model_name", model_name)),
         patience_s=lookup_s,
         verify=verify,
         loads=loads,
         saves=saves,
-        reach=pool.reach if pool is not None else reach,
+        reach=page_pools[0].reach if page_pools else reach,  # they lie in one memory
     )
     return Store(
         _mounted(backend, mounts),
         spec,
         identity=identity,
-        pool=pool,
+        pools=page_pools or None,
         lookup_s=lookup_s,
         mover_threads=mover_threads,
+        checkpoint_tokens=checkpoint_tokens,
     )
 
 
@@ -340,11 +243,14 @@ def open_pool(spec: KVSpec, num_pages: int, *, device: str = "cpu", most: int | 
     return DevicePool(spec, num_pages, runtime, most=most)
 
 
-def open_group_pools(
+def open_pools(
     spec: KVSpec, nbytes: int, *, device: str = "cpu", most_bytes: int | None = None
 ) -> tuple[PagePool, ...]:
     """A pool for each layer group of ``spec``, in one memory of ``nbytes`` bytes on ``device``, which may be
     resized to ``most_bytes``; as :func:`open_pool`."""
+    if len(spec.groups) == 1:
+        most = None if most_bytes is None else most_bytes // spec.page_bytes
+        return (open_pool(spec, nbytes // spec.page_bytes, device=device, most=most),)
     return group_pools.open_group_pools(spec.split(), nbytes, most_bytes=most_bytes, device=_device(device))
 
 

@@ -38,11 +38,12 @@ import enum
 from bisect import bisect_right
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TypeAlias
 
 from tierstore.errors import UsageError
-from tierstore.spec import LayerGroup, LayerKind
+from tierstore.spec import KVSpec, LayerGroup, LayerKind
 
 Held: TypeAlias = Sequence[range]
 """Ranges of tokens that are held of a group: ascending, disjoint, none empty."""
@@ -105,6 +106,12 @@ class GroupRule:
         if group.kind is LayerKind.RECURRENT_STATE:
             return cls.state()
         return cls.all()
+
+    @property
+    def chained(self) -> bool:
+        """Whether pages are found behind their parents: where a hit needs all of them. The pages of any other
+        group are found by name, because those before them may not be held."""
+        return self.past is Past.ALL
 
     def needed(self, length: int) -> range:
         """The tokens before ``length`` whose pages a hit of that length needs: of a state the last one, whose
@@ -181,6 +188,45 @@ class GroupRule:
             if self.past is Past.CHUNK:
                 best = max(best, end - end % self.tokens)
         return best
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A layer group of a model, and how its pages are kept: ``spec`` is the layout of one page. Where pages
+    are ``named`` a page has its name, 32 bytes of SHA-256, in the place of its tokens."""
+
+    number: int
+    rule: GroupRule
+    spec: KVSpec
+    named: bool
+
+    @property
+    def page_bytes(self) -> int:
+        return self.spec.page_bytes
+
+    def chunks(self, tokens: int) -> range:
+        """The chunks whose pages a hit of ``tokens`` tokens needs."""
+        return self.rule.pages(tokens, self.spec.chunk_tokens)
+
+
+@lru_cache(maxsize=256)
+def groups_of(spec: KVSpec) -> tuple[Group, ...]:
+    """The layer groups of a model. Pages of a hashed layout are named by the caller, as one group.
+
+    >>> full, window = LayerGroup(LayerKind.FULL_ATTENTION, (1,), 1, 64), LayerGroup(
+    ...     LayerKind.SLIDING_WINDOW, (0,), 1, 64, window=128
+    ... )
+    >>> [(group.rule.past.value, group.named) for group in groups_of(KVSpec((full, window), "float16"))]
+    [('all', False), ('window', True)]
+    """
+    if spec.hashed:
+        return (Group(0, GroupRule.all(), spec, named=False),)
+    groups = []
+    for number, part in enumerate(spec.split()):
+        rule = GroupRule.of(part.groups[0])
+        page = part if rule.chained else replace(part, hashed=True)
+        groups.append(Group(number, rule, page, named=not rule.chained))
+    return tuple(groups)
 
 
 def longest_hit(groups: Sequence[tuple[GroupRule, Held]], limit: int, *, align: int = 1) -> int:

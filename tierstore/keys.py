@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, lru_cache
 from typing import NewType, TypeAlias, cast
 
 import msgspec
@@ -23,7 +23,8 @@ import xxhash
 
 from tierstore import native
 from tierstore.arguments import text, whole_number
-from tierstore.errors import UsageError
+from tierstore.errors import SpecError, UsageError
+from tierstore.groups import groups_of
 from tierstore.spec import KVSpec, has_whole_pages
 
 PageKey = NewType("PageKey", bytes)
@@ -77,18 +78,60 @@ class Identity:
         return has_whole_pages(self.layout)
 
     @cached_property
+    def groups(self) -> tuple[Identity, ...]:
+        """What the pages of each layer group are kept under: this identity with the layout of such a page. A
+        model of one group with chained pages has this one only."""
+        layouts = [layout for layout, _ in _page_layouts(self.layout)]
+        return tuple(self if layout == self.layout else replace(self, layout=layout) for layout in layouts)
+
+    @cached_property
+    def chain(self) -> Identity:
+        """What a prompt's keys are rooted in: the first group with chained pages, if there is one."""
+        pairs = zip(self.groups, _page_layouts(self.layout), strict=True)
+        return next((identity for identity, (_, named) in pairs if not named), self)
+
+    @cached_property
     def digest(self) -> bytes:
         """32 bytes; equal digests mean equal identities (SHA-256 over all fields)."""
         return hashlib.sha256(msgspec.json.encode(sorted(asdict(self).items()))).digest()
 
 
-class Prompt:
-    """A token sequence cut into chunks, with the key of each full chunk; grows as tokens are generated.
+@lru_cache(maxsize=1024)
+def _page_layouts(layout: str) -> tuple[tuple[str, bool], ...]:
+    """The layout of each layer group's pages, and whether they are named. What is no layout is one group."""
+    try:
+        groups = groups_of(KVSpec.parse(layout))
+    except SpecError:
+        return ((layout, False),)
+    return tuple((group.spec.describe(), group.named) for group in groups)
 
-    ``tokens`` are held as little-endian uint32. Not thread-safe: it belongs to one sequence.
+
+class Prompt:
+    """A token sequence cut into chunks, with what finds its pages in every layer group; grows as tokens are
+    generated.
+
+    **Chained pages** are found by ``keys``, one for each full chunk (:meth:`keys_of` those of a second group
+    with chained pages). **Named pages** are found by :meth:`name`: SHA-256, chained over the model's identity
+    and the tokens of all chunks up to the page's own. The name stands where other pages have their tokens, so
+    all of its 256 bits are compared. (XXH3 would not do: it can be made to collide on purpose, and a chunk's
+    own tokens say nothing of what is before them.) The page of a prompt's incomplete last chunk is named over
+    the tokens that it has, and is found for a hit that ends behind the last of them, and for no other.
+
+    Tokens are held as little-endian uint32. Not thread-safe: it belongs to one sequence.
     """
 
-    __slots__ = ("_data", "_digest", "chunk_tokens", "identity", "keys", "loose", "pages_before")
+    __slots__ = (
+        "_data",
+        "_digest",
+        "_more_keys",
+        "_names",
+        "chunk_tokens",
+        "identity",
+        "keys",
+        "named",
+        "pages_before",
+        "points",
+    )
 
     def __init__(
         self,
@@ -99,12 +142,18 @@ class Prompt:
         digest: Digest = xxhash.xxh3_128_digest,
     ) -> None:
         self.identity = identity
-        self.loose = False
+        self.named = False
+        """Whether these are pages that the caller has named: see :meth:`named_pages`."""
         self.pages_before = 0
         self.chunk_tokens = whole_number("chunk_tokens", chunk_tokens, least=1)
         self.keys: list[PageKey] = []
+        self.points: dict[int, list[int]] = {}
+        """Save points of the conversation that this prompt goes on from, by group with named pages, in
+        tokens."""
         self._digest = digest
         self._data = bytearray()
+        self._names: list[bytes] = []  # of whole chunks, as far as they were asked for
+        self._more_keys: dict[int, list[PageKey]] = {}  # of further groups with chained pages, likewise
         self.extend(tokens)
 
     @classmethod
@@ -118,7 +167,7 @@ class Prompt:
         return prompt
 
     @classmethod
-    def loose_pages(
+    def with_names(
         cls,
         identity: Identity,
         token_bytes: bytes,
@@ -127,28 +176,26 @@ class Prompt:
         chunk_tokens: int,
         pages_before: int = 0,
     ) -> Prompt:
-        """Pages that follow nothing, in one list: each is found by its own key and tokens, whatever else of
-        the list is held, and several may be missing. For whole pages (opaque ones, and states) of callers
-        that have no chain, or keep only its end. Of a prompt's pages the last ones leave first, so say how
-        many pages come before these, if you know. Raises :class:`UsageError` unless there is a key for each
-        chunk.
+        """Pages that the caller has named, in one list: each is found by its own key and token bytes,
+        whatever else of the list is held, and several may be missing. For whole pages (opaque ones, and
+        states) of callers that have no chain, or keep only its end. Of a prompt's pages the last ones leave
+        first, so say how many pages come before these, if you know. Raises :class:`UsageError` unless there
+        is a key for each chunk.
 
         >>> spec = KVSpec.opaque(4096, chunk_tokens=8)
         >>> windows = Identity.of(spec, model="m")
         >>> keys = [PageKey(b"1" * 16), PageKey(b"2" * 16)]
-        >>> Prompt.loose_pages(windows, bytes(64), keys, chunk_tokens=8)
+        >>> Prompt.with_names(windows, bytes(64), keys, chunk_tokens=8)
         Prompt(16 tokens, 2 full chunks)
         """
         if not identity.whole_pages:
-            raise UsageError(
-                "pages without a chain are found whole: their layout is opaque, hashed, or a state"
-            )
+            raise UsageError("named pages are found whole: their layout is opaque, hashed, or a state")
         if len(token_bytes) != len(keys) * chunk_tokens * TOKEN_BYTES:
             raise UsageError(
-                f"{len(keys)} loose pages have {chunk_tokens} tokens each, not {len(token_bytes)} bytes"
+                f"{len(keys)} named pages have {chunk_tokens} tokens each, not {len(token_bytes)} bytes"
             )
         prompt = cls.with_keys(identity, token_bytes, keys, chunk_tokens=chunk_tokens)
-        prompt.loose = True
+        prompt.named = True
         prompt.pages_before = pages_before
         return prompt
 
@@ -156,11 +203,11 @@ class Prompt:
     def named_pages(
         cls, identity: Identity, names: Sequence[bytes], *, chunk_tokens: int, pages_before: int = 0
     ) -> Prompt:
-        """:meth:`loose_pages`, each found by a name of :data:`NAME_BYTES`, such as a cryptographic hash of
-        all that its bytes depend on. The name stands where others have tokens, of which there have to be
+        """:meth:`with_names`, each found by a name of :data:`NAME_BYTES`, such as a cryptographic hash of all
+        that its bytes depend on. The name stands where others have tokens, of which there have to be
         :data:`LEAST_NAMED_TOKENS`, so all of it is compared."""
         width = chunk_tokens * TOKEN_BYTES
-        return cls.loose_pages(
+        return cls.with_names(
             identity,
             b"".join([name.ljust(width, b"\0") for name in names]),
             [PageKey(name[:KEY_BYTES]) for name in names],
@@ -172,6 +219,9 @@ class Prompt:
         """A prompt that begins like this one and grows by itself. No key is computed again."""
         twin = Prompt.with_keys(self.identity, bytes(self._data), self.keys, chunk_tokens=self.chunk_tokens)
         twin._digest = self._digest
+        twin._names = list(self._names)
+        twin._more_keys = {group: list(keys) for group, keys in self._more_keys.items()}
+        twin.points = {group: list(points) for group, points in self.points.items()}
         return twin
 
     def __len__(self) -> int:
@@ -184,7 +234,7 @@ class Prompt:
     def extend(self, tokens: TokenIds) -> None:
         """Append ``tokens``. Raises :class:`UsageError` for ids outside 0 … 2³²-1."""
         self._data += encode_tokens(tokens)
-        self._extend_keys()
+        self._extend_keys(self.keys, self.identity.chain)
 
     def chunk(self, index: int) -> bytes:
         """The token bytes of chunk ``index``; fewer than a full chunk's at the end of the prompt."""
@@ -212,17 +262,62 @@ class Prompt:
         """A copy of the token ids, as little-endian uint32."""
         return bytes(self._data)
 
-    def tail_key(self) -> PageKey:
+    # -- what finds its pages --------------------------------------------------------------------------
+
+    def keys_of(self, group: int) -> list[PageKey]:
+        """The keys of the full chunks in a group with chained pages."""
+        identity = self.identity.groups[group]
+        if identity is self.identity.chain:
+            return self.keys
+        keys = self._more_keys.setdefault(group, [])
+        self._extend_keys(keys, identity)
+        return keys
+
+    def tail_key(self, group: int = 0) -> PageKey:
         """The key of the partial chunk at the end (its length is part of what is hashed)."""
-        return PageKey(self._digest(self._parent_key() + self.tail))
+        keys = self.keys_of(group)
+        return PageKey(self._digest(self._parent_key(keys, self.identity.groups[group]) + self.tail))
 
-    def _parent_key(self) -> bytes:
-        return self.keys[-1] if self.keys else self._digest(self.identity.digest)
+    def name(self, end: int) -> bytes:
+        """The name of the page that ends behind ``end`` tokens, at least 1."""
+        chunks, tokens = divmod(end, self.chunk_tokens)
+        while len(self._names) < chunks:
+            chunk = self.chunk(len(self._names))
+            self._names.append(hashlib.sha256(self._name_before(len(self._names)) + chunk).digest())
+        if not tokens:
+            return self._names[chunks - 1]
+        # Fewer tokens than a chunk has: no other page's name is made of so many bytes behind the same ones.
+        return hashlib.sha256(self._name_before(chunks) + self.chunk(chunks)[: tokens * TOKEN_BYTES]).digest()
 
-    def _extend_keys(self) -> None:
+    def pages_at(self, group: int, ends: Sequence[int]) -> Prompt:
+        """The pages of a group with named pages that end behind so many of its tokens each."""
+        names = [self.name(end) for end in ends]
+        # And no place in the prompt: which of them leave is said by what is superseded.
+        return Prompt.named_pages(self.identity.groups[group], names, chunk_tokens=self.chunk_tokens)
+
+    def pages_of(self, group: int) -> Prompt:
+        """All of its whole chunks as pages of one group, chained or named: for whoever carries pages from one
+        store to another (:mod:`tierstore.packs`)."""
+        layout, named = _page_layouts(self.identity.layout)[group]
+        if not named and layout == self.identity.layout:
+            return self
+        if named:
+            whole = len(self.keys) * self.chunk_tokens
+            return self.pages_at(group, range(self.chunk_tokens, whole + 1, self.chunk_tokens))
+        identity = self.identity.groups[group]
+        keys = self.keys_of(group)
+        return Prompt.with_keys(identity, self.token_bytes, keys, chunk_tokens=self.chunk_tokens)
+
+    def _name_before(self, chunk: int) -> bytes:
+        return self._names[chunk - 1] if chunk else self.identity.digest
+
+    def _parent_key(self, keys: Sequence[PageKey], identity: Identity) -> bytes:
+        return keys[-1] if keys else self._digest(identity.digest)
+
+    def _extend_keys(self, keys: list[PageKey], identity: Identity) -> None:
         width = self.chunk_tokens * TOKEN_BYTES
-        data = bytes(memoryview(self._data)[len(self.keys) * width :])
-        self.keys.extend(chunk_keys(self._parent_key(), data, width, self._digest))
+        data = bytes(memoryview(self._data)[len(keys) * width :])
+        keys.extend(chunk_keys(self._parent_key(keys, identity), data, width, self._digest))
 
 
 def root_key(identity: Identity) -> bytes:

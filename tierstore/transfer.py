@@ -19,7 +19,7 @@ import enum
 import os
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -27,6 +27,7 @@ from tierstore.arguments import optional_seconds
 from tierstore.errors import StoreClosedError
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class TransferState(str, enum.Enum):
@@ -241,6 +242,41 @@ class Transfer(Generic[T]):
             except (asyncio.TimeoutError, TimeoutError):
                 self._end_if_due()
         return self._value()
+
+
+def joined(
+    transfers: Sequence[Transfer[Any]],
+    settle: Callable[[TransferState], R],
+    *,
+    deadline_s: float | None,
+    clock: Callable[[], float],
+) -> Transfer[R]:
+    """One transfer that ends when all of these have."""
+    progress = [transfer.progress for transfer in transfers]
+    whole: Transfer[R] = Transfer(
+        settle,
+        pages=sum(each.pages for each in progress),
+        nbytes=sum(each.nbytes for each in progress),
+        deadline_s=deadline_s,
+        clock=clock,
+    )
+    lock = threading.Lock()
+    left = len(transfers)
+
+    def ended() -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            whole.finish()
+
+    for transfer in transfers:
+        whole.watch(transfer)
+        transfer.on_end(ended)
+    if not transfers:
+        whole.finish()
+    return whole
 
 
 def _settled(_: TransferState) -> NoReturn:

@@ -6,19 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import tierstore
-from tierstore import (
-    DEFAULT_DISK_BYTES,
-    DEFAULT_HOST_BYTES,
-    GroupedHit,
-    GroupedStore,
-    Store,
-    open_group_pools,
-    open_pool,
-)
+from tierstore import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES, Store, open_pool, open_pools
 from tierstore import Hit as StoreHit
 from tierstore.codec import NONE
 from tierstore.errors import UsageError
-from tierstore.groups import GroupRule, Past
+from tierstore.groups import GroupRule
 from tierstore.keys import Identity, Prompt, TokenIds
 from tierstore.packs import MountedPack
 from tierstore.planner import Plan
@@ -126,13 +118,17 @@ class NoStore(Connector):
 
 
 class StoreConnector(Connector):
-    """The engine over a store that shares its page pool: pages in HBM are found and kept like any others."""
+    """The engine over a store that shares its page pools: pages in HBM are found and kept like any others."""
 
     def __init__(self, store: Store) -> None:
-        if store.pool is None:
+        if not store.pools:
             raise UsageError("the bundled engine needs a store with a page pool")
-        self.pools = (store.pool,)
+        self.pools = store.pools
         self.store = store
+
+    @property
+    def rules(self) -> tuple[GroupRule, ...]:
+        return self.store.rules
 
     def prompt(self, tokens: TokenIds) -> Prompt:
         return self.store.prompt(tokens)
@@ -149,119 +145,27 @@ class StoreConnector(Connector):
 
     @property
     def remote(self) -> bool:
-        return self.store.backend.remote
-
-    def bring(self, hit: Hit) -> Transfer[int] | None:
-        assert isinstance(hit, StoreHit), "the hit is of another connector"
-        return self.store.bring(hit)
-
-    def load(self, hit: Hit, *, deadline_s: float | None = None) -> Transfer[Loaded]:
-        assert isinstance(hit, StoreHit), "the hit is of another connector"
-        return self.store.load(hit, deadline_s=deadline_s)
-
-    def load_part(
-        self, hit: Hit, first: int, stop: int, *, deadline_s: float | None = None, last: bool = False
-    ) -> Transfer[Loaded]:
-        assert isinstance(hit, StoreHit), "the hit is of another connector"
-        return self.store.load_part(hit, first, stop, deadline_s=deadline_s, last=last)
-
-    def plan(self, hit: Hit, prompt_tokens: int, *, block: int) -> Plan:
-        assert isinstance(hit, StoreHit), "the hit is of another connector"
-        return self.store.plan(hit, prompt_tokens, block=block)
-
-    def meet(self, hit: Hit, front: int, back: int) -> int:
-        assert isinstance(hit, StoreHit), "the hit is of another connector"
-        return self.store.meet(hit, front, back)
-
-    def decline(self, hit: Hit, plan: Plan) -> None:
-        assert isinstance(hit, StoreHit), "the hit is of another connector"
-        self.store.decline(hit, plan)
-
-    def computed(self, tokens: int, behind: int, seconds: float) -> None:
-        self.store.computed(tokens, behind, seconds)
-
-    keeps = True
-
-    def save(
-        self,
-        prompt: Prompt,
-        pages: Sequence[int],
-        *,
-        first: int,
-        group: int = 0,
-        hint: Hint | None = None,
-        session: str | None = None,
-    ) -> Transfer[int]:
-        return self.store.save_hbm(prompt, pages, first=first, hint=hint, session=session)
-
-    def finish(self, session: str) -> None:
-        self.store.finish(session)
-
-    def allocate(self, count: int, *, group: int = 0, near: Sequence[int] = ()) -> list[int] | None:
-        return self.store.allocate_hbm(count, near=near)
-
-    def release(self, pages: Sequence[int], *, group: int = 0) -> None:
-        self.store.release_hbm(pages)
-
-    def evict(self, count: int, *, group: int = 0) -> int:
-        return self.store.evict("hbm", count)
-
-    def available(self, *, group: int = 0) -> int:
-        return self.store.available_hbm()
-
-    def resize(self, nbytes: int) -> PoolSize:
-        return self.store.resize_hbm(nbytes)
-
-    def stats(self) -> StoreStats | None:
-        return self.store.stats()
-
-    def close(self) -> None:
-        self.store.close()
-
-
-class GroupedConnector(Connector):
-    """The engine over the stores of its model's layer groups."""
-
-    def __init__(self, store: GroupedStore) -> None:
-        self.pools = store.pools
-        self.store = store
-
-    def prompt(self, tokens: TokenIds) -> Prompt:
-        return self.store.prompt(tokens)
-
-    def lookup(self, prompt: Prompt, *, max_tokens: int | None = None) -> Hit:
-        return self.store.lookup(prompt, max_tokens=max_tokens)
-
-    @property
-    def shared(self) -> bool:
-        return all(store.backend.reserve_bytes > 0 for store in self.store.stores)
-
-    def expect(self, prompt: Prompt, promise: Promise) -> Transfer[None]:
-        return self.store.expect(prompt, promise)
-
-    @property
-    def remote(self) -> bool:
         return self.store.remote
 
     def bring(self, hit: Hit) -> Transfer[int] | None:
-        return self.store.bring(_grouped(hit))
+        return self.store.bring(_of_store(hit))
 
     def load(self, hit: Hit, *, deadline_s: float | None = None) -> Transfer[Loaded]:
-        return self.store.load(_grouped(hit), deadline_s=deadline_s)
+        return self.store.load(_of_store(hit), deadline_s=deadline_s)
 
     def load_part(
         self, hit: Hit, first: int, stop: int, *, deadline_s: float | None = None, last: bool = False
     ) -> Transfer[Loaded]:
-        return self.store.load_part(_grouped(hit), first, stop, deadline_s=deadline_s, last=last)
+        return self.store.load_part(_of_store(hit), first, stop, deadline_s=deadline_s, last=last)
 
     def plan(self, hit: Hit, prompt_tokens: int, *, block: int) -> Plan:
-        return self.store.plan(_grouped(hit), prompt_tokens, block=block)
+        return self.store.plan(_of_store(hit), prompt_tokens, block=block)
 
     def meet(self, hit: Hit, front: int, back: int) -> int:
-        return self.store.meet(_grouped(hit), front, back)
+        return self.store.meet(_of_store(hit), front, back)
 
     def decline(self, hit: Hit, plan: Plan) -> None:
-        self.store.decline(_grouped(hit), plan)
+        self.store.decline(_of_store(hit), plan)
 
     def computed(self, tokens: int, behind: int, seconds: float) -> None:
         self.store.computed(tokens, behind, seconds)
@@ -287,10 +191,10 @@ class GroupedConnector(Connector):
         return self.store.allocate_hbm(count, group=group, near=near)
 
     def release(self, pages: Sequence[int], *, group: int = 0) -> None:
-        self.store.stores[group].release_hbm(pages)
+        self.store.release_hbm(pages, group=group)
 
     def evict(self, count: int, *, group: int = 0) -> int:
-        return self.store.stores[group].evict("hbm", count)
+        return self.store.evict("hbm", count, group=group)
 
     def available(self, *, group: int = 0) -> int:
         return self.store.available_hbm(group=group)
@@ -305,8 +209,8 @@ class GroupedConnector(Connector):
         self.store.close()
 
 
-def _grouped(hit: Hit) -> GroupedHit:
-    assert isinstance(hit, GroupedHit), "the hit is of another connector"
+def _of_store(hit: Hit) -> StoreHit:
+    assert isinstance(hit, StoreHit), "the hit is of another connector"
     return hit
 
 
@@ -348,60 +252,33 @@ def open_connector(
         raise UsageError(f"the model has {len(parts)} layer groups, and there are {len(counts)} pool sizes")
     pools: Sequence[PagePool]
     if len(parts) > 1:
-        pools = open_group_pools(spec, bytes_for(parts, counts), device=device, most_bytes=most_bytes)
+        pools = open_pools(spec, bytes_for(parts, counts), device=device, most_bytes=most_bytes)
     else:
         most = None if most_bytes is None else most_bytes // spec.page_bytes
-        pools = [open_pool(parts[0], counts[0], device=device, most=most)]
+        pools = [open_pool(spec, counts[0], device=device, most=most)]
     if store is None:
         return NoStore(pools, identity)
-    if len(pools) > 1 or GroupRule.of(spec.groups[0]).past is Past.STATE:
-        if mounts:
-            raise UsageError("packs are mounted for models of one layer group only")
-        if "://" in store:
-            connected = tierstore.connect_groups(
-                store,
-                spec,
-                identity=identity,
-                pools=pools,
-                model_name=model_name,
-                loads=role.loads,
-                saves=role.saves,
-            )
-            connected.wait_connected(_CONNECT_S)
-            return GroupedConnector(connected)
-        return GroupedConnector(
-            tierstore.open_groups(
-                store,
-                spec,
-                identity=identity,
-                pools=pools,
-                host_bytes=host_bytes,
-                disk_bytes=disk_bytes,
-                disk_codec=disk_codec,
-            )
-        )
-    [pool] = pools
     if "://" in store:
-        single = tierstore.connect(
+        connected = tierstore.connect(
             store,
             spec,
             identity=identity,
-            pool=pool,
+            pools=pools,
             model_name=model_name,
             loads=role.loads,
             saves=role.saves,
             mounts=mounts,
         )
-        single.wait_connected(_CONNECT_S)  # or not: then the engine starts with misses
-        return StoreConnector(single)
-    single = tierstore.open(
+        connected.wait_connected(_CONNECT_S)  # or not: then the engine starts with misses
+        return StoreConnector(connected)
+    opened = tierstore.open(
         store,
         spec,
         identity=identity,
-        pool=pool,
+        pools=pools,
         host_bytes=host_bytes,
         disk_bytes=disk_bytes,
         disk_codec=disk_codec,
         mounts=mounts,
     )
-    return StoreConnector(single)
+    return StoreConnector(opened)

@@ -25,7 +25,7 @@ class TestNoStore(ConnectorTests):
 class TestHostStore(ConnectorTests):
     def open_connector(self, pages):
         pool = PagePool(SPEC, pages)
-        return StoreConnector(tierstore.open(None, SPEC, identity=IDENTITY, pool=pool, host_bytes=1 << 20))
+        return StoreConnector(tierstore.open(None, SPEC, identity=IDENTITY, pools=pool, host_bytes=1 << 20))
 
 
 class TestDiskStore(ConnectorTests):

@@ -19,7 +19,7 @@ IDENTITY = Identity.of(SPEC, model="m")
 @pytest.fixture
 def connector():
     pool = PagePool(SPEC, 4)
-    connector = StoreConnector(tierstore.open(None, SPEC, identity=IDENTITY, pool=pool, host_bytes=1 << 20))
+    connector = StoreConnector(tierstore.open(None, SPEC, identity=IDENTITY, pools=pool, host_bytes=1 << 20))
     yield connector
     connector.close()
 

@@ -78,7 +78,7 @@ Fact = Done | Durable | Failed | Ended
 
 def connect(life: Life) -> Store:
     pool = PagePool(SPEC, life.hbm_pages) if life.hbm_pages else None
-    return tierstore.connect(life.url, SPEC, identity=IDENTITY, pool=pool, lookup_s=LOOKUP_S)
+    return tierstore.connect(life.url, SPEC, identity=IDENTITY, pools=pool, lookup_s=LOOKUP_S)
 
 
 def daemon_stats(store: Store) -> dict | None:

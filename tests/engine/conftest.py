@@ -447,7 +447,7 @@ def stored_engine(tmp_path: Path) -> Iterator[Callable[..., Stored]]:
         pool = PagePool(spec, pool_pages)
         path = None if disk is None else tmp_path / disk
         store = tierstore.open(
-            path, spec, identity=model.identity(spec), pool=pool, host_bytes=host_bytes, disk_bytes=16 << 20
+            path, spec, identity=model.identity(spec), pools=pool, host_bytes=host_bytes, disk_bytes=16 << 20
         )
         attention = make_attention(pool, model.config)
         runnable = Model(model.config, model.weights, [attention], device="cpu")

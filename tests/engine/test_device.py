@@ -22,7 +22,7 @@ from tests.tierstore.daemon.client.conftest import DaemonProcess, shared_daemon 
 from tierstore.keys import Identity
 from tierstore.store import Store
 from tierstore.store.buffers import HbmPages
-from tierstore.store.load import HbmLoad
+from tierstore.store.destinations import IntoHbm
 from tierstore.tiers.device import Event
 from tierstore.tiers.device_pool import DevicePool
 from tierstore.tiers.hbm import COMPLETED, CopyFence, PagePool
@@ -91,7 +91,7 @@ def open_run(model: LoadedModel, pool: PagePool, path: Path | None = None) -> Ru
         path,
         pool.spec,
         identity=model.identity(pool.spec),
-        pool=pool,
+        pools=pool,
         host_bytes=4 << 20,
         disk_bytes=16 << 20,
     )
@@ -241,7 +241,7 @@ def test_over_a_daemon(
     """Pages go between the device and another process's arena by the same copies as with one of ours."""
     pool = device_pool(tiny, seed)
     identity = Identity.of(pool.spec, model=f"tiny {seed}")
-    store = tierstore.connect(shared_daemon.url, pool.spec, identity=identity, pool=pool, lookup_s=5.0)
+    store = tierstore.connect(shared_daemon.url, pool.spec, identity=identity, pools=pool, lookup_s=5.0)
     store.wait_ready()
     run = run_over(store, tiny, pool)
     try:
@@ -287,11 +287,11 @@ def test_nobody_waits_for_the_pages_of_another(tiny: LoadedModel, monkeypatch: p
     run.ask([PROMPTS[0]])
     run.forget_in_hbm()
     asked = threading.Event()
-    original_let_go, original_compute = HbmLoad._let_go, DeferredRunner.compute
+    original_let_go, original_compute = IntoHbm._let_go, DeferredRunner.compute
     original_advance = DeferredRunner.advance
     steps: list[list[bool]] = []  # of each: whether each of its sequences was arriving
 
-    def let_go(self: HbmLoad, *arguments: Any) -> None:
+    def let_go(self: IntoHbm, *arguments: Any) -> None:
         asked.wait(30)
         original_let_go(self, *arguments)
 
@@ -303,7 +303,7 @@ def test_nobody_waits_for_the_pages_of_another(tiny: LoadedModel, monkeypatch: p
         steps.append([self._pool.arrivals(span.block_table).pending for span in partial.step.spans])
         return original_advance(self, partial, layers)
 
-    monkeypatch.setattr(HbmLoad, "_let_go", let_go)
+    monkeypatch.setattr(IntoHbm, "_let_go", let_go)
     monkeypatch.setattr(DeferredRunner, "compute", compute)
     monkeypatch.setattr(DeferredRunner, "advance", advance)
     engine = run.engine
@@ -333,9 +333,9 @@ def test_a_hit_goes_through_the_model_layer_by_layer_beside_what_others_decode(
     run.forget_in_hbm()
     loaded = threading.Event()
     advanced: list[range] = []
-    original_let_go, original_advance = HbmLoad._let_go, DeferredRunner.advance
+    original_let_go, original_advance = IntoHbm._let_go, DeferredRunner.advance
 
-    def let_go(self: HbmLoad, *arguments: Any) -> None:
+    def let_go(self: IntoHbm, *arguments: Any) -> None:
         loaded.wait(30)
         original_let_go(self, *arguments)
 
@@ -343,7 +343,7 @@ def test_a_hit_goes_through_the_model_layer_by_layer_beside_what_others_decode(
         advanced.append(layers)
         return original_advance(self, partial, layers)
 
-    monkeypatch.setattr(HbmLoad, "_let_go", let_go)
+    monkeypatch.setattr(IntoHbm, "_let_go", let_go)
     monkeypatch.setattr(DeferredRunner, "advance", advance)
     engine = run.engine
     other = engine.add([9] * 40, SamplingParams(max_new_tokens=40, ignore_eos=True))
@@ -384,13 +384,13 @@ def test_a_hit_that_is_half_computed_can_be_given_up(
     told, _ = run.ask([PROMPTS[0]])
     run.forget_in_hbm()
     loaded = threading.Event()
-    original_let_go = HbmLoad._let_go
+    original_let_go = IntoHbm._let_go
 
-    def let_go(self: HbmLoad, *arguments: Any) -> None:
+    def let_go(self: IntoHbm, *arguments: Any) -> None:
         loaded.wait(30)
         original_let_go(self, *arguments)
 
-    monkeypatch.setattr(HbmLoad, "_let_go", let_go)
+    monkeypatch.setattr(IntoHbm, "_let_go", let_go)
     engine = run.engine
     other = engine.add([9] * 40, SamplingParams(max_new_tokens=40, ignore_eos=True))
     while engine.computed_tokens(other) < 40:
@@ -428,19 +428,19 @@ def test_who_decodes_is_not_looked_for_among_the_pages_of_a_load(
     run.forget_in_hbm()
     asked: list[int] = []
     loaded = threading.Event()
-    original_arrivals, original_let_go = DevicePool.arrivals, HbmLoad._let_go
+    original_arrivals, original_let_go = DevicePool.arrivals, IntoHbm._let_go
 
     def arrivals(self: DevicePool, pages: Iterable[int]) -> CopyFence:
         listed = list(pages)
         asked.extend(listed)
         return original_arrivals(self, listed)
 
-    def let_go(self: HbmLoad, *arguments: Any) -> None:
+    def let_go(self: IntoHbm, *arguments: Any) -> None:
         loaded.wait(30)
         original_let_go(self, *arguments)
 
     monkeypatch.setattr(DevicePool, "arrivals", arrivals)
-    monkeypatch.setattr(HbmLoad, "_let_go", let_go)
+    monkeypatch.setattr(IntoHbm, "_let_go", let_go)
     engine = run.engine
     first = engine.add([9] * 100, SamplingParams(max_new_tokens=12, ignore_eos=True))
     while engine.computed_tokens(first) < 100:
@@ -514,7 +514,7 @@ def no_waiting_for_layers(patch: pytest.MonkeyPatch, pool: DevicePool) -> Iterat
     slots, and where it is quick they are there before the model computes."""
     steps = threading.Condition()
     done = 0
-    original_wait, original_let_go = DeferredRunner.wait, HbmLoad._let_go
+    original_wait, original_let_go = DeferredRunner.wait, IntoHbm._let_go
 
     def wait(self: DeferredRunner) -> None:
         nonlocal done
@@ -523,7 +523,7 @@ def no_waiting_for_layers(patch: pytest.MonkeyPatch, pool: DevicePool) -> Iterat
             done += 1
             steps.notify_all()
 
-    def let_go(self: HbmLoad, *arguments: Any) -> None:
+    def let_go(self: IntoHbm, *arguments: Any) -> None:
         with steps:
             before = done
             steps.wait_for(lambda: done > before, timeout=1.0)  # where that was the last one there is none
@@ -531,7 +531,7 @@ def no_waiting_for_layers(patch: pytest.MonkeyPatch, pool: DevicePool) -> Iterat
 
     patch.setattr(pool, "arrivals", lambda pages: COMPLETED)
     patch.setattr(DeferredRunner, "wait", wait)
-    patch.setattr(HbmLoad, "_let_go", let_go)
+    patch.setattr(IntoHbm, "_let_go", let_go)
     yield
 
 
@@ -553,10 +553,10 @@ def marker_before_the_step(patch: pytest.MonkeyPatch, pool: DevicePool) -> Itera
 def leases_end_when_copies_begin(patch: pytest.MonkeyPatch, pool: DevicePool) -> Iterator[None]:
     """Host slots are given to others while pages are still copied from them."""
 
-    def let_go(self: HbmLoad, under_way: Any, *_: Any) -> None:
+    def let_go(self: IntoHbm, under_way: Any, *_: Any) -> None:
         under_way._located.release()
 
-    patch.setattr(HbmLoad, "_let_go", let_go)
+    patch.setattr(IntoHbm, "_let_go", let_go)
     yield
 
 

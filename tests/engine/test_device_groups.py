@@ -20,7 +20,7 @@ from tierstore.spec import KVSpec, LayerGroup, LayerKind
 from tierstore.tiers.device_pool import DevicePool
 from tierstore.tiers.group_pools import bytes_for, open_group_pools
 from tierstore.tiers.hbm import PagePool, arrivals_of
-from tierstore_connectors.bundled import GroupedConnector, NoStore
+from tierstore_connectors.bundled import NoStore, StoreConnector
 from tierstore_engine.batch import build_step
 from tierstore_engine.build import LoadedModel, fitting_pages, group_pages, make_memory
 from tierstore_engine.engine import Engine
@@ -43,10 +43,10 @@ PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True, keep_logits=True)
 
 @dataclass
 class Run:
-    """An engine over a grouped store."""
+    """An engine over a store."""
 
     engine: Engine
-    connector: GroupedConnector
+    connector: StoreConnector
 
     def ask(self, *prompts: list[int], tiers: Items[str] = ()) -> list[np.ndarray]:
         """``tiers`` are what the prompts come from ("": nothing of it is held); not given, anything will
@@ -103,14 +103,12 @@ def run_over() -> Iterator[Callable[..., Run]]:
 
     def make(model: LoadedModel, pools: Items[PagePool], memory: Remembering = make_memory) -> Run:
         spec = model.kv_spec(chunk_tokens=STORED_CHUNK)
-        store = tierstore.open_groups(
-            None, spec, identity=model.identity(spec), pools=pools, host_bytes=16 << 20
-        )
+        store = tierstore.open(None, spec, identity=model.identity(spec), pools=pools, host_bytes=16 << 20)
         memories = [memory(pool, model.config) for pool in pools]
         runnable = Model(model.config, model.weights, memories, device="cpu")
         runner = DeferredRunner(runnable, pools[0]) if isinstance(pools[0], DevicePool) else runnable
         settings = EngineSettings(prefill_chunk=32, max_sequences=4, plan="load")
-        connector = GroupedConnector(store)
+        connector = StoreConnector(store)
         runs.append(Run(Engine(runner, model.tokenizer, connector, settings), connector))
         return runs[-1]
 

@@ -193,7 +193,7 @@ def draft_of(loaded: Callable[..., LoadedModel]) -> Callable[..., DraftModel]:
         connector: Connector = NoStore(pool, identity)
         if stored:
             connector = StoreConnector(
-                tierstore.open(None, spec, identity=identity, pool=pool, host_bytes=16 << 20)
+                tierstore.open(None, spec, identity=identity, pools=pool, host_bytes=16 << 20)
             )
         runner = Model(model.config, model.weights, [make_attention(pool, model.config)], device="cpu")
         made.append(DraftModel(runner, connector, settings=EngineSettings(prefill_chunk=64)))

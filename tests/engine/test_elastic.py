@@ -15,7 +15,7 @@ import pytest
 
 from tierstore.errors import UsageError
 from tierstore.tiers.two_level import SmallPages, waste
-from tierstore_connectors.bundled import GroupedConnector, StoreConnector
+from tierstore_connectors.bundled import StoreConnector
 from tierstore_engine.build import LoadedModel, build_engine, load_model
 from tierstore_engine.engine import Engine
 from tierstore_engine.errors import RequestError
@@ -107,21 +107,20 @@ def alone() -> Iterator[Alone]:
 def check_books(engine: Engine) -> None:
     """Free + used + cached = all there is, and each page in use is somebody's."""
     pools = engine.connector.pools
-    assert isinstance(engine.connector, StoreConnector | GroupedConnector)
+    assert isinstance(engine.connector, StoreConnector)
     store = engine.connector.store
     store.check()
     pools[0].frames.check()
     sequences = engine._sequences.values()
     moving = any(s.state is SequenceState.LOADING or s.meeting or s.loading for s in sequences)
     for group, pool in enumerate(pools):
-        each = store if isinstance(engine.connector, StoreConnector) else store.stores[group]
         if group:
             tables = [sequence.sides[group - 1] for sequence in sequences if sequence.sides]
             held = {page for table in tables for page in (*table.pages, table.snapshot)} - {NO_PAGE}
         else:
             held = {page for sequence in sequences for page in sequence.pages}
-        with each._hbm.lock:
-            published, idle = set(each._hbm.published), set(each._hbm.idle())
+        with store._hbm.lock:
+            published, idle = set(store._hbm.published[group]), set(store._hbm.idle(group))
             used = pool.used_pages
         assert not held & idle, "a page in use may leave"
         if not moving:

@@ -17,7 +17,7 @@ import tierstore
 from tierstore.errors import UsageError
 from tierstore.tiers.group_pools import bytes_for, open_group_pools
 from tierstore_connectors.base import Connector
-from tierstore_connectors.bundled import GroupedConnector, NoStore
+from tierstore_connectors.bundled import NoStore, StoreConnector
 from tierstore_engine.build import LoadedModel, make_runner
 from tierstore_engine.engine import Engine
 from tierstore_engine.sampling import SamplingParams
@@ -64,7 +64,7 @@ def engine_of(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
         pools = open_group_pools(parts, bytes_for(parts, [pages] * len(parts)))
         connector: Connector = NoStore(pools, model.identity(spec))
         if stored:
-            store = tierstore.open_groups(
+            store = tierstore.open(
                 tmp_path / disk if disk else None,
                 spec,
                 identity=model.identity(spec),
@@ -73,7 +73,7 @@ def engine_of(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
                 disk_bytes=16 << 20,
                 checkpoint_tokens=CHECKPOINT,
             )
-            connector = GroupedConnector(store)
+            connector = StoreConnector(store)
         # These models compute faster than some disks load.
         values = {"prefill_chunk": 64, "plan": "load", "checkpoint_tokens": CHECKPOINT, **settings}
         made = EngineSettings(**values)
@@ -93,7 +93,7 @@ def close(engine: Engine) -> None:
     CLOSED.add(engine)
     connector = engine.connector
     if not engine.has_work:
-        if isinstance(connector, GroupedConnector):
+        if isinstance(connector, StoreConnector):
             assert connector.store.flush(60)
             connector.store.check()
         for group, pool in enumerate(connector.pools):
@@ -103,7 +103,7 @@ def close(engine: Engine) -> None:
 
 def forget(engine: Engine) -> None:
     """What is in the page pools has to come from below them."""
-    assert isinstance(engine.connector, GroupedConnector)
+    assert isinstance(engine.connector, StoreConnector)
     assert engine.connector.store.flush(60)
     for group, pool in enumerate(engine.connector.pools):
         engine.connector.evict(pool.num_pages, group=group)

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 import tierstore
 from tierstore.cli import app
 from tierstore.errors import UsageError
-from tierstore.packs import export_groups
-from tierstore.store.grouped import group_identity
+from tierstore.packs import export_pack
 from tierstore_engine.build import build_engine, load_model
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
@@ -45,12 +44,12 @@ def test_the_receivers_answer_is_the_senders(name: str, tmp_path: Path) -> None:
 
     sent, reused = answer(tmp_path / "a", PROMPT)
     assert reused == {}
-    with tierstore.open_groups(tmp_path / "a", spec, identity=identity, host_bytes=16 << 20) as store:
-        asyncio.run(export_groups(store, [PROMPT], tmp_path / "p.tskv"))
+    with tierstore.open(tmp_path / "a", spec, identity=identity, host_bytes=16 << 20) as store:
+        asyncio.run(export_pack(store, [store.prompt(PROMPT)], tmp_path / "p.tskv"))
 
     # Its chain by itself would give no hits.
     (tmp_path / "prompt.json").write_text(json.dumps(PROMPT))
-    chain = group_identity(identity, spec.split()[0]).digest.hex()
+    chain = identity.groups[0].digest.hex()
     asked = ["--prompt-file", str(tmp_path / "prompt.json"), "--identity", chain]
     run = CliRunner().invoke(app, ["pack", "export", "x.tskv", *asked, "--store", str(tmp_path / "a")])
     assert isinstance(run.exception, UsageError)

@@ -18,8 +18,8 @@ import tierstore
 from tests.engine.device import SCHEDULES, missing
 from tests.engine.device.deferred import DeferredRunner
 from tierstore.errors import UsageError
-from tierstore.store.load import HbmLoad
-from tierstore_connectors.bundled import GroupedConnector, NoStore
+from tierstore.store.destinations import IntoHbm
+from tierstore_connectors.bundled import NoStore, StoreConnector
 from tierstore_engine.build import LoadedModel, load_model, make_memory
 from tierstore_engine.engine import Engine
 from tierstore_engine.model import Model
@@ -216,10 +216,10 @@ def open_run(model: LoadedModel, seed: int) -> Run:
     """An engine over pools on a device with this schedule, and host memory."""
     spec = model.kv_spec(chunk_tokens=CHUNK)
     pools = device_pools(spec, seed, grows=1)
-    store = tierstore.open_groups(None, spec, identity=model.identity(spec), pools=pools, host_bytes=16 << 20)
+    store = tierstore.open(None, spec, identity=model.identity(spec), pools=pools, host_bytes=16 << 20)
     memories = [on_host(pool, model.config) for pool in pools]
     runner = DeferredRunner(Model(model.config, model.weights, memories, device="cpu"), pools[0])
-    connector = GroupedConnector(store)
+    connector = StoreConnector(store)
     return Run(Engine(runner, model.tokenizer, connector, SETTINGS), connector)
 
 
@@ -343,7 +343,7 @@ def copied_before_it_arrived(patch: pytest.MonkeyPatch, run: Run) -> Iterator[No
         patch.setattr(pool, "start_copying", start)
         patch.setattr(pool, "_under_way", none_of)
 
-    def let_go(self, *arguments, original=HbmLoad._let_go):
+    def let_go(self, *arguments, original=IntoHbm._let_go):
         copied.wait(1.0)  # where nothing is copied there is no wait for it
         original(self, *arguments)
 
@@ -351,7 +351,7 @@ def copied_before_it_arrived(patch: pytest.MonkeyPatch, run: Run) -> Iterator[No
         original()
         copied.clear()
 
-    patch.setattr(HbmLoad, "_let_go", let_go)
+    patch.setattr(IntoHbm, "_let_go", let_go)
     patch.setattr(run, "forget_in_hbm", forget)
     yield
 

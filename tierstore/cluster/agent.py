@@ -389,7 +389,7 @@ def _prompt(pages: o.PromptPages, chunks: range | None = None) -> Prompt:
     if not pages.loose:
         return Prompt.with_keys(identity, tokens, keys, chunk_tokens=pages.chunk_tokens)
     before = pages.depth + chunks.start
-    return Prompt.loose_pages(identity, tokens, keys, chunk_tokens=pages.chunk_tokens, pages_before=before)
+    return Prompt.with_names(identity, tokens, keys, chunk_tokens=pages.chunk_tokens, pages_before=before)
 
 
 def _room(objects: Sequence[PageObject]) -> int:

@@ -22,18 +22,22 @@ from tierstore.policy import (
     fingerprint,
 )
 
+_HBM = Tier.HBM  # a name that is found faster
 _PAGES_A_TICK = 64  # of a prompt of loose pages, to be older than those before them. Callers save 128 at once
 
 
 class EvictionQueues:
-    """For each memory tier, the queue of copies that may leave; for the disk, the pages that may be unloaded.
+    """For each pool in HBM and for the host tier, the queue of copies that may leave; for the disk, the pages
+    that may be unloaded.
 
     The index says when a page may have become free to go (:meth:`offer`). Not thread-safe.
     """
 
-    def __init__(self, policies: Sequence[Policy]) -> None:
-        """``policies`` by tier; the disk's orders the page table, not a queue."""
-        self._queues = [_queue(policies[tier], tier) for tier in (Tier.HBM, Tier.HOST)]
+    def __init__(self, policies: Sequence[Policy], more_pools: Sequence[Policy] = ()) -> None:
+        """``policies`` by tier; the disk's orders the page table, not a queue. ``more_pools`` are those of
+        the pools behind the first."""
+        self._hbm = [_queue(policy, Tier.HBM) for policy in (policies[Tier.HBM], *more_pools)]
+        self._host = _queue(policies[Tier.HOST], Tier.HOST)
         self.idle: dict[Page, None] = {}  # that may have fallen idle, the first one first
 
     def offer(self, page: Page, tier: Tier) -> None:
@@ -43,7 +47,10 @@ class EvictionQueues:
             if page.may_unload():
                 self.idle.setdefault(page)
         elif copy is not None and not copy.queued and page.may_leave(tier):
-            self._queues[tier].offer(copy)
+            self._queue(tier, page.pool).offer(copy)
+
+    def _queue(self, tier: Tier, pool: int) -> EvictionQueue[Copy]:
+        return self._host if tier is Tier.HOST else self._hbm[pool]
 
     def offer_all(self, page: Page) -> None:
         """Do the same in every tier."""
@@ -63,19 +70,20 @@ class EvictionQueues:
             if copy is not None:
                 copy.queued = False
                 if page.may_leave(tier):
-                    self._queues[tier].offer(copy)
+                    self._queue(tier, page.pool).offer(copy)
 
-    def victim(self, tier: Tier, tick: int) -> Page | None:
-        """Return the page whose copy in ``tier`` (not the disk, which keeps its own order) leaves next, by
-        the tier's policy; None if none may."""
-        copy = self._queues[tier].victim(tick)
+    def victim(self, tier: Tier, tick: int, pool: int = 0) -> Page | None:
+        """Return the page whose copy in ``tier`` (not the disk, which keeps its own order; in HBM, in this
+        ``pool``) leaves next, by the tier's policy; None if none may."""
+        copy = self._queue(tier, pool).victim(tick)
         return copy.page if copy is not None else None
 
     def queued(self, tier: Tier) -> set[int]:
         """Return the ids of the queued copies (for checks)."""
         if tier is Tier.DISK:
             return {id(page.copies[tier]) for page in self.idle}
-        return self._queues[tier].queued()
+        queues = self._hbm if tier is Tier.HBM else [self._host]
+        return set().union(*(queue.queued() for queue in queues))
 
 
 def _queue(policy: Policy, tier: Tier) -> EvictionQueue[Copy]:
@@ -127,7 +135,7 @@ class Hints:
 
 
 class Leaving:
-    """Loose pages that somebody has let go of: they leave their tiers as soon as nothing holds them there.
+    """Named pages that somebody has let go of: they leave their tiers as soon as nothing holds them there.
     (Pages of a chain leave from its end, as the policy says.) ``drop`` lets a copy leave. Not thread-safe."""
 
     def __init__(self, tiers: Sequence[Tier], drop: Callable[[Page, Tier], None]) -> None:
@@ -165,16 +173,21 @@ if TYPE_CHECKING:
 class Index:
     """The tree, and all that may be done to its pages. Not thread-safe: the store locks."""
 
-    def __init__(self, policies: Sequence[Policy], *, tick: int = 0) -> None:
-        """``policies`` by tier. ``tick`` is the logical clock."""
+    def __init__(
+        self, policies: Sequence[Policy], *, more_pools: Sequence[Policy] = (), tick: int = 0
+    ) -> None:
+        """``policies`` by tier, ``more_pools`` those of the pools in HBM behind the first. ``tick`` is the
+        logical clock."""
         self.tree = Tree()
-        self.eviction = EvictionQueues(policies)
+        self.eviction = EvictionQueues(policies, more_pools)
         self.hints = Hints(self.eviction)
         self._ghosts = GhostTable()
         self.tick = tick
         self.by_serial: dict[int, Page] = {}  # pages with a disk copy, ready or not, and holes
         self.copies = [0] * len(Tier)
         self.leases = [0] * len(Tier)  # copies with at least one
+        self.in_pool = [0] * (1 + len(more_pools))  # copies in HBM, by pool
+        self.leased_in_pool = [0] * len(self.in_pool)
         self.disk_only_bytes = 0  # memory cost of the pages in the tree that are only on disk
         self.forgotten_bytes = 0  # memory cost of all pages that have left the tree so far
         self.changes = 0  # grows whenever a match may come out differently
@@ -199,7 +212,9 @@ class Index:
         copy = page.copies[tier] = Copy(page, place, ready=ready, leases=leases)
         self.disk_only_bytes += (page.on_disk_only - was_only_on_disk) * page.memory_cost
         self.copies[tier] += 1
-        self.leases[tier] += leases > 0
+        self._count_lease(page, tier, int(leases > 0))
+        if tier is Tier.HBM:
+            self.in_pool[page.pool] += 1
         self.changes += 1
         above = page.parent.copies[tier] if page.parent else None
         if above is not None:
@@ -220,7 +235,7 @@ class Index:
             copy.ready = True
             if let_go:
                 copy.leases -= 1
-                self.leases[tier] -= copy.leases == 0
+                self._count_lease(page, tier, -(copy.leases == 0))
         self.changes += 1
         for page in pages:
             self.eviction.offer_all(page)
@@ -256,6 +271,8 @@ class Index:
         self.disk_only_bytes += (page.on_disk_only - was_only_on_disk) * page.memory_cost
         copy.queued = False
         self.copies[tier] -= 1
+        if tier is Tier.HBM:
+            self.in_pool[page.pool] -= 1
         self.changes += 1
         above = page.parent.copies[tier] if page.parent else None
         if above is not None:
@@ -360,13 +377,19 @@ class Index:
         """``hint`` is about the next use of these pages."""
         self.hints.give(pages, hint, tick=self.tick, held=self.tree.pages)
 
-    def victim(self, tier: Tier) -> Page | None:
-        """The page whose copy in a memory tier should leave next, by the tier's policy; None if none may."""
-        return self.eviction.victim(tier, self.tick)
+    def victim(self, tier: Tier, pool: int = 0) -> Page | None:
+        """The page whose copy in a memory tier (in HBM, in this ``pool``) should leave next, by the tier's
+        policy; None if none may."""
+        return self.eviction.victim(tier, self.tick, pool)
+
+    def _count_lease(self, page: Page, tier: Tier, change: int) -> None:
+        self.leases[tier] += change
+        if tier is Tier.HBM:
+            self.leased_in_pool[page.pool] += change
 
     def lease(self, page: Page, tier: Tier) -> None:
         copy = self.copy(page, tier)
-        self.leases[tier] += copy.leases == 0
+        self._count_lease(page, tier, int(copy.leases == 0))
         copy.leases += 1
 
     def release_copy(self, page: Page, tier: Tier) -> None:
@@ -374,22 +397,24 @@ class Index:
         assert copy.leases > 0, f"{page} has no lease in {tier.label}"
         copy.leases -= 1
         if copy.leases == 0:
-            self.leases[tier] -= 1
+            self._count_lease(page, tier, -1)
             self.eviction.offer(page, tier)
 
     def lease_all(self, held: Sequence[tuple[Page, Tier]]) -> None:
         """A lease on each of these copies. One loop: this and the next run at every lookup."""
-        leases = self.leases
+        leases, in_pool = self.leases, self.leased_in_pool
         for page, tier in held:
             copy = page.copies[tier]
             assert copy is not None, f"{page} has no copy in {tier.label}"
             if not copy.leases:
                 leases[tier] += 1
+                if tier is _HBM:
+                    in_pool[page.pool] += 1
             copy.leases += 1
 
     def release_all(self, held: Sequence[tuple[Page, Tier]]) -> list[tuple[Page, Tier]]:
         """Give up a lease on each of these copies. Returns those that are damaged and now without a lease."""
-        leases = self.leases
+        leases, in_pool = self.leases, self.leased_in_pool
         damaged = []
         for page, tier in held:
             copy = page.copies[tier]
@@ -399,6 +424,8 @@ class Index:
             if copy.leases:
                 continue
             leases[tier] -= 1
+            if tier is _HBM:
+                in_pool[page.pool] -= 1
             if copy.damaged:
                 damaged.append((page, tier))
             elif not copy.children:  # else it may not leave anyhow
@@ -442,6 +469,10 @@ class Index:
             )
             assert sum(copy.leases > 0 for _, copy in held) == self.leases[tier], f"leases in {tier.label}"
             queued = self.eviction.queued(tier)
+            if tier is Tier.HBM:
+                in_pool = [sum(page.pool == pool for page, _ in held) for pool in range(len(self.in_pool))]
+                assert in_pool == self.in_pool, f"{in_pool} copies in the pools, {self.in_pool} counted"
+                assert sum(self.leased_in_pool) == self.leases[tier], "leases in the pools"
             for page, copy in held:
                 below = sum(child.copies[tier] is not None for child in page.all_children())
                 assert copy.children == below, (

@@ -72,16 +72,17 @@ class Page(Struct, gc=False, eq=False):
     record: PageRecord | None = None  # of its disk copy
     checksum: int | None = None  # XXH3-64 of its host copy, where that came with it
     tombstone: bool = False  # its disk copy was lost, pages below it are still there
+    pool: int = 0  # in HBM: which layer group's
 
     @classmethod
-    def root(cls, identity: bytes, nbytes: int) -> Page:
+    def root(cls, identity: bytes, nbytes: int, pool: int = 0) -> Page:
         """What all pages of ``nbytes`` under an identity are below."""
-        return cls(None, identity, PageKey(b""), b"", nbytes, 0)
+        return cls(None, identity, PageKey(b""), b"", nbytes, 0, pool=pool)
 
     @classmethod
     def below(cls, parent: Page, key: PageKey, tokens: bytes) -> Page:
         """A page that ``parent`` does not know of yet."""
-        return cls(parent, parent.identity, key, tokens, parent.nbytes, parent.depth + 1)
+        return cls(parent, parent.identity, key, tokens, parent.nbytes, parent.depth + 1, pool=parent.pool)
 
     def __repr__(self) -> str:
         where = ",".join(tier.label for tier in Tier if self.copies[tier] is not None)

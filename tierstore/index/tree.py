@@ -78,11 +78,12 @@ class Tree:
 
     # -- finding -------------------------------------------------------------------------------------
 
-    def root(self, identity: bytes, nbytes: int) -> Page:
-        """The root of everything stored under an identity digest, whose pages have ``nbytes``."""
+    def root(self, identity: bytes, nbytes: int, pool: int = 0) -> Page:
+        """The root of everything stored under an identity digest, whose pages have ``nbytes``. In HBM they
+        are of the ``pool`` of this number."""
         page = self._roots.get(identity)
         if page is None:
-            page = self._roots[identity] = Page.root(identity, nbytes)
+            page = self._roots[identity] = Page.root(identity, nbytes, pool)
         return page
 
     def is_root(self, page: Page) -> bool:

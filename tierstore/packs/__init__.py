@@ -38,11 +38,11 @@ had come), compression (a matter of the codecs of tiers; packs carry raw bytes).
 
 from tierstore.packs.format import Manifest, PackError
 from tierstore.packs.hashing import PageHash
-from tierstore.packs.importing import Imported, import_groups, import_pack, import_part, require_identity
+from tierstore.packs.importing import Imported, import_pack, import_part, require_identity
 from tierstore.packs.mounted import MountedPack, mount
 from tierstore.packs.reading import Block, PackReader, open_pack, verify_pack
 from tierstore.packs.signing import Signer, Trust
-from tierstore.packs.writing import Exported, export_groups, export_pack
+from tierstore.packs.writing import Exported, export_pack
 
 __all__ = [
     "Block",
@@ -55,9 +55,7 @@ __all__ = [
     "PageHash",
     "Signer",
     "Trust",
-    "export_groups",
     "export_pack",
-    "import_groups",
     "import_pack",
     "import_part",
     "mount",

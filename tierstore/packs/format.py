@@ -58,7 +58,7 @@ class PackError(TierStoreError):
 class PackedPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A prompt of whole chunks. Its first ``shared`` chunks are also those of prompt ``like``, an earlier
     one, and their pages are there; the pages of the others follow one another in the pack. ``loose``: its
-    pages follow nothing (:meth:`Prompt.loose_pages`)."""
+    pages follow nothing (:meth:`Prompt.with_names`)."""
 
     tokens: bytes
     keys: bytes
@@ -113,10 +113,10 @@ class Manifest:
         one has in common with an earlier one is in the pack once, and so is a loose page. Raises
         :class:`UsageError` for prompts without a whole chunk, or not of one identity."""
         if any(
-            prompt.identity != prompts[0].identity or prompt.loose != prompts[0].loose for prompt in prompts
+            prompt.identity != prompts[0].identity or prompt.named != prompts[0].named for prompt in prompts
         ):
             raise UsageError("the prompts of a pack are of one identity, and chains or loose pages")
-        loose = bool(prompts) and prompts[0].loose
+        loose = bool(prompts) and prompts[0].named
         if loose and hash is PageHash.SHA256:
             raise UsageError("packs of loose pages, and of several layer groups, have the hash blake3")
         packed = _loose(prompts) if loose else _chains(prompts, spec.chunk_tokens * TOKEN_BYTES)
@@ -183,7 +183,7 @@ class Manifest:
 
     def prompt(self, number: int) -> Prompt:
         packed = self.prompts[number]
-        make = Prompt.loose_pages if packed.loose else Prompt.with_keys
+        make = Prompt.with_names if packed.loose else Prompt.with_keys
         return make(self.identity, packed.tokens, _keys(packed.keys), chunk_tokens=self.spec.chunk_tokens)
 
     def pages_to_find(self, run: Run) -> tuple[Prompt, int]:
@@ -195,7 +195,7 @@ class Manifest:
         width, stop = self.spec.chunk_tokens * TOKEN_BYTES, run.chunk + run.count
         tokens = packed.tokens[run.chunk * width : stop * width]
         keys = _keys(packed.keys[run.chunk * KEY_BYTES : stop * KEY_BYTES])
-        return Prompt.loose_pages(self.identity, tokens, keys, chunk_tokens=self.spec.chunk_tokens), 0
+        return Prompt.with_names(self.identity, tokens, keys, chunk_tokens=self.spec.chunk_tokens), 0
 
     # -- bytes ---------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from tierstore.keys import Identity
 from tierstore.packs.format import Manifest, PackError, Run
 from tierstore.packs.reading import Block, PackReader
 from tierstore.packs.room import make_room
-from tierstore.store import GroupedStore, Store
+from tierstore.store import Store
 from tierstore.store.buffers import copied_frames
 from tierstore.units import MIB
 
@@ -29,46 +29,43 @@ _MOST_CHARS = 60
 
 @dataclass(frozen=True)
 class Imported:
-    """All pages of a pack are in the store. ``held_pages`` were, before."""
+    """All pages of a file's packs are in the store. ``held_pages`` were, before."""
 
-    manifest: Manifest
+    manifests: tuple[Manifest, ...]
     held_pages: int
+
+    @property
+    def manifest(self) -> Manifest:
+        """Of the first."""
+        return self.manifests[0]
 
 
 async def import_pack(
     store: Store, reader: PackReader, *, progress: Callable[[int, int], None] | None = None
 ) -> Imported:
-    """Save a pack's pages in ``store``, which has the pack's identity.
+    """Save the pages of a pack, and of those of further layer groups behind it, in ``store``, which has their
+    identity: afterwards it gives the hits that the exporting one gave.
 
     Raises :class:`PackError` for a pack of another identity, before anything is saved; for one that is
     damaged or cut off, when all before the damage has been saved; and for a store that has no room for all of
     it."""
-    if reader.manifest.following:
-        raise PackError("the pack is of a model of several layer groups, and the store of one")
-    require_identity(reader.manifest, [store.identity])
-    return await import_part(store, reader, progress=progress)
-
-
-async def import_groups(
-    store: GroupedStore, reader: PackReader, *, progress: Callable[[int, int], None] | None = None
-) -> list[Imported]:
-    """:func:`import_pack` for a model of several layer groups: afterwards ``store`` gives the hits that the
-    exporting one gave."""
-    identities = [each.identity for each in store.stores]
+    identities = store.identity.groups
     require_identity(reader.manifest, identities)
-    imported = []
+    parts = []
     part: PackReader | None = reader
     while part is not None:
-        own = store.stores[identities.index(part.manifest.identity)]
-        imported.append(await import_part(own, part, progress=progress))
+        parts.append(await import_part(store, part, progress=progress))
         part = await part.following()
-    return imported
+    return Imported(
+        tuple(manifest for each in parts for manifest in each.manifests),
+        sum(each.held_pages for each in parts),
+    )
 
 
 async def import_part(
     store: Store, reader: PackReader, *, progress: Callable[[int, int], None] | None = None
 ) -> Imported:
-    """Save the pages of one layer group, whatever follows behind them, in the store of its identity."""
+    """Save the pages of one layer group, whatever follows behind them."""
     manifest = reader.manifest
     held = [await _held(store, manifest, run) for run in manifest.runs]
 
@@ -88,7 +85,7 @@ async def import_part(
             if progress is not None:
                 progress(block.count, block.count * manifest.page_bytes)
     await pace.flush()
-    return Imported(manifest, held_pages)
+    return Imported((manifest,), held_pages)
 
 
 def require_identity(manifest: Manifest, known: Sequence[Identity]) -> None:
@@ -114,7 +111,7 @@ async def _held(store: Store, manifest: Manifest, run: Run) -> int:
     prompt = manifest.prompt(run.prompt)
     hit = await store.lookup_async(prompt)
     hit.release()
-    if prompt.loose:
+    if prompt.named:
         there = set(hit.positions)
         return next(at for at in range(run.count + 1) if at not in there)
     return hit.tokens // manifest.spec.chunk_tokens

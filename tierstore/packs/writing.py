@@ -27,7 +27,7 @@ import aiofiles.os
 
 from tierstore import copying, memory
 from tierstore.errors import UsageError
-from tierstore.keys import TOKEN_BYTES, Prompt, TokenIds
+from tierstore.keys import TOKEN_BYTES, Prompt
 from tierstore.packs.format import (
     ALIGNMENT,
     FOOTER,
@@ -44,10 +44,11 @@ from tierstore.packs.format import (
     table_bytes,
 )
 from tierstore.packs.hashing import PageHash, page_digests
-from tierstore.packs.reading import open_file, open_pack
+from tierstore.packs.reading import PackReader, open_file, open_pack
 from tierstore.packs.room import make_room
 from tierstore.packs.signing import Signer, Trust
-from tierstore.store import GroupedStore, Store
+from tierstore.spec import KVSpec
+from tierstore.store import Store
 from tierstore.units import round_up
 
 NO_SIGNER = Signer()
@@ -58,12 +59,19 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Exported:
-    """A pack was made. ``asked_tokens`` are those of the prompts, ``resumed_pages`` were there already."""
+    """A file was made, of a pack for each layer group that has pages of the prompts. ``asked_tokens`` are
+    those of the prompts, ``held_tokens`` those that the first of these groups holds; ``resumed_pages`` were
+    there already."""
 
-    manifest: Manifest
+    manifests: tuple[Manifest, ...]
     asked_tokens: int
     held_tokens: int
     resumed_pages: int
+
+    @property
+    def manifest(self) -> Manifest:
+        """Of the first."""
+        return self.manifests[0]
 
 
 async def export_pack(
@@ -77,64 +85,50 @@ async def export_pack(
     hash: PageHash | None = None,
 ) -> Exported:
     """Write what ``store`` holds of the whole chunks of ``prompts`` to ``path``, or to stdout (None). The
-    store has no page pool. ``resume``: go on with what an earlier run left of the same pack. ``hash``: None
-    is the best one that is installed.
+    store has no page pool. Where the model has several layer groups, each has a pack of its own, one behind
+    the other in the file: what comes out of them gives the hits that ``store`` gives. ``resume``: go on with
+    what an earlier run left of the same packs. ``hash``: None is the best one that is installed, or blake3
+    where pages are named.
 
     Raises :class:`UsageError` when nothing is held, and :class:`PackError` when pages leave the store
     meanwhile.
     """
     _check_new(path)
-    held = [await _held(store, prompt) for prompt in prompts]
-    manifest = Manifest.of(store.spec, held, signer.public, hash=PageHash.best() if hash is None else hash)
-    export = _Export(store, manifest, signer, progress, resumable=path is not None)
-    done = await _resumable(_part(path), manifest, export) if resume and path is not None else 0
-    await _write_packs([export], path, done)
-    asked = sum(map(len, prompts))
-    return Exported(manifest, asked, sum(map(len, held)), export.resumed_pages)
-
-
-async def export_groups(
-    store: GroupedStore,
-    prompts: Sequence[TokenIds],
-    path: Path | None,
-    *,
-    signer: Signer = NO_SIGNER,
-    progress: Progress | None = None,
-) -> list[Exported]:
-    """:func:`export_pack` for a model of several layer groups: a pack for each of them that has pages of the
-    prompts, one behind the other in the file. What comes out of them gives the hits that ``store`` gives.
-
-    Raises :class:`UsageError` when nothing is held, and what :func:`export_pack` raises."""
-    _check_new(path)
-    named = [store.prompt(prompt) for prompt in prompts]
-    asked = sum(map(len, named))
-    found: list[tuple[Store, list[Prompt]]] = []
-    for group, own in enumerate(store.stores):
-        rule = store.rules[group]
-        held = [await _held(own, prompt.pages_of(group, rule)) for prompt in named]
+    found: list[tuple[KVSpec, list[Prompt]]] = []
+    for group in store.groups:
+        held = [await _held(store, prompt.pages_of(group.number)) for prompt in prompts]
         if any(prompt.keys for prompt in held):
-            found.append((own, held))
-    exported = []
-    exports = []
-    for number, (own, held) in enumerate(found):
-        following = [other.identity for other, _ in found[number + 1 :]]
-        manifest = Manifest.of(own.spec, held, signer.public, hash=PageHash.BLAKE3, following=following)
-        exports.append(_Export(own, manifest, signer, progress, resumable=False))
-        exported.append(Exported(manifest, asked, sum(map(len, held)), 0))
-    if not exported:
+            found.append((group.spec, held))
+    if not found:
         raise UsageError("nothing to pack: no whole chunk of these prompts is held")
-    await _write_packs(exports, path)
-    return exported
+    alike = len(store.groups) == 1 and not any(prompt.named for prompt in found[0][1])
+    if hash is None:
+        hash = PageHash.best() if alike else PageHash.BLAKE3
+    exports = []
+    for number, (spec, held) in enumerate(found):
+        following = [other[0].identity for _, other in found[number + 1 :]]
+        manifest = Manifest.of(spec, held, signer.public, hash=hash, following=following)
+        exports.append(_Export(store, manifest, signer, progress, resumable=path is not None))
+    done = await _resumable(_part(path), exports) if resume and path is not None else (0, 0)
+    await _write_packs(exports, path, *done)
+    return Exported(
+        tuple(export.manifest for export in exports),
+        sum(map(len, prompts)),
+        sum(map(len, found[0][1])),
+        sum(export.resumed_pages for export in exports),
+    )
 
 
-async def _write_packs(exports: Sequence[_Export], path: Path | None, done: int = 0) -> None:
-    """One behind the other; of the first, ``done`` blocks are there already."""
+async def _write_packs(exports: Sequence[_Export], path: Path | None, whole: int, done: int) -> None:
+    """One behind the other; ``whole`` packs, and ``done`` blocks of the next, are there already."""
     part = None if path is None else _part(path)
-    async with open_file(sys.stdout.fileno() if part is None else part, "r+b" if done else "wb") as file:
+    resumed = whole or done
+    at = sum(round_up(export.manifest.nbytes, ALIGNMENT) for export in exports[:whole])
+    async with open_file(sys.stdout.fileno() if part is None else part, "r+b" if resumed else "wb") as file:
         output = _Output(file, ours=part is not None)
-        for export in exports:
-            await export.run(output, done)
-            done = 0
+        for export in exports[whole:]:
+            await export.run(output, done, at if resumed else None)
+            resumed = done = 0
             if not export.last:
                 await output.write(bytes(-FOOTER_BYTES % ALIGNMENT))
         if part is not None:
@@ -158,9 +152,9 @@ async def _held(store: Store, prompt: Prompt) -> Prompt:
     hit = await store.lookup_async(prompt, max_tokens=whole)
     chunks = hit.tokens // prompt.chunk_tokens
     hit.release()
-    if prompt.loose:
+    if prompt.named:
         there = sorted(hit.positions)
-        return Prompt.loose_pages(
+        return Prompt.with_names(
             prompt.identity,
             b"".join(map(prompt.chunk, there)),
             [prompt.keys[at] for at in there],
@@ -170,24 +164,34 @@ async def _held(store: Store, prompt: Prompt) -> Prompt:
     return Prompt.with_keys(prompt.identity, data, prompt.keys[:chunks], chunk_tokens=prompt.chunk_tokens)
 
 
-async def _resumable(part: Path, manifest: Manifest, export: _Export) -> int:
-    """How many blocks of a file that was cut off are those of this pack; the export goes on from there."""
+async def _resumable(part: Path, exports: Sequence[_Export]) -> tuple[int, int]:
+    """How many packs of a file that was cut off are whole, and how many blocks of the next are there; the
+    exports go on from there."""
     if not part.exists():
-        return 0
-    good = 0
+        return 0, 0
+    whole = good = 0
     try:
-        async with open_pack(part, Trust(manifest.signer)) as reader:
-            if reader.manifest.head != manifest.head:
-                raise UsageError(f"{part} {_difference(reader.manifest, manifest)}, or leave --resume out")
-            export.digest = reader.head_seal
-            async with aclosing(reader.blocks()) as blocks:
-                async for block in blocks:
-                    good = block.number + 1
-                    export.digest = block.seal
-                    export.resumed_pages += block.count
+        async with open_pack(part, Trust(exports[0].manifest.signer)) as first:
+            reader: PackReader | None = first
+            for whole, export in enumerate(exports):
+                good = 0
+                manifest = export.manifest
+                if reader is None or reader.manifest.head != manifest.head:
+                    if reader is not None and not whole:
+                        difference = _difference(reader.manifest, manifest)
+                        raise UsageError(f"{part} {difference}, or leave --resume out")
+                    break
+                export.digest = reader.head_seal
+                async with aclosing(reader.blocks()) as blocks:
+                    async for block in blocks:
+                        good = block.number + 1
+                        export.digest = block.seal
+                        export.resumed_pages += block.count
+                if not export.last:
+                    reader = await reader.following()
     except PackError:
         pass  # as far as it is good it is kept, and the rest is written once more
-    return good
+    return whole, good
 
 
 def _difference(begun: Manifest, wanted: Manifest) -> str:
@@ -298,7 +302,7 @@ class _Export:
         self.digest = b""
         self.resumed_pages = 0
         self._store = store
-        self._manifest = manifest
+        self.manifest = manifest
         self._signer = signer
         self._progress = progress
         self._resumable = resumable
@@ -306,14 +310,15 @@ class _Export:
     @property
     def last(self) -> bool:
         """Whether no other pack comes behind it in its file."""
-        return not self._manifest.following
+        return not self.manifest.following
 
-    async def run(self, output: _Output, done: int) -> None:
-        """Write all behind the first ``done`` blocks."""
-        manifest = self._manifest
-        if done:
-            await output.go_to(manifest.block_at(done))
-        else:
+    async def run(self, output: _Output, done: int, at: int | None) -> None:
+        """Write all behind the first ``done`` blocks. ``at``: the pack begins there in the file (None: where
+        it is written to now)."""
+        manifest = self.manifest
+        if at is not None:
+            await output.go_to(at + (manifest.block_at(done) if done else 0))
+        if not done:
             self.digest = head_digest(manifest.head)
             rest = manifest.encoded[len(manifest.head) + SEAL.size :]
             await output.write(manifest.head + self._seal() + rest)
@@ -339,7 +344,7 @@ class _Export:
         await output.write(footer + self._seal())
 
     async def _load(self, number: int, buffer: _Buffer) -> None:
-        manifest = self._manifest
+        manifest = self.manifest
         first = number * manifest.block_pages
         for run in manifest.runs_of(first, manifest.pages_of(number)):
             if not await self._load_run(run, buffer, run.page - first):
@@ -354,8 +359,8 @@ class _Export:
 
     async def _load_run(self, run: Run, buffer: _Buffer, at: int) -> bool:
         """Bring pages of one prompt; whether all came."""
-        prompt, chunk = self._manifest.pages_to_find(run)
-        end = (chunk + run.count) * self._manifest.spec.chunk_tokens
+        prompt, chunk = self.manifest.pages_to_find(run)
+        end = (chunk + run.count) * self.manifest.spec.chunk_tokens
         with await self._store.lookup_async(prompt, max_tokens=end) as hit:
             if hit.tokens < end:
                 return False
@@ -366,7 +371,7 @@ class _Export:
     async def _write(
         self, output: _Output, number: int, buffer: _Buffer, before: asyncio.Task[None] | None
     ) -> None:
-        manifest = self._manifest
+        manifest = self.manifest
         count, page_bytes = manifest.pages_of(number), manifest.page_bytes
         pairs = await page_digests(buffer.pages(count), page_bytes, manifest.hash)
         if before is not None:

@@ -1,15 +1,16 @@
-"""What an engine talks to: one :class:`Store`, its own HBM pages over one backend; or a
-:class:`GroupedStore`, one for each layer group of its model.
+"""What an engine talks to: one :class:`Store`, its own HBM pages over one backend, for all layer groups of a
+model.
 
 How a page travels, and which file moves it::
 
     save   HBM page or caller's buffer ──mover──▶ host slot ──writer──▶ disk
            save.py                                          core/write_behind.py
     load   disk ──mover──▶ host slot ──mover──▶ HBM page or caller's buffer
-           core/loads.py              load.py
+           core/loads.py              load.py, destinations.py
 
-``hbm.py`` is what the store decides itself: which pages of the engine's pool are found, who holds them, and
-who leaves. Everything below it is a :class:`~tierstore.backend.Backend`'s.
+``lookup.py`` finds the longest hit that all groups can serve, ``hit.py`` is that hit. ``hbm.py`` is what the
+store decides itself: which pages of the engine's pools are found, who holds them, and who leaves. Everything
+below it is a :class:`~tierstore.backend.Backend`'s.
 
 Three rules keep bytes and bookkeeping together:
 
@@ -18,8 +19,7 @@ Three rules keep bytes and bookkeeping together:
 * a disk copy is ready only after its commit, and its place is reused only after the commit that removed it.
 """
 
-from tierstore.store.grouped import GroupedHit, GroupedPrompt, GroupedStore
 from tierstore.store.hit import Hit
 from tierstore.store.store import Store, lookup_all
 
-__all__ = ["GroupedHit", "GroupedPrompt", "GroupedStore", "Hit", "Store", "lookup_all"]
+__all__ = ["Hit", "Store", "lookup_all"]

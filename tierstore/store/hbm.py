@@ -1,5 +1,10 @@
-"""The pages of the engine's own pool: which of them the store knows, and who holds them. Pure bookkeeping
-behind one lock; nothing here copies or waits."""
+"""The pages of the engine's own pools: which of them the store knows, and who holds them. Pure bookkeeping
+behind one lock; nothing here copies or waits.
+
+Each layer group has a pool, and all pools lie in one memory (:mod:`tierstore.tiers.two_level`): where one has
+too few pages, cached pages of the others leave until a large page is empty. One index knows the cached pages
+of all pools, with a queue of those that may leave for each.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +14,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from tierstore.backend import LookupRequest, SaveHints
-from tierstore.errors import StoreClosedError
+from tierstore.errors import StoreClosedError, UsageError
 from tierstore.index import Index, Leaving, Match, Page, Tier
 from tierstore.index.leases import Leases, PageLease
 from tierstore.index.sessions import HintTracker, Sessions
-from tierstore.keys import Identity, PageKey
+from tierstore.keys import PageKey
 from tierstore.policy import POLICIES
 from tierstore.stats import Counters, TierStats
 from tierstore.store.buffers import HbmPages
+from tierstore.tiers import two_level
+from tierstore.tiers.frames import PoolSize
 from tierstore.tiers.hbm import PagePool
 
 NO_MATCH = Match((), 0, 0)
@@ -24,30 +31,29 @@ _GONE_BYTES = 32 << 20  # of pages that have left the tree and may still be reme
 
 
 class HbmTier:
-    """The hbm tier of one store (``pool`` may be None: then it is empty), and the store's lock and counters.
+    """The hbm tier of one store (without ``pools`` it is empty), and the store's lock and counters.
 
     A page is *private* while the engine writes it; :meth:`publish` makes it the copy of a chunk, in place.
     When nobody holds it any more it is cached until its room is needed. Methods and attributes need
-    :attr:`lock`, except where they say that they take it.
+    :attr:`lock`, except where they say that they take it. ``group`` is the number of a layer group, whose
+    pool is ``pools[group]``.
     """
 
-    def __init__(
-        self, pool: PagePool | None, page_bytes: int, policy: str, clock: Callable[[], float]
-    ) -> None:
-        self.pool = pool
+    def __init__(self, pools: Sequence[PagePool], policy: str, clock: Callable[[], float]) -> None:
+        self.pools = tuple(pools)
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)  # copies have ended, or a save has
         self.clock = clock
         self.counters = Counters()
-        self.index = Index([POLICIES[policy]() for _ in Tier])
+        policies = [POLICIES[policy]() for _ in Tier]
+        self.index = Index(policies, more_pools=[POLICIES[policy]() for _ in pools[1:]])
         self.leases = Leases(self.index, clock, self._drop_damaged)
         self.sessions = Sessions(clock, self.index.hint)
-        self.published: dict[int, Page] = {}  # pages of the pool that are in the index
+        self.published: list[dict[int, Page]] = [{} for _ in self.pools]  # by pool, those in the index
         self.pending_saves = 0  # pages
         self.closed = False
         self._leaving = Leaving([Tier.HBM], self._leave)
         self._pid = os.getpid()
-        self._page_bytes = page_bytes
         self._forgotten_bytes = 0  # of the index, at the last _forget_gone()
 
     @property
@@ -69,17 +75,23 @@ class HbmTier:
 
     # -- finding -------------------------------------------------------------------------------------
 
-    def root(self, identity: Identity) -> Page:
-        return self.index.tree.root(identity.digest, self._page_bytes)
+    def pool(self, group: int) -> PagePool:
+        """The pool of a layer group. Raises :class:`UsageError` for a store without pools."""
+        if not self.pools:
+            raise UsageError("this store has no page pool: give it one, or use buffers")
+        return self.pools[group]
 
-    def match(self, request: LookupRequest) -> Match:
+    def root(self, request: LookupRequest, group: int) -> Page:
+        return self.index.tree.root(request.identity.digest, request.page_bytes, group)
+
+    def match(self, request: LookupRequest, group: int) -> Match:
         """The leading pages of a prompt that are in HBM. Takes the lock."""
-        if self.pool is None:
+        if not self.pools:
             return NO_MATCH
         tokens = request.tokens_from(0)
         with self.lock:
             return self.index.tree.match_below(
-                self.root(request.identity),
+                self.root(request, group),
                 request.keys,
                 tokens,
                 request.chunk_tokens,
@@ -87,33 +99,29 @@ class HbmTier:
                 whole=request.identity.whole_pages,
             )
 
-    def match_loose(self, request: LookupRequest) -> dict[int, Page]:
-        """Those of a request's loose pages that are in HBM, by their positions. Takes the lock."""
-        if self.pool is None:
+    def match_named(self, request: LookupRequest, group: int) -> dict[int, Page]:
+        """Those of a request's named pages that are in HBM, by their positions. Takes the lock."""
+        if not self.pools:
             return {}
         with self.lock:
-            pages = enumerate(self._loose(request))
+            pages = enumerate(self._named(request, group))
             return {at: page for at, page in pages if page is not None and page.ready_tier() is Tier.HBM}
 
-    def _loose(self, request: LookupRequest) -> list[Page | None]:
-        """The page of each loose chunk, as far as it is known here."""
-        root, child = self.root(request.identity), self.index.tree.child
+    def _named(self, request: LookupRequest, group: int) -> list[Page | None]:
+        """Each named page, as far as it is known here."""
+        root, child = self.root(request, group), self.index.tree.child
         return [child(root, key, request.chunk(at)) for at, key in enumerate(request.keys)]
 
-    def use(self, match: Match, lookup_tokens: int, lease_s: float) -> PageLease:
-        """Count a lookup, and lease what it has found here."""
-        self.counters.lookups += 1
-        self.counters.lookup_tokens += lookup_tokens
-        if not match.pages:
+    def use(self, pages: Sequence[Page], lease_s: float) -> PageLease:
+        """A lookup has found these pages of a prompt: lease them."""
+        if not pages:
             return PageLease()
-        lease = self._lease(match.pages, lease_s)
-        self.index.touch(match.pages, hit=True)
+        lease = self._lease(pages, lease_s)
+        self.index.touch(pages, hit=True)
         return lease
 
-    def use_loose(self, here: Mapping[int, Page], request: LookupRequest, lease_s: float) -> PageLease:
-        """:meth:`use` of loose pages."""
-        self.counters.lookups += 1
-        self.counters.lookup_tokens += request.num_tokens
+    def use_named(self, here: Mapping[int, Page], request: LookupRequest, lease_s: float) -> PageLease:
+        """:meth:`use` of named pages, by their positions."""
         if not here:
             return PageLease()
         lease = self._lease(here.values(), lease_s)
@@ -128,7 +136,13 @@ class HbmTier:
     # -- publishing ----------------------------------------------------------------------------------
 
     def save(
-        self, request: LookupRequest, tail_key: PageKey | None, source: HbmPages, first: int, hints: SaveHints
+        self,
+        request: LookupRequest,
+        group: int,
+        tail_key: PageKey | None,
+        source: HbmPages,
+        first: int,
+        hints: SaveHints,
     ) -> dict[int, Page]:
         """Make the pages of ``source`` the HBM copies of chunks ``first …``, or have it read those there are.
         Returns the pages by position, each under a lease for whoever copies it; fewer when one cannot be
@@ -137,7 +151,7 @@ class HbmTier:
         tracker = HintTracker(self.sessions, hints.hint, hints.session, loose=request.loose)
         with self.lock, self._let_go_on_error(held):
             self.require_open()
-            root = page = self.root(request.identity)
+            root = page = self.root(request, group)
             for chunk in range(first if request.loose else 0, first + len(source.hbm_pages)):
                 if chunk >= len(request.keys) and request.identity.whole_pages:
                     break  # it could never be found
@@ -161,14 +175,14 @@ class HbmTier:
             self._forget_gone()
         return held
 
-    def let_go(self, request: LookupRequest, hints: SaveHints) -> None:
-        """Pass a hint on to a request's loose pages, and let those leave that are done by it, as soon as
+    def supersede(self, request: LookupRequest, group: int, hints: SaveHints) -> None:
+        """Pass a hint on to a request's named pages, and let those leave that are done by it, as soon as
         nothing holds them. Takes the lock."""
         tracker = HintTracker(self.sessions, hints.hint, hints.session, loose=True)
         with self.lock:
             self.require_open()
-            tracker.begin(self.root(request.identity))
-            pages = [page for page in self._loose(request) if page is not None]
+            tracker.begin(self.root(request, group))
+            pages = [page for page in self._named(request, group) if page is not None]
             tracker.about(pages)
             self._leaving.let_go(pages)
 
@@ -200,58 +214,134 @@ class HbmTier:
     def publish(self, page: Page, hbm_page: int) -> bool:
         """Make an engine's private HBM page the copy of ``page``, leased to the engine. False when the tier
         has one already: the engine's stays private."""
-        if hbm_page in self.published or page.copies[Tier.HBM] is not None:
+        published = self.published[page.pool]
+        if hbm_page in published or page.copies[Tier.HBM] is not None:
             return False
         self.index.add_copy(page, Tier.HBM, hbm_page, ready=True, leases=1)
-        self.published[hbm_page] = page
+        published[hbm_page] = page
         return True
 
     # -- room ----------------------------------------------------------------------------------------
 
-    def allocate(self, count: int, *, near: Sequence[int] = ()) -> list[int] | None:
-        """``count`` pages of the pool, evicting cached ones; None when that many cannot be had. ``near``: see
-        :meth:`PagePool.allocate <tierstore.tiers.hbm.PagePool.allocate>`."""
-        assert self.pool is not None, "this store has no page pool"
-        if count > self.pool.free_pages:
-            self.evict(count - self.pool.free_pages)
-        return self.pool.allocate(count, near=near)
+    def allocate(self, count: int, group: int, *, near: Sequence[int] = ()) -> list[int] | None:
+        """``count`` pages of a group's pool, evicting cached ones; None when that many cannot be had.
+        ``near``: see :meth:`PagePool.allocate <tierstore.tiers.hbm.PagePool.allocate>`."""
+        for _ in self.pools[:2]:  # after the first try nothing of its own is idle: then the others' is used
+            self.make_room(count, group)
+            pages = self.allocate_own(count, group, near=near)
+            if pages is not None:
+                return pages
+        return None
 
-    def evict(self, count: int) -> int:
-        """Let up to ``count`` cached pages leave, the policy's worst first. Returns how many left."""
+    def allocate_own(self, count: int, group: int, *, near: Sequence[int] = ()) -> list[int] | None:
+        """:meth:`allocate`, evicting pages of this pool only."""
+        pool = self.pools[group]
+        if count > pool.free_pages:
+            self.evict(count - pool.free_pages, group)
+        return pool.allocate(count, near=near)
+
+    def make_room(self, count: int, group: int) -> None:
+        """Have the other pools give large pages back, as long as one of them has more idle bytes than
+        ``group`` has, or ``group`` has too few pages for ``count`` more."""
+        if len(self.pools) == 1:
+            return
+        pool = self.pools[group]
+        others = [other for other in range(len(self.pools)) if other != group]
+        while pool.free_pages < count:
+            enough = pool.free_pages + self._idle_pages(group) >= count
+            if enough and max(map(self._idle_bytes, others)) <= self._idle_bytes(group):
+                break
+            if not self._empty_any(others):
+                break
+
+    def _idle_pages(self, group: int) -> int:
+        """Cached pages of a pool that could be evicted, one after the other."""
+        cached = self.index.in_pool[group] - self.index.leased_in_pool[group]
+        if self.pending_saves:
+            # A save holds single pages, and what is before them cannot leave either. (All other leases are on
+            # whole prefixes.)
+            cached -= self._before_held(group)
+        return max(cached - self.pools[group].excess, 0)
+
+    def _idle_bytes(self, group: int) -> int:
+        return self._idle_pages(group) * self.pools[group].spec.page_bytes
+
+    def _before_held(self, group: int) -> int:
+        """Cached pages that nobody holds, but that have a held page behind them."""
+        seen: set[Page] = set()
+        for page in self.published[group].values():
+            if self.index.copy(page, Tier.HBM).leases:
+                above = page.parent
+                while above is not None and above not in seen and above.copies[Tier.HBM] is not None:
+                    seen.add(above)
+                    above = above.parent
+        return sum(not self.index.copy(page, Tier.HBM).leases for page in seen)
+
+    def available(self, group: int) -> int:
+        """Pages of a pool that :meth:`allocate` could find: free ones and cached ones that may leave; of the
+        other pools as far as they make up whole large pages."""
+        own = self.pool(group)
+        available = own.free_pages + self._idle_pages(group)
+        for other, pool in enumerate(self.pools):
+            if other != group:
+                idle, books = self._idle_pages(other), pool.books
+                whole = books.taken if idle == pool.used_pages else idle // books.per_frame
+                available += whole * own.books.per_frame
+        return available
+
+    def evict(self, count: int, group: int) -> int:
+        """Let up to ``count`` cached pages of a pool leave, the policy's worst first. Returns how many
+        left."""
         self.leases.expire()
         self.index.hints.expire(self.clock())
         evicted = 0
-        while evicted < count and (page := self.index.victim(Tier.HBM)) is not None:
-            self._drop(page)
+        while evicted < count and (page := self.index.victim(Tier.HBM, group)) is not None:
+            self.drop(page)
             evicted += 1
         self.counters.evicted_pages[Tier.HBM.label] += evicted
         return evicted
 
-    def idle(self) -> list[int]:
-        """The cached pages that nobody uses."""
-        copies = ((place, page.copies[Tier.HBM]) for place, page in self.published.items())
+    def _empty_any(self, groups: Iterable[int]) -> bool:
+        """:meth:`_empty_one` of the pool with most idle bytes, or of the next that can."""
+        return any(self._empty_one(each) for each in sorted(groups, key=self._idle_bytes, reverse=True))
+
+    def _empty_one(self, group: int) -> bool:
+        """Let cached pages of a pool leave until a large page of it is empty, or given back."""
+        books = self.pools[group].books
+        self.leases.expire()
+        if not books.emptied_by(self.idle(group)):
+            return False  # what is in use lies everywhere
+        before = books.taken
+        while self.evict(books.per_frame, group):
+            if books.taken < before:
+                return True
+        return False
+
+    def idle(self, group: int) -> list[int]:
+        """The cached pages of a pool that nobody uses."""
+        copies = ((place, page.copies[Tier.HBM]) for place, page in self.published[group].items())
         return [place for place, copy in copies if copy is not None and not copy.leases]
 
-    def _drop(self, page: Page) -> None:
-        assert self.pool is not None
+    def drop(self, page: Page) -> None:
+        """Let a cached page that may leave do so."""
         hbm_page = self.index.drop_copy(page, Tier.HBM)
-        del self.published[hbm_page]
-        self.pool.free([hbm_page])
+        del self.published[page.pool][hbm_page]
+        self.pools[page.pool].free([hbm_page])
 
     def _leave(self, page: Page, tier: Tier) -> None:
-        self._drop(page)
+        self.drop(page)
         self.counters.evicted_pages[tier.label] += 1
 
     def _drop_damaged(self, page: Page, tier: Tier) -> None:
         raise AssertionError("pages in HBM are not checked, and never found damaged")
 
-    def release(self, hbm_pages: Iterable[int]) -> None:
+    def release(self, hbm_pages: Iterable[int], group: int) -> None:
         """An engine is done with these pages: published ones stay cached, private ones are free."""
-        assert self.pool is not None, "this store has no page pool"
+        pool, published = self.pools[group], self.published[group]
         for hbm_page in hbm_pages:
-            page = self.published.get(hbm_page)
+            page = published.get(hbm_page)
             if page is None:
-                self.pool.free([hbm_page])
+                pool.free([hbm_page])
             else:
                 self.index.release_copy(page, Tier.HBM)
         self._leaving.leave()
@@ -263,31 +353,23 @@ class HbmTier:
         self._leaving.leave()
         self.shrink()
 
+    def resize(self, nbytes: int) -> PoolSize:
+        """Have ``nbytes`` for all pools from now on; see :meth:`Store.resize_hbm`."""
+        pool = self.pool(0)
+        pool.resize(nbytes)
+        self.shrink()
+        return pool.frames.size
+
     def shrink(self) -> None:
-        """As long as the pool has more memory than it should, cached pages leave it."""
-        while self.pool is not None and self.pool.excess and self.evict(self.pool.excess):
-            pass
-
-    def available(self) -> int:
-        """Pages of the pool that are free or could be evicted, one after the other."""
-        assert self.pool is not None, "this store has no page pool"
-        cached = self.index.copies[Tier.HBM] - self.index.leases[Tier.HBM]
-        if self.pending_saves:
-            # A save holds single pages, and what is before them cannot leave either. (All other leases are on
-            # whole prefixes.)
-            cached -= self._before_held()
-        return self.pool.free_pages + max(cached - self.pool.excess, 0)
-
-    def _before_held(self) -> int:
-        """Cached pages that nobody holds, but that have a held page behind them."""
-        seen: set[Page] = set()
-        for page in self.published.values():
-            if self.index.copy(page, Tier.HBM).leases:
-                above = page.parent
-                while above is not None and above not in seen and above.copies[Tier.HBM] is not None:
-                    seen.add(above)
-                    above = above.parent
-        return sum(not self.index.copy(page, Tier.HBM).leases for page in seen)
+        """As long as the pools have more memory than they should, cached pages leave them."""
+        if not self.pools or not self.pools[0].excess:
+            return
+        if len(self.pools) == 1:
+            while self.pools[0].excess and self.evict(self.pools[0].excess, 0):
+                pass
+        else:
+            while self.pools[0].excess and self._empty_any(range(len(self.pools))):
+                pass
 
     def declined(self, tokens: Mapping[str, int]) -> None:
         """Count what was found and not loaded, by tier and reason. Takes the lock."""
@@ -297,16 +379,23 @@ class HbmTier:
     # -- seeing --------------------------------------------------------------------------------------
 
     def tier_stats(self) -> dict[str, TierStats]:
-        if self.pool is None:
+        if not self.pools:
             return {}
-        page_bytes, total = self.pool.spec.page_bytes, self.pool.capacity
-        used = self.pool.used_pages * page_bytes
+        first = self.pools[0]
+        total = first.capacity * first.spec.page_bytes if len(self.pools) == 1 else first.frames.nbytes
+        used = sum(pool.used_pages * pool.spec.page_bytes for pool in self.pools)
         pages, leased = self.index.copies[Tier.HBM], self.index.leases[Tier.HBM]
-        return {Tier.HBM.label: TierStats(total * page_bytes, used, pages, leased)}
+        return {Tier.HBM.label: TierStats(total, used, pages, leased)}
 
     def check(self) -> None:
-        """Assert that the index and the pool agree."""
+        """Assert that the index and the pools agree."""
         self.index.check()
-        pages: Sequence[Page] = list(self.index.tree.walk())
-        published = {copy.place: page for page in pages if (copy := page.copies[Tier.HBM]) is not None}
-        assert published == self.published, "the pool and the index disagree on cached pages"
+        published: list[dict[int, Page]] = [{} for _ in self.pools]
+        for page in self.index.tree.walk():
+            copy = page.copies[Tier.HBM]
+            if copy is not None:
+                published[page.pool][copy.place] = page
+        assert published == self.published, "the pools and the index disagree on cached pages"
+        shared = [pool.books for pool in self.pools if isinstance(pool.books, two_level.SmallPages)]
+        if shared:
+            two_level.check(shared)

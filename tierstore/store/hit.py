@@ -1,4 +1,4 @@
-"""The answer to a lookup: leading pages in the engine's HBM, the rest the backend's."""
+"""The answer to a lookup: what a hit needs of each layer group, where it lies, and a lease on it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
+import numpy as np
+
 from tierstore.arguments import optional_seconds
 from tierstore.backend import Backend, Lease, LookupRequest
+from tierstore.errors import UsageError
+from tierstore.groups import Group, GroupRule
 from tierstore.index import LABELS, Match, Page, Tier
 from tierstore.index.leases import PageLease
 from tierstore.store.hbm import HbmTier
-from tierstore.transfer import Transfer, TransferState
+from tierstore.transfer import Transfer, TransferState, joined
 
 
 @dataclass(frozen=True, slots=True)
-class LooseHit:
-    """Of a request for loose pages: the ones that are ``here``, in HBM, by their positions, those that the
+class NamedMatch:
+    """Of a request for named pages: the ones that are ``here``, in HBM, by their positions, those that the
     backend was asked for, and those of them that ``others``, of other hosts, seem to have."""
 
     here: Mapping[int, Page]
@@ -24,84 +28,74 @@ class LooseHit:
     others: Sequence[int] = ()
 
 
-class Hit:
-    """``tokens`` leading tokens of a prompt can be loaded. The pages stay where they are until
-    :meth:`release`, the end of the load, or the end of the lease; a later load brings what is still there.
+class Part:
+    """What a hit has of one layer group: pages at positions 0, 1, …, the leading ones in the engine's HBM,
+    the rest the backend's. They stay where they are until :meth:`release`, or the end of the leases.
 
-    ``by_tier`` counts the tokens by the fastest tier that held them at the lookup, fastest first.
+    Where the group's pages are chained these are the leading pages of a prompt. Where they are named,
+    ``ends`` says where in the prompt each of those asked for ends; it is None for pages that the caller has
+    named.
     """
 
     def __init__(
         self,
         hbm: HbmTier,
         backend: Backend,
+        group: Group,
         request: LookupRequest,
-        match: Match,
+        match: Match | NamedMatch,
         hbm_lease: PageLease,
         lease: Lease | None,
         patience_s: float,
         remote_tokens: int = 0,
-        loose: LooseHit | None = None,
+        ends: Sequence[int] | None = None,
     ) -> None:
-        self._hbm = hbm
+        self.group = group.number
+        self.page_bytes = request.page_bytes
+        self.chunk_tokens = request.chunk_tokens
         self.backend = backend
+        self._hbm = hbm
         self._request = request
         self._patience_s = patience_s
         self._hbm_lease = hbm_lease
         self._lease = lease  # guarded by the store's lock
-        self.chunk_tokens = request.chunk_tokens
-        self.page_bytes = request.page_bytes
-        below = lease.tokens if lease is not None else 0
-        self.tokens = max(match.tokens, below)
-        whole = match.tokens // self.chunk_tokens
-        # Leading pages that are in HBM, under a lease of this process's own. (The backend's lease covers
-        # them, too.)
-        self.local: tuple[Page, ...] = match.pages if match.tokens >= below else match.pages[:whole]
+        self._ends = ends
+        self.rule = GroupRule.all() if ends is None else group.rule
+        """What is needed of these pages: all, where the caller has named them."""
         self.positions: Sequence[int] = ()
-        """Of loose pages: which of those asked for the hit's pages are, those in HBM first. Empty for a
-        prompt's prefix."""
+        """Of named pages: which of those asked for the part's pages are, those in HBM first. Empty for the
+        leading pages of a prompt."""
         self.remote_positions: Sequence[int] = ()
-        """Of loose pages: those that are not held, and other hosts seem to have. See :meth:`bring`."""
+        """Of named pages: those that are not held, and other hosts seem to have."""
         self.leased_from = 0
-        """The first page that the backend's lease is on: of loose pages, the ones before it are in HBM."""
-        if loose is not None:
-            there = [loose.asked[at] for at in lease.positions] if lease is not None else []
-            self.positions = [*loose.here, *there]
+        """The first page that the backend's lease is on: of named pages, the ones before it are in HBM."""
+        self.local: tuple[Page, ...]
+        """The leading pages that are in HBM, under a lease of this process's own."""
+        below = lease.tokens if lease is not None else 0
+        if isinstance(match, NamedMatch):
+            there = [match.asked[at] for at in lease.positions] if lease is not None else []
+            self.positions = [*match.here, *there]
             self.tokens = len(self.positions) * self.chunk_tokens
-            self.remote_positions = loose.others
-            self.local = tuple(loose.here.values())
+            self.remote_positions = match.others
+            self.local = tuple(match.here.values())
             self.leased_from = len(self.local)
-        self.by_tier = self._count()
+        else:
+            self.tokens = max(match.tokens, below)
+            whole = match.tokens // self.chunk_tokens
+            self.local = match.pages if match.tokens >= below else match.pages[:whole]
         self.found = self.tokens
-        """Tokens that it had before anybody made it shorter."""
+        """Tokens that it had before it was made shorter."""
         self.remote_tokens = max(below + remote_tokens - self.tokens, 0)
-        """Behind what was found, that other hosts seem to have. See :meth:`Store.bring`."""
-
-    def shorten(self, tokens: int) -> None:
-        """Have it be one of the first ``tokens`` tokens of a prompt: what is behind them is not wanted. The
-        lease stays as it is."""
-        if tokens < self.tokens:
-            self.tokens = tokens
-            self.local = self.local[: self.num_pages]
-            self.by_tier = self._count()
-
-    def __repr__(self) -> str:
-        return f"Hit({self.tokens} tokens, {self.by_tier})"
-
-    @property
-    def branch(self) -> int:
-        """How far all layer groups of which every token is needed go: of one group, as far as the hit."""
-        return self.tokens
+        """Behind what was found, that other hosts seem to have."""
 
     @property
     def num_pages(self) -> int:
-        """Pages of the hit, the one it ends inside of included: as many buffers take a load."""
+        """The one that it ends inside of included."""
         return -(-self.tokens // self.chunk_tokens)
 
     @property
-    def hbm_pages(self) -> int:
-        """Whole leading pages that are in HBM."""
-        return self.by_tier.get(Tier.HBM.label, 0) // self.chunk_tokens
+    def named(self) -> bool:
+        return self._request.loose
 
     @property
     def leased(self) -> bool:
@@ -110,20 +104,45 @@ class Hit:
 
     @property
     def request(self) -> LookupRequest:
-        """What was found of the prompt. Made when it is wanted: most hits are loaded, or let go, without."""
-        return self._request.part(self.positions) if self._request.loose else self._request.cut(self.tokens)
+        """What was found. Made when it is wanted: most hits are loaded, or released, without."""
+        return self._request.part(self.positions) if self.named else self._request.cut(self.tokens)
 
-    def _count(self) -> dict[str, int]:
+    @property
+    def ends(self) -> Sequence[int]:
+        """Where in the prompt each page ends."""
+        if self._ends is None:
+            return self.rule.ends(self.tokens, self.chunk_tokens)
+        return [self._ends[at] for at in self.positions]
+
+    @property
+    def remote_ends(self) -> Sequence[int]:
+        """Likewise of the pages that other hosts seem to have: of chained ones the whole ones only."""
+        if self._ends is not None:
+            return [self._ends[at] for at in self.remote_positions]
+        if self.named:
+            return [(at + 1) * self.chunk_tokens for at in self.remote_positions]
+        chunk_tokens = self.chunk_tokens
+        first = (self.found // chunk_tokens + 1) * chunk_tokens
+        return range(first, self.found + self.remote_tokens + 1, chunk_tokens)
+
+    def shorten(self, tokens: int) -> None:
+        """Have it be of the first ``tokens`` tokens of a prompt. The lease stays as it is."""
+        if tokens < self.tokens:
+            self.tokens = tokens
+            self.local = self.local[: self.num_pages]
+
+    def by_tier(self) -> dict[str, int]:
+        """Its tokens by tier, fastest first."""
         lease = self._lease
         if lease is not None and len(lease.runs) == 1 and not self.local:  # as nearly always
-            return {lease.runs[0][0]: self.tokens}
+            return {lease.runs[0][0]: self.tokens} if self.tokens else {}
         counts = dict.fromkeys(LABELS, 0)
         for tier, tokens in self.by_runs():
             counts[tier] = counts.get(tier, 0) + tokens
         return {tier: count for tier, count in counts.items() if count}
 
     def by_runs(self) -> list[tuple[str, int]]:
-        """The hit's tokens by tier, run by run along the prompt."""
+        """Its tokens by tier, run by run along the pages."""
         lease = self._lease
         local = len(self.local)
         runs = [(Tier.HBM.label, min(local * self.chunk_tokens, self.tokens))] if local else []
@@ -136,6 +155,15 @@ class Hit:
             position += run
         return runs
 
+    def page_runs(self) -> list[tuple[str, int]]:
+        """Its pages by tier, likewise."""
+        left, found = self.num_pages, []
+        for tier, tokens in self.by_runs():
+            pages = min(-(-tokens // self.chunk_tokens), left)
+            left -= pages
+            found.append((tier, pages))
+        return found
+
     def with_lease(self, then: Callable[[Lease | None], None]) -> None:
         """Call ``then`` with the backend's lease, or with a new one where that has ended; None if there is
         none to be had."""
@@ -144,7 +172,7 @@ class Hit:
             then(lease)
             return
         wanted = self.request
-        if self._request.loose:
+        if self.named:
             if self.leased_from == self.num_pages:
                 then(None)
                 return
@@ -155,7 +183,7 @@ class Hit:
     def _adopt(self, lease: Lease | None) -> Lease | None:
         lease = lease if lease is not None and lease.tokens else None
         below = self.tokens - self.leased_from * self.chunk_tokens
-        if lease is not None and self._request.loose and lease.tokens < below:
+        if lease is not None and self.named and lease.tokens < below:
             self.backend.release(lease)  # some have left, and the others are not where the hit's were
             lease = None
         with self._hbm.lock:
@@ -165,12 +193,10 @@ class Hit:
         return lease
 
     def prefetch(self, *, first: int = 0, deadline_s: float | None = None) -> Transfer[int]:
-        """Bring what is on disk into host memory, in prefix order, and hold it there. The result is the
-        number of leading tokens that are then above the disk; at the deadline it is what has arrived. Pages
-        before ``first`` are not wanted, and count as if they were there."""
-        self._hbm.require_process()
-        deadline_s = optional_seconds("deadline_s", deadline_s)
-        above = self.tokens - self.by_tier.get(Tier.DISK.label, 0)
+        """Bring what is on disk into host memory, in order, and hold it there. The result is how many leading
+        tokens are then above the disk. Pages before ``first`` are not wanted, and count as if they were
+        there."""
+        above = self.tokens - self.by_tier().get(Tier.DISK.label, 0)
 
         def settle(_: TransferState) -> int:
             return above
@@ -212,9 +238,9 @@ class Hit:
         return transfer
 
     def bring(self, deadline_s: float, *, tokens: int | None = None) -> Transfer[int]:
-        """:meth:`Store.bring <tierstore.Store.bring>` of what other hosts seem to have behind it, up to
-        ``tokens`` (None: all); of loose pages, of those that it lacks. The hit may have been released."""
-        if self._request.loose:
+        """Have the pages come that other hosts seem to have: of chained ones those behind what was found, up
+        to ``tokens`` (None: all), of named ones those that are lacking. The leases may have been released."""
+        if self.named:
             wanted = self._request.part(self.remote_positions)
             first, count = 0, wanted.num_chunks
         else:
@@ -227,14 +253,171 @@ class Hit:
         return self.backend.bring(wanted, first, count, wait_s=deadline_s)
 
     def release(self) -> None:
-        """Give the lease back. Repeating it is harmless."""
-        if self._hbm.forked:
-            return  # the leases are another process's
+        """Give the leases back. Repeating it is harmless."""
         with self._hbm.lock:
             self._hbm.leases.release(self._hbm_lease)
             lease, self._lease = self._lease, None
         if lease is not None:
             self.backend.release(lease)
+
+
+class Hit:
+    """``tokens`` leading tokens of a prompt can be loaded: all layer groups can serve a hit of that length
+    (:mod:`tierstore.groups`), and ``parts`` are what it needs of each, as far as it needs anything. The pages
+    stay where they are until :meth:`release`, the end of the load, or the end of the leases; a later load
+    brings what is still there.
+
+    ``branch`` is how far the groups go of which every token is needed: at least ``tokens``. ``by_tier``
+    counts the tokens by the slowest tier that a page of theirs which is needed lay in at the lookup, fastest
+    first. Other hosts seem to have what a hit of ``remote_tokens`` more lacks here: in ``others``.
+    """
+
+    def __init__(
+        self,
+        hbm: HbmTier,
+        backend: Backend,
+        chunk_tokens: int,
+        tokens: int,
+        parts: Sequence[Part],
+        *,
+        branch: int,
+        remote_tokens: int = 0,
+        others: Sequence[Part] = (),
+    ) -> None:
+        self._hbm = hbm
+        self.backend = backend
+        self.chunk_tokens = chunk_tokens
+        self.tokens = tokens
+        self.parts = parts
+        self.branch = branch
+        self.remote_tokens = remote_tokens
+        self.others = others
+        self.by_tier: Mapping[str, int] = parts[0].by_tier() if self._simple else self._count()
+
+    @property
+    def _simple(self) -> bool:
+        """Whether it has one part, whose pages are leading ones."""
+        return len(self.parts) == 1 and self.parts[0].rule.chained
+
+    def __repr__(self) -> str:
+        return f"Hit({self.tokens} tokens, {self.by_tier})"
+
+    def _count(self) -> dict[str, int]:
+        slowest = np.zeros(self.num_pages, np.uint8)
+        for part in self.parts:
+            start, chunks = 0, (np.asarray(part.ends, np.int64) - 1) // self.chunk_tokens
+            for tier, pages in part.page_runs():
+                run = chunks[start : start + pages]
+                slowest[run] = np.maximum(slowest[run], rank(tier))
+                start += pages
+        counts = np.bincount(slowest, minlength=len(LABELS)) * self.chunk_tokens
+        if self.num_pages:
+            counts[slowest[-1]] -= self.num_pages * self.chunk_tokens - self.tokens
+        pairs = zip(LABELS, counts.tolist(), strict=True)
+        return {label: count for label, count in pairs if count}
+
+    @property
+    def num_pages(self) -> int:
+        """Chunks of the hit, the one that it ends inside of included."""
+        return -(-self.tokens // self.chunk_tokens)
+
+    def chunks(self, group: int) -> range:
+        """The chunks whose pages a load brings of a group: as many buffers as it takes."""
+        for part in self.parts:
+            if part.group == group:
+                return part.rule.pages(self.tokens, self.chunk_tokens)
+        return range(0)
+
+    @property
+    def hbm_pages(self) -> int:
+        """Whole leading pages of group 0 that are in HBM, however cold those of the others are."""
+        first = self.parts[0] if self.parts else None
+        if first is None or first.group or not first.rule.chained:
+            return 0
+        runs = first.page_runs()
+        in_hbm = runs[0][1] if runs and runs[0][0] == Tier.HBM.label else 0
+        return min(in_hbm, self.tokens // self.chunk_tokens)
+
+    # Of pages that the caller has named (`Prompt.named_pages`), and of one group's:
+
+    @property
+    def positions(self) -> Sequence[int]:
+        """Of pages that the caller has named: which of those asked for the hit's pages are, those in HBM
+        first. Empty for a prompt's prefix."""
+        return self.parts[0].positions if self._simple else ()
+
+    @property
+    def remote_positions(self) -> Sequence[int]:
+        """Likewise, those that are not held, and other hosts seem to have. See :meth:`bring`."""
+        return self.parts[0].remote_positions if self._simple else ()
+
+    @property
+    def found(self) -> int:
+        """Tokens of group 0 that were found."""
+        return self.parts[0].found if self.parts else 0
+
+    @property
+    def request(self) -> LookupRequest:
+        """What was found of a prompt, where the hit has one part."""
+        if len(self.parts) != 1:
+            raise UsageError(f"a hit over {len(self.parts)} layer groups is no single request")
+        return self.parts[0].request
+
+    def by_runs(self) -> list[tuple[str, int]]:
+        """The hit's tokens by tier, run by run along the prompt, where it has one part of leading pages."""
+        return self.parts[0].by_runs() if self._simple else []
+
+    # -- what is done with it --------------------------------------------------------------------------
+
+    def prefetch(self, *, first: int = 0, deadline_s: float | None = None) -> Transfer[int]:
+        """Bring what is on disk into host memory, in prefix order, and hold it there. The result is the
+        number of leading tokens that are then above the disk; at the deadline it is what has arrived. Pages
+        before ``first`` are not wanted, and count as if they were there."""
+        self._hbm.require_process()
+        deadline_s = optional_seconds("deadline_s", deadline_s)
+        if self._simple:
+            return self.parts[0].prefetch(first=first, deadline_s=deadline_s)
+        brought = [
+            (part, part.prefetch(first=first if part.rule.chained else 0, deadline_s=deadline_s))
+            for part in self.parts
+        ]
+
+        def settle(state: TransferState) -> int:
+            tokens = self.tokens
+            for part, transfer in brought:
+                if state is TransferState.CANCELLED:
+                    transfer.cancel()
+                above = transfer.wait()
+                if part.rule.chained:
+                    tokens = min(tokens, above)
+                elif above < part.tokens:
+                    tokens = min(tokens, (part.ends[0] - 1) // self.chunk_tokens * self.chunk_tokens)
+            return tokens if tokens == self.tokens else tokens // self.chunk_tokens * self.chunk_tokens
+
+        return joined(
+            [transfer for _, transfer in brought], settle, deadline_s=deadline_s, clock=self._hbm.clock
+        )
+
+    def bring(self, deadline_s: float, *, tokens: int | None = None) -> Transfer[int]:
+        """:meth:`Store.bring <tierstore.Store.bring>` of what other hosts seem to have and this lacks, up to
+        ``tokens`` of its prompt (None: all), whatever it costs. The hit may have been released."""
+        if len(self.others) == 1:
+            return self.others[0].bring(deadline_s, tokens=tokens)
+        brought = [part.bring(deadline_s, tokens=tokens) for part in self.others]
+
+        def settle(_: TransferState) -> int:
+            for transfer in brought:
+                transfer.cancel()  # what has not ended by now
+            return sum(transfer.wait() for transfer in brought)
+
+        return joined(brought, settle, deadline_s=deadline_s, clock=self._hbm.clock)
+
+    def release(self) -> None:
+        """Give the leases back. Repeating it is harmless."""
+        if self._hbm.forked:
+            return  # the leases are another process's
+        for part in self.parts:
+            part.release()
 
     def __enter__(self) -> Hit:
         return self
@@ -243,3 +426,8 @@ class Hit:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
+
+
+def rank(tier: str) -> int:
+    """Where a tier is, the fastest first."""
+    return LABELS.index(tier) if tier in LABELS else len(LABELS) - 1

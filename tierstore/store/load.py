@@ -1,17 +1,22 @@
 """Loads: leading pages are in HBM already, the others come from the backend.
 
-The backend is asked where pages are in windows (of what is in host memory, thousands at once; of what is on
+A :class:`Load` is one transfer over the parts of a hit, one for each layer group; a :class:`PartLoad` brings
+one part. At the deadline, what has come in time decides how long the hit is, by the rule that decides it at a
+lookup (:mod:`tierstore.groups`): a group that is late shortens the hit, and pages of different lengths are
+never mixed. Pages that the shorter hit does not need are given back.
+
+The backend is asked where pages are in batches (of what is in host memory, thousands at once; of what is on
 disk, a few MiB), and asked for the next ones while the last are being copied. Copies are tasks of the mover.
 
-From memory that a pool's device reaches, all pages of a window are copied by it in one go, layer by layer,
-and the load ends when that has begun. The engine has the pages by then, and its work is ordered behind the
+From memory that a pool's device reaches, all pages of a batch are copied by it in one go, layer by layer, and
+the load ends when that has begun. The engine has the pages by then, and its work is ordered behind the
 copies, so what holds their source has to last until they have ended: where that is a lease with an end, it is
 renewed when half of what is left of it has passed.
 
-A load may be of some pages of a hit, ``first … stop``: an engine computes the others. What it measures, the
+A load may be of some chunks of a hit, ``first … stop``: an engine computes the others. What it measures, the
 bytes of a tier and the seconds they took, it tells the planner.
 
-When a page cannot be had the load is *cut* there: later pages would be useless without it. Bytes count only
+When a page cannot be had the part is *cut* there: later pages would be useless without it. Bytes count only
 if what held them had not ended when they were copied: after that, the place may have been somebody else's.
 """
 
@@ -26,27 +31,27 @@ from functools import partial
 
 from tierstore import copying
 from tierstore.backend import Backend, Lease, Located
+from tierstore.groups import Group, longest_of_pages
 from tierstore.index import Page, Tier
 from tierstore.mover import Mover, Priority
 from tierstore.planner import Planner
-from tierstore.store.buffers import Buffers, PageTarget
 from tierstore.store.hbm import HbmTier
-from tierstore.store.hit import Hit
-from tierstore.tiers.hbm import COMPLETED, PendingCopy
+from tierstore.store.hit import Hit, Part
+from tierstore.tiers.hbm import PendingCopy
 from tierstore.transfer import Transfer, TransferState
-from tierstore.types import Loaded
+from tierstore.types import GroupPages, Loaded
 
 _COPY_BYTES = 4 << 20  # one task of the mover
-_WINDOWS = 4  # asked for at once
-_WAIT_S = 5.0  # for a window, where there is no deadline
-_LATE = 0.9  # of the time that it had: a window that has not come by then is taken for a slow one
+_BATCHES = 4  # asked for at once
+_WAIT_S = 5.0  # for a batch, where there is no deadline
+_LATE = 0.9  # of the time that it had: a batch that has not come by then is taken for a slow one
 LEAST_S = 5.0
 """What must be left of a lease for copies that go on by themselves: of what fits a device they take a few
 seconds."""
 
 
 @dataclass(frozen=True, slots=True)
-class _HbmCopy:
+class HbmCopy:
     """A page to be copied out of HBM, under a lease of ours."""
 
     position: int
@@ -54,7 +59,7 @@ class _HbmCopy:
 
 
 @dataclass(slots=True, eq=False)
-class _Window:
+class _Batch:
     """Pages that have been located, until the last of them has been copied."""
 
     located: Located | None  # None once all is copied: tasks outlive their work, and would keep its memory
@@ -74,57 +79,174 @@ class Range:
     keeps_hit: bool = False
 
 
-WHOLE = Range()
+@dataclass(frozen=True, slots=True)
+class Lower:
+    """What a load works with."""
+
+    hbm: HbmTier
+    backend: Backend
+    mover: Mover
+    planner: Planner
+    groups: Sequence[Group]
 
 
-class Load(ABC):
-    """What all destinations have in common. The store's lock guards what changes."""
+class Load:
+    """Chunks ``first … stop`` of a hit. Of groups whose pages are named, what the hit needs comes with the
+    load that ends the hit. The store's lock guards what changes."""
 
     def __init__(
         self,
-        hbm: HbmTier,
-        backend: Backend,
-        mover: Mover,
-        planner: Planner,
+        lower: Lower,
         hit: Hit,
         deadline_s: float | None,
-        part: Range,
+        chunks: Range,
+        into: Callable[[Load, Part, range], PartLoad],
     ) -> None:
-        self.hbm = hbm
-        self.backend = backend
-        self.mover = mover
-        self.planner = planner
+        """``into`` makes the load of one part, of these positions."""
+        self.lower = lower
+        self.hbm = lower.hbm
         self.hit = hit
-        self.first = part.first
-        self.pages = hit.num_pages if part.stop is None else part.stop
-        self._keeps_hit = part.keeps_hit
-        self.page_bytes = hit.page_bytes
-        self._leased_from = hit.leased_from
+        self.first = chunks.first
+        # A hit of pages that the caller has named, or of one group's, is as long as it has pages.
+        self.stop = hit.num_pages if chunks.stop is None else chunks.stop
+        self._keeps_hit = chunks.keeps_hit
+        self._ends = self.stop == hit.num_pages
+        self._under_way = 1  # requests and tasks, and start() itself
+        self.parts: list[PartLoad] = []
+        for part in hit.parts:
+            if part.rule.chained:
+                self.parts.append(into(self, part, range(self.first, self.stop)))
+            elif self._ends:
+                self.parts.append(into(self, part, range(part.num_pages)))
+        self.transfer: Transfer[Loaded] = Transfer(
+            self._settle,
+            pages=sum(part.pages - part.first for part in self.parts),
+            nbytes=sum((part.pages - part.first) * part.page_bytes for part in self.parts),
+            deadline_s=deadline_s,
+            clock=self.hbm.clock,
+        )
+
+    def start(self) -> Transfer[Loaded]:
+        parts = self.parts
+        with self.hbm.lock:  # of all parts at once: the load may end as soon as one of them asks for pages
+            for part in parts:
+                part.begin()
+        for part in parts:
+            part.go_on()
+        self.step_done()
+        return self.transfer
+
+    def begun(self, steps: int) -> None:
+        """So many requests or tasks more are under way. Under the lock."""
+        self._under_way += steps
+
+    def step_done(self) -> None:
+        """One has ended. Takes the lock."""
+        with self.hbm.lock:
+            self._under_way -= 1
+            last = self._under_way == 0
+        if last:
+            self.transfer.finish()
+
+    # -- ending --------------------------------------------------------------------------------------
+
+    def _settle(self, state: TransferState) -> Loaded:
+        wanted = min(self.stop * self.hit.chunk_tokens, self.hit.tokens)
+        with self.hbm.lock:
+            for part in self.parts:
+                part.closed = True
+            # Bytes may be on their way into memory that goes back to the caller now.
+            self.hbm.changed.wait_for(lambda: not any(part.copying for part in self.parts))
+            length = 0 if state is TransferState.CANCELLED else self._length(wanted)
+            self.hbm.counters.loads_cut_short += length < wanted
+            loaded = self._loaded(length)
+        for part in self.parts:
+            part.forget_answers()
+        if state is TransferState.EXPIRED and length < wanted:
+            late = {f"{self._late_tier()} late": wanted - length}
+            self.hbm.declined(late)
+            self.lower.backend.declined(late)
+        if not self._keeps_hit:
+            self.hit.release()
+        self.parts = []  # they refer to this: so neither waits for the collector
+        return loaded
+
+    def _length(self, wanted: int) -> int:
+        """The longest hit that all groups can serve with what has come. What is before the first chunk is
+        loaded, or computed, by others."""
+        chunk_tokens = self.hit.chunk_tokens
+        front = min(self.first * chunk_tokens, self.hit.tokens)
+        if len(self.parts) == 1 and self.parts[0].part.rule.chained:
+            return min(self.parts[0].leading() * chunk_tokens, wanted)
+        held = {
+            group.number: (group.rule, frozenset[int]())
+            for group in self.lower.groups
+            if group.named and self._ends
+        }
+        for part in self.parts:
+            held[part.part.group] = part.part.rule, frozenset(part.arrived_ends())
+        return max(longest_of_pages(list(held.values()), wanted, chunk_tokens), front) if held else front
+
+    def _loaded(self, length: int) -> Loaded:
+        """The outcome for a hit of ``length``: what else has come is given back. Under the lock."""
+        chunk_tokens = self.hit.chunk_tokens
+        groups = [GroupPages(self.first)] * len(self.lower.groups)
+        moved = 0
+        for part in self.parts:
+            if part.part.rule.chained:
+                kept: Sequence[int] = range(self.first, max(-(-length // chunk_tokens), self.first))
+                first = self.first
+            else:
+                ends = part.part.ends
+                whole = length > self.first * chunk_tokens or not self.first
+                needed = set(part.part.rule.ends(length, chunk_tokens)) if whole else ()
+                kept = sorted((at for at, end in enumerate(ends) if end in needed), key=lambda at: ends[at])
+                first = (ends[kept[0]] - 1) // chunk_tokens if kept else self.first
+            self.hbm.counters.loaded_pages += len(kept)
+            groups[part.part.group] = GroupPages(first, part.result(kept))
+            moved += part.moved_bytes(kept)
+        return Loaded(length, groups[0].pages, moved, tuple(groups))
+
+    def _late_tier(self) -> str:
+        for part in self.parts:
+            if part.leading() < part.pages:
+                return part.tier_at(part.leading())
+        return Tier.HOST.label
+
+
+class PartLoad(ABC):
+    """Pages ``first … pages`` of a hit's part, to wherever a subclass takes them."""
+
+    def __init__(self, load: Load, part: Part, positions: range) -> None:
+        self.load = load
+        self.hbm = load.hbm
+        self.backend = load.lower.backend
+        self.mover = load.lower.mover
+        self.planner = load.lower.planner
+        self.part = part
+        self.first = positions.start
+        self.pages = max(positions.stop, positions.start)
+        self.page_bytes = part.page_bytes
+        self._leased_from = part.leased_from
         self.closed = False  # settled: nothing that arrives now will be handed out
         self._arrived = [position < self.first for position in range(self.pages)]  # the others: not wanted
         self._cut = self.pages
-        self._copying = 0
-        self._under_way = 1  # requests and tasks, and start() itself
-        self._asked = 0  # windows that have been asked for and not located yet
+        self.copying = 0
+        self._asked = 0  # batches that have been asked for and not located yet
         self._asked_of_disk = 0  # … of these
-        self._windows = 0  # … and those that are being copied
+        self._batches = 0  # … and those that are being copied
         self._next = 0  # the first page not asked for yet
         self._wanted: list[bool] = []  # of the backend
         self._missing: list[tuple[int, int]] = []  # (first, count): asked for, and there was no room
+        self._local: list[HbmCopy] = []
+        self._here = 0  # pages that need no copy
         self._lease: Lease | None = None
         self._answers: set[Transfer[Located | None]] = set()  # that are waited for
-        self.transfer: Transfer[Loaded] = Transfer(
-            self._settle,
-            pages=self.pages - self.first,
-            nbytes=(self.pages - self.first) * self.page_bytes,
-            deadline_s=deadline_s,
-            clock=hbm.clock,
-        )
 
     # -- what a destination decides ------------------------------------------------------------------
 
     @abstractmethod
-    def _take_local(self) -> list[_HbmCopy]:
+    def _take_local(self) -> list[HbmCopy]:
         """Take note of the pages that need no copy, and lease those to be copied within this process. Under
         the lock, as are the two below."""
 
@@ -145,7 +267,7 @@ class Load(ABC):
     ) -> int:
         """Copy pages, and return how many leading ones are what was saved."""
         found = copying.hash_all(addresses, self.page_bytes)
-        good = _leading_equal(found, checksums)
+        good = leading_equal(found, checksums)
         self._fill(targets[:good], addresses[:good]).wait()
         return good
 
@@ -162,26 +284,53 @@ class Load(ABC):
         """Copy pages of the pool."""
 
     @abstractmethod
-    def _result(self, pages: int, tokens: int) -> Loaded:
-        """The outcome, ``pages`` being the contiguous prefix that arrived. Under the lock."""
+    def result(self, kept: Sequence[int]) -> tuple[int, ...]:
+        """Hand the pages at these positions out, if they are the pool's, and give the others back. Under the
+        lock."""
+
+    def moved_bytes(self, kept: Sequence[int]) -> int:
+        """What was copied for these."""
+        return len(kept) * self.page_bytes
+
+    # -- what has come (under the lock) ------------------------------------------------------------------
+
+    def leading(self) -> int:
+        """How many pages are there before the first that is not."""
+        return next((at for at, here in enumerate(self._arrived) if not here), self.pages)
+
+    def arrived_ends(self) -> list[int]:
+        """Where in the prompt those that are there end."""
+        return [end for end, here in zip(self.part.ends, self._arrived, strict=False) if here]
+
+    def tier_at(self, position: int) -> str:
+        """Where a page was that has not come."""
+        lease = self._lease
+        return lease.run_at(max(position - self._leased_from, 0))[0] if lease else Tier.HOST.label
+
+    def forget_answers(self) -> None:
+        """The load has ended: what is still asked for is not wanted. Without the lock."""
+        for answer in list(self._answers):
+            answer.cancel()
 
     # -- asking --------------------------------------------------------------------------------------
 
-    def start(self) -> Transfer[Loaded]:
-        with self.hbm.lock:
-            local = self._take_local()
-            here = sum(self._arrived[self.first :])
-            held = {each.position for each in local}
-            self._wanted = [not there and i not in held for i, there in enumerate(self._arrived)]
-            self._next = self._next_wanted(0)
-            self._under_way += bool(local) + (self._next < self.pages)
-        self.transfer.advance(here, 0)
+    def begin(self) -> None:
+        """Take note of what is in HBM. Under the lock."""
+        self._local = local = self._take_local()
+        held = {each.position for each in local}
+        self._wanted = [not there and i not in held for i, there in enumerate(self._arrived)]
+        self._next = self._next_wanted(0)
+        self.load.begun(bool(local) + (self._next < self.pages))
+        self._here = sum(self._arrived[self.first :])
+
+    def go_on(self) -> None:
+        """Ask for the rest, and have copied what is to be copied."""
+        self.load.transfer.advance(self._here, 0)
+        local, self._local = self._local, []
         if local:
             self.mover.submit(Priority.LOAD, lambda: self._copy_local(local))
         if self._next < self.pages:
-            self.hit.with_lease(self._leased)
-        self._step_done()
-        return self.transfer
+            self.part.with_lease(self._leased)
 
     def _next_wanted(self, start: int) -> int:
         """The first page from ``start`` on that is wanted of the backend."""
@@ -189,23 +338,23 @@ class Load(ABC):
 
     def _leased(self, lease: Lease | None) -> None:
         self._lease = lease
-        chunk_tokens, before = self.hit.chunk_tokens, self._leased_from
-        if lease is None or self._next < before:  # a loose page has left HBM, and nobody asked for it below
+        chunk_tokens, before = self.part.chunk_tokens, self._leased_from
+        if lease is None or self._next < before:  # a named page has left HBM, and nobody asked for it below
             self._cut_at(self._next)
-        elif before * chunk_tokens + lease.tokens < self.hit.tokens:
+        elif before * chunk_tokens + lease.tokens < self.part.tokens:
             self._cut_at(max(before + lease.tokens // chunk_tokens, self._next))
         self._ask_for_more()
-        self._step_done()
+        self.load.step_done()
 
     def _ask_for_more(self, *, again: bool = False) -> None:
-        """Ask for the next windows; ``again``: also for one that found no room, since now there may be some.
+        """Ask for the next batches; ``again``: also for one that found no room, since now there may be some.
         One, because an answer may be there at once, and short again: more room comes with the next copy."""
         lease = self._lease
-        while lease is not None and not self.transfer.stopped:
+        while lease is not None and not self.load.transfer.stopped:
             with self.hbm.lock:
-                if self._asked + self._windows >= _WINDOWS:
+                if self._asked + self._batches >= _BATCHES:
                     return
-                alone = not (self._asked or self._windows)
+                alone = not (self._asked or self._batches)
                 retried = again and bool(self._missing)
                 if retried:
                     start, count = self._missing.pop(0)
@@ -224,7 +373,7 @@ class Load(ABC):
                     self._next = self._next_wanted(start + count)
                 self._asked += 1
                 self._asked_of_disk += not self._in_memory(lease, start)
-                self._under_way += 1
+                self.load.begun(1)
             self._ask(lease, start, count, alone=alone)
             if retried and alone:
                 return  # nothing is to take the room that there is
@@ -235,26 +384,26 @@ class Load(ABC):
         return lease.run_at(position - self._leased_from)[0] == Tier.HOST.label
 
     def _ask(self, lease: Lease, start: int, count: int, *, alone: bool) -> None:
-        remaining = self.transfer.remaining_s
+        remaining = self.load.transfer.remaining_s
         wait_s = _WAIT_S if remaining is None else min(remaining, _WAIT_S)
         asked = self.hbm.clock()
         answer = self.backend.locate(lease, start - self._leased_from, count, wait_s=wait_s)
-        self.transfer.watch(answer)
+        self.load.transfer.watch(answer)
         self._answers.add(answer)
         tier = lease.run_at(start - self._leased_from)[0]
 
         def located() -> None:
             self._answers.discard(answer)
             found = answer.wait()
-            self._measure_window(tier, asked, wait_s, found, count)
+            self._measure_batch(tier, asked, wait_s, found, count)
             self._located(found, start, count, asked, alone=alone)
 
         answer.on_end(located)
 
-    def _measure_window(
+    def _measure_batch(
         self, tier: str, asked: float, wait_s: float, located: Located | None, count: int
     ) -> None:
-        """What the backend took to bring a window from disk. (What is in host memory is measured with its
+        """What the backend took to bring a batch from disk. (What is in host memory is measured with its
         copies.) Of one that did not come in its time it is known that it takes no less."""
         came = len(located.addresses) if located is not None else 0
         now_s = self.hbm.clock()
@@ -264,12 +413,12 @@ class Load(ABC):
         elif came and tier == Tier.DISK.label:
             self.planner.moved(tier, came * self.page_bytes, now_s - asked, now_s=now_s)
 
-    def _measure_copies(self, window: _Window) -> None:
-        """What it took to have a window from host memory, which may be another host's."""
-        if window.measured_bytes:
+    def _measure_copies(self, batch: _Batch) -> None:
+        """What it took to have a batch from host memory, which may be another host's."""
+        if batch.measured_bytes:
             now_s = self.hbm.clock()
             host = Tier.HOST.label
-            self.planner.moved(host, window.measured_bytes, now_s - window.began, now_s=now_s)
+            self.planner.moved(host, batch.measured_bytes, now_s - batch.began, now_s=now_s)
 
     def _located(self, located: Located | None, start: int, count: int, asked: float, *, alone: bool) -> None:
         """``alone``: nothing else of this load was on its way when it was asked for, and might have taken the
@@ -284,7 +433,7 @@ class Load(ABC):
                 # The rest may find room once these, or others, have been copied.
                 self._missing.append((start + there, count - there))
                 self._missing.sort()
-            if self._missing and not (there or self._windows or self._asked):
+            if self._missing and not (there or self._batches or self._asked):
                 again = not alone
                 if alone:
                     self._cut = min(self._cut, self._missing[0][0])
@@ -294,7 +443,7 @@ class Load(ABC):
         elif located is not None:
             located.release()
         self._ask_for_more(again=again)
-        self._step_done()
+        self.load.step_done()
 
     # -- copying -------------------------------------------------------------------------------------
 
@@ -305,55 +454,55 @@ class Load(ABC):
         step = count if in_one_go else max(_COPY_BYTES // self.page_bytes, 1)
         starts = range(0, count, step)
         measured = count * self.page_bytes if in_memory else 0
-        window = _Window(located, in_one_go, asked, measured, len(starts))
+        batch = _Batch(located, in_one_go, asked, measured, len(starts))
         with self.hbm.lock:
-            self._windows += 1
-            self._under_way += len(starts)
+            self._batches += 1
+            self.load.begun(len(starts))
         for at in starts:
-            task = partial(self._copy, window, start + at, at, min(at + step, count))
+            task = partial(self._copy, batch, start + at, at, min(at + step, count))
             self.mover.submit(Priority.LOAD, task)
 
-    def _copy(self, window: _Window, first: int, start: int, stop: int) -> None:
-        """Pages ``start … stop`` of a window, the first of which is page ``first`` of the hit."""
-        located = window.located
-        assert located is not None, "a window lasts until its last task has ended"
+    def _copy(self, batch: _Batch, first: int, start: int, stop: int) -> None:
+        """Pages ``start … stop`` of a batch, the first of which is page ``first`` of the hit."""
+        located = batch.located
+        assert located is not None, "a batch lasts until its last task has ended"
         with self.hbm.lock:
             targets = () if self.closed else self._targets(first, stop - start)
-            self._copying += 1
+            self.copying += 1
         good = wanted = len(targets)
         addresses = located.addresses[start : start + good]
         under_way = None
         if located.checksums:
             good = self._fill_checked(targets, addresses, located.checksums[start : start + good])
         else:
-            under_way = self._leave_alone(self._fill(targets, addresses), located, window.in_one_go)
+            under_way = self._leave_alone(self._fill(targets, addresses), located, batch.in_one_go)
         in_time = self.hbm.clock() < located.ends
         if in_time and good < wanted and self._lease is not None:
             self.backend.suspect(self._lease, first + good - self._leased_from)
         with self.hbm.lock:
-            self._copying -= 1
+            self.copying -= 1
             if not in_time:
                 self.hbm.counters.expired_leases += 1
                 good = 0
             self._land(first, targets, good=good)
             if good < stop - start:
                 self._cut = min(self._cut, first + good)
-            window.tasks -= 1
-            over = window.tasks == 0
-            self._windows -= over
+            batch.tasks -= 1
+            over = batch.tasks == 0
+            self._batches -= over
             if over:
-                window.located = None
+                batch.located = None
             self.hbm.changed.notify_all()
         if under_way is not None:
-            self.mover.submit(Priority.LOAD, partial(self._let_go, under_way, good, window))
+            self.mover.submit(Priority.LOAD, partial(self._let_go, under_way, good, batch))
         elif over:
             if good == stop - start:
-                self._measure_copies(window)
+                self._measure_copies(batch)
             located.release()
-        self.transfer.advance(good, good * self.page_bytes)
+        self.load.transfer.advance(good, good * self.page_bytes)
         if over:
             self._ask_for_more(again=True)
-        self._step_done()
+        self.load.step_done()
 
     def _leave_alone(self, filling: PendingCopy, located: Located, in_one_go: bool) -> _Copying | None:
         """Wait for copies, unless they can go on by themselves."""
@@ -363,255 +512,36 @@ class Load(ABC):
             return None
         return _Copying(located, filling, self.hbm.clock)
 
-    def _let_go(self, under_way: _Copying, pages: int, window: _Window) -> None:
+    def _let_go(self, under_way: _Copying, pages: int, batch: _Batch) -> None:
         """Give back what holds the source of copies, when they have ended."""
         in_time = under_way.wait()
-        self._measure_copies(window)
+        self._measure_copies(batch)
         if not in_time:
             with self.hbm.lock:
                 self.hbm.counters.expired_leases += 1
             self._came_late(pages)
 
-    def _copy_local(self, local: Sequence[_HbmCopy]) -> None:
+    def _copy_local(self, local: Sequence[HbmCopy]) -> None:
         hbm = self.hbm
         with hbm.lock:
             wanted = [] if self.closed else local
             targets = [target for each in wanted for target in self._targets(each.position, 1)]
             places = [hbm.index.copy(each.page, Tier.HBM).place for each in wanted[: len(targets)]]
-            self._copying += 1
+            self.copying += 1
         self._fill_from_hbm(targets, places)
         with hbm.lock:
-            self._copying -= 1
+            self.copying -= 1
             for each, target in zip(wanted, targets, strict=False):
                 self._land(each.position, [target], good=1)
             for each in local:
                 hbm.release_copy(each.page)
             hbm.changed.notify_all()
-        self.transfer.advance(len(targets), len(targets) * self.page_bytes)
-        self._step_done()
+        self.load.transfer.advance(len(targets), len(targets) * self.page_bytes)
+        self.load.step_done()
 
     def _cut_at(self, position: int) -> None:
         with self.hbm.lock:
             self._cut = min(self._cut, position)
-
-    def _step_done(self) -> None:
-        with self.hbm.lock:
-            self._under_way -= 1
-            last = self._under_way == 0
-        if last:
-            self.transfer.finish()
-
-    # -- ending --------------------------------------------------------------------------------------
-
-    def _settle(self, state: TransferState) -> Loaded:
-        with self.hbm.lock:
-            self.closed = True
-            # Bytes may be on their way into memory that goes back to the caller now.
-            self.hbm.changed.wait_for(lambda: not self._copying)
-            pages = 0
-            if state is not TransferState.CANCELLED:
-                pages = next((i for i, here in enumerate(self._arrived) if not here), self.pages)
-            tokens = min(pages * self.hit.chunk_tokens, self.hit.tokens)
-            wanted = min(self.pages * self.hit.chunk_tokens, self.hit.tokens)
-            self.hbm.counters.loads_cut_short += tokens < wanted
-            self.hbm.counters.loaded_pages += max(pages - self.first, 0)
-            loaded = self._result(pages, tokens)
-        for answer in list(self._answers):
-            answer.cancel()
-        if state is TransferState.EXPIRED and tokens < wanted:
-            lease = self._lease
-            at = max(pages - self._leased_from, 0)
-            tier = lease.run_at(at)[0] if lease is not None else Tier.HOST.label
-            self.hbm.declined({f"{tier} late": wanted - tokens})
-            self.backend.declined({f"{tier} late": wanted - tokens})
-        if not self._keeps_hit:
-            self.hit.release()
-        return loaded
-
-
-class BufferLoad(Load):
-    """Into memory of the caller's."""
-
-    def __init__(
-        self,
-        hbm: HbmTier,
-        backend: Backend,
-        mover: Mover,
-        planner: Planner,
-        hit: Hit,
-        deadline_s: float | None,
-        part: Range,
-        buffers: Buffers,
-    ) -> None:
-        super().__init__(hbm, backend, mover, planner, hit, deadline_s, part)
-        self._buffers = buffers  # keeps them alive: a caller may let go of what he has given
-
-    def _take_local(self) -> list[_HbmCopy]:
-        local = []
-        for position, page in enumerate(self.hit.local):
-            if page.copies[Tier.HBM] is None:
-                break  # the lease has ended, and it has gone since
-            self.hbm.index.lease(page, Tier.HBM)
-            local.append(_HbmCopy(position, page))
-        return local
-
-    def _targets(self, first: int, count: int) -> Sequence[int]:
-        return self._buffers.addresses[first : first + count]
-
-    def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> PendingCopy:
-        copying.copy_all(zip(targets, addresses, strict=True), self.page_bytes)
-        return COMPLETED
-
-    def _fill_checked(
-        self, targets: Sequence[int], addresses: Sequence[int], checksums: Sequence[int]
-    ) -> int:
-        found = copying.copy_and_hash(zip(targets, addresses, strict=True), self.page_bytes)
-        return _leading_equal(found, checksums)  # whatever else was copied has not been loaded
-
-    def _fill_from_hbm(self, targets: Sequence[int], places: Sequence[int]) -> None:
-        assert self.hbm.pool is not None, "pages in HBM are of a pool"
-        self.hbm.pool.read_pages(zip(places, targets, strict=True))
-
-    def _result(self, pages: int, tokens: int) -> Loaded:
-        return Loaded(tokens, (), pages * self.page_bytes)
-
-
-class TargetLoad(Load):
-    """Pages ``first …`` of a hit, into whatever takes them."""
-
-    def __init__(
-        self,
-        hbm: HbmTier,
-        backend: Backend,
-        mover: Mover,
-        planner: Planner,
-        hit: Hit,
-        deadline_s: float | None,
-        part: Range,
-        target: PageTarget,
-    ) -> None:
-        super().__init__(hbm, backend, mover, planner, hit, deadline_s, part)
-        self._target = target
-
-    def _take_local(self) -> list[_HbmCopy]:
-        assert self.hbm.pool is None, "pages of a pool are loaded into the pool"
-        return []
-
-    def _targets(self, first: int, count: int) -> Sequence[int]:
-        return range(first, first + count)
-
-    def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> PendingCopy:
-        self._target.write(list(zip(targets, addresses, strict=True)))
-        return COMPLETED
-
-    def _fill_from_hbm(self, targets: Sequence[int], places: Sequence[int]) -> None:
-        raise AssertionError("there is no pool")
-
-    def _result(self, pages: int, tokens: int) -> Loaded:
-        return Loaded(tokens, (), max(pages - self.first, 0) * self.page_bytes)
-
-
-class HbmLoad(Load):
-    """Into the engine's page pool. Whole pages become cached copies that the caller shares; a page the hit
-    ends inside of is copied to a private page, because the caller is going to write behind the match."""
-
-    def __init__(
-        self,
-        hbm: HbmTier,
-        backend: Backend,
-        mover: Mover,
-        planner: Planner,
-        hit: Hit,
-        deadline_s: float | None,
-        part: Range,
-    ) -> None:
-        super().__init__(hbm, backend, mover, planner, hit, deadline_s, part)
-        assert hbm.pool is not None, "loads into HBM need a pool"
-        self._pool = hbm.pool
-        self._hbm_pages = [-1] * self.pages
-        self._reserved: dict[int, int] = {}  # position -> page of the pool
-        self._chain: list[Page] = []  # the whole pages
-        self._kept: list[Page] = []  # … of which these are held, so that all stay in the tree
-        self._moved = 0
-
-    def _take_local(self) -> list[_HbmCopy]:
-        hbm, request = self.hbm, self.hit.request
-        root = page = hbm.root(request.identity)
-        for position, key in enumerate(request.keys[: self.pages]):
-            page = hbm.index.add(root if request.loose else page, key, request.chunk(position))
-            self._chain.append(page)
-            if position >= self.first:
-                self._arrived[position] = self._share(position)
-        self._kept = self._chain if request.loose else self._chain[-1:]
-        for page in self._kept:
-            hbm.index.hold(page)
-        local = []
-        tail = self.pages - 1
-        if len(request.keys) < self.pages == len(self.hit.local):
-            page = self.hit.local[tail]
-            if page.copies[Tier.HBM] is not None:
-                hbm.index.lease(page, Tier.HBM)
-                local.append(_HbmCopy(tail, page))
-        self._reserve()
-        return local
-
-    def _share(self, position: int) -> bool:
-        """Take the HBM copy there is, if there is one."""
-        page = self._chain[position]
-        copy = page.copies[Tier.HBM]
-        if copy is None or not copy.ready:
-            return False
-        self.hbm.index.lease(page, Tier.HBM)
-        self._hbm_pages[position] = copy.place
-        return True
-
-    def _reserve(self) -> None:
-        for position, here in enumerate(self._arrived):
-            if not here:
-                pages = self.hbm.allocate(1, near=list(self._reserved.values())[-1:])
-                if pages is None:
-                    self._cut = min(self._cut, position)
-                    return
-                self._reserved[position] = pages[0]
-
-    def _targets(self, first: int, count: int) -> Sequence[int]:
-        targets = []
-        for position in range(first, first + count):
-            if position not in self._reserved:
-                break
-            targets.append(self._reserved.pop(position))
-        return targets
-
-    def _land(self, first: int, targets: Sequence[int], *, good: int) -> None:
-        self._pool.free(targets[good:])
-        for position, hbm_page in enumerate(targets[:good], first):
-            self._hbm_pages[position] = hbm_page
-            self._arrived[position] = True
-            self._moved += 1
-            whole = position < len(self._chain)
-            if whole and not self.hbm.publish(self._chain[position], hbm_page):
-                self._pool.free([hbm_page])
-                self._share(position)  # another load brought it meanwhile
-
-    def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> PendingCopy:
-        return self._pool.start_writing(list(zip(targets, addresses, strict=True)))
-
-    def _in_one_go(self, address: int) -> bool:
-        return self._pool.overlaps and self._pool.reaches(address)  # layer 0 of all pages is to come first
-
-    def _came_late(self, pages: int) -> None:
-        self._pool.invalidate(f"{pages} pages may be others': the lease ended while they were copied")
-
-    def _fill_from_hbm(self, targets: Sequence[int], places: Sequence[int]) -> None:
-        self._pool.copy_pages(zip(targets, places, strict=True))
-
-    def _result(self, pages: int, tokens: int) -> Loaded:
-        behind = [page for page in self._hbm_pages[pages:] if page >= 0]
-        self.hbm.release([*behind, *self._reserved.values()])
-        self._reserved.clear()
-        for page in self._kept:
-            self.hbm.index.unhold(page)
-        return Loaded(tokens, tuple(self._hbm_pages[self.first : pages]), self._moved * self.page_bytes)
 
 
 class _Copying:
@@ -653,7 +583,7 @@ class _Copying:
             self._timer.start()
 
 
-def _leading_equal(found: Sequence[int], expected: Sequence[int]) -> int:
+def leading_equal(found: Sequence[int], expected: Sequence[int]) -> int:
     """How many of them are equal, or not known, before the first that are not."""
     pairs = enumerate(zip(found, expected, strict=True))
     return next((position for position, (one, other) in pairs if other and one != other), len(found))

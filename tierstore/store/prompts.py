@@ -31,7 +31,6 @@ class PromptCache:
     """Prompts by their identity and first chunk, the last used last. Thread-safe."""
 
     chunk_tokens: int
-    page_bytes: int
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _buckets: dict[bytes, OrderedDict[int, KnownPrompt]] = field(default_factory=dict)
     _order: OrderedDict[int, KnownPrompt] = field(default_factory=OrderedDict)
@@ -39,14 +38,14 @@ class PromptCache:
 
     def prompt(self, identity: Identity, data: bytes) -> Prompt:
         """A prompt of these token bytes, hashing only what no remembered one begins with."""
-        known, common = self._recall(self._bucket(identity, data), data)
-        if known is None or identity.whole_pages:  # whose remembered keys stand for more than tokens
+        known, common = self._recall(self._bucket(identity.chain, data), data)
+        if known is None or identity.chain.whole_pages:  # whose remembered keys stand for more than tokens
             return Prompt(identity, np.frombuffer(data, TOKEN_DTYPE), chunk_tokens=self.chunk_tokens)
         prompt = Prompt.with_keys(identity, data, known.keys[:common], chunk_tokens=self.chunk_tokens)
         prompt.extend(())  # the keys of the chunks behind those
         return prompt
 
-    def request_of(self, identity: Identity, data: bytes) -> LookupRequest:
+    def request_of(self, identity: Identity, page_bytes: int, data: bytes) -> LookupRequest:
         """What :meth:`request` is for :meth:`prompt`, without a prompt in between."""
         known, common = self._recall(self._bucket(identity, data), data)
         width = self.chunk_tokens * TOKEN_BYTES
@@ -57,21 +56,15 @@ class PromptCache:
         keys += chunk_keys(parent, data[len(keys) * width :], width)
         if known is not None and identity.whole_pages:
             common = common_keys(known.keys, keys[:common])
-        return LookupRequest(
-            identity, self.page_bytes, self.chunk_tokens, data, len(data), keys, known, common
-        )
+        return LookupRequest(identity, page_bytes, self.chunk_tokens, data, len(data), keys, known, common)
 
-    def request(self, prompt: Prompt) -> LookupRequest:
-        """``prompt`` as it is now."""
-        data = prompt.token_bytes
-        known, common = self._recall(self._bucket(prompt.identity, data), data)
-        keys = list(prompt.keys)
-        if known is not None and prompt.identity.whole_pages:
+    def request(self, identity: Identity, page_bytes: int, data: bytes, keys: list[PageKey]) -> LookupRequest:
+        """The chained pages of these token bytes, whose full chunks have these keys."""
+        known, common = self._recall(self._bucket(identity, data), data)
+        if known is not None and identity.whole_pages:
             # Equal tokens are not enough where keys stand for more than tokens.
             common = common_keys(known.keys, keys[:common])
-        return LookupRequest(
-            prompt.identity, self.page_bytes, prompt.chunk_tokens, data, len(data), keys, known, common
-        )
+        return LookupRequest(identity, page_bytes, self.chunk_tokens, data, len(data), keys, known, common)
 
     def remember(self, request: LookupRequest, handle: PrefixHandle | None) -> None:
         """A request was asked (or its pages were saved), and the daemon calls it ``handle``, if it remembers

@@ -103,7 +103,8 @@ class SaveBudget:
 
 class Save:
     """One save of ``count`` pages, chunks ``first …`` of a prompt. ``held`` are those in HBM, by position,
-    each under a lease. The store's lock guards what changes."""
+    each under a lease. Of named pages the last may be of a chunk that is ``lacking`` so many tokens. The
+    store's lock guards what changes."""
 
     def __init__(
         self,
@@ -118,6 +119,7 @@ class Save:
         first: int,
         count: int,
         hints: SaveHints,
+        lacking: int = 0,
     ) -> None:
         self._hbm = hbm
         self._backend = backend
@@ -130,6 +132,7 @@ class Save:
         self._first = first
         self._count = count
         self._hints = hints
+        self._lacking = lacking
         self._page_bytes = request.page_bytes
         self._next = 0
         self._window_bytes = _FIRST_WINDOW_BYTES
@@ -340,7 +343,8 @@ class Save:
         """Tokens in chunks of the prompt, its partial tail included."""
         chunk_tokens = self._request.chunk_tokens
         start = (self._first + position) * chunk_tokens
-        return min(start + count * chunk_tokens, self._request.num_tokens) - start
+        tokens = min(start + count * chunk_tokens, self._request.num_tokens) - start
+        return tokens - self._lacking * (0 < count == self._count - position)
 
     def _give_back(self, window: _Window, *, keep: set[int]) -> None:
         """Give the leases on HBM pages back that need no copy (any more)."""

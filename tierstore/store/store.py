@@ -1,4 +1,4 @@
-"""The store that an engine talks to: its own HBM pages over one backend.
+"""The store that an engine talks to: its own HBM pages over one backend, for all layer groups of a model.
 
 What is in HBM is known here (``hbm.py``). What is below is asked of the backend, which may be in this process
 or a daemon. While a daemon is away there is only HBM: lookups find what is there, and nothing is stored below
@@ -14,22 +14,27 @@ from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any
 
-from tierstore.arguments import optional_seconds, seconds, whole_number, whole_numbers
-from tierstore.backend import Backend, Lease, LookupRequest, Registration, SaveHints
+from tierstore.arguments import optional_seconds, seconds, whole_number
+from tierstore.backend import Backend, Registration, SaveHints
 from tierstore.errors import UsageError
-from tierstore.index import LABELS, Page, Tier
-from tierstore.keys import Identity, Prompt, TokenIds, encode_tokens
+from tierstore.groups import Group, GroupRule, groups_of
+from tierstore.index import LABELS, Tier
+from tierstore.keys import LEAST_NAMED_TOKENS, Identity, Prompt, TokenIds
 from tierstore.mover import Mover
-from tierstore.planner import CLUSTER, Part, Plan, Planner
+from tierstore.planner import Plan, Planner
 from tierstore.policy import DEFAULT_POLICY
+from tierstore.retention import checkpoint_tokens as default_checkpoint
 from tierstore.spec import KVSpec
 from tierstore.stats import StoreStats
-from tierstore.store.buffers import Buffers, HbmPages, PageSource, PageTarget
-from tierstore.store.hbm import NO_MATCH, HbmTier
-from tierstore.store.hit import Hit, LooseHit
-from tierstore.store.load import BufferLoad, HbmLoad, Range, TargetLoad
-from tierstore.store.prompts import PromptCache
-from tierstore.store.save import Save, SaveBudget
+from tierstore.store.buffers import Buffers, PageSource, PageTarget
+from tierstore.store.destinations import IntoBuffers, IntoHbm, IntoTarget
+from tierstore.store.hbm import HbmTier
+from tierstore.store.hit import Hit, Part
+from tierstore.store.load import Load, Lower, Range
+from tierstore.store.lookup import Finder, Lookup
+from tierstore.store.pins import Pins
+from tierstore.store.planning import Planning
+from tierstore.store.saver import Saver, checked_hbm_pages
 from tierstore.tiers.frames import PoolSize
 from tierstore.tiers.hbm import PagePool
 from tierstore.transfer import Transfer
@@ -47,11 +52,7 @@ _COUNTED_HERE = (
     "not_stored_pages",
     "declined_tokens",
 )
-_DONE = Hint(reuse="done")
 _ELSEWHERE = Hint(elsewhere=True)
-_BRING_S = 2.0  # that pages of other hosts are waited for
-_PROBE_BYTES = 8 << 20  # of a declined tier, read to see how fast it is by now
-_PROBE_WAIT_S = 20.0
 _LOOKUPS_AT_ONCE = 32  # on their way to a backend. More gain nothing, and each may have to wait for a disk
 
 
@@ -75,6 +76,27 @@ class Store:
     ...     hit = store.lookup([*range(100), 5, 6, 7])
     >>> stored, hit.tokens
     (128, 100)
+
+    A model whose layers remember the past in different ways has pages of each layer group
+    (:mod:`tierstore.groups`). Group ``i`` is the spec's ``i``-th, its pool ``pools[i]``, its rule
+    ``rules[i]``. Pages are saved group by group; a lookup is of all of them, and so is a load:
+
+    >>> from tierstore.spec import LayerGroup, LayerKind
+    >>> full, window = LayerGroup(LayerKind.FULL_ATTENTION, (1,), 1, 64), LayerGroup(
+    ...     LayerKind.SLIDING_WINDOW, (0,), 1, 64, window=64
+    ... )
+    >>> spec = tierstore.KVSpec((full, window), "float16")
+    >>> with tierstore.open(None, spec, host_bytes=1 << 20) as store:
+    ...     prompt = store.prompt(range(150))
+    ...     for group in store.groups:
+    ...         chunks = group.chunks(128)
+    ...         pages = [bytes(group.page_bytes)] * len(chunks)
+    ...         _ = store.save(prompt, pages, first=chunks.start, group=group.number).wait()
+    ...     hit = store.lookup(prompt)
+    ...     into = [[bytearray(each.page_bytes) for _ in hit.chunks(each.number)] for each in store.groups]
+    ...     loaded = store.load(hit, into).wait()
+    >>> loaded.tokens, [len(buffers) for buffers in into]
+    (128, [2, 1])
     """
 
     def __init__(
@@ -83,277 +105,178 @@ class Store:
         spec: KVSpec,
         *,
         identity: Identity | None = None,
-        pool: PagePool | None = None,
+        pools: PagePool | Sequence[PagePool] | None = None,
         lookup_s: float = 0.5,
         mover_threads: int = 2,
         policy: str = DEFAULT_POLICY,
+        checkpoint_tokens: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """A store over any ``backend``, which it closes. ``policy`` orders the pages of ``pool``; ``clock``
-        is what the ends of leases are compared with. See :func:`tierstore.connect` for the others."""
-        check_pool(pool, spec)
-        lookup_s = seconds("lookup_s", lookup_s)
-        if lookup_s <= 0:
-            raise UsageError("lookup_s must be above 0")
+        """A store over any ``backend``, which it closes. ``policy`` orders the pages of ``pools``; ``clock``
+        is what the ends of leases are compared with. See :func:`tierstore.open` and
+        :func:`tierstore.connect` for the others."""
+        self.pools = checked_pools(spec, pools)
+        self.lookup_s = checked_lookup_s(lookup_s)
         self.spec = spec
         self.identity = identity or Identity.of(spec, model="default")
-        self.pool = pool
-        self.lookup_s = lookup_s
         self.backend = backend
         self.clock = clock
-        self._layout = spec.describe()  # compared at every lookup
-        self._hbm = HbmTier(pool, spec.page_bytes, policy, clock)
+        self._hbm = HbmTier(self.pools, policy, clock)
+        self._finder = Finder(self._hbm, backend, spec, self.identity, self.lookup_s)
+        self.groups: tuple[Group, ...] = self._finder.groups
+        self._planning = Planning(self._hbm, backend, self.groups, spec.chunk_tokens, self.lookup_s)
+        self._pins = Pins(self._finder)
         self._mover = Mover(whole_number("mover_threads", mover_threads, least=1))
-        self._prompts = PromptCache(spec.chunk_tokens, spec.page_bytes)
-        self._budget = SaveBudget(backend)
-        self.planner = Planner()
+        distance = default_checkpoint(spec) if checkpoint_tokens is None else checkpoint_tokens
+        self._saver = Saver(self._finder, self._mover, distance)
 
     def __repr__(self) -> str:
         return "Store(of another process)" if self._hbm.forked else f"Store({self.backend!r})"
+
+    @property
+    def rules(self) -> tuple[GroupRule, ...]:
+        """What hits need of each layer group."""
+        return self._finder.rules
+
+    @property
+    def pool(self) -> PagePool | None:
+        """The first group's pool; None for a store without."""
+        return self.pools[0] if self.pools else None
+
+    @property
+    def checkpoint_tokens(self) -> int:
+        """How far apart the save points of a conversation are kept that it has gone on from."""
+        return self._saver.checkpoint_tokens
+
+    @checkpoint_tokens.setter
+    def checkpoint_tokens(self, tokens: int) -> None:
+        self._saver.checkpoint_tokens = tokens
+
+    @property
+    def planner(self) -> Planner:
+        """May be replaced by one that several stores share."""
+        return self._planning.planner
+
+    @planner.setter
+    def planner(self, planner: Planner) -> None:
+        self._planning.planner = planner
 
     def introduce(self, identity: Identity) -> None:
         """Have the backend know an identity before its first prompt is saved or looked up, which waits for
         that (``lookup_s`` at most) otherwise. Costs nothing once it does."""
         self._hbm.require_process()
-        self.backend.introduce(Registration(identity, self.spec.page_bytes, self.spec.chunk_tokens))
+        for group, each in zip(self.groups, identity.groups, strict=True):
+            self.backend.introduce(Registration(each, group.page_bytes, self.spec.chunk_tokens))
 
     # -- finding -------------------------------------------------------------------------------------
 
     def prompt(self, tokens: TokenIds) -> Prompt:
-        """``tokens`` under the store's own identity, with their keys."""
+        """``tokens`` under the store's own identity, with what finds their pages."""
         self._hbm.require_process()
-        return self._prompts.prompt(self.identity, encode_tokens(tokens))
+        return self._finder.prompt(tokens)
 
     def lookup(self, prompt: Prompt | TokenIds, *, max_tokens: int | None = None) -> Hit:
-        """The longest prefix of ``prompt`` (at most ``max_tokens``) that is held in any tier, leased until
-        the hit is loaded or released, or the lease ends."""
+        """The longest prefix of ``prompt`` (at most ``max_tokens``) that all layer groups can serve from any
+        tier, leased until the hit is loaded or released, or the lease ends."""
         return lookup_all([(self, prompt)], max_tokens=max_tokens)[0]
 
     async def lookup_async(self, prompt: Prompt | TokenIds, *, max_tokens: int | None = None) -> Hit:
         """:meth:`lookup` for an event loop, which goes on meanwhile. (Loads and saves are awaitable.)"""
-        lookup = _Lookup(self, self._request(prompt, max_tokens), time.monotonic())
+        lookup = self._begin(prompt, max_tokens, time.monotonic())
         try:
-            lookup.ask()
-            if lookup.answer is not None:
-                await lookup.answer
-            return lookup.hit()
+            while (hit := lookup.ask()) is None:
+                for answer in lookup.answers:
+                    await answer
+            return hit
         except BaseException:
             lookup.give_up()
             raise
 
-    def expect(self, prompt: Prompt | TokenIds, promise: Promise) -> Transfer[None]:
-        """Wait for pages of ``prompt`` that somebody has promised to save. Ends when all whole chunks of them
-        are held, when the daemon goes, or when the promise's time is over; then look the prompt up. Where
-        nobody keeps promises (a store of this process alone) that is at once, or after that time."""
-        request = self._request(prompt)
-        chunks = min(promise.tokens // self.spec.chunk_tokens, len(request.keys))
-        if not request.loose:
-            request = request.cut(chunks * self.spec.chunk_tokens)
-        if not chunks or self._hbm.match(request).tokens >= request.num_tokens:
-            return Transfer.completed(None)
-        return self.backend.expect(request, wait_s=promise.until_s)
-
-    def _request(self, prompt: Prompt | TokenIds, max_tokens: int | None = None) -> LookupRequest:
+    def _begin(
+        self, prompt: Prompt | TokenIds, max_tokens: int | None, began: float, gain: int = 0
+    ) -> Lookup:
         self._require_open()
-        if isinstance(prompt, Prompt):
-            if prompt.chunk_tokens != self.spec.chunk_tokens or prompt.identity.layout != self._layout:
-                raise UsageError("the prompt was made for another page layout than this store's")
-            if prompt.loose:
-                return self._loose(prompt)
-            request = self._prompts.request(prompt)
-        else:
-            request = self._prompts.request_of(self.identity, encode_tokens(prompt))
-        return request if max_tokens is None else request.cut(max(whole_number("max_tokens", max_tokens), 0))
+        return self._finder.begin(prompt, max_tokens=max_tokens, began=began, gain=gain)
 
-    def _loose(self, prompt: Prompt) -> LookupRequest:
-        data = prompt.token_bytes
-        return LookupRequest(
-            prompt.identity,
-            self.spec.page_bytes,
-            prompt.chunk_tokens,
-            data,
-            len(data),
-            list(prompt.keys),
-            loose=True,
-            depth=prompt.pages_before,
-        )
+    def expect(self, prompt: Prompt | TokenIds, promise: Promise) -> Transfer[None]:
+        """Wait for pages of ``prompt`` that somebody has promised to save. Ends when all that a hit of the
+        promised whole chunks needs is held, when the daemon goes, or when the promise's time is over; then
+        look the prompt up. Where nobody keeps promises (a store of this process alone) that is at once, or
+        after that time."""
+        self._require_open()
+        return self._finder.expect(prompt, promise)
 
     # -- loading -------------------------------------------------------------------------------------
 
     def load(
         self,
         hit: Hit,
-        into: Sequence[bytearray | memoryview] | None = None,
+        into: Sequence[bytearray | memoryview] | Sequence[Sequence[bytearray | memoryview]] | None = None,
         *,
         deadline_s: float | None = None,
     ) -> Transfer[Loaded]:
-        """Bring a hit's pages into HBM pages (the default, for a store with a pool) or ``into`` buffers of
-        ``page_bytes``, one for each page of the hit.
+        """Bring a hit's pages into HBM pages (the default, for a store with pools) or ``into`` buffers of
+        ``page_bytes``, one for each page that the hit needs: in the order of ``hit.chunks(group)``, for each
+        layer group a sequence of them; where the model has one group that sequence itself.
 
-        The transfer ends with the leading pages that arrived by the deadline; ``cancel()`` gives everything
-        back and ends with none. The hit is released when it ends. Without ``deadline_s`` it is loaded as
-        :meth:`plan` says: as far as that is faster than computing, and until computing would be done. Where
-        no engine has said how fast it computes, all is loaded, however long it takes.
+        At the deadline the transfer ends with the longest hit that all groups can serve with the pages that
+        have arrived; ``cancel()`` gives everything back and ends with none. The hit is released when it ends.
+        Without ``deadline_s`` it is loaded as :meth:`plan` says: as far as that is faster than computing, and
+        until computing would be done. Where no engine has said how fast it computes, all is loaded, however
+        long it takes.
         """
         self._check_hit(hit)
         deadline_s = optional_seconds("deadline_s", deadline_s)
         if into is None:
-            if self.pool is None:
+            if not self.pools:
                 raise UsageError("this store has no page pool: say which buffers to load into")
-            deadline_s, part = self._planned(hit, deadline_s)
-            return HbmLoad(self._hbm, self.backend, self._mover, self.planner, hit, deadline_s, part).start()
-        buffers = Buffers(into, self.spec.page_bytes, writable=True)
-        if len(buffers) != hit.num_pages:
+            deadline_s, chunks = self._planned(hit, deadline_s)
+            self._offer(hit)
+            return Load(self._lower, hit, deadline_s, chunks, IntoHbm).start()
+        buffers = self._buffers(hit, into)
+        deadline_s, chunks = self._planned(hit, deadline_s)
+        self._offer(hit)
+
+        def make(load: Load, part: Part, positions: range) -> IntoBuffers:
+            return IntoBuffers(load, part, positions, buffers[part.group])
+
+        return Load(self._lower, hit, deadline_s, chunks, make).start()
+
+    def _buffers(self, hit: Hit, into: Sequence[Any]) -> dict[int, Buffers]:
+        if len(self.groups) > 1 and len(into) != len(self.groups):
             raise UsageError(
-                f"the hit has {hit.num_pages} pages, there are {len(buffers)} buffers to load into"
+                f"the model has {len(self.groups)} layer groups, and there are buffers for {len(into)}: give "
+                "a sequence of buffers for each group, as many as hit.chunks(group)"
             )
-        deadline_s, part = self._planned(hit, deadline_s)
-        return BufferLoad(
-            self._hbm, self.backend, self._mover, self.planner, hit, deadline_s, part, buffers
-        ).start()
+        given = [into] if len(self.groups) == 1 else into
+        buffers = {}
+        for group, each in zip(self.groups, given, strict=True):
+            buffers[group.number] = Buffers(each, group.page_bytes, writable=True)
+            needed = len(hit.chunks(group.number))
+            if len(each) != needed:
+                of_group = f" of group {group.number}" if len(self.groups) > 1 else ""
+                raise UsageError(
+                    f"the hit has {needed} pages{of_group}, there are {len(each)} buffers to load into"
+                )
+        return buffers
 
     def load_part(
-        self, hit: Hit, first: int, stop: int, *, deadline_s: float | None, last: bool = False
+        self, hit: Hit, first: int, stop: int, *, deadline_s: float | None = None, last: bool = False
     ) -> Transfer[Loaded]:
-        """Bring pages ``first … stop`` of a hit into HBM pages, of which the result has those that came; its
-        tokens count from the prompt's start. The hit is released by its ``last`` load, or by the caller. In
-        whatever order parts are loaded, each is found again once all before it are published, too."""
+        """Bring chunks ``first … stop`` of a hit into HBM pages, of which the result has those that came; its
+        tokens count from the prompt's start. What a hit needs of groups with named pages comes with the part
+        that ends it; if that comes short of what any shorter hit needs, its result has no pages. The hit is
+        released by its ``last`` load, or by the caller. In whatever order parts are loaded, each is found
+        again once all before it are published, too."""
         self._check_hit(hit)
-        self.checked_pool()
+        self._hbm.pool(0)
         if not 0 <= first <= stop <= hit.num_pages:
             raise UsageError(f"a hit of {hit.num_pages} pages has no pages {first} … {stop}")
         deadline_s = optional_seconds("deadline_s", deadline_s)
-        part = Range(first, stop, keeps_hit=not last)
-        return HbmLoad(self._hbm, self.backend, self._mover, self.planner, hit, deadline_s, part).start()
-
-    def _planned(self, hit: Hit, deadline_s: float | None) -> tuple[float | None, Range]:
-        if deadline_s is not None or hit.request.loose or self.planner.prefill() is None:
-            return deadline_s, Range()
-        planned = self.plan(hit)
-        self.decline(hit, planned)
-        return planned.deadline_s, Range(0, self.whole_pages(hit, planned.tokens))
-
-    # -- planning ------------------------------------------------------------------------------------
-
-    def computed(self, tokens: int, behind: int, seconds: float) -> None:
-        """An engine tells how long a prefill step took: of ``tokens`` tokens of one prompt, after ``behind``
-        others. Plans compare loading with it."""
-        self.planner.computed(tokens, behind, seconds)
-
-    def plan(self, hit: Hit, prompt_tokens: int | None = None, *, block: int = 0) -> Plan:
-        """How much of a hit to load, by what loads and prefill steps have taken lately; see
-        :mod:`tierstore.planner`. ``prompt_tokens`` is the whole prompt's length (None: the hit is all of it
-        but one token); ``block`` is what an engine that can compute the front meanwhile computes at a time.
-        Changes nothing, and nothing is counted: see :meth:`decline`."""
-        now_s = self._hbm.clock()
-        for tier, way in self.backend.ways().items():
-            self.planner.told(tier, way, now_s=now_s)
-        length = hit.tokens + 1 if prompt_tokens is None else prompt_tokens
-        return self.planner.plan(self._parts(hit), length, now_s=now_s, block=block)
-
-    def meet(self, hit: Hit, front: int, back: int) -> int:
-        """Where an engine that has computed the first ``front`` tokens of a hit would meet a load of those
-        before ``back``; see :meth:`~tierstore.planner.Planner.meet`."""
-        parts, start = [], 0
-        for part in self._parts(hit):
-            tokens = min(part.tokens, max(back - start, 0))
-            if tokens:
-                parts.append(Part(part.tier, tokens, part.nbytes * tokens / part.tokens))
-            start += part.tokens
-        return self.planner.meet(parts, front, now_s=self._hbm.clock())
-
-    def _parts(self, hit: Hit) -> list[Part]:
-        token_bytes = self.spec.page_bytes / hit.chunk_tokens
-        return [
-            Part(tier, tokens, 0 if tier == Tier.HBM.label else tokens * token_bytes)
-            for tier, tokens in hit.by_runs()
-        ]
-
-    def decline(self, hit: Hit, planned: Plan) -> None:
-        """Count what a plan does not use. A tier that is declined is measured now and then all the same, by a
-        read that nobody waits for."""
-        declined = {f"{tier} slower": tokens for tier, tokens in planned.declined.items()}
-        if declined:
-            self._hbm.declined(declined)
-            self.backend.declined(declined)
-        for tier in planned.declined:
-            if tier != Tier.HBM.label and self.planner.take_probe(tier, self._hbm.clock()):
-                self._probe(hit, tier)
-
-    def whole_pages(self, hit: Hit, tokens: int) -> int:
-        """Pages of a hit that hold its first ``tokens`` tokens."""
-        return min(-(-tokens // hit.chunk_tokens), hit.num_pages)
-
-    def _probe(self, hit: Hit, tier: str) -> None:
-        """Have the backend bring some pages of a declined tier, and note how long that took."""
-        backend, clock = self.backend, self._hbm.clock
-        found = backend.find(hit.request, patience_s=self.lookup_s)
-
-        def leased() -> None:
-            lease = found.wait()
-            if lease is None or not lease.tokens:
-                return
-            first = 0
-            while first < lease.pages and lease.run_at(first)[0] != tier:
-                first += lease.run_at(first)[1]
-            count = min(lease.pages - first, max(_PROBE_BYTES // self.spec.page_bytes, 1))
-            if count <= 0:
-                backend.release(lease)
-                return
-            began = clock()
-            brought = backend.locate(lease, first, count, wait_s=_PROBE_WAIT_S)
-
-            def came() -> None:
-                located = brought.wait()
-                if located is not None:
-                    now_s, nbytes = clock(), len(located.addresses) * self.spec.page_bytes
-                    self.planner.moved(tier, nbytes, now_s - began, now_s=now_s)
-                    located.release()
-                backend.release(lease)
-
-            brought.on_end(came)
-
-        found.on_end(leased)
-
-    def bring(
-        self, hit: Hit, *, tokens: int | None = None, deadline_s: float | None = None
-    ) -> Transfer[int] | None:
-        """Have pages that other hosts have behind a hit (``hit.remote_tokens``), up to ``tokens`` of its
-        prompt (None: all), come into the daemon's memory; None where there are none, or where computing them
-        is faster, as far as both were measured. The result is how many chunks came in time (None: as long as
-        computing takes, 2 s at most); look the prompt up again to have them. The hit is not changed, and
-        still to be released."""
-        self._check_hit(hit)
-        remote = hit.remote_tokens if tokens is None else min(hit.remote_tokens, tokens - hit.tokens)
-        if remote <= 0:
-            return None
-        deadline_s = optional_seconds("deadline_s", deadline_s)
-        nbytes = remote // self.spec.chunk_tokens * self.spec.page_bytes
-        within_s = self.worth_bringing(hit.tokens, remote, nbytes)
-        if within_s is None:
-            return None
-        return hit.bring(within_s if deadline_s is None else deadline_s, tokens=tokens)
-
-    def worth_bringing(self, behind: int, tokens: int, nbytes: int) -> float | None:
-        """How long ``nbytes`` of other hosts' pages are best waited for, which spare computing ``tokens``
-        tokens ``behind`` others: as long as that takes, 2 s at most. None where computing them is faster, as
-        far as both were measured."""
-        prefill = self.planner.prefill()
-        if prefill is None:
-            return _BRING_S
-        computing_s = prefill.seconds(tokens, behind)
-        way = self.backend.ways().get(CLUSTER)
-        slower = way is not None and way.seconds(nbytes) > computing_s
-        return None if slower else min(computing_s, _BRING_S)
-
-    def offer(self, hit: Hit) -> None:
-        """The pages of a hit are in use again: where hosts share pages, those that are held below HBM are
-        given to others. (That a chain is used again the daemon notices when it is asked for it, and it is not
-        where all of it is in HBM.)"""
-        request = hit.request
-        if self.backend.remote and (request.loose or not hit.leased):
-            first = 0 if request.loose else len(request.keys)
-            self.backend.reserve(request, first, 0, hints=SaveHints(_ELSEWHERE))
+        if stop == hit.num_pages:
+            self._offer(hit)
+        chunks = Range(first, stop, keeps_hit=not last)
+        return Load(self._lower, hit, deadline_s, chunks, IntoHbm).start()
 
     def load_to(
         self,
@@ -366,25 +289,115 @@ class Store:
         deadline_s: float | None = None,
     ) -> Transfer[Loaded]:
         """Load ``count`` pages of a hit (None: all) from page ``first`` on into a target of the caller's (for
-        a store without a pool). When the transfer has ended nothing is written to the target any more; the
-        tokens of the result count from the hit's start. ``keep``: the hit is not released, so that more of
-        it can be loaded."""
+        a store without pools, and a hit of one group: :meth:`Prompt.pages_of`). When the transfer has ended
+        nothing is written to the target any more; the tokens of the result count from the hit's start.
+        ``keep``: the hit is not released, so that more of it can be loaded."""
         self._check_hit(hit)
         deadline_s = optional_seconds("deadline_s", deadline_s)
         stop = hit.num_pages if count is None else first + count
-        if self.pool is not None or not 0 <= first <= stop <= hit.num_pages:
+        if self.pools or len(hit.parts) > 1 or not 0 <= first <= stop <= hit.num_pages:
             raise UsageError(
                 f"pages {first} … {stop} of a hit of {hit.num_pages} cannot be loaded into a target"
             )
-        part = Range(first, stop, keeps_hit=keep)
-        return TargetLoad(
-            self._hbm, self.backend, self._mover, self.planner, hit, deadline_s, part, target
-        ).start()
+
+        def make(load: Load, part: Part, positions: range) -> IntoTarget:
+            return IntoTarget(load, part, positions, target)
+
+        return Load(self._lower, hit, deadline_s, Range(first, stop, keeps_hit=keep), make).start()
+
+    @property
+    def _lower(self) -> Lower:
+        return Lower(self._hbm, self.backend, self._mover, self.planner, self.groups)
+
+    def _planned(self, hit: Hit, deadline_s: float | None) -> tuple[float | None, Range]:
+        named = len(hit.parts) == 1 and hit.parts[0].rule.chained and hit.parts[0].named
+        if deadline_s is not None or named or self.planner.prefill() is None:
+            return deadline_s, Range()
+        planned = self.plan(hit)
+        self.decline(hit, planned)
+        return planned.deadline_s, Range(0, self.whole_pages(hit, planned.tokens))
 
     def _check_hit(self, hit: Hit) -> None:
         self._require_open()
         if not isinstance(hit, Hit) or hit.backend is not self.backend:
             raise UsageError("the hit is of another store")
+
+    # -- planning ------------------------------------------------------------------------------------
+
+    def computed(self, tokens: int, behind: int, seconds: float) -> None:
+        """An engine tells how long a prefill step took: of ``tokens`` tokens of one prompt, after ``behind``
+        others. Plans compare loading with it."""
+        self.planner.computed(tokens, behind, seconds)
+
+    def plan(self, hit: Hit, prompt_tokens: int | None = None, *, block: int = 0) -> Plan:
+        """How much of a hit to load, by what loads and prefill steps have taken lately; see
+        :mod:`tierstore.planner`. ``prompt_tokens`` is the whole prompt's length (None: the hit is all of it
+        but one token); ``block`` is what an engine that can compute the front meanwhile computes at a time.
+        Of a model with named pages it is all of the hit or nothing. Changes nothing, and nothing is counted:
+        see :meth:`decline`."""
+        return self._planning.plan(hit, prompt_tokens, block=block)
+
+    def meet(self, hit: Hit, front: int, back: int) -> int:
+        """Where an engine that has computed the first ``front`` tokens of a hit would meet a load of those
+        before ``back``, in groups with chained pages; see :meth:`~tierstore.planner.Planner.meet`."""
+        return self._planning.meet(hit, front, back)
+
+    def decline(self, hit: Hit, planned: Plan) -> None:
+        """Count what a plan does not use. A tier that is declined is measured now and then all the same, by a
+        read that nobody waits for."""
+        self._planning.decline(hit, planned)
+
+    def whole_pages(self, hit: Hit, tokens: int) -> int:
+        """Pages of a hit that hold its first ``tokens`` tokens."""
+        return min(-(-tokens // hit.chunk_tokens), hit.num_pages)
+
+    # -- other hosts ---------------------------------------------------------------------------------
+
+    @property
+    def remote(self) -> bool:
+        """Whether other hosts may have pages."""
+        return self.backend.remote
+
+    def bring(
+        self, hit: Hit, *, tokens: int | None = None, deadline_s: float | None = None
+    ) -> Transfer[int] | None:
+        """Have pages that other hosts have behind a hit (``hit.remote_tokens``), up to ``tokens`` of its
+        prompt (None: all), come into the daemon's memory; None where there are none, or where computing them
+        is faster, as far as both were measured. The result is how many pages came in time (None: as long as
+        computing takes, 2 s at most); look the prompt up again to have them. The hit is not changed, and
+        still to be released."""
+        self._check_hit(hit)
+        remote = hit.remote_tokens if tokens is None else min(hit.remote_tokens, tokens - hit.tokens)
+        if remote <= 0:
+            return None
+        deadline_s = optional_seconds("deadline_s", deadline_s)
+        length = hit.tokens + remote
+        nbytes = sum(sum(end <= length for end in part.remote_ends) * part.page_bytes for part in hit.others)
+        within_s = self.worth_bringing(hit.tokens, remote, nbytes)
+        if within_s is None:
+            return None
+        return hit.bring(within_s if deadline_s is None else deadline_s, tokens=length)
+
+    def worth_bringing(self, behind: int, tokens: int, nbytes: int) -> float | None:
+        """How long ``nbytes`` of other hosts' pages are best waited for, which spare computing ``tokens``
+        tokens ``behind`` others: as long as that takes, 2 s at most. None where computing them is faster, as
+        far as both were measured."""
+        return self._planning.worth_bringing(behind, tokens, nbytes)
+
+    def offer(self, hit: Hit) -> None:
+        """The pages of a hit are in use again: where hosts share pages, those that are held below HBM are
+        given to others. (That a chain is used again the daemon notices when it is asked for it, and it is not
+        where all of it is in HBM.)"""
+        for part in hit.parts if self.backend.remote else ():
+            if part.named or not part.leased:
+                request = part.request
+                first = 0 if part.named else len(request.keys)
+                self.backend.reserve(request, first, 0, hints=SaveHints(_ELSEWHERE))
+
+    def _offer(self, hit: Hit) -> None:
+        """The daemon cannot know which of the named pages that it is asked for are used."""
+        if any(group.named for group in self.groups):
+            self.offer(hit)
 
     # -- saving --------------------------------------------------------------------------------------
 
@@ -394,10 +407,14 @@ class Store:
         pages: Sequence[bytes | bytearray | memoryview],
         *,
         first: int = 0,
+        group: int = 0,
         hint: Hint | None = None,
         session: str | None = None,
     ) -> Transfer[int]:
-        """Store ``pages`` as chunks ``first, first + 1, …`` of ``prompt``; the last may be its partial tail.
+        """Store ``pages`` of a layer group as chunks ``first, first + 1, …`` of ``prompt``; the last may be
+        its partial tail. Where the group's pages are chained, those before ``first`` must have been saved
+        before. Of any other group, any chunks may be saved: those that a hit needs
+        (``store.groups[group].chunks``).
 
         Each page is a buffer of ``page_bytes`` that must stay as it is until the transfer ends: its bytes
         are then in the host tier, and go to disk behind the caller's back (see :meth:`flush`). The result is
@@ -405,10 +422,15 @@ class Store:
 
         ``hint`` is what the caller knows of the pages' future, ``session`` any name of the conversation that
         they are part of (see :mod:`tierstore.types`, and :meth:`finish`). Neither changes what is found or
-        loaded, only what leaves first when a tier is full. A save of no pages can carry them, too.
+        loaded, only what leaves first when a tier is full. A save of no pages can carry them, too. Where
+        pages are named, the end of the last one is taken for a save point of the session, and what it
+        supersedes leaves (:mod:`tierstore.retention`). Where prompts part, save without a session: such a
+        place is nobody's turn.
         """
-        source = Buffers(pages, self.spec.page_bytes, writable=False)
-        return self.save_from(prompt, source, len(source), first=first, hint=hint, session=session)
+        source = Buffers(pages, self._group(group).page_bytes, writable=False)
+        return self.save_from(
+            prompt, source, len(source), first=first, group=group, hint=hint, session=session
+        )
 
     def save_from(
         self,
@@ -417,15 +439,15 @@ class Store:
         count: int,
         *,
         first: int = 0,
+        group: int = 0,
         hint: Hint | None = None,
         session: str | None = None,
     ) -> Transfer[int]:
         """:meth:`save` of ``count`` pages that are not buffers of ``page_bytes``. After ``cancel()`` the
         source is not read any more; what it had given by then is stored."""
+        self._require_open()
         hints = SaveHints(hint, session)
-        request = self._request(prompt)
-        first = _checked_first(first, count, request.num_chunks)
-        return self._save(request, source, {}, first, count, hints)
+        return self._saver.save(prompt, source, count, first, self._group(group), hints)
 
     def save_hbm(
         self,
@@ -433,59 +455,23 @@ class Store:
         hbm_pages: Sequence[int],
         *,
         first: int = 0,
+        group: int = 0,
         hint: Hint | None = None,
         session: str | None = None,
     ) -> Transfer[int]:
-        """Like :meth:`save`, for pages of the pool that the caller owns: they are published where they are,
-        become read-only, and are cached after ``release_hbm``."""
-        pool = self.checked_pool()
-        hbm_pages = _checked_hbm_pages(pool, hbm_pages)
-        hints = SaveHints(hint, session)
+        """Like :meth:`save`, for pages of the group's pool that the caller owns: they are published where
+        they are, become read-only, and are cached after ``release_hbm``."""
+        self._require_open()
+        self._hbm.pool(self._group(group).number)
         prompt = prompt if isinstance(prompt, Prompt) else self.prompt(prompt)
-        request = self._request(prompt)
-        first = _checked_first(first, len(hbm_pages), request.num_chunks)
-        source = HbmPages(pool, hbm_pages)
-        held: dict[int, Page] = {}
-        if hbm_pages:
-            tail_key = prompt.tail_key() if request.num_chunks > len(request.keys) else None
-            held = self._hbm.save(request, tail_key, source, first, hints)
-        return self._save(request, source, held, first, len(held), hints)
+        hints = SaveHints(hint, session)
+        return self._saver.save_hbm(prompt, hbm_pages, first, self.groups[group], hints)
 
-    def _save(
-        self,
-        request: LookupRequest,
-        source: PageSource,
-        held: dict[int, Page],
-        first: int,
-        count: int,
-        hints: SaveHints,
-    ) -> Transfer[int]:
-        self.backend.introduce(request.registration)
-        if hints and not count:
-            self.backend.reserve(request.cut(first * request.chunk_tokens), first, 0, hints=hints)
-        return Save(
-            self._hbm,
-            self.backend,
-            self._mover,
-            self._budget,
-            self._prompts,
-            request,
-            source,
-            held,
-            first,
-            count,
-            hints,
-        ).start()
-
-    def let_go(self, prompt: Prompt, session: str) -> None:
-        """Loose pages of a session are not going to be asked for again: those that nobody else has saved
+    def supersede(self, pages: Prompt, session: str) -> None:
+        """Named pages of a session are not going to be asked for again: those that nobody else has saved
         leave every tier, at once where nothing holds them, first of all otherwise."""
-        hints = SaveHints(_DONE, session)
-        request = self._request(prompt)
-        if not request.loose:
-            raise UsageError("pages of a chain leave from its end, as the policy says: give a hint")
-        self._hbm.let_go(request, hints)
-        self.backend.reserve(request, 0, 0, hints=hints)
+        self._require_open()
+        self._saver.supersede(pages, session)
 
     def finish(self, session: str) -> int:
         """A session is over: those of its pages that no other session, and nobody without one, has saved or
@@ -507,74 +493,85 @@ class Store:
                 return False
         return self.backend.flush(None if ends is None else max(ends - time.monotonic(), 0.0))
 
-    # -- room in HBM (for the engine that owns the pool) -----------------------------------------------
+    # -- room in HBM (for the engine that owns the pools) ----------------------------------------------
 
-    def allocate_hbm(self, count: int, *, near: Sequence[int] = ()) -> list[int] | None:
-        """``count`` private pages of the pool, evicting cached ones; None when that many cannot be had.
-        ``near`` are pages of the same sequence: a pool of two levels keeps these together."""
+    def allocate_hbm(self, count: int, *, group: int = 0, near: Sequence[int] = ()) -> list[int] | None:
+        """``count`` private pages of a group's pool, evicting cached ones; None when that many cannot be had.
+        The pools share a memory: those leave of whichever group has most that nobody uses. ``near`` are pages
+        of the same sequence: a pool of two levels keeps these together."""
         self._hbm.require_process()
-        self.checked_pool()
+        self._hbm.pool(self._group(group).number)
         count = whole_number("count", count, least=0)
         with self._hbm.lock:
-            return self._hbm.allocate(count, near=near)
+            return self._hbm.allocate(count, group, near=near)
 
     def resize_hbm(self, nbytes: int) -> PoolSize:
-        """Have a pool of ``nbytes`` from now on. More is had at once, as far as there is memory. Less: what
-        is free and what is cached goes at once, what is in use when it is released. No page in use moves.
-        Raises :class:`UsageError` for a size that cannot be."""
+        """Have ``nbytes`` of memory for the pools of all groups from now on. More is had at once, as far as
+        there is memory. Less: what is free and what is cached goes at once, what is in use when it is
+        released. No page in use moves. Raises :class:`UsageError` for a size that cannot be."""
         self._hbm.require_process()
-        pool = self.checked_pool()
+        pool = self._hbm.pool(0)
         nbytes = whole_number("nbytes", nbytes, least=1)
         with self._hbm.lock:
-            pool.resize(nbytes)
-            self._hbm.shrink()
+            self._hbm.resize(nbytes)
         pool.settle(wait=True)
         return pool.frames.size
 
-    def release_hbm(self, hbm_pages: Sequence[int]) -> None:
+    def release_hbm(self, hbm_pages: Sequence[int], *, group: int = 0) -> None:
         """The caller is done with these pages (once for each time it came to own one)."""
         self._hbm.require_process()
-        hbm_pages = _checked_hbm_pages(self.checked_pool(), hbm_pages)
+        hbm_pages = checked_hbm_pages(self._hbm.pool(self._group(group).number), hbm_pages)
         with self._hbm.lock:
-            self._hbm.release(hbm_pages)
+            self._hbm.release(hbm_pages, group)
 
-    def idle_hbm(self) -> list[int]:
-        """The cached pages of the pool that nobody uses."""
+    def idle_hbm(self, *, group: int = 0) -> list[int]:
+        """The cached pages of a group's pool that nobody uses."""
         self._require_open()
+        self._hbm.pool(self._group(group).number)
         with self._hbm.lock:
             self._hbm.leases.expire()
-            return self._hbm.idle()
+            return self._hbm.idle(group)
 
-    def available_hbm(self) -> int:
-        """Pages that ``allocate_hbm`` could find: free ones and cached ones that may leave."""
+    def available_hbm(self, *, group: int = 0) -> int:
+        """Pages that ``allocate_hbm`` could find: free ones and cached ones that may leave, of the other
+        groups as far as they make up whole large pages."""
         self._hbm.require_process()
-        self.checked_pool()
+        self._hbm.pool(self._group(group).number)
         with self._hbm.lock:
-            return self._hbm.available()
+            return self._hbm.available(group)
 
     # -- keeping and dropping ------------------------------------------------------------------------
 
-    def evict(self, tier: str, pages: int | None = None) -> int:
+    def evict(self, tier: str, pages: int | None = None, *, group: int | None = None) -> int:
         """Let up to ``pages`` pages (None: all that may) leave ``tier`` (``hbm``, ``host`` or ``disk``), the
-        policy's worst first. Returns how many left; leased and pinned ones stay."""
+        policy's worst first; ``group`` is which pool they leave in HBM (None: any). Returns how many left;
+        leased and pinned ones stay. Raises :class:`UsageError` for a group and a tier that groups share."""
         self._require_open()
         if tier not in LABELS:
             raise UsageError(f"unknown tier {tier!r} (known: {', '.join(LABELS)})")
+        if group is not None and tier != Tier.HBM.label:
+            raise UsageError(f"the layer groups share the tier {tier!r}: evict from it without a group")
         count = None if pages is None else min(whole_number("pages", pages, least=0), sys.maxsize)
         if tier != Tier.HBM.label:
             return self.backend.evict(tier, count)
+        groups = range(len(self.pools)) if group is None else [self._group(group).number]
+        evicted = 0
         with self._hbm.lock:
-            room = self.pool.num_pages if self.pool is not None else 0
-            return self._hbm.evict(room if count is None else min(count, room))
+            for each in groups if self.pools else ():
+                room = self.pools[each].num_pages
+                evicted += self._hbm.evict(room if count is None else min(count - evicted, room), each)
+        return evicted
 
     def pin(self, prompt: Prompt | TokenIds) -> int:
-        """Keep the held whole chunks of ``prompt`` in the store until :meth:`unpin`; returns their tokens. A
-        pinned page may leave fast tiers, but not its last and coldest one."""
-        return self.backend.pin(self._request(prompt)).wait()
+        """Keep what the longest hit of whole chunks of ``prompt`` needs in the store until :meth:`unpin`;
+        returns its tokens. A pin keeps the coldest copy of a page. Faster copies may be evicted."""
+        self._require_open()
+        return self._pins.pin(prompt)
 
     def unpin(self, prompt: Prompt | TokenIds) -> int:
         """Undo one :meth:`pin` of the same prompt; returns the tokens that were pinned."""
-        return self.backend.pin(self._request(prompt), undo=True).wait()
+        self._require_open()
+        return self._pins.unpin(prompt)
 
     # -- seeing and ending ---------------------------------------------------------------------------
 
@@ -653,11 +650,12 @@ class Store:
         self._hbm.require_process()
         self._hbm.require_open()
 
-    def checked_pool(self) -> PagePool:
-        """The engine's pool. Raises :class:`UsageError` for a store without one."""
-        if self.pool is None:
-            raise UsageError("this store has no page pool: give it one, or use buffers")
-        return self.pool
+    def _group(self, group: int) -> Group:
+        """Raises :class:`UsageError` for a group that the model does not have."""
+        group = whole_number("group", group)
+        if not 0 <= group < len(self.groups):
+            raise UsageError(f"the model has layer groups 0 to {len(self.groups) - 1}, not {group}")
+        return self.groups[group]
 
     def __enter__(self) -> Store:
         return self
@@ -668,97 +666,34 @@ class Store:
         self.close()
 
 
-def check_pool(pool: PagePool | None, spec: KVSpec) -> None:
-    """Raises :class:`UsageError` for a pool whose pages are not those of ``spec``. Of a hashed layout the
-    engine's own is the same without the hash: it knows tokens."""
-    if pool is not None and replace(pool.spec, hashed=spec.hashed) != spec:
-        raise UsageError("the page pool was made for another KV spec than the store's")
+def checked_lookup_s(lookup_s: float) -> float:
+    """Raises :class:`UsageError` for no time at all."""
+    lookup_s = seconds("lookup_s", lookup_s)
+    if lookup_s <= 0:
+        raise UsageError("lookup_s must be above 0")
+    return lookup_s
 
 
-def _checked_hbm_pages(pool: PagePool, hbm_pages: Sequence[int]) -> list[int]:
-    """Raises :class:`UsageError` for what are no pages of the pool."""
-    numbers = whole_numbers("hbm_pages", hbm_pages)
-    if numbers and not 0 <= min(numbers) <= max(numbers) < pool.num_pages:
-        raise UsageError(f"hbm_pages lie between 0 and {pool.num_pages - 1}, those of the pool")
-    return numbers
-
-
-def _checked_first(first: int, count: int, chunks: int) -> int:
-    """Raises :class:`UsageError` if chunks ``first … first + count`` are not all within ``chunks``."""
-    first = whole_number("first", first)
-    if first < 0 or first + count > chunks:
-        raise UsageError(f"chunks {first} … {first + count} do not lie within a prompt of {chunks} chunks")
-    return first
-
-
-class _Lookup:
-    """One lookup, from the moment that it is asked to its answer. Belongs to one thread (or task).
-
-    It has until ``lookup_s`` of its store after ``began`` (by ``time.monotonic()``), whatever comes before
-    its own request: lookups that began together end together."""
-
-    def __init__(self, store: Store, request: LookupRequest, began: float, gain: int = 0) -> None:
-        self._store = store
-        self._request = request
-        self._ends = began + store.lookup_s
-        self._gain = gain  # of loose pages; see LookupRequest
-        self._asked: Sequence[int] = ()  # of loose pages, those that the backend is asked for
-        self.answer: Transfer[Lease | None] | None = None
-
-    def ask(self, *, caller_receives: bool = False) -> None:
-        """Ask for what is below HBM, if there is something to ask for and still time. ``caller_receives``:
-        this thread waits for the answer."""
-        request, hbm = self._request, self._store._hbm
-        if request.loose:
-            here = hbm.match_loose(request)
-            self._asked = [at for at in range(request.num_chunks) if at not in here]
-            if here and self._asked:
-                request = request.part(self._asked)
-            request.gain = self._gain
-            lacking = bool(self._asked)
-        else:
-            lacking = hbm.match(request).tokens < request.num_tokens
-        patience_s = self._ends - time.monotonic()
-        if lacking and patience_s > 0:
-            backend = self._store.backend
-            self.answer = backend.find(request, patience_s=patience_s, caller_receives=caller_receives)
-
-    def hit(self) -> Hit:
-        """What was found; waits for it."""
-        store, request = self._store, self._request
-        hbm = store._hbm
-        lease = self.answer.wait() if self.answer is not None else None
-        remote_tokens = lease.remote_tokens if lease is not None else 0
-        others = [self._asked[at] for at in lease.remote_positions] if lease is not None else []
-        if lease is not None:
-            if not request.loose:
-                store._prompts.remember(request, lease.handle)
-            lease = lease if lease.tokens else None
-        # Looked at again, because the answer took its time and nothing was held meanwhile.
-        loose = self._loose_hit(others) if request.loose else None
-        match = hbm.match(request) if loose is None else NO_MATCH
-        with hbm.lock:
-            if loose is not None:
-                held = hbm.use_loose(loose.here, request, store.backend.lease_s)
-            else:
-                held = hbm.use(match, request.num_tokens, store.backend.lease_s)
-            hit = Hit(hbm, store.backend, request, match, held, lease, store.lookup_s, remote_tokens, loose)
-            for label, tokens in hit.by_tier.items():
-                hbm.counters.hit_tokens[label] += tokens
-        return hit
-
-    def _loose_hit(self, others: Sequence[int]) -> LooseHit:
-        asked = set(self._asked)
-        here = self._store._hbm.match_loose(self._request)
-        return LooseHit({at: page for at, page in here.items() if at not in asked}, self._asked, others)
-
-    def give_up(self) -> None:
-        """Nobody wants to know any more: what is held for the answer is given back, now or when it comes."""
-        answer = self.answer
-        if answer is not None and not answer.cancel():
-            lease = answer.wait()
-            if lease is not None and lease.tokens:
-                self._store.backend.release(lease)
+def checked_pools(spec: KVSpec, pools: PagePool | Sequence[PagePool] | None) -> tuple[PagePool, ...]:
+    """Raises :class:`UsageError` for chunks that are too short for a name, and for pools that are not those
+    of the groups. Of a hashed layout the engine's own is the same without the hash: it knows tokens."""
+    groups = groups_of(spec)
+    if any(group.named for group in groups) and spec.chunk_tokens < LEAST_NAMED_TOKENS:
+        raise UsageError(
+            f"pages of windows and states are named by {LEAST_NAMED_TOKENS} tokens' worth of bytes: "
+            f"chunks of {spec.chunk_tokens} tokens are too short"
+        )
+    if pools is None:
+        return ()
+    pools = (pools,) if isinstance(pools, PagePool) else tuple(pools)
+    if len(pools) != len(groups):
+        raise UsageError(f"the model has {len(groups)} layer groups, and there are {len(pools)} pools")
+    for pool, part in zip(pools, spec.split(), strict=True):
+        if replace(pool.spec, hashed=part.hashed) != part:
+            raise UsageError("the page pool was made for another KV spec than the store's")
+    if any(pool.frames is not pools[0].frames for pool in pools):
+        raise UsageError("the pools of a model's layer groups lie in one memory: see open_pools")
+    return pools
 
 
 def lookup_all(
@@ -766,22 +701,22 @@ def lookup_all(
 ) -> list[Hit]:
     """:meth:`Store.lookup` of many prompts, in one store or in several: all are asked before any answer is
     waited for, and ``lookup_s`` (the longest of the stores') is the limit for all together. The hits are in
-    the order of ``wanted``. ``gain``: tokens that a prompt need not compute if loose pages that are lacking
-    come from other hosts (0: these are not asked). Raises what :meth:`Store.lookup` raises; nothing is leased
-    then.
+    the order of ``wanted``. ``gain``: tokens that a prompt need not compute if pages that the caller has
+    named, and that are lacking, come from other hosts (0: these are not asked). Raises what
+    :meth:`Store.lookup` raises; nothing is leased then.
 
     An engine has as many prompts to ask about as it has workers times KV cache groups: with a round trip for
     each they would come near the end of its patience."""
     began = time.monotonic()
-    lookups: list[_Lookup] = []
+    lookups: list[Lookup] = []
     hits: list[Hit] = []
     try:
         for store, prompt in wanted:  # the backend works on the first while the next is made
-            lookup = _Lookup(store, store._request(prompt, max_tokens), began, gain)
-            before = lookups[-_LOOKUPS_AT_ONCE].answer if len(lookups) >= _LOOKUPS_AT_ONCE else None
+            lookup = store._begin(prompt, max_tokens, began, gain)
+            if len(lookups) >= _LOOKUPS_AT_ONCE:
+                for answer in lookups[-_LOOKUPS_AT_ONCE].answers:
+                    answer.wait()
             lookups.append(lookup)
-            if before is not None:
-                before.wait()
             lookup.ask(caller_receives=True)
         for lookup in lookups:
             hits.append(lookup.hit())

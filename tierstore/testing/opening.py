@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ from tierstore.backend import Registration
 from tierstore.client.backend import RemoteBackend
 from tierstore.client.handshake import Address, CurveKeys
 from tierstore.core.backend import LocalBackend, open_core
+from tierstore.groups import groups_of
 from tierstore.policy import DEFAULT_POLICY
+from tierstore.store.store import checked_pools
 from tierstore.tiers.disk import FileIO
 from tierstore.tiers.pinned import Pin
 
@@ -24,7 +26,7 @@ def open_store(
     spec: KVSpec,
     *,
     identity: Identity | None = None,
-    pool: PagePool | None = None,
+    pools: PagePool | Sequence[PagePool] | None = None,
     host_bytes: int = DEFAULT_HOST_BYTES,
     disk_bytes: int = DEFAULT_DISK_BYTES,
     policy: str = DEFAULT_POLICY,
@@ -34,14 +36,15 @@ def open_store(
     **options: Any,
 ) -> Store:
     """:func:`tierstore.open` over ``io`` (how files are opened, read and written), by ``clock``."""
+    page_pools = checked_pools(spec, pools)
     core = open_core(
         path,
-        spec.page_bytes,
+        max(group.page_bytes for group in groups_of(spec)),
         host_bytes=host_bytes,
         disk_bytes=disk_bytes,
         policy=policy,
         mover_threads=mover_threads,
-        pools=[pool],
+        pools=page_pools,
         io=io,
         clock=clock,
         **options,
@@ -51,7 +54,7 @@ def open_store(
         backend,
         spec,
         identity=identity,
-        pool=pool,
+        pools=page_pools or None,
         lookup_s=_LOOKUP_S,
         mover_threads=mover_threads,
         policy=policy,
@@ -64,7 +67,7 @@ def connect_store(
     spec: KVSpec,
     *,
     identity: Identity | None = None,
-    pool: PagePool | None = None,
+    pools: PagePool | Sequence[PagePool] | None = None,
     lookup_s: float = 0.5,
     mover_threads: int = 2,
     keys: str | Path | None = None,
@@ -73,19 +76,21 @@ def connect_store(
     clock: Callable[[], float] = time.monotonic,
 ) -> Store:
     """:func:`tierstore.connect`, with the ends of leases by ``clock``."""
+    page_pools = checked_pools(spec, pools)
     identity = identity or Identity.of(spec, model="default")
+    first, of_first = groups_of(spec)[0], identity.groups[0]
     backend = RemoteBackend(
         Address.parse(url, CurveKeys.read(keys, server_key)),
-        Registration(identity, spec.page_bytes, spec.chunk_tokens),
+        Registration(of_first, first.page_bytes, spec.chunk_tokens),
         patience_s=lookup_s,
-        reach=pool.reach if pool is not None else reach,
+        reach=page_pools[0].reach if page_pools else reach,
         clock=clock,
     )
     return Store(
         backend,
         spec,
         identity=identity,
-        pool=pool,
+        pools=page_pools or None,
         lookup_s=lookup_s,
         mover_threads=mover_threads,
         clock=clock,

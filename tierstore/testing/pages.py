@@ -12,6 +12,9 @@ from tierstore.spec import KVSpec
 def page_of(tokens: TokenIds, spec: KVSpec) -> bytes:
     """The bytes a model would compute for the chunk at the end of ``tokens``: those of each token depend on
     all tokens up to it, and on nothing after it."""
+    if not spec.groups[0].head_dim:  # a state, which is of all tokens up to the end
+        digest = xxhash.xxh3_128_digest(np.asarray(tokens, np.uint32).tobytes())
+        return digest * (spec.page_bytes // len(digest))
     start = (len(tokens) - 1) // spec.chunk_tokens * spec.chunk_tokens
     row_bytes = spec.groups[0].head_dim * spec.dtype_bytes
     rows = np.zeros((spec.chunk_tokens, row_bytes), np.uint8)
@@ -23,7 +26,9 @@ def page_of(tokens: TokenIds, spec: KVSpec) -> bytes:
 
 
 def leading_tokens(page: bytes, count: int, spec: KVSpec) -> bytes:
-    """The bytes of a page's first ``count`` tokens."""
+    """The bytes of a page's first ``count`` tokens; of a state all of them."""
+    if not spec.groups[0].head_dim:
+        return page
     row_bytes = spec.groups[0].head_dim * spec.dtype_bytes
     return np.frombuffer(page, np.uint8).reshape(-1, spec.chunk_tokens, row_bytes)[:, :count].tobytes()
 

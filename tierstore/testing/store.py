@@ -164,7 +164,7 @@ class StoreTests:
     @pytest.fixture
     def pooled(self, open_store: OpenStore) -> Store:
         """A store with 16 HBM pages."""
-        return open_store(identity=new_identity(), pool=PagePool(SPEC, 16))
+        return open_store(identity=new_identity(), pools=PagePool(SPEC, 16))
 
     # -- finding and loading -------------------------------------------------------------------------
 
@@ -243,7 +243,7 @@ class StoreTests:
         assert load_bytes(store, store.lookup(tokens), deadline_s=_WAIT_S)[0] == len(tokens)
 
     def test_cancelled_loads_give_everything_back(self, open_store: OpenStore) -> None:
-        store = open_store(identity=new_identity(), pool=PagePool(SPEC, 100))
+        store = open_store(identity=new_identity(), pools=PagePool(SPEC, 100))
         tokens = list(range(CHUNK * 100))
         save(store, tokens)
         for _ in range(20):
@@ -433,7 +433,7 @@ class StoreTests:
         self, open_store: OpenStore
     ) -> None:
         self._needs_disk()
-        store = open_store(identity=new_identity(), pool=PagePool(SPEC, 40), host_pages=8)
+        store = open_store(identity=new_identity(), pools=PagePool(SPEC, 40), host_pages=8)
         tokens = list(range(CHUNK * 32))
         for first in range(0, 32, 4):
             content = pages_of(tokens[: (first + 4) * CHUNK])[first:]
@@ -588,7 +588,7 @@ class StoreTests:
             store.save(TOKENS, pages_of(TOKENS))
 
     def test_closing_in_the_middle_ends_every_transfer(self, open_store: OpenStore) -> None:
-        store = open_store(identity=new_identity(), pool=PagePool(SPEC, 64))
+        store = open_store(identity=new_identity(), pools=PagePool(SPEC, 64))
         tokens = list(range(CHUNK * 40))
         save(store, tokens)
         buffers = [bytearray(SPEC.page_bytes) for _ in range(40)]
@@ -637,7 +637,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def __init__(self, open_store: OpenStore) -> None:
         super().__init__()
-        self.store = open_store(identity=new_identity(), pool=PagePool(SPEC, 24))
+        self.store = open_store(identity=new_identity(), pools=PagePool(SPEC, 24))
         self.held: dict[tuple[int, ...], int] = {}
         self.owned: list[Sequence[int]] = []  # HBM pages that the engine has not released
         self.hits: list[tuple[Hit, int]] = []

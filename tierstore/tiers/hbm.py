@@ -3,7 +3,7 @@
 On a machine without a GPU the device is ``cpu``: the pool is ordinary memory and "HBM" is only its place in
 the hierarchy. One page is ``KVSpec.page_bytes`` contiguous bytes, so a page moves in one copy. The pool of a
 GPU is :class:`tierstore.tiers.device_pool.DevicePool`; :func:`tierstore.open_pool` makes the one that a
-device needs, :func:`tierstore.open_group_pools` those of a model with several layer groups."""
+device needs, :func:`tierstore.open_pools` those of a model with several layer groups."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class _Bench:
         self._prompt = corpus.long_prompt(model.tokenizer.encode, tokens, question=corpus.QUESTION)
         pool = open_pool(spec, 2 * pages)
         host_bytes = 4 * pages * spec.page_bytes + 64 * MIB
-        store = tierstore.open(None, spec, identity=model.identity(spec), pool=pool, host_bytes=host_bytes)
+        store = tierstore.open(None, spec, identity=model.identity(spec), pools=pool, host_bytes=host_bytes)
         self._store: Store = store
         self._throttled = ThrottledBackend(store.backend, {})
         store.backend = self._throttled

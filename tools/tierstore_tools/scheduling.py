@@ -263,7 +263,7 @@ def _engine(model: LoadedModel, bench: Bench, schedule: str, clock: Callable[[],
     spec = model.kv_spec(chunk_tokens=chunk)
     identity = model.identity(spec)
     pool = tierstore.open_pool(spec, bench.pool_tokens // chunk)
-    store = tierstore.open(None, spec, identity=identity, pool=pool, host_bytes=bench.host_bytes)
+    store = tierstore.open(None, spec, identity=identity, pools=pool, host_bytes=bench.host_bytes)
     settings = EngineSettings(
         prefill_chunk=_PREFILL_PAGES * chunk,
         max_sequences=_SEQUENCES,

@@ -299,7 +299,7 @@ class _PageSize:
         room = 2 * self._nbytes + (16 << 20)  # half of the host tier may wait to be written
         # What is held back must not look like a disk that does not answer.
         with open_store(
-            path, self._spec, pool=pool, host_bytes=room, disk_bytes=room, stall_s=_WAIT_S, io=io
+            path, self._spec, pools=pool, host_bytes=room, disk_bytes=room, stall_s=_WAIT_S, io=io
         ) as store:
             store.wait_ready()
             yield store

@@ -54,7 +54,7 @@ class LoadPart:
         one without any."""
         if pages >= self.pages:
             return self.blocks.end
-        return self.blocks.first if self.prompt.loose else max(pages, first)
+        return self.blocks.first if self.prompt.named else max(pages, first)
 
 
 class Load:

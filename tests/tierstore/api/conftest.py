@@ -9,8 +9,9 @@ import pytest
 
 import tierstore
 from tests.tierstore.daemon.client.conftest import DaemonProcess
-from tierstore import Identity, KVSpec, PagePool
+from tierstore import Identity, KVSpec
 from tierstore.testing import pages as testing_pages
+from tierstore.tiers.group_pools import bytes_for
 
 SPEC = KVSpec.uniform(layers=2, kv_heads=1, head_dim=32, dtype="float32", chunk_tokens=16)  # 8 KiB pages
 
@@ -44,12 +45,13 @@ def open_store(request, tmp_path):
 
     def open_(spec=SPEC, *, hbm_pages=0, identity=None):
         identity = identity or Identity.of(spec, model=request.node.nodeid)
-        pool = PagePool(spec, hbm_pages) if hbm_pages else None
+        nbytes = bytes_for(spec.split(), [hbm_pages] * len(spec.groups)) if hbm_pages else 0
+        pools = tierstore.open_pools(spec, nbytes) if hbm_pages else None
         if url is None:
             path = tmp_path / f"disk{len(stores)}"
-            store = tierstore.open(path, spec, identity=identity, pool=pool, host_bytes=16 << 20)
+            store = tierstore.open(path, spec, identity=identity, pools=pools, host_bytes=16 << 20)
         else:
-            store = tierstore.connect(url, spec, identity=identity, pool=pool, lookup_s=5.0)
+            store = tierstore.connect(url, spec, identity=identity, pools=pools, lookup_s=5.0)
             assert store.wait_connected(30)
         stores.append(store)
         return store

@@ -33,7 +33,7 @@ def grouped(host, spec=GEMMA):
 
     def connect(pools):
         identity = Identity.of(spec, model="played")
-        return tierstore.connect_groups(host.url, spec, identity=identity, pools=pools, lookup_s=10.0)
+        return tierstore.connect(host.url, spec, identity=identity, pools=pools, lookup_s=10.0)
 
     engine = Engine(spec, store=connect)
     assert engine.store.wait_connected(30)

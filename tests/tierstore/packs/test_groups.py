@@ -20,8 +20,7 @@ from tierstore.packs import (
     PageHash,
     Signer,
     Trust,
-    export_groups,
-    import_groups,
+    export_pack,
     import_pack,
     mount,
     open_pack,
@@ -42,7 +41,7 @@ def spec(request):
 
 def without_pools(spec, path):
     identity = Identity.of(spec, model="played")
-    return tierstore.open_groups(path, spec, identity=identity, host_bytes=4 << 20, disk_bytes=64 << 20)
+    return tierstore.open(path, spec, identity=identity, host_bytes=4 << 20, disk_bytes=64 << 20)
 
 
 def sender(spec, path):
@@ -57,33 +56,35 @@ def sender(spec, path):
 
 def packed(spec, path, out, *, signer=Signer()):
     with without_pools(spec, path) as store:
-        done = asyncio.run(export_groups(store, [FIRST, SECOND], out, signer=signer))
+        done = asyncio.run(
+            export_pack(store, [store.prompt(each) for each in (FIRST, SECOND)], out, signer=signer)
+        )
         hits = [store.lookup(tokens).tokens for tokens in (FIRST, SECOND, FIRST[:150], FIRST[:60])]
         with pytest.raises(UsageError, match="is there already"):
-            asyncio.run(export_groups(store, [FIRST], out))
+            asyncio.run(export_pack(store, [store.prompt(FIRST)], out))
     return done, hits
 
 
 async def imported(store, data, *trust, seeks=True):
-    return await import_groups(store, await PackReader.begin(c.Bytes(data, seeks=seeks), *trust))
+    return await import_pack(store, await PackReader.begin(c.Bytes(data, seeks=seeks), *trust))
 
 
 def test_hits_are_the_senders(spec, tmp_path, signer):
     done, hits = packed(spec, sender(spec, tmp_path / "a"), tmp_path / "p.tskv", signer=signer[0])
-    assert len(done) == len(spec.groups)
+    assert len(done.manifests) == len(spec.groups)
     assert max(hits) == 192
 
     async def through_the_file(store):
         async with open_pack(tmp_path / "p.tskv", Trust.read(signer[1])) as reader:
             await verify_pack(reader)
         async with open_pack(tmp_path / "p.tskv", Trust.read(signer[1])) as reader:
-            return await import_groups(store, reader)
+            return await import_pack(store, reader)
 
     with without_pools(spec, tmp_path / "b") as store:
         parts = asyncio.run(through_the_file(store))
-        assert [part.manifest.pages for part in parts] == [part.manifest.pages for part in done]
+        assert [each.pages for each in parts.manifests] == [each.pages for each in done.manifests]
         again = asyncio.run(imported(store, (tmp_path / "p.tskv").read_bytes()))
-        assert [part.held_pages for part in again] == [part.manifest.pages for part in done]
+        assert again.held_pages == sum(each.pages for each in done.manifests)
         assert store.flush(30)
         store.check()
     with Engine(spec, tmp_path / "b") as engine:
@@ -101,14 +102,14 @@ def test_what_does_not_go_together_is_one_line(tmp_path, signer):
     data = (tmp_path / "p.tskv").read_bytes()
     with pytest.raises(UsageError, match="several layer groups"):
         mount(tmp_path / "p.tskv")
-    with c.open_store() as store, pytest.raises(PackError, match="several layer groups"):
+    with c.open_store() as store, pytest.raises(PackError, match="of another model"):
         c.imported(store, data)
     with without_pools(HYBRID, tmp_path / "b") as store:
         with pytest.raises(PackError, match="of another model"):
             asyncio.run(imported(store, data))
-        assert store.stores[0].stats().pages == 0
+        assert store.stats().pages == 0
     with without_pools(GEMMA, tmp_path / "c") as store, pytest.raises(UsageError, match="nothing to pack"):
-        asyncio.run(export_groups(store, [FIRST], tmp_path / "q.tskv"))
+        asyncio.run(export_pack(store, [store.prompt(FIRST)], tmp_path / "q.tskv"))
 
 
 def test_a_group_of_another_signer_is_refused(tmp_path, signer):
@@ -116,15 +117,15 @@ def test_a_group_of_another_signer_is_refused(tmp_path, signer):
     done, _ = packed(GEMMA, path, tmp_path / "signed.tskv", signer=signer[0])
     packed(GEMMA, path, tmp_path / "plain.tskv")
     signed, plain = ((tmp_path / name).read_bytes() for name in ("signed.tskv", "plain.tskv"))
-    second = -(-done[0].manifest.nbytes // 4096) * 4096
+    second = -(-done.manifest.nbytes // 4096) * 4096
     mixed = signed[:second] + plain[second:]
     cases = {mixed: "not signed", signed[:second]: "cut off", signed + b"x": "follows its end"}
     for data, words in cases.items():
         with without_pools(GEMMA, None) as store:
             with pytest.raises(PackError, match=words):
                 asyncio.run(imported(store, data, Trust.read(signer[1])))
-            loose = store.stores[1].lookup(store.prompt(FIRST).pages_of(1, store.rules[1]))
-            assert bool(loose.tokens) == (data == signed + b"x")
+            named = store.lookup(store.prompt(FIRST).pages_of(1))
+            assert bool(named.tokens) == (data == signed + b"x")
 
 
 def test_mutated_packs_of_groups_bring_no_wrong_byte(tmp_path, signer):
@@ -153,15 +154,24 @@ def test_mutated_packs_of_groups_bring_no_wrong_byte(tmp_path, signer):
         engine.check()
 
 
-def test_a_plain_store_takes_no_packs_of_groups(tmp_path):
-    packed(GEMMA, sender(GEMMA, tmp_path / "a"), tmp_path / "p.tskv")
-
-    async def run(store):
-        async with open_pack(tmp_path / "p.tskv") as reader:
-            await import_pack(store, reader)
-
-    with without_pools(GEMMA, None) as store, pytest.raises(PackError, match="and the store of one"):
-        asyncio.run(run(store.stores[0]))
+def test_an_export_of_groups_goes_on_where_it_was_cut_off(spec, tmp_path):
+    path = sender(spec, tmp_path / "a")
+    whole = tmp_path / "p.tskv"
+    done, _ = packed(spec, path, whole)
+    data = whole.read_bytes()
+    ends = [0]
+    for manifest in done.manifests:
+        ends.append(-(-(ends[-1] + manifest.nbytes) // 4096) * 4096)
+    for cut in (4096, ends[1] - 5, ends[1], ends[1] + 4096, len(data) - 7):
+        part = tmp_path / "q.tskv.part"
+        part.write_bytes(data[:cut])
+        with without_pools(spec, path) as store:
+            prompts = [store.prompt(each) for each in (FIRST, SECOND)]
+            again = asyncio.run(export_pack(store, prompts, tmp_path / "q.tskv", resume=True))
+        assert (tmp_path / "q.tskv").read_bytes() == data
+        kept = sum(each.pages for each, end in zip(done.manifests, ends[1:], strict=True) if end <= cut)
+        assert again.resumed_pages >= kept
+        (tmp_path / "q.tskv").unlink()
 
 
 def test_a_prompt_that_goes_on_from_loose_pages_is_refused():

@@ -58,7 +58,7 @@ def test_what_is_saved_behind_a_packs_pages_is_found(path):
 
 def test_into_a_page_pool(path):
     pool = PagePool(c.SPEC, 16)
-    with c.open_store(pool=pool, mounts=[mount(path)]) as store:
+    with c.open_store(pools=pool, mounts=[mount(path)]) as store:
         loaded = store.load(store.lookup(c.FIRST)).wait(30)
         assert loaded.tokens == 80
         copy = bytearray(c.SPEC.page_bytes)

@@ -44,7 +44,7 @@ def open_store(tmp_path):
             None if path is None else tmp_path / path,
             spec,
             identity=kwargs.pop("identity", Identity.of(spec, model="test")),
-            pool=pool,
+            pools=pool,
             host_bytes=pages * spec.page_bytes,
             disk_bytes=kwargs.pop("disk_bytes", disk_pages * spec.page_bytes + (4 << 20)),
             **kwargs,

@@ -52,10 +52,10 @@ class Engine:
     def __init__(self, spec, path=None, *, store=None, pages=40, host_bytes=4 << 20, **options):
         self.spec = spec
         parts = spec.split()
-        self.pools = tierstore.open_group_pools(spec, bytes_for(parts, [pages] * len(parts)))
+        self.pools = tierstore.open_pools(spec, bytes_for(parts, [pages] * len(parts)))
         if store is None:
             identity = Identity.of(spec, model="played")
-            self.store = tierstore.open_groups(
+            self.store = tierstore.open(
                 path,
                 spec,
                 identity=identity,
@@ -68,7 +68,7 @@ class Engine:
             self.store = store(self.pools)
         self.rules = self.store.rules
         self.chains = [group for group, rule in enumerate(self.rules) if rule.past is Past.ALL]
-        self.loose = [group for group, rule in enumerate(self.rules) if rule.past is not Past.ALL]
+        self.named = [group for group, rule in enumerate(self.rules) if rule.past is not Past.ALL]
 
     def __enter__(self):
         return self
@@ -110,7 +110,7 @@ class Engine:
         prompt = prompt if prompt is not None else self.store.prompt(tokens)
         for group in self.chains:
             self.save(group, tokens, range(-(-len(tokens) // CHUNK)), prompt=prompt, session=session)
-        for group in self.loose:
+        for group in self.named:
             chunks = self.rules[group].pages(end, CHUNK)
             self.save(group, tokens, chunks, prompt=prompt, session=session)
 
@@ -141,29 +141,29 @@ class Engine:
             self.store.release_hbm(part.pages, group=group)
 
     def evict(self, tier):
-        for store in self.store.stores:
-            store.evict(tier)
+        self.store.evict(tier)
 
     # -- looking inside (of an embedded store) ---------------------------------------------------------
 
     def pages(self, group, tokens, chunks) -> dict[int, list[Page]]:
         """What the store knows of these chunks, in HBM and below: by chunk."""
-        store, prompt = self.store.stores[group], self.store.prompt(tokens)
+        store, prompt = self.store, self.store.prompt(tokens)
+        finder, of = store._finder, store.groups[group]
         state = store.backend.core.state
         found: dict[int, list[Page]] = {chunk: [] for chunk in chunks}
         for chunk in chunks:
-            if group in self.chains:
-                request = store._request(prompt.chain(group)).cut((chunk + 1) * CHUNK)
+            if of.named:
+                request = finder.pages_at(prompt, of, [min((chunk + 1) * CHUNK, len(tokens))])
             else:
-                request = store._request(prompt.named(group, [min((chunk + 1) * CHUNK, len(tokens))]))
+                request = finder.chain(prompt, of).cut((chunk + 1) * CHUNK)
             view = store.backend._view(request)
             with state.lock:
                 below = view.pages_in_tree(state)
             with store._hbm.lock:
-                root = store._hbm.root(request.identity)
+                root = store._hbm.root(request, group)
                 tree = store._hbm.index.tree
                 here = tree.descend(root, request.keys, request.data[: request.nbytes], request.width)
-            count = chunk + 1 if group in self.chains else 1
+            count = 1 if of.named else chunk + 1
             found[chunk] = [pages[-1] for pages in (here, list(below)) if len(pages) == count]
         return found
 
@@ -179,7 +179,7 @@ class Engine:
 
     def forget(self, group, tokens, chunks, tiers=tuple(Tier)) -> None:
         """Have these pages leave tiers, as far as they may."""
-        store = self.store.stores[group]
+        store = self.store
         state = store.backend.core.state
         for pages in self.pages(group, tokens, chunks).values():
             for page in pages:
@@ -187,14 +187,15 @@ class Engine:
                     lock = store._hbm.lock if tier is Tier.HBM else state.lock
                     with lock:
                         if page.may_leave(tier):
-                            drop = store._hbm._drop if tier is Tier.HBM else None
+                            drop = store._hbm.drop if tier is Tier.HBM else None
                             drop(page) if drop is not None else state.residency.drop(page, tier)
 
     def check(self):
         """All that is counted twice agrees, and no page of a pool is anybody's."""
         self.store.flush(30)
         self.store.check()
-        for store, pool in zip(self.store.stores, self.pools, strict=True):
-            assert store.available_hbm() == pool.free_pages + pool.used_pages
-            # A copy under way holds its source until it ends.
-            wait_until(lambda store=store: store.stats().open_hits == 0)
+        for group, pool in enumerate(self.pools):
+            with self.store._hbm.lock:
+                assert self.store._hbm._idle_pages(group) == pool.used_pages
+        # A copy under way holds its source until it ends.
+        wait_until(lambda: self.store.stats().open_hits == 0)

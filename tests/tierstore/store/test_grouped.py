@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import tierstore
 from tests.tierstore.store.grouped_model import CHUNK, CHUNKED, FULL, GEMMA, HYBRID, IDENTITY, Engine
-from tierstore import UsageError, groups
+from tierstore import Identity, Prompt, UsageError, groups
 from tierstore.index import Tier
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
-from tierstore.store.grouped import group_specs
 from tierstore.transfer import TransferState
 from tierstore.types import Promise
 
@@ -137,26 +138,39 @@ def test_an_end_that_needs_nothing_does_not_hide_a_longer_hit(tmp_path, monkeypa
         engine.check()
 
 
-def test_a_prompt_of_the_one_store_is_refused(engine):
-    with pytest.raises(UsageError, match="names pages itself"):
-        engine.store.lookup(engine.store.stores[0].prompt(TOKENS))
+def test_a_prompt_of_another_model_is_refused(engine):
+    other = Prompt(Identity.of(KVSpec((FULL,), "float16", CHUNK), model="other"), TOKENS, chunk_tokens=CHUNK)
+    with pytest.raises(UsageError, match="another page layout"):
+        engine.store.lookup(other)
+
+
+def test_prompts_of_several_identities_live_side_by_side(engine):
+    engine.save_to(TOKENS, 192)
+    tenant = replace(engine.store.identity, tenant="b")
+    other = Prompt(tenant, TOKENS, chunk_tokens=CHUNK)
+    assert engine.store.lookup(other).tokens == 0
+    engine.save_to(TOKENS, 96, prompt=other)
+    with engine.store.lookup(other) as hit:
+        assert hit.tokens == 96
+    with engine.lookup(TOKENS) as hit:
+        assert hit.tokens == 192
 
 
 def test_chunks_too_short_for_a_name_are_refused():
     full = LayerGroup(LayerKind.FULL_ATTENTION, (0,), 1, 32)
     window = LayerGroup(LayerKind.SLIDING_WINDOW, (1,), 1, 32, window=8)
     with pytest.raises(UsageError, match="too short"):
-        group_specs(KVSpec((full, window), "float32", 4))
-    assert not group_specs(KVSpec((full,), "float32", 4))[0].hashed
+        tierstore.open(None, KVSpec((full, window), "float32", 4), host_bytes=1 << 20)
+    tierstore.open(None, KVSpec((full,), "float32", 4), host_bytes=1 << 20).close()
 
 
 def test_pools_of_other_groups_are_refused():
-    pools = tierstore.open_group_pools(GEMMA, 1 << 20)
+    pools = tierstore.open_pools(GEMMA, 1 << 20)
     with pytest.raises(UsageError, match="another KV spec"):
-        tierstore.open_groups(None, GEMMA, identity=IDENTITY, pools=pools[::-1])
-    others = tierstore.open_group_pools(GEMMA, 1 << 20)
+        tierstore.open(None, GEMMA, identity=IDENTITY, pools=pools[::-1])
+    others = tierstore.open_pools(GEMMA, 1 << 20)
     with pytest.raises(UsageError, match="lie in one memory"):
-        tierstore.open_groups(None, GEMMA, identity=IDENTITY, pools=[pools[0], others[1]])
+        tierstore.open(None, GEMMA, identity=IDENTITY, pools=[pools[0], others[1]])
 
 
 def test_parts_of_a_hit_and_what_comes_with_its_end(engine):
@@ -207,4 +221,4 @@ def test_a_plan_takes_all_of_a_hit_or_nothing(engine):
     assert (plan.tokens, plan.declined) == (0, {"host": 192})
     engine.store.decline(hit, plan)
     hit.release()
-    assert engine.store.stores[0].stats().counters["declined_tokens"]["host slower"] == 192
+    assert engine.store.stats().counters["declined_tokens"]["host slower"] == 192

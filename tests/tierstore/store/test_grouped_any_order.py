@@ -55,14 +55,14 @@ def prompts(parts):
 def longest(engine, tokens, limit):
     """(hit, chunks that all chains have, what is held), by trying every length on what the tiers hold."""
     chunks = range(len(tokens) // CHUNK)
-    held = {group: engine.held(group, tokens, chunks) for group in [*engine.chains, *engine.loose]}
+    held = {group: engine.held(group, tokens, chunks) for group in [*engine.chains, *engine.named]}
     runs = [next((c for c in chunks if c not in held[group]), len(chunks)) for group in engine.chains]
     whole = min([*runs, limit // CHUNK])
     for length in range(branch_of(engine, tokens, limit), whole * CHUNK, -1):
-        if all(serves(engine, group, held[group], tokens, length) for group in engine.loose):
+        if all(serves(engine, group, held[group], tokens, length) for group in engine.named):
             return length, whole, held
     for count in range(whole, 0, -1):
-        needed = {group: set(engine.rules[group].pages(count * CHUNK, CHUNK)) for group in engine.loose}
+        needed = {group: set(engine.rules[group].pages(count * CHUNK, CHUNK)) for group in engine.named}
         if all(held[group].keys() >= pages for group, pages in needed.items()):
             return count * CHUNK, whole, held
     return 0, whole, held
@@ -73,7 +73,7 @@ def branch_of(engine, tokens, limit):
     prompt = engine.store.prompt(tokens)
     found = []
     for group in engine.chains:
-        with engine.store.stores[group].lookup(prompt.chain(group), max_tokens=limit) as hit:
+        with engine.store.lookup(prompt.pages_of(group), max_tokens=limit) as hit:
             found.append(hit.tokens)
     return min(found)
 
@@ -136,10 +136,10 @@ def test_any_order_of_things(tmp_path_factory, monkeypatch, chains, others, part
                 engine.save(group, tokens[which], range(count))
                 note(group, which, range(min(count, CHUNKS)))
             elif what == "point":
-                for loose in engine.loose:
-                    chunks = engine.rules[loose].pages(number * CHUNK, CHUNK)
-                    engine.save(loose, tokens[which], chunks)
-                    note(loose, which, chunks)
+                for point in engine.named:
+                    chunks = engine.rules[point].pages(number * CHUNK, CHUNK)
+                    engine.save(point, tokens[which], chunks)
+                    note(point, which, chunks)
             elif what == "end":  # a sequence leaves: now and then one group loses what it had
                 ended = tokens[which][:number]
                 for each in range(len(spec.groups)):
@@ -148,14 +148,14 @@ def test_any_order_of_things(tmp_path_factory, monkeypatch, chains, others, part
                         engine.save(each, ended, chunks)
                         saved[each].update(model.content(each, ended, chunk, 8) for chunk in chunks)
             elif what == "some":
-                group = engine.loose[number % len(engine.loose)]
+                group = engine.named[number % len(engine.named)]
                 chunks = range(count, min(count + 3, CHUNKS))
                 engine.save(group, tokens[which], chunks)
                 note(group, which, chunks)
             elif what == "forget":
                 engine.forget(group, tokens[which], [count], [TIERS[number % 3]])
             elif what == "evict":
-                engine.store.stores[group].evict(which.label, count)
+                engine.store.evict(which.label, count, group=group if which is Tier.HBM else None)
             elif what == "flush":
                 assert engine.store.flush(30)
             else:

@@ -1,5 +1,5 @@
-"""Layer groups over daemons: one connection each, and whatever happens to one of them is a shorter hit or a
-miss for all, never an error or pages that do not belong together."""
+"""Layer groups over a daemon: whatever happens to it is a shorter hit or a miss for all groups, never an
+error or pages that do not belong together."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ import tierstore
 from tests.tierstore.cli.test_operations import run
 from tests.tierstore.daemon.client.conftest import DaemonProcess
 from tests.tierstore.store.grouped_model import GEMMA, HYBRID, Engine
-from tierstore import GroupedStore, Identity
-from tierstore.store.grouped import group_identity, group_specs
+from tierstore import Identity
 
 TOKENS = list(range(500, 700))
 _names = itertools.count()
@@ -51,19 +50,12 @@ def daemons():
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def connected(urls, spec=GEMMA, name=""):
-    """An engine over a daemon, or over one for each group."""
+def connected(url, spec=GEMMA, name=""):
+    """An engine over a daemon."""
     identity = Identity.of(spec, model=name or f"played {next(_names)}")
 
     def connect(pools):
-        if isinstance(urls, str):
-            return tierstore.connect_groups(urls, spec, identity=identity, pools=pools, lookup_s=10.0)
-        parts = zip(urls, group_specs(spec), pools, strict=True)
-        stores = [
-            tierstore.connect(url, part, identity=group_identity(identity, part), pool=pool, lookup_s=10.0)
-            for url, part, pool in parts
-        ]
-        return GroupedStore(stores, spec, identity=identity)
+        return tierstore.connect(url, spec, identity=identity, pools=pools, lookup_s=10.0)
 
     engine = Engine(spec, store=connect)
     assert engine.store.wait_connected(30)
@@ -165,24 +157,21 @@ def test_a_daemon_that_is_killed_leaves_what_is_in_hbm(daemons):
         engine.load(hit)
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_one_groups_daemon_that_goes_takes_the_hit_with_it(daemons, lost):
-    """And not the other's pages, of another life of this one."""
-    with connected([daemon.url for daemon in daemons]) as engine:
+def test_a_daemon_that_starts_anew_gives_no_pages_of_its_former_life(daemons):
+    with connected(daemons[0].url) as engine:
         engine.save_to(TOKENS, 192)
         engine.evict("hbm")
         hit = engine.lookup(TOKENS)
         assert hit.tokens == 192
-        daemons[lost].kill()
+        daemons[0].kill()
         loaded = engine.store.load(hit, deadline_s=20).wait(30)
         engine.verify(TOKENS, loaded)
         assert loaded.tokens in (0, 192)  # its pages may still be mapped
         engine.release(loaded)
         engine.evict("hbm")
         with engine.lookup(TOKENS) as hit:
-            assert hit.tokens == 0
-            assert hit.branch == (200 if lost else 0)
-        daemons[lost].start()
+            assert (hit.tokens, hit.branch) == (0, 0)
+        daemons[0].start()
         assert engine.store.wait_connected(30)
         engine.save_to(TOKENS, 144)
         engine.evict("hbm")

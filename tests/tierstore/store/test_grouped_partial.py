@@ -13,7 +13,6 @@ from tests.tierstore.store import grouped_model as model
 from tests.tierstore.store.grouped_model import CHUNK, EVERYTHING, GEMMA, HYBRID, Engine
 from tierstore.index import Tier
 from tierstore.spec import KVSpec
-from tierstore.store.grouped import GroupedPrompt
 
 SPECS = [
     GEMMA,
@@ -37,7 +36,7 @@ class Dictionary:
     """What was saved: by group, the tokens that each page comes behind, its own included."""
 
     def __init__(self, engine):
-        self.rules, self.chains, self.loose = engine.rules, engine.chains, engine.loose
+        self.rules, self.chains, self.named = engine.rules, engine.chains, engine.named
         self.pages = {group: set() for group in range(len(engine.rules))}
 
     def save(self, group, tokens):
@@ -67,7 +66,7 @@ class Dictionary:
         for length in [*range(branch, whole, -1), *range(whole, 0, -CHUNK)]:
             if all(
                 tuple(tokens[:end]) in self.pages[group]
-                for group in self.loose
+                for group in self.named
                 for end in self.rules[group].ends(length, CHUNK)
             ):
                 return length
@@ -160,7 +159,7 @@ def test_a_partial_page_that_goes_between_lookup_and_load_shortens_the_load():
         engine.evict("hbm")
         hit = engine.lookup(told)
         [window] = [part for part in hit.parts if part.group == 1]
-        window.hit.release()
+        window.release()
         engine.forget(1, told, [4])
         loaded = engine.store.load(hit).wait(10)
         assert loaded.tokens < 70
@@ -189,14 +188,11 @@ def test_names_are_of_all_tokens_whole_or_not():
     with Engine(HYBRID) as engine:
         told = list(range(70))
         prompt = engine.store.prompt(told)
-        assert isinstance(prompt, GroupedPrompt)
         ends = range(1, 71)
-        names = {prompt.named(1, [end]).token_bytes for end in ends}
+        names = {prompt.name(end) for end in ends}
         assert len(names) == len(ends)
         grown = engine.store.prompt(told[:3])
         grown.extend(told[3:])
-        assert [grown.named(1, [end]).token_bytes for end in reversed(ends)] == [
-            prompt.named(1, [end]).token_bytes for end in reversed(ends)
-        ]
+        assert [grown.name(end) for end in reversed(ends)] == [prompt.name(end) for end in reversed(ends)]
         other = engine.store.prompt([99, *told[1:]])
-        assert names.isdisjoint(other.named(1, [end]).token_bytes for end in ends)
+        assert names.isdisjoint(other.name(end) for end in ends)

@@ -74,7 +74,7 @@ def store(request, tmp_path):
 def loose(store, numbers, before=0):
     names = [name(number) for number in numbers]
     keys = [PageKey(each[:16]) for each in names]
-    return Prompt.loose_pages(store.identity, b"".join(names), keys, chunk_tokens=CHUNK, pages_before=before)
+    return Prompt.with_names(store.identity, b"".join(names), keys, chunk_tokens=CHUNK, pages_before=before)
 
 
 def save(store, numbers):
@@ -125,7 +125,7 @@ def test_a_pin_holds_those_that_are_there(store):
 
 def test_the_tokens_decide(store):
     save(store, [1])
-    other = Prompt.loose_pages(store.identity, bytes(32), [PageKey(name(1)[:16])], chunk_tokens=CHUNK)
+    other = Prompt.with_names(store.identity, bytes(32), [PageKey(name(1)[:16])], chunk_tokens=CHUNK)
     with store.lookup(other) as hit:
         assert hit.tokens == 0
 
@@ -192,10 +192,10 @@ def test_they_outlive_the_process_that_saved_them(tmp_path):
 def test_a_list_that_makes_no_sense_is_refused():
     spec = KVSpec.uniform(layers=1, kv_heads=1, head_dim=8, dtype="float16")
     with pytest.raises(UsageError, match="found whole"):
-        Prompt.loose_pages(Identity.of(spec, model="m"), b"", [], chunk_tokens=64)
+        Prompt.with_names(Identity.of(spec, model="m"), b"", [], chunk_tokens=64)
     keys = [PageKey(b"1" * 16), PageKey(b"2" * 16)]
-    with pytest.raises(UsageError, match="2 loose pages"):
-        Prompt.loose_pages(Identity.of(SPEC, model="m"), bytes(4), keys, chunk_tokens=CHUNK)
+    with pytest.raises(UsageError, match="2 named pages"):
+        Prompt.with_names(Identity.of(SPEC, model="m"), bytes(4), keys, chunk_tokens=CHUNK)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
@@ -299,7 +299,7 @@ class InPool:
             path,
             SPEC,
             identity=Identity.of(SPEC, model=f"pool {next(_names)}"),
-            pool=pool,
+            pools=pool,
             host_bytes=HOST_PAGES * PAGE_BYTES,
             disk_bytes=64 << 20,
         )

@@ -25,7 +25,7 @@ def store(request):
     daemon.start()
     try:
         with tierstore.connect(
-            daemon.url, SPEC, identity=new_identity(), pool=pool, lookup_s=10.0, verify=True
+            daemon.url, SPEC, identity=new_identity(), pools=pool, lookup_s=10.0, verify=True
         ) as store:
             assert store.wait_connected(30)
             yield store

@@ -18,7 +18,7 @@ PAGES = [bytes([number]) * SPEC.page_bytes for number in range(8)]
 @pytest.fixture
 def store(tmp_path):
     with tierstore.open(
-        str(tmp_path / "store"), SPEC, pool=PagePool(SPEC, 32), host_bytes=4 << 20, disk_bytes=16 << 20
+        str(tmp_path / "store"), SPEC, pools=PagePool(SPEC, 32), host_bytes=4 << 20, disk_bytes=16 << 20
     ) as opened:
         opened.save(TOKENS, PAGES).wait()
         assert opened.flush()

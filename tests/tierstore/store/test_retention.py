@@ -170,7 +170,7 @@ def test_a_session_that_is_over_leaves_first_in_every_group(engine):
     engine.store.finish("over")
     for group, pool in enumerate(engine.pools):
         count = len(engine.held(group, TOKENS[:160], range(10)))
-        assert engine.store.stores[group].evict("hbm", count) == count
+        assert engine.store.evict("hbm", count, group=group) == count
         assert pool.used_pages == len(engine.rules[group].pages(160, CHUNK))
     with engine.lookup(other) as hit:
         assert hit.by_tier == {"hbm": 160}
@@ -242,8 +242,8 @@ def save(engine, group, chunks, prompt):
 def kept_bytes(engine, tier):
     """The bytes of all pages in a tier."""
     if tier is Tier.HBM:
-        stores = engine.store.stores
-        return sum(store.stats().tiers["hbm"].pages * store.spec.page_bytes for store in stores)
-    state = engine.store.stores[0].backend.core.state
+        cached = zip(engine.store._hbm.published, engine.pools, strict=True)
+        return sum(len(pages) * pool.spec.page_bytes for pages, pool in cached)
+    state = engine.store.backend.core.state
     with state.lock:
         return sum(page.nbytes for page in state.index.tree.walk() if page.copies[tier] is not None)

@@ -139,7 +139,7 @@ def connect(request):
             url,
             spec,
             identity=identity or Identity.of(spec, model=request.node.nodeid),
-            pool=PagePool(spec, hbm_pages) if hbm_pages else None,
+            pools=PagePool(spec, hbm_pages) if hbm_pages else None,
             **{"lookup_s": 5.0, **kwargs},  # a slow machine is not a hung daemon
         )
         stores.append(store)

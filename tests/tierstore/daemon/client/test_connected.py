@@ -235,7 +235,7 @@ def test_mistakes(store, shared_daemon):
     with pytest.raises(UsageError, match="no address"):
         tierstore.connect("http://localhost", SPEC)
     with pytest.raises(UsageError, match="another KV spec"):
-        tierstore.connect(shared_daemon.url, SPEC, pool=PagePool(type(SPEC)(SPEC.groups, "float16"), 2))
+        tierstore.connect(shared_daemon.url, SPEC, pools=PagePool(type(SPEC)(SPEC.groups, "float16"), 2))
     with pytest.raises(UsageError, match="do not lie within"):
         store.save(TOKENS, pages_of(TOKENS), first=1)
     with pytest.raises(UsageError, match="no page pool"):

@@ -42,7 +42,7 @@ def attach(request):
             url,
             SPEC,
             identity=identity or Identity.of(SPEC, model=request.node.nodeid),
-            pool=DevicePool(SPEC, pages, device, layered_bytes=0),
+            pools=DevicePool(SPEC, pages, device, layered_bytes=0),
             **{"lookup_s": 5.0, **kwargs},
         )
         stores.append(store)

@@ -94,7 +94,7 @@ def test_the_end_of_a_session_is_about_its_own_pages(running, store):
 
 def test_pages_in_hbm_hear_of_it_too(running):
     pool = PagePool(SPEC, 4)
-    with tierstore.connect(running.url, SPEC, pool=pool, lookup_s=10.0) as store:
+    with tierstore.connect(running.url, SPEC, pools=pool, lookup_s=10.0) as store:
         assert store.wait_connected(30)
         for tokens, session in ((A, "a"), (B, None), (C, "c")):
             pages = store.allocate_hbm(1)

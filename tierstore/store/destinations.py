@@ -1,0 +1,190 @@
+"""Where the pages of a load go: the engine's pools, buffers of the caller's, or a target of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tierstore import copying
+from tierstore.index import Page, Tier
+from tierstore.store.buffers import Buffers, PageTarget
+from tierstore.store.hit import Part
+from tierstore.store.load import HbmCopy, Load, PartLoad, leading_equal
+from tierstore.tiers.hbm import COMPLETED, PendingCopy
+
+
+class IntoBuffers(PartLoad):
+    """Into memory of the caller's."""
+
+    def __init__(self, load: Load, part: Part, positions: range, buffers: Buffers) -> None:
+        super().__init__(load, part, positions)
+        self._buffers = buffers  # keeps them alive: a caller may let go of what he has given
+        self._place = _places(part)
+
+    def _take_local(self) -> list[HbmCopy]:
+        local = []
+        for position, page in enumerate(self.part.local[: self.pages]):
+            if page.copies[Tier.HBM] is None:
+                break  # the lease has ended, and it has gone since
+            self.hbm.index.lease(page, Tier.HBM)
+            local.append(HbmCopy(position, page))
+        return local
+
+    def _targets(self, first: int, count: int) -> Sequence[int]:
+        if self._place is None:
+            return self._buffers.addresses[first : first + count]
+        return [self._buffers.addresses[self._place[at]] for at in range(first, first + count)]
+
+    def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> PendingCopy:
+        copying.copy_all(zip(targets, addresses, strict=True), self.page_bytes)
+        return COMPLETED
+
+    def _fill_checked(
+        self, targets: Sequence[int], addresses: Sequence[int], checksums: Sequence[int]
+    ) -> int:
+        found = copying.copy_and_hash(zip(targets, addresses, strict=True), self.page_bytes)
+        return leading_equal(found, checksums)  # whatever else was copied has not been loaded
+
+    def _fill_from_hbm(self, targets: Sequence[int], places: Sequence[int]) -> None:
+        self.hbm.pool(self.part.group).read_pages(zip(places, targets, strict=True))
+
+    def result(self, kept: Sequence[int]) -> tuple[int, ...]:
+        return ()
+
+
+def _places(part: Part) -> list[int] | None:
+    """Of the pages of a named part, which buffer is whose: buffers are in the order of the prompt's chunks,
+    the pages in HBM come first. None where both are the same."""
+    if part.rule.chained:
+        return None
+    order = sorted(range(part.num_pages), key=part.ends.__getitem__)
+    places = [0] * len(order)
+    for place, position in enumerate(order):
+        places[position] = place
+    return places
+
+
+class IntoTarget(PartLoad):
+    """Into whatever takes them."""
+
+    def __init__(self, load: Load, part: Part, positions: range, target: PageTarget) -> None:
+        super().__init__(load, part, positions)
+        self._target = target
+
+    def _take_local(self) -> list[HbmCopy]:
+        assert not self.hbm.pools, "pages of a pool are loaded into the pool"
+        return []
+
+    def _targets(self, first: int, count: int) -> Sequence[int]:
+        return range(first, first + count)
+
+    def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> PendingCopy:
+        self._target.write(list(zip(targets, addresses, strict=True)))
+        return COMPLETED
+
+    def _fill_from_hbm(self, targets: Sequence[int], places: Sequence[int]) -> None:
+        raise AssertionError("there is no pool")
+
+    def result(self, kept: Sequence[int]) -> tuple[int, ...]:
+        return ()
+
+
+class IntoHbm(PartLoad):
+    """Into the group's page pool. Whole pages become cached copies that the caller shares. Where pages are
+    chained, the one that the hit ends inside of is copied to a private page, because the caller is going to
+    write behind the match."""
+
+    def __init__(self, load: Load, part: Part, positions: range) -> None:
+        super().__init__(load, part, positions)
+        self._group = part.group
+        self._pool = self.hbm.pool(part.group)
+        self._hbm_pages = [-1] * self.pages
+        self._reserved: dict[int, int] = {}  # position -> page of the pool
+        self._pages_of: list[Page] = []  # the whole pages
+        self._kept: list[Page] = []  # … of which these are held, so that all stay in the tree
+        self._moved = 0
+
+    def _take_local(self) -> list[HbmCopy]:
+        hbm, request = self.hbm, self.part.request
+        root = page = hbm.root(request, self._group)
+        for position, key in enumerate(request.keys[: self.pages]):
+            page = hbm.index.add(root if request.loose else page, key, request.chunk(position))
+            self._pages_of.append(page)
+            if position >= self.first:
+                self._arrived[position] = self._share(position)
+        self._kept = self._pages_of if request.loose else self._pages_of[-1:]
+        for page in self._kept:
+            hbm.index.hold(page)
+        local = []
+        tail = self.pages - 1
+        if len(request.keys) < self.pages == len(self.part.local):
+            page = self.part.local[tail]
+            if page.copies[Tier.HBM] is not None:
+                hbm.index.lease(page, Tier.HBM)
+                local.append(HbmCopy(tail, page))
+        self._reserve()
+        return local
+
+    def _share(self, position: int) -> bool:
+        """Take the HBM copy there is, if there is one."""
+        page = self._pages_of[position]
+        copy = page.copies[Tier.HBM]
+        if copy is None or not copy.ready:
+            return False
+        self.hbm.index.lease(page, Tier.HBM)
+        self._hbm_pages[position] = copy.place
+        return True
+
+    def _reserve(self) -> None:
+        missing = [position for position, here in enumerate(self._arrived) if not here]
+        self.hbm.make_room(len(missing), self._group)
+        for position in missing:
+            pages = self.hbm.allocate_own(1, self._group, near=list(self._reserved.values())[-1:])
+            if pages is None:
+                self._cut = min(self._cut, position)
+                return
+            self._reserved[position] = pages[0]
+
+    def _targets(self, first: int, count: int) -> Sequence[int]:
+        targets = []
+        for position in range(first, first + count):
+            if position not in self._reserved:
+                break
+            targets.append(self._reserved.pop(position))
+        return targets
+
+    def _land(self, first: int, targets: Sequence[int], *, good: int) -> None:
+        self._pool.free(targets[good:])
+        for position, hbm_page in enumerate(targets[:good], first):
+            self._hbm_pages[position] = hbm_page
+            self._arrived[position] = True
+            self._moved += 1
+            whole = position < len(self._pages_of)
+            if whole and not self.hbm.publish(self._pages_of[position], hbm_page):
+                self._pool.free([hbm_page])
+                self._share(position)  # another load brought it meanwhile
+
+    def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> PendingCopy:
+        return self._pool.start_writing(list(zip(targets, addresses, strict=True)))
+
+    def _in_one_go(self, address: int) -> bool:
+        return self._pool.overlaps and self._pool.reaches(address)  # layer 0 of all pages is to come first
+
+    def _came_late(self, pages: int) -> None:
+        self._pool.invalidate(f"{pages} pages may be others': the lease ended while they were copied")
+
+    def _fill_from_hbm(self, targets: Sequence[int], places: Sequence[int]) -> None:
+        self._pool.copy_pages(zip(targets, places, strict=True))
+
+    def result(self, kept: Sequence[int]) -> tuple[int, ...]:
+        pages = tuple(self._hbm_pages[position] for position in kept)
+        for position in kept:
+            self._hbm_pages[position] = -1
+        others = [page for page in self._hbm_pages if page >= 0]
+        self.hbm.release([*others, *self._reserved.values()], self._group)
+        self._reserved.clear()
+        for page in self._kept:
+            self.hbm.index.unhold(page)
+        return pages
+
+    def moved_bytes(self, kept: Sequence[int]) -> int:
+        return self._moved * self.page_bytes

@@ -1,0 +1,162 @@
+"""What a save is of: the pages of one layer group, as a request to HBM and to the backend, and the older save
+points of a session that it supersedes (:mod:`tierstore.retention`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tierstore.arguments import whole_number, whole_numbers
+from tierstore.backend import LookupRequest, SaveHints
+from tierstore.errors import UsageError
+from tierstore.groups import Group
+from tierstore.index import Page
+from tierstore.keys import PageKey, Prompt, TokenIds
+from tierstore.mover import Mover
+from tierstore.retention import superseded
+from tierstore.store.buffers import HbmPages, PageSource
+from tierstore.store.lookup import Finder
+from tierstore.store.save import Save, SaveBudget
+from tierstore.tiers.hbm import PagePool
+from tierstore.transfer import Transfer
+from tierstore.types import Hint
+
+_DONE = Hint(reuse="done")
+
+
+@dataclass(frozen=True, slots=True)
+class _Pages:
+    """Pages to save: of ``request``, from page ``first`` on. Where they are of a group with named pages,
+    ``ends`` says where in ``prompt`` they end, and the last chunk is ``lacking`` so many tokens."""
+
+    group: Group
+    request: LookupRequest
+    first: int
+    prompt: Prompt | None = None
+    ends: Sequence[int] = ()
+    lacking: int = 0
+
+
+class Saver:
+    """Begins the saves of one store. ``checkpoint_tokens`` is how far apart save points are kept."""
+
+    def __init__(self, finder: Finder, mover: Mover, checkpoint_tokens: int) -> None:
+        self.checkpoint_tokens = checkpoint_tokens
+        self._finder = finder
+        self._hbm = finder.hbm
+        self._backend = finder.backend
+        self._mover = mover
+        self._budget = SaveBudget(finder.backend)
+
+    def save(
+        self,
+        prompt: Prompt | TokenIds,
+        source: PageSource,
+        count: int,
+        first: int,
+        group: Group,
+        hints: SaveHints,
+    ) -> Transfer[int]:
+        """See :meth:`Store.save_from <tierstore.Store.save_from>`."""
+        return self._start(self._pages(prompt, group, first, count), source, {}, count, hints)
+
+    def save_hbm(
+        self, prompt: Prompt, hbm_pages: Sequence[int], first: int, group: Group, hints: SaveHints
+    ) -> Transfer[int]:
+        """See :meth:`Store.save_hbm <tierstore.Store.save_hbm>`."""
+        pool = self._hbm.pool(group.number)
+        hbm_pages = checked_hbm_pages(pool, hbm_pages)
+        pages = self._pages(prompt, group, first, len(hbm_pages))
+        request, number = pages.request, pages.group.number
+        source = HbmPages(pool, hbm_pages)
+        held: dict[int, Page] = {}
+        if hbm_pages:
+            tail_key: PageKey | None = None
+            if request.num_chunks > len(request.keys):
+                tail_key = prompt.tail_key(number if len(prompt.identity.groups) > 1 else 0)
+            held = self._hbm.save(request, number, tail_key, source, pages.first, hints)
+        return self._start(pages, source, held, len(held), hints)
+
+    def _pages(self, prompt: Prompt | TokenIds, group: Group, first: int, count: int) -> _Pages:
+        """Raises :class:`UsageError` for chunks that the prompt does not have."""
+        finder = self._finder
+        single = finder.single(prompt)
+        if single is not None:
+            of, request = single
+            return _Pages(of, request, _checked_first(first, count, request.num_chunks))
+        prompt = finder.prompt(prompt)
+        chunk_tokens = finder.chunk_tokens
+        first = _checked_first(first, count, -(-len(prompt) // chunk_tokens))
+        if not group.named:
+            return _Pages(group, finder.chain(prompt, group), first)
+        ends = [min((chunk + 1) * chunk_tokens, len(prompt)) for chunk in range(first, first + count)]
+        lacking = (first + count) * chunk_tokens - ends[-1] if ends else 0
+        return _Pages(group, finder.pages_at(prompt, group, ends), 0, prompt, ends, lacking)
+
+    def _start(
+        self, pages: _Pages, source: PageSource, held: dict[int, Page], count: int, hints: SaveHints
+    ) -> Transfer[int]:
+        request, first = pages.request, pages.first
+        self._backend.introduce(request.registration)
+        if hints and not count:
+            self._backend.reserve(request.cut(first * request.chunk_tokens), first, 0, hints=hints)
+        saved = Save(
+            self._hbm,
+            self._backend,
+            self._mover,
+            self._budget,
+            self._finder.prompts,
+            request,
+            source,
+            held,
+            first,
+            count,
+            hints,
+            pages.lacking if count == len(pages.ends) else 0,
+        ).start()
+        if pages.ends and hints.session is not None:
+            assert pages.prompt is not None
+            self._note_point(pages.prompt, pages.group, pages.ends[-1], hints.session)
+        return saved
+
+    def _note_point(self, prompt: Prompt, group: Group, end: int, session: str) -> None:
+        """A session has been saved to ``end``: let those pages leave that are not worth keeping since. The
+        end of the last whole chunk before it stays: a prompt that differs in its last few tokens goes on from
+        there."""
+        points = prompt.points.get(group.number, [])
+        chunk_tokens = self._finder.chunk_tokens
+        whole = end - end % chunk_tokens
+        gone = superseded([point for point in points if point != whole], end, self.checkpoint_tokens)
+        prompt.points[group.number] = kept = sorted({*points, end}.difference(gone))
+        needed = {page for point in kept for page in group.rule.ends(point, chunk_tokens)}
+        ends = sorted({page for point in gone for page in group.rule.ends(point, chunk_tokens)} - needed)
+        if ends:
+            self._let_leave(group, self._finder.pages_at(prompt, group, ends), session)
+
+    def supersede(self, pages: Prompt, session: str) -> None:
+        """See :meth:`Store.supersede <tierstore.Store.supersede>`."""
+        single = self._finder.single(pages)
+        if single is None or not single[1].loose:
+            raise UsageError("pages of a chain leave from its end, as the policy says: give a hint")
+        self._let_leave(*single, session)
+
+    def _let_leave(self, group: Group, request: LookupRequest, session: str) -> None:
+        hints = SaveHints(_DONE, session)
+        self._hbm.supersede(request, group.number, hints)
+        self._backend.reserve(request, 0, 0, hints=hints)
+
+
+def checked_hbm_pages(pool: PagePool, hbm_pages: Sequence[int]) -> list[int]:
+    """Raises :class:`UsageError` for what are no pages of the pool."""
+    numbers = whole_numbers("hbm_pages", hbm_pages)
+    if numbers and not 0 <= min(numbers) <= max(numbers) < pool.num_pages:
+        raise UsageError(f"hbm_pages lie between 0 and {pool.num_pages - 1}, those of the pool")
+    return numbers
+
+
+def _checked_first(first: int, count: int, chunks: int) -> int:
+    """Raises :class:`UsageError` if chunks ``first … first + count`` are not all within ``chunks``."""
+    first = whole_number("first", first)
+    if first < 0 or first + count > chunks:
+        raise UsageError(f"chunks {first} … {first + count} do not lie within a prompt of {chunks} chunks")
+    return first
