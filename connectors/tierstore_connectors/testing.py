@@ -1,20 +1,26 @@
 """What every connector of the bundled engine must do, as a test class to inherit from.
 
-Subclass :class:`ConnectorTests` in a test module and provide ``open_connector(pages)``; pytest finds the
-rest. Set ``reuses`` to False for a connector that keeps nothing.
+Subclass :class:`ConnectorTests` in a test module and provide ``open_connector(layout, pages)``; pytest finds
+the rest, and runs it for models of one layer group and of several. Set ``reuses`` to False for a connector
+that keeps nothing.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
+import pytest
 
 from tierstore.keys import Prompt
-from tierstore.testing.pages import leading_tokens, pages_of
+from tierstore.testing.layouts import LAYOUTS, ByGroup, Layout
+from tierstore.testing.pages import leading_tokens
+from tierstore.types import Loaded
 from tierstore_connectors.base import Connector
 
 TOKENS = list(range(100, 170))  # 16-token chunks: four whole ones and six tokens
+CHUNK = 16
 
 
 class ConnectorTests(ABC):
@@ -23,41 +29,77 @@ class ConnectorTests(ABC):
     reuses = True
 
     @abstractmethod
-    def open_connector(self, pages: int) -> Connector:
-        """A fresh connector with a pool of ``pages`` pages."""
+    def open_connector(self, layout: Layout, pages: int) -> Connector:
+        """A fresh connector for a model of these layer groups, with pools in which ``pages`` pages of each
+        find room at a time (:meth:`Layout.pools`)."""
 
-    def compute(self, connector: Connector, prompt: Prompt, *, first: int = 0) -> list[int]:
-        """Play the engine: pages for the chunks from ``first`` on, filled and saved."""
-        spec = connector.pool.spec
-        contents = pages_of(prompt.tokens, spec)[first:]
-        pages = connector.allocate(len(contents))
-        assert pages is not None
-        for page, content in zip(pages, contents, strict=True):
-            connector.pool.array[page] = np.frombuffer(content, np.uint8)
-        connector.save(prompt, pages, first=first).wait(10)
-        return pages
+    @pytest.fixture(params=LAYOUTS, ids=str)
+    def layout(self, request: pytest.FixtureRequest) -> Layout:
+        layout: Layout = request.param
+        return layout
 
-    def check_pages(self, connector: Connector, pages: tuple[int, ...], tokens: int) -> None:
-        spec = connector.pool.spec
-        for i, (page, expected) in enumerate(zip(pages, pages_of(TOKENS, spec), strict=False)):
-            count = min(tokens - i * spec.chunk_tokens, spec.chunk_tokens)
-            got = connector.pool.array[page].tobytes()
-            assert leading_tokens(got, count, spec) == leading_tokens(expected, count, spec)
+    # -- playing the engine ------------------------------------------------------------------------------
 
-    def test_pages_are_handed_out_once_and_taken_back(self) -> None:
-        connector = self.open_connector(8)
-        pages = connector.allocate(8)
-        assert pages is not None
-        assert sorted(pages) == list(range(8))
-        assert connector.allocate(1) is None
-        connector.release(pages[:3])
-        assert connector.available() == 3
-        connector.release(pages[3:])
-        assert connector.available() == 8
+    def compute(
+        self, connector: Connector, layout: Layout, prompt: Prompt, *, first: int = 0
+    ) -> list[list[int]]:
+        """Pages of every group for the chunks from ``first`` on, filled and saved."""
+        owned = []
+        for group in layout.groups:
+            contents = layout.pages_of(prompt.tokens.tolist(), group.number)[first:]
+            pages = connector.allocate(len(contents), group=group.number)
+            assert pages is not None
+            for page, content in zip(pages, contents, strict=True):
+                connector.pools[group.number].array[page] = np.frombuffer(content, np.uint8)
+            connector.save(prompt, pages, first=first, group=group.number).wait(10)
+            owned.append(pages)
+        return owned
+
+    def release(self, connector: Connector, owned: Sequence[Sequence[int]]) -> None:
+        for group, pages in enumerate(owned):
+            connector.release(pages, group=group)
+
+    def release_loaded(self, connector: Connector, loaded: Loaded) -> None:
+        self.release(connector, [part.pages for part in loaded.groups])
+
+    def loaded_bytes(self, connector: Connector, layout: Layout, loaded: Loaded) -> ByGroup:
+        """What a load has brought of each group, as :meth:`Layout.right` has it."""
+        found: ByGroup = [[] for _ in layout.groups]
+        for group, part in enumerate(loaded.groups):
+            for chunk, page in enumerate(part.pages, part.first):
+                count = min(loaded.tokens - chunk * CHUNK, CHUNK)
+                content = connector.pools[group].array[page].tobytes()
+                found[group].append(leading_tokens(content, count, layout.groups[group].spec))
+        return found
+
+    def room(self, connector: Connector, layout: Layout) -> list[int]:
+        return [connector.available(group=group.number) for group in layout.groups]
+
+    # -- what is promised --------------------------------------------------------------------------------
+
+    def test_each_layer_group_has_a_pool_and_a_rule(self, layout: Layout) -> None:
+        connector = self.open_connector(layout, 8)
+        assert [pool.spec for pool in connector.pools] == list(layout.spec.split())
+        assert connector.rules == tuple(group.rule for group in layout.groups)
         connector.close()
 
-    def test_an_unknown_prompt_is_an_empty_hit(self) -> None:
-        connector = self.open_connector(8)
+    def test_pages_are_handed_out_once_and_taken_back(self, layout: Layout) -> None:
+        connector = self.open_connector(layout, 8)
+        room = self.room(connector, layout)
+        for group in layout.groups:
+            count = room[group.number]
+            pages = connector.allocate(count, group=group.number)
+            assert pages is not None
+            assert len(set(pages)) == count >= 8
+            assert connector.allocate(1, group=group.number) is None
+            connector.release(pages[:3], group=group.number)
+            assert connector.available(group=group.number) == 3
+            connector.release(pages[3:], group=group.number)
+            assert self.room(connector, layout) == room
+        connector.close()
+
+    def test_an_unknown_prompt_is_an_empty_hit(self, layout: Layout) -> None:
+        connector = self.open_connector(layout, 8)
         hit = connector.lookup(connector.prompt(TOKENS))
         assert hit.tokens == 0
         assert not hit.by_tier
@@ -65,65 +107,93 @@ class ConnectorTests(ABC):
         assert (loaded.tokens, loaded.pages) == (0, ())
         connector.close()
 
-    def test_what_was_saved_is_found_and_loaded(self) -> None:
-        connector = self.open_connector(12)
-        connector.release(self.compute(connector, connector.prompt(TOKENS)))
+    def test_what_was_saved_is_found_and_loaded(self, layout: Layout) -> None:
+        connector = self.open_connector(layout, 12)
+        room = self.room(connector, layout)
+        self.release(connector, self.compute(connector, layout, connector.prompt(TOKENS)))
         hit = connector.lookup(connector.prompt([*TOKENS, 1, 2]), max_tokens=71)
         assert hit.tokens == sum(hit.by_tier.values()) == (70 if self.reuses else 0)
         loaded = connector.load(hit).wait(10)
         assert loaded.tokens == hit.tokens
-        self.check_pages(connector, loaded.pages, loaded.tokens)
-        connector.release(loaded.pages)
-        assert connector.available() == 12
+        if self.reuses:
+            assert self.loaded_bytes(connector, layout, loaded) == layout.right(TOKENS, 70)
+        self.release_loaded(connector, loaded)
+        assert self.room(connector, layout) == room
         connector.close()
 
-    def test_max_tokens_and_the_end_of_a_page(self) -> None:
-        connector = self.open_connector(12)
-        connector.release(self.compute(connector, connector.prompt(TOKENS)))
-        for limit in (1, 16, 40, 69):
+    def test_max_tokens_and_the_end_of_a_page(self, layout: Layout) -> None:
+        connector = self.open_connector(layout, 12)
+        self.release(connector, self.compute(connector, layout, connector.prompt(TOKENS)))
+        for limit in (1, 16, 40, 69, 70):
             hit = connector.lookup(connector.prompt(TOKENS), max_tokens=limit)
-            assert hit.tokens == (limit if self.reuses else 0)
+            assert hit.tokens == (layout.hit_of(limit, len(TOKENS)) if self.reuses else 0)
             loaded = connector.load(hit).wait(10)
-            self.check_pages(connector, loaded.pages, loaded.tokens)
-            if loaded.tokens % 16:
+            assert loaded.tokens == hit.tokens
+            if self.reuses:
+                right = layout.right(TOKENS, loaded.tokens)
+                assert self.loaded_bytes(connector, layout, loaded) == right
+            if loaded.tokens % CHUNK:
                 connector.pool.array[loaded.pages[-1]] = 0  # its own copy: nobody else may notice
-            connector.release(loaded.pages)
+            self.release_loaded(connector, loaded)
         connector.close()
 
-    def test_a_prompt_that_grows_is_saved_piece_by_piece(self) -> None:
-        connector = self.open_connector(12)
+    def test_a_prompt_that_grows_is_saved_piece_by_piece(self, layout: Layout) -> None:
+        connector = self.open_connector(layout, 12)
+        room = self.room(connector, layout)
         prompt = connector.prompt(TOKENS[:32])
-        pages = self.compute(connector, prompt)
+        self.release(connector, self.compute(connector, layout, prompt))
         prompt.extend(TOKENS[32:])
-        pages += self.compute(connector, prompt, first=2)
-        connector.release(pages)
+        self.release(connector, self.compute(connector, layout, prompt, first=2))
         hit = connector.lookup(connector.prompt(TOKENS))
         assert hit.tokens == (70 if self.reuses else 0)
         hit.release()
         hit.release()
-        assert connector.available() == 12
+        assert self.room(connector, layout) == room
         connector.close()
 
-    def test_evicting_makes_room_and_forgets_nothing_that_is_elsewhere(self) -> None:
-        connector = self.open_connector(6)
-        connector.release(self.compute(connector, connector.prompt(TOKENS)))
-        assert connector.evict(6) == (5 if self.reuses else 0)
+    def test_parts_of_a_hit_are_loaded_in_any_order(self, layout: Layout) -> None:
+        connector = self.open_connector(layout, 12)
+        room = self.room(connector, layout)
+        self.release(connector, self.compute(connector, layout, connector.prompt(TOKENS)))
+        for group in layout.groups:
+            connector.evict(12, group=group.number)
+        hit = connector.lookup(connector.prompt(TOKENS))
+        end = connector.load_part(hit, 3, 5).wait(10) if self.reuses else Loaded(0)
+        front = connector.load_part(hit, 0, 3 * self.reuses, last=True).wait(10)
+        if self.reuses:
+            assert (front.tokens, end.tokens) == (48, 70)
+            for group, needed in zip(layout.groups, layout.right(TOKENS, 70), strict=True):
+                parts = [self.loaded_bytes(connector, layout, each)[group.number] for each in (front, end)]
+                assert [*parts[0], *parts[1]] == needed
+        self.release_loaded(connector, front)
+        self.release_loaded(connector, end)
+        assert self.room(connector, layout) == room
+        connector.close()
+
+    def test_evicting_makes_room_and_forgets_nothing_that_is_elsewhere(self, layout: Layout) -> None:
+        connector = self.open_connector(layout, 6)
+        self.release(connector, self.compute(connector, layout, connector.prompt(TOKENS)))
+        for group in layout.groups:
+            assert connector.evict(6, group=group.number) == (5 if self.reuses else 0)
         pages = connector.allocate(6)
         assert pages is not None
         connector.release(pages)
         loaded = connector.load(connector.lookup(connector.prompt(TOKENS))).wait(10)
         assert loaded.tokens == (70 if self.reuses else 0)
-        self.check_pages(connector, loaded.pages, loaded.tokens)
-        connector.release(loaded.pages)
+        if self.reuses:
+            assert self.loaded_bytes(connector, layout, loaded) == layout.right(TOKENS, 70)
+        self.release_loaded(connector, loaded)
         connector.close()
 
-    def test_a_cancelled_load_gives_everything_back(self) -> None:
-        connector = self.open_connector(8)
-        connector.release(self.compute(connector, connector.prompt(TOKENS)))
-        connector.evict(8)
+    def test_a_cancelled_load_gives_everything_back(self, layout: Layout) -> None:
+        connector = self.open_connector(layout, 8)
+        room = self.room(connector, layout)
+        self.release(connector, self.compute(connector, layout, connector.prompt(TOKENS)))
+        for group in layout.groups:
+            connector.evict(8, group=group.number)
         for _ in range(10):
             transfer = connector.load(connector.lookup(connector.prompt(TOKENS)))
             transfer.cancel()
-            connector.release(transfer.wait(10).pages)
+            self.release_loaded(connector, transfer.wait(10))
         connector.close()
-        assert connector.available() == 8
+        assert self.room(connector, layout) == room

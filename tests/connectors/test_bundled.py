@@ -4,10 +4,8 @@ import pytest
 
 import tierstore
 from tierstore.errors import UsageError
-from tierstore.groups import GroupRule
 from tierstore.keys import Identity
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
-from tierstore.tiers.hbm import PagePool
 from tierstore_connectors.bundled import NoStore, StoreConnector, open_connector
 from tierstore_connectors.testing import TOKENS, ConnectorTests
 
@@ -18,14 +16,17 @@ IDENTITY = Identity.of(SPEC, model="m")
 class TestNoStore(ConnectorTests):
     reuses = False
 
-    def open_connector(self, pages):
-        return NoStore(PagePool(SPEC, pages), IDENTITY)
+    def open_connector(self, layout, pages):
+        return NoStore(layout.pools(pages), Identity.of(layout.spec, model="m"))
 
 
 class TestHostStore(ConnectorTests):
-    def open_connector(self, pages):
-        pool = PagePool(SPEC, pages)
-        return StoreConnector(tierstore.open(None, SPEC, identity=IDENTITY, pools=pool, host_bytes=1 << 20))
+    def open_connector(self, layout, pages):
+        identity = Identity.of(layout.spec, model="m")
+        pools = layout.pools(pages)
+        return StoreConnector(
+            tierstore.open(None, layout.spec, identity=identity, pools=pools, host_bytes=1 << 20)
+        )
 
 
 class TestDiskStore(ConnectorTests):
@@ -33,27 +34,27 @@ class TestDiskStore(ConnectorTests):
     def _directory(self, tmp_path):
         self.directory = tmp_path / "store"
 
-    def open_connector(self, pages):
+    def open_connector(self, layout, pages):
         return open_connector(
-            SPEC,
-            IDENTITY,
-            pool_pages=pages,
+            layout.spec,
+            Identity.of(layout.spec, model="m"),
+            pool_pages=[pages] * len(layout.groups),
             store=str(self.directory),
             host_bytes=1 << 20,
             disk_bytes=16 << 20,
         )
 
-    def test_the_next_connector_finds_what_this_one_kept(self):
-        first = self.open_connector(8)
-        first.release(self.compute(first, first.prompt(TOKENS)))
+    def test_the_next_connector_finds_what_this_one_kept(self, layout):
+        first = self.open_connector(layout, 8)
+        self.release(first, self.compute(first, layout, first.prompt(TOKENS)))
         first.close()
-        second = self.open_connector(8)
+        second = self.open_connector(layout, 8)
         hit = second.lookup(second.prompt(TOKENS))
         assert hit.by_tier == {"disk": 70}
         assert hit.prefetch().wait(10) == 70
         loaded = second.load(hit).wait(10)
-        self.check_pages(second, loaded.pages, loaded.tokens)
-        second.release(loaded.pages)
+        assert self.loaded_bytes(second, layout, loaded) == layout.right(TOKENS, 70)
+        self.release_loaded(second, loaded)
         second.close()
 
 
@@ -70,19 +71,6 @@ WINDOW = LayerGroup(LayerKind.SLIDING_WINDOW, (0, 2), 1, 32, window=40)
 STATE = LayerGroup(LayerKind.RECURRENT_STATE, (3,), state_bytes=4096)
 GROUPS = KVSpec((FULL, WINDOW), "float32", 16)
 STATES = KVSpec((STATE,), "float32", 16)
-
-
-def test_each_layer_group_has_a_pool_and_a_rule():
-    connector = open_connector(GROUPS, Identity.of(GROUPS, model="m"), pool_pages=(4, 6), store=None)
-    assert [pool.spec for pool in connector.pools] == list(GROUPS.split())
-    assert connector.pool is connector.pools[0]
-    assert connector.rules == (GroupRule.all(), GroupRule.window(39))
-    pages = connector.allocate(5, group=1)
-    assert pages == [0, 1, 2, 3, 4]
-    assert (connector.available(group=1), connector.available()) == (3, 6)  # one memory: a page is two
-    connector.release(pages, group=1)
-    assert (connector.available(group=1), connector.available()) == (8, 16)
-    connector.close()
 
 
 def test_idle_pages_of_one_layer_group_make_room_for_another(tmp_path):

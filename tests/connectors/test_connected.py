@@ -21,22 +21,23 @@ class TestConnectedStore(ConnectorTests):
     @pytest.fixture(autouse=True)
     def _daemon(self, shared_daemon):  # noqa: F811
         self.url = shared_daemon.url
-        self.identity = Identity.of(SPEC, model=f"connector {next(_models)}")
+        self.model = f"connector {next(_models)}"
 
-    def open_connector(self, pages):
-        return open_connector(SPEC, self.identity, pool_pages=pages, store=self.url)
+    def open_connector(self, layout, pages):
+        identity = Identity.of(layout.spec, model=self.model)
+        return open_connector(layout.spec, identity, pool_pages=[pages] * len(layout.groups), store=self.url)
 
-    def test_the_next_connector_finds_what_this_one_kept(self):
-        first = self.open_connector(8)
-        first.release(self.compute(first, first.prompt(TOKENS)))
+    def test_the_next_connector_finds_what_this_one_kept(self, layout):
+        first = self.open_connector(layout, 8)
+        self.release(first, self.compute(first, layout, first.prompt(TOKENS)))
         first.close()
-        second = self.open_connector(8)
+        second = self.open_connector(layout, 8)
         hit = second.lookup(second.prompt(TOKENS))
         assert hit.by_tier == {"host": 70}
         assert hit.prefetch().wait(10) == 70
         loaded = second.load(hit).wait(10)
-        self.check_pages(second, loaded.pages, loaded.tokens)
-        second.release(loaded.pages)
+        assert self.loaded_bytes(second, layout, loaded) == layout.right(TOKENS, 70)
+        self.release_loaded(second, loaded)
         second.close()
 
 

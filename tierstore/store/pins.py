@@ -7,6 +7,7 @@ import time
 from tierstore.backend import LookupRequest
 from tierstore.groups import Group
 from tierstore.keys import Prompt, TokenIds
+from tierstore.store.hit import Hit
 from tierstore.store.lookup import Finder
 
 
@@ -24,15 +25,24 @@ class Pins:
         if single is not None:
             return self._backend.pin(single[1]).wait()
         prompt = finder.prompt(prompt)
-        whole = len(prompt) // finder.chunk_tokens * finder.chunk_tokens
-        with finder.begin(prompt, max_tokens=whole, began=time.monotonic()).hit() as hit:
+        with self._whole_hit(prompt, len(prompt)) as hit:
             requests = [request for _, request in finder.needed(prompt, hit.tokens)]
             for done, request in enumerate(requests):
                 if self._backend.pin(request).wait() < request.num_tokens:  # refused, or a page has left
                     for each in requests[: done + 1]:
-                        self._backend.pin(each, undo=True).wait()
+                        self._undo(each)
                     return 0
             return hit.tokens
+
+    def _whole_hit(self, prompt: Prompt, limit: int) -> Hit:
+        """The longest hit of whole chunks."""
+        finder, chunk_tokens = self._finder, self._finder.chunk_tokens
+        whole = limit // chunk_tokens * chunk_tokens
+        hit = finder.begin(prompt, max_tokens=whole, began=time.monotonic()).hit()
+        if hit.tokens % chunk_tokens:
+            hit.release()
+            return self._whole_hit(prompt, hit.tokens)
+        return hit
 
     def unpin(self, prompt: Prompt | TokenIds) -> int:
         """See :meth:`Store.unpin <tierstore.Store.unpin>`."""

@@ -64,8 +64,8 @@ class Layout:
         return pages.pages_of(tokens, self.groups[group].spec)
 
     def hit_of(self, same: int, saved: int) -> int:
-        """The hit of a prompt that shares its first ``same`` tokens with one of ``saved`` tokens, all pages of
-        which were saved."""
+        """The hit of a prompt that shares its first ``same`` tokens with one of ``saved`` tokens, of which
+        all pages were saved."""
         return same if self.single or same == saved else same // CHUNK * CHUNK
 
     def chunks(self, tokens: int) -> list[range]:

@@ -7,8 +7,8 @@ Subclass :class:`StoreTests` and say how a store is opened; pytest finds the tes
         def open_store(self):
             opened = []
 
-            def open_(**options):
-                opened.append(MyStore(**options))
+            def open_(layout, **options):
+                opened.append(MyStore(layout.spec, **options))
                 return opened[-1]
 
             yield open_
@@ -27,7 +27,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -46,13 +45,16 @@ from tierstore import (
     KVSpec,
     Loaded,
     PagePool,
+    Promise,
     Prompt,
     Store,
     StoreClosedError,
     Transfer,
+    TransferState,
     UsageError,
 )
 from tierstore.testing import pages
+from tierstore.testing.layouts import LAYOUTS, ByGroup, Layout
 
 SPEC = KVSpec.uniform(layers=2, kv_heads=1, head_dim=32, dtype="float32", chunk_tokens=16)
 """Pages of 8 KiB for 16 tokens."""
@@ -64,78 +66,33 @@ _names = itertools.count()
 
 
 class OpenStore(Protocol):
-    """Opens an empty store of pages like :data:`SPEC`, and closes it after the test.
+    """Opens an empty store for a model of these layer groups, and closes it after the test.
 
-    ``identity`` is one that no other store has used. ``host_pages`` pages fit in the host tier, and no more.
-    ``disk`` says whether there is a disk tier below it, with room for 256 pages at least. A lookup holds its
-    pages for ``lease_s`` seconds. The host tier may be shared with stores opened before, which hold nothing.
+    ``identity`` is one that no other store has used. ``host_chunks`` chunks fit in the host tier, with the
+    pages of all groups, and no more. ``disk`` says whether there is a disk tier below it, with room for 256
+    chunks at least. A lookup holds its pages for ``lease_s`` seconds. The host tier may be shared with stores
+    opened before, which hold nothing.
     """
 
     def __call__(
         self,
+        layout: Layout,
         *,
         identity: Identity,
-        pool: PagePool | None = None,
-        host_pages: int = 256,
+        pools: Sequence[PagePool] | None = None,
+        host_chunks: int = 256,
         disk: bool = True,
         lease_s: float = 60.0,
     ) -> Store: ...
 
 
-def new_identity(**fields: str) -> Identity:
+def new_identity(spec: KVSpec = SPEC, **fields: str) -> Identity:
     """An identity that nothing has been saved under."""
-    return Identity.of(SPEC, model=f"conformance {next(_names)}", **fields)
+    return Identity.of(spec, model=f"conformance {next(_names)}", **fields)
 
 
 def pages_of(tokens: Sequence[int]) -> list[bytes]:
     return pages.pages_of(tokens, SPEC)
-
-
-def matched(tokens: int, loaded: Sequence[bytes]) -> list[bytes]:
-    """The bytes that a hit of ``tokens`` promises: not those behind the match in its last page."""
-    counts = [min(tokens - at * CHUNK, CHUNK) for at in range(len(loaded))]
-    return [pages.leading_tokens(page, count, SPEC) for page, count in zip(loaded, counts, strict=True)]
-
-
-def load_bytes(store: Store, hit: Hit, **kwargs: Any) -> tuple[int, list[bytes]]:
-    """Load a hit into fresh buffers: the tokens that came, and what came of them."""
-    buffers = [bytearray(SPEC.page_bytes) for _ in range(hit.num_pages)]
-    loaded = store.load(hit, buffers, **kwargs).wait(_WAIT_S)
-    full = -(-loaded.tokens // CHUNK)
-    return loaded.tokens, matched(loaded.tokens, [bytes(buffer) for buffer in buffers[:full]])
-
-
-def right_bytes(tokens: Sequence[int], count: int) -> list[bytes]:
-    """What a load of the first ``count`` tokens has to bring."""
-    return matched(count, pages_of(tokens)[: -(-count // CHUNK)])
-
-
-def save(store: Store, tokens: Sequence[int], **kwargs: Any) -> int:
-    return store.save(tokens, pages_of(tokens), **kwargs).wait(_WAIT_S)
-
-
-def compute(store: Store, tokens: Sequence[int], *, first: int = 0) -> tuple[list[int], int]:
-    """Play the engine: compute the chunks from ``first`` on in HBM pages and save them. The pages, which the
-    caller owns, and the tokens that were stored."""
-    assert store.pool is not None
-    content = pages_of(tokens)[first:]
-    hbm_pages = store.allocate_hbm(len(content))
-    assert hbm_pages is not None, "the pool is full"
-    write_hbm(store, hbm_pages, content)
-    stored = store.save_hbm(store.prompt(tokens), hbm_pages, first=first).wait(_WAIT_S)
-    return hbm_pages, stored
-
-
-def write_hbm(store: Store, hbm_pages: Sequence[int], content: Sequence[bytes]) -> None:
-    assert store.pool is not None
-    for page, data in zip(hbm_pages, content, strict=True):
-        store.pool.array[page] = np.frombuffer(data, np.uint8)
-
-
-def read_hbm(store: Store, loaded: Loaded) -> list[bytes]:
-    """What a load into HBM has brought."""
-    assert store.pool is not None
-    return matched(loaded.tokens, [store.pool.array[page].tobytes() for page in loaded.pages])
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -147,7 +104,8 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 class StoreTests:
-    """What every store promises. See the module's docstring for how to use it."""
+    """What every store promises, for models of one layer group and of several. See the module's docstring for
+    how to use it."""
 
     has_disk = True
     """Whether stores can be opened with a disk tier."""
@@ -157,165 +115,187 @@ class StoreTests:
         """To be overridden: see :class:`OpenStore`."""
         raise NotImplementedError("say how a store is opened: override the fixture open_store")
 
-    @pytest.fixture
-    def store(self, open_store: OpenStore) -> Store:
-        return open_store(identity=new_identity())
+    @pytest.fixture(params=LAYOUTS, ids=str)
+    def layout(self, request: pytest.FixtureRequest) -> Layout:
+        layout: Layout = request.param
+        return layout
 
     @pytest.fixture
-    def pooled(self, open_store: OpenStore) -> Store:
-        """A store with 16 HBM pages."""
-        return open_store(identity=new_identity(), pools=PagePool(SPEC, 16))
+    def store(self, open_store: OpenStore, layout: Layout) -> Store:
+        return open_store(layout, identity=new_identity(layout.spec))
+
+    @pytest.fixture
+    def pooled(self, open_store: OpenStore, layout: Layout) -> Store:
+        """A store with room for 16 HBM pages of each group."""
+        return open_store(layout, identity=new_identity(layout.spec), pools=layout.pools(16))
 
     # -- finding and loading -------------------------------------------------------------------------
 
-    def test_saved_pages_come_back_byte_for_byte(self, store: Store) -> None:
-        assert save(store, TOKENS) == len(TOKENS)
+    def test_saved_pages_come_back_byte_for_byte(self, store: Store, layout: Layout) -> None:
+        assert layout.save(store, TOKENS) == len(TOKENS)
         hit = store.lookup(TOKENS)
-        assert hit.tokens == len(TOKENS)
+        assert hit.tokens == hit.branch == len(TOKENS)
         assert hit.num_pages == 5
+        assert [hit.chunks(group.number) for group in layout.groups] == layout.chunks(len(TOKENS))
         assert sum(hit.by_tier.values()) == len(TOKENS)
-        assert load_bytes(store, hit) == (len(TOKENS), right_bytes(TOKENS, len(TOKENS)))
+        assert layout.load(store, hit) == (len(TOKENS), layout.right(TOKENS, len(TOKENS)))
 
-    def test_an_empty_store_misses(self, store: Store) -> None:
+    def test_an_empty_store_misses(self, store: Store, layout: Layout) -> None:
         with store.lookup(TOKENS) as hit:
             assert (hit.tokens, hit.num_pages, dict(hit.by_tier)) == (0, 0, {})
             assert hit.prefetch().wait(_WAIT_S) == 0
-        assert load_bytes(store, store.lookup(TOKENS)) == (0, [])
+        assert layout.load(store, store.lookup(TOKENS)) == (0, layout.right(TOKENS, 0))
 
     @pytest.mark.parametrize("same", [0, 1, 15, 16, 17, 63, 64, 65, 69])
-    def test_the_match_ends_at_the_first_other_token(self, store: Store, same: int) -> None:
-        save(store, TOKENS)
+    def test_the_match_ends_at_the_first_other_token(self, store: Store, layout: Layout, same: int) -> None:
+        layout.save(store, TOKENS)
         hit = store.lookup([*TOKENS[:same], 7, 7, 7])
-        assert hit.tokens == same
-        assert load_bytes(store, hit) == (same, right_bytes(TOKENS, same))
+        expected = layout.hit_of(same, len(TOKENS))
+        assert (hit.tokens, hit.branch) == (expected, same)
+        assert layout.load(store, hit) == (expected, layout.right(TOKENS, expected))
 
     @pytest.mark.parametrize("limit", [0, 1, 16, 37, 69, 1000])
-    def test_max_tokens_cuts_the_hit(self, store: Store, limit: int) -> None:
-        save(store, TOKENS)
+    def test_max_tokens_cuts_the_hit(self, store: Store, layout: Layout, limit: int) -> None:
+        layout.save(store, TOKENS)
         hit = store.lookup(TOKENS, max_tokens=limit)
-        assert hit.tokens == min(limit, len(TOKENS))
-        assert load_bytes(store, hit) == (hit.tokens, right_bytes(TOKENS, hit.tokens))
+        assert hit.tokens == layout.hit_of(min(limit, len(TOKENS)), len(TOKENS))
+        assert layout.load(store, hit) == (hit.tokens, layout.right(TOKENS, hit.tokens))
 
-    def test_nothing_is_found_under_another_identity(self, store: Store) -> None:
-        save(store, TOKENS)
-        model = store.identity.model
+    def test_a_group_that_lacks_pages_shortens_the_hit(self, store: Store, layout: Layout) -> None:
+        layout.save(store, TOKENS[:32])
+        store.save(TOKENS, layout.pages_of(TOKENS)).wait(_WAIT_S)
+        hit = store.lookup(TOKENS)
+        assert (hit.tokens, hit.branch) == (len(TOKENS) if layout.single else 32, len(TOKENS))
+        assert layout.load(store, hit) == (hit.tokens, layout.right(TOKENS, hit.tokens))
+
+    def test_nothing_is_found_under_another_identity(self, store: Store, layout: Layout) -> None:
+        layout.save(store, TOKENS)
+        model, spec = store.identity.model, layout.spec
         others = [
-            Identity.of(SPEC, model=f"{model} other"),
-            Identity.of(SPEC, model=model, tenant="b"),
-            Identity.of(SPEC, model=model, revision="2"),
-            Identity.of(SPEC, model=model, adapter="lora"),
+            Identity.of(spec, model=f"{model} other"),
+            Identity.of(spec, model=model, tenant="b"),
+            Identity.of(spec, model=model, revision="2"),
+            Identity.of(spec, model=model, adapter="lora"),
         ]
         for identity in others:
             with store.lookup(Prompt(identity, TOKENS, chunk_tokens=CHUNK)) as hit:
                 assert hit.tokens == 0
 
-    def test_prompts_of_several_identities_live_side_by_side(self, store: Store) -> None:
-        other = Prompt(new_identity(), TOKENS, chunk_tokens=CHUNK)
-        content = pages_of(range(900, 970))
-        assert store.save(other, content).wait(_WAIT_S) == len(TOKENS)
-        save(store, TOKENS)
-        assert load_bytes(store, store.lookup(other))[1] == matched(len(TOKENS), content)
-        assert load_bytes(store, store.lookup(TOKENS))[1] == right_bytes(TOKENS, len(TOKENS))
+    def test_prompts_of_several_identities_live_side_by_side(self, store: Store, layout: Layout) -> None:
+        other, content = Prompt(new_identity(layout.spec), TOKENS, chunk_tokens=CHUNK), range(900, 970)
+        assert layout.save_prompt(store, other, content) == len(TOKENS)
+        layout.save(store, TOKENS)
+        assert layout.load(store, store.lookup(other))[1] == layout.right(content, len(TOKENS))
+        assert layout.load(store, store.lookup(TOKENS))[1] == layout.right(TOKENS, len(TOKENS))
 
-    def test_a_prompt_may_grow(self, store: Store) -> None:
+    def test_a_prompt_may_grow(self, store: Store, layout: Layout) -> None:
         prompt = store.prompt(TOKENS[:40])
-        assert store.save(prompt, pages_of(TOKENS[:40])).wait(_WAIT_S) == 40
+        assert layout.save_prompt(store, prompt, TOKENS[:40]) == 40
         prompt.extend(TOKENS[40:])
         assert store.lookup(prompt).tokens == 40
-        assert store.save(prompt, pages_of(TOKENS)[2:], first=2).wait(_WAIT_S) == len(TOKENS) - 32
-        assert load_bytes(store, store.lookup(prompt)) == (len(TOKENS), right_bytes(TOKENS, len(TOKENS)))
+        assert layout.save_prompt(store, prompt, TOKENS, first=2) == len(TOKENS) - 32
+        assert layout.load(store, store.lookup(prompt)) == (len(TOKENS), layout.right(TOKENS, len(TOKENS)))
 
-    def test_a_lookup_may_be_repeated_and_released_twice(self, store: Store) -> None:
-        save(store, TOKENS)
+    def test_a_lookup_may_be_repeated_and_released_twice(self, store: Store, layout: Layout) -> None:
+        layout.save(store, TOKENS)
         hits = [store.lookup(TOKENS) for _ in range(3)]
         for hit in (*hits, *hits):
             hit.release()
         with store.lookup(TOKENS) as hit:
             assert hit.tokens == len(TOKENS)
 
-    def test_a_load_ends_at_its_deadline_with_what_has_come(self, store: Store) -> None:
+    def test_a_load_ends_at_its_deadline_with_what_has_come(self, store: Store, layout: Layout) -> None:
         tokens = list(range(CHUNK * 100))
-        save(store, tokens)
+        layout.save(store, tokens)
         for deadline_s in (0.0, 0.0005, 0.002):
-            count, content = load_bytes(store, store.lookup(tokens), deadline_s=deadline_s)
+            count, content = layout.load(store, store.lookup(tokens), deadline_s=deadline_s)
             assert count <= len(tokens)
-            assert content == right_bytes(tokens, count)
-        assert load_bytes(store, store.lookup(tokens), deadline_s=_WAIT_S)[0] == len(tokens)
+            assert content == layout.right(tokens, count)
+        assert layout.load(store, store.lookup(tokens), deadline_s=_WAIT_S)[0] == len(tokens)
 
-    def test_cancelled_loads_give_everything_back(self, open_store: OpenStore) -> None:
-        store = open_store(identity=new_identity(), pools=PagePool(SPEC, 100))
-        tokens = list(range(CHUNK * 100))
-        save(store, tokens)
+    def test_cancelled_loads_give_everything_back(self, open_store: OpenStore, layout: Layout) -> None:
+        store = open_store(layout, identity=new_identity(layout.spec), pools=layout.pools(100))
+        room, tokens = layout.room(store), list(range(CHUNK * 100))
+        layout.save(store, tokens)
         for _ in range(20):
             transfer = store.load(store.lookup(tokens))
             cancelled = transfer.cancel()
             loaded = transfer.wait(_WAIT_S)
             assert not cancelled or loaded.tokens == 0
-            store.release_hbm(loaded.pages)
-        wait_until(lambda: store.available_hbm() == 100)
+            layout.release_loaded(store, loaded)
+        wait_until(lambda: layout.room(store) == room)
         wait_until(lambda: store.stats().open_hits == 0)  # a copy under way holds its source until it ends
-        assert load_bytes(store, store.lookup(tokens))[0] == len(tokens)
+        assert layout.load(store, store.lookup(tokens))[0] == len(tokens)
 
-    def test_progress_counts_pages(self, store: Store) -> None:
-        assert store.save(TOKENS, pages_of(TOKENS)).wait(_WAIT_S) == len(TOKENS)
-        transfer = store.load(store.lookup(TOKENS), [bytearray(SPEC.page_bytes) for _ in range(5)])
+    def test_progress_counts_pages(self, store: Store, layout: Layout) -> None:
+        assert layout.save(store, TOKENS) == len(TOKENS)
+        hit = store.lookup(TOKENS)
+        transfer = layout.start_load(store, hit, layout.buffers(hit))
         transfer.wait(_WAIT_S)
         assert transfer.done
-        assert transfer.progress.pages_done == transfer.progress.pages == 5
+        assert transfer.progress.pages_done == transfer.progress.pages == layout.num_pages(len(TOKENS))
 
-    def test_transfers_can_be_awaited(self, store: Store) -> None:
-        async def run() -> tuple[int, list[bytes]]:
-            await store.save(TOKENS, pages_of(TOKENS))
-            buffers = [bytearray(SPEC.page_bytes) for _ in range(5)]
-            loaded = await store.load(store.lookup(TOKENS), buffers)
-            return loaded.tokens, [bytes(buffer) for buffer in buffers]
+    def test_all_of_it_can_be_awaited(self, store: Store, layout: Layout) -> None:
+        async def run() -> tuple[int, ByGroup]:
+            content = [layout.pages_of(TOKENS, group.number) for group in layout.groups]
+            for save in layout.start_save(store, TOKENS, content):
+                await save
+            hit = await store.lookup_async(TOKENS)
+            buffers = layout.buffers(hit)
+            loaded = await layout.start_load(store, hit, buffers)
+            return loaded.tokens, layout.came(hit.tokens, loaded.tokens, buffers)
 
-        assert asyncio.run(run()) == (len(TOKENS), pages_of(TOKENS))
+        assert asyncio.run(run()) == (len(TOKENS), layout.right(TOKENS, len(TOKENS)))
 
     # -- saving --------------------------------------------------------------------------------------
 
-    def test_a_second_save_keeps_one_copy(self, store: Store) -> None:
-        save(store, TOKENS)
+    def test_a_second_save_keeps_one_copy(self, store: Store, layout: Layout) -> None:
+        layout.save(store, TOKENS)
         used = store.stats().tiers["host"].used_bytes
-        assert save(store, TOKENS) == len(TOKENS)
+        assert layout.save(store, TOKENS) == len(TOKENS)
         assert store.stats().tiers["host"].used_bytes == used
 
-    def test_branches_share_their_prefix(self, store: Store) -> None:
+    def test_branches_share_their_prefix(self, store: Store, layout: Layout) -> None:
         other = [*TOKENS[:32], *range(500, 538)]
         assert store.flush(_WAIT_S)
         store.evict("host")
-        save(store, TOKENS)
-        save(store, other)
-        assert store.stats().tiers["host"].used_bytes == (5 + 3) * SPEC.page_bytes
+        layout.save(store, TOKENS)
+        layout.save(store, other)
+        assert store.stats().tiers["host"].used_bytes == (5 + 3) * layout.chunk_bytes
         for tokens in (TOKENS, other):
-            assert load_bytes(store, store.lookup(tokens)) == (70, right_bytes(tokens, 70))
+            assert layout.load(store, store.lookup(tokens)) == (70, layout.right(tokens, 70))
 
-    def test_saving_from_the_middle_needs_the_pages_before(self, store: Store) -> None:
-        content = pages_of(TOKENS)
-        assert store.save(TOKENS, content[2:], first=2).wait(_WAIT_S) == 0
-        assert store.save(TOKENS, content[:2]).wait(_WAIT_S) == 32
-        assert store.save(TOKENS, content[2:], first=2).wait(_WAIT_S) == 38
-        assert load_bytes(store, store.lookup(TOKENS)) == (70, right_bytes(TOKENS, 70))
+    def test_saving_from_the_middle_needs_the_pages_before(self, store: Store, layout: Layout) -> None:
+        assert layout.save_prompt(store, TOKENS, TOKENS, first=2) == 0
+        assert layout.save_prompt(store, TOKENS, TOKENS, stop=2) == 32
+        assert layout.save_prompt(store, TOKENS, TOKENS, first=2) == 38
+        assert layout.load(store, store.lookup(TOKENS)) == (70, layout.right(TOKENS, 70))
 
-    def test_a_cancelled_save_leaves_its_buffers_alone(self, store: Store) -> None:
+    def test_a_cancelled_save_leaves_its_buffers_alone(self, store: Store, layout: Layout) -> None:
         """After ``cancel()`` the caller may write over what he gave, and nobody is served that."""
         for n in range(10):
             tokens = list(range(1000 * n, 1000 * n + CHUNK * 40))
-            content = [bytearray(page) for page in pages_of(tokens)]
-            transfer = store.save(tokens, content)
-            transfer.cancel()
-            transfer.wait(_WAIT_S)
-            for page in content:
-                page[:] = bytes(SPEC.page_bytes)
-            count, got = load_bytes(store, store.lookup(tokens))
-            assert got == right_bytes(tokens, count)
+            content = [
+                [bytearray(page) for page in layout.pages_of(tokens, group.number)] for group in layout.groups
+            ]
+            for transfer in layout.start_save(store, tokens, content):
+                transfer.cancel()
+                transfer.wait(_WAIT_S)
+            for each in content:
+                for page in each:
+                    page[:] = bytes(len(page))
+            count, got = layout.load(store, store.lookup(tokens))
+            assert got == layout.right(tokens, count)
 
-    def test_a_save_of_no_pages_stores_nothing(self, store: Store) -> None:
-        save(store, TOKENS)
-        assert store.save(TOKENS, [], hint=Hint(reuse="likely"), session="a").wait(_WAIT_S) == 0
+    def test_a_save_of_no_pages_stores_nothing(self, store: Store, layout: Layout) -> None:
+        layout.save(store, TOKENS)
+        for group in layout.groups:
+            hint = Hint(reuse="likely")
+            saved = store.save(TOKENS, [], group=group.number, hint=hint, session="a")
+            assert saved.wait(_WAIT_S) == 0
         assert store.lookup(TOKENS).tokens == len(TOKENS)
 
-    def test_many_threads_save_and_load_the_same(self, store: Store) -> None:
+    def test_many_threads_save_and_load_the_same(self, store: Store, layout: Layout) -> None:
         prompts = [[*range(64), *range(1000 * n, 1000 * n + 40)] for n in range(4)]
         wrong: list[object] = []
 
@@ -323,9 +303,9 @@ class StoreTests:
             try:
                 for turn in range(10):
                     tokens = prompts[(n + turn) % len(prompts)]
-                    save(store, tokens, session=str(n))
-                    count, got = load_bytes(store, store.lookup(tokens))
-                    if got != right_bytes(tokens, count):  # fewer while another thread is saving the rest
+                    layout.save(store, tokens, session=str(n))
+                    count, got = layout.load(store, store.lookup(tokens))
+                    if got != layout.right(tokens, count):  # fewer while another thread is saving the rest
                         wrong.append((n, turn, count))
             except BaseException as error:  # noqa: BLE001  # a thread's error must not be lost
                 wrong.append(error)
@@ -340,116 +320,123 @@ class StoreTests:
 
     # -- capacity, leases, pins ----------------------------------------------------------------------
 
-    def test_capacity_holds_and_the_oldest_prompts_leave(self, open_store: OpenStore) -> None:
-        store = open_store(identity=new_identity(), host_pages=8, disk=False)
+    def test_capacity_holds_and_the_oldest_prompts_leave(self, open_store: OpenStore, layout: Layout) -> None:
+        store = open_store(layout, identity=new_identity(layout.spec), host_chunks=8, disk=False)
         prompts = [list(range(1000 * n, 1000 * n + 64)) for n in range(10)]
         for tokens in prompts:
-            assert save(store, tokens) == 64
+            assert layout.save(store, tokens) == 64
             host = store.stats().tiers["host"]
             assert host.used_bytes <= host.capacity_bytes
         assert [store.lookup(tokens).tokens for tokens in prompts] == [0] * 8 + [64] * 2
 
-    def test_leased_pages_stay_and_nobody_waits_for_them(self, open_store: OpenStore) -> None:
-        store = open_store(identity=new_identity(), host_pages=4, disk=False)
-        save(store, range(64))
+    def test_leased_pages_stay_and_nobody_waits_for_them(self, open_store: OpenStore, layout: Layout) -> None:
+        store = open_store(layout, identity=new_identity(layout.spec), host_chunks=4, disk=False)
+        layout.save(store, range(64))
         hit = store.lookup(range(64))
-        assert save(store, range(1000, 1064)) == 0
-        assert load_bytes(store, hit) == (64, right_bytes(range(64), 64))
-        wait_until(lambda: save(store, range(1000, 1064)) == 64)
+        assert layout.save(store, range(1000, 1064)) < 64
+        assert layout.load(store, hit) == (64, layout.right(range(64), 64))
+        wait_until(lambda: layout.save(store, range(1000, 1064)) == 64)
 
     def test_a_lease_ends_by_itself_and_a_load_brings_what_is_still_there(
-        self, open_store: OpenStore
+        self, open_store: OpenStore, layout: Layout
     ) -> None:
-        store = open_store(identity=new_identity(), host_pages=4, disk=False, lease_s=0.1)
-        save(store, range(64))
+        store = open_store(layout, identity=new_identity(layout.spec), host_chunks=4, disk=False, lease_s=0.1)
+        layout.save(store, range(64))
         hit = store.lookup(range(64))
-        wait_until(lambda: save(store, range(1000, 1032)) == 32)
-        count, got = load_bytes(store, hit)
-        assert count <= 32
-        assert got == right_bytes(range(64), count)
+        others = range(1000, 1048)
+        wait_until(lambda: layout.save(store, others) == store.lookup(others).tokens == 48)
+        count, got = layout.load(store, hit)
+        assert count < 64
+        assert got == layout.right(range(64), count)
         hit.release()
 
-    def test_pins_outlast_pressure(self, open_store: OpenStore) -> None:
-        store = open_store(identity=new_identity(), host_pages=6, disk=False)
-        save(store, TOKENS[:40])
+    def test_pins_outlast_pressure(self, open_store: OpenStore, layout: Layout) -> None:
+        store = open_store(layout, identity=new_identity(layout.spec), host_chunks=6, disk=False)
+        layout.save(store, TOKENS[:40])
         assert store.pin(TOKENS) == 32
         for n in range(1, 5):
-            save(store, range(1000 * n, 1000 * n + 64))
+            layout.save(store, range(1000 * n, 1000 * n + 64))
         with store.lookup(TOKENS) as hit:
             assert hit.tokens == 32
+            assert layout.load(store, hit) == (32, layout.right(TOKENS, 32))
         assert store.unpin(TOKENS) == 32
         assert store.unpin(TOKENS) == 0
         wait_until(lambda: store.evict("host") >= 2)
         assert store.lookup(TOKENS).tokens == 0
 
-    def test_pages_leave_a_tier_by_hand(self, open_store: OpenStore) -> None:
-        store = open_store(identity=new_identity(), disk=False)
+    def test_pages_leave_a_tier_by_hand(self, open_store: OpenStore, layout: Layout) -> None:
+        store = open_store(layout, identity=new_identity(layout.spec), disk=False)
         store.evict("host")
-        save(store, TOKENS)
+        layout.save(store, TOKENS)
         assert store.evict("host", 2) == 2
-        assert store.lookup(TOKENS).tokens == 48
+        left = store.lookup(TOKENS)
+        assert layout.load(store, left) == (left.tokens, layout.right(TOKENS, left.tokens))
+        if layout.single:
+            assert left.tokens == 48
+        wait_until(lambda: store.evict("host") == 5 * len(layout.groups) - 2)
         with pytest.raises(UsageError, match="unknown tier"):
             store.evict("tape")
 
     # -- the disk tier -------------------------------------------------------------------------------
 
-    def test_flushed_pages_outlive_the_host_tier(self, store: Store) -> None:
+    def test_flushed_pages_outlive_the_host_tier(self, store: Store, layout: Layout) -> None:
         self._needs_disk()
-        save(store, TOKENS)
+        layout.save(store, TOKENS)
         assert store.flush(_WAIT_S)
         store.evict("host")
         hit = store.lookup(TOKENS)
         assert hit.by_tier == {"disk": len(TOKENS)}
-        assert load_bytes(store, hit) == (len(TOKENS), right_bytes(TOKENS, len(TOKENS)))
+        assert layout.load(store, hit) == (len(TOKENS), layout.right(TOKENS, len(TOKENS)))
 
-    def test_a_prefetch_brings_pages_up_from_disk(self, store: Store) -> None:
+    def test_a_prefetch_brings_pages_up_from_disk(self, store: Store, layout: Layout) -> None:
         self._needs_disk()
-        save(store, TOKENS)
+        layout.save(store, TOKENS)
         assert store.flush(_WAIT_S)
         store.evict("host")
         with store.lookup(TOKENS) as hit:
             assert hit.prefetch().wait(_WAIT_S) == len(TOKENS)
             with store.lookup(TOKENS) as again:
                 assert again.by_tier == {"host": len(TOKENS)}
-            assert load_bytes(store, hit) == (len(TOKENS), right_bytes(TOKENS, len(TOKENS)))
+            assert layout.load(store, hit) == (len(TOKENS), layout.right(TOKENS, len(TOKENS)))
 
-    def test_a_hit_on_disk_may_be_larger_than_the_host_tier_is_free(self, open_store: OpenStore) -> None:
-        self._needs_disk()
-        store = open_store(identity=new_identity(), host_pages=8)
-        tokens = list(range(CHUNK * 32))
-        for first in range(0, 32, 4):
-            content = pages_of(tokens[: (first + 4) * CHUNK])[first:]
-            prompt = tokens[: (first + 4) * CHUNK]
-            assert store.save(prompt, content, first=first).wait(_WAIT_S) == 4 * CHUNK
-            assert store.flush(_WAIT_S)
-        store.evict("host")
-        hit = store.lookup(tokens)
-        assert hit.tokens == len(tokens)
-        count, got = load_bytes(store, hit)
-        assert count >= 4 * CHUNK
-        assert got == right_bytes(tokens, count)
-
-    def test_a_hit_whose_own_end_fills_the_host_tier_loads_from_its_beginning(
-        self, open_store: OpenStore
+    def test_a_hit_on_disk_may_be_larger_than_the_host_tier_is_free(
+        self, open_store: OpenStore, layout: Layout
     ) -> None:
         self._needs_disk()
-        store = open_store(identity=new_identity(), pools=PagePool(SPEC, 40), host_pages=8)
-        tokens = list(range(CHUNK * 32))
-        for first in range(0, 32, 4):
-            content = pages_of(tokens[: (first + 4) * CHUNK])[first:]
-            prompt = tokens[: (first + 4) * CHUNK]
-            assert store.save(prompt, content, first=first).wait(_WAIT_S) == 4 * CHUNK
-            assert store.flush(_WAIT_S)
-        store.evict("host")
+        store = open_store(layout, identity=new_identity(layout.spec), host_chunks=8)
+        tokens = self._save_more_than_the_host_tier_holds(store, layout)
+        hit = store.lookup(tokens)
+        assert hit.tokens == len(tokens)
+        count, got = layout.load(store, hit)
+        assert count >= 4 * CHUNK or not layout.single  # a group that finds no room shortens it to nothing
+        assert got == layout.right(tokens, count)
+
+    def test_a_hit_whose_own_end_fills_the_host_tier_loads_from_its_beginning(
+        self, open_store: OpenStore, layout: Layout
+    ) -> None:
+        self._needs_disk()
+        store = open_store(layout, identity=new_identity(layout.spec), pools=layout.pools(40), host_chunks=8)
+        tokens = self._save_more_than_the_host_tier_holds(store, layout)
         end = store.load_part(store.lookup(tokens), 24, 32, deadline_s=None, last=True).wait(_WAIT_S)
-        store.release_hbm(end.pages)
+        layout.release_loaded(store, end)
         store.evict("hbm")
         hit = store.lookup(tokens)
         assert hit.tokens == len(tokens)
-        assert hit.by_tier["host"] >= 4 * CHUNK
-        count, got = load_bytes(store, hit)
-        assert count >= 4 * CHUNK
-        assert got == right_bytes(tokens, count)
+        count, got = layout.load(store, hit)
+        assert count >= 4 * CHUNK or not layout.single
+        assert got == layout.right(tokens, count)
+
+    def _save_more_than_the_host_tier_holds(self, store: Store, layout: Layout) -> list[int]:
+        tokens = list(range(CHUNK * 32))
+        for first in range(0, 32, 4):
+            prompt = tokens[: (first + 4) * CHUNK]
+            for group in layout.groups:  # what is not on disk yet may not leave
+                content = layout.pages_of(prompt, group.number)[first:]
+                saved = store.save(prompt, content, first=first, group=group.number)
+                assert saved.wait(_WAIT_S) == 4 * CHUNK
+                assert store.flush(_WAIT_S)
+        store.evict("host")
+        return tokens
 
     def _needs_disk(self) -> None:
         if not self.has_disk:
@@ -457,127 +444,164 @@ class StoreTests:
 
     # -- HBM -----------------------------------------------------------------------------------------
 
-    def test_a_page_in_hbm_is_found_where_it_is(self, pooled: Store) -> None:
-        hbm_pages, stored = compute(pooled, TOKENS)
+    def test_a_page_in_hbm_is_found_where_it_is(self, pooled: Store, layout: Layout) -> None:
+        owned, stored = layout.compute(pooled, TOKENS)
         assert stored == len(TOKENS)
-        pooled.release_hbm(hbm_pages)
+        layout.release(pooled, owned)
         hit = pooled.lookup(TOKENS, max_tokens=64)
         assert hit.by_tier == {"hbm": 64}
         loaded = pooled.load(hit).wait(_WAIT_S)
-        assert loaded.pages == tuple(hbm_pages[:4])
+        for group, chunks in enumerate(layout.chunks(64)):
+            assert loaded.groups[group].first == chunks.start
+            assert loaded.groups[group].pages == tuple(owned[group][chunks.start : chunks.stop])
+        assert loaded.pages == loaded.groups[0].pages
         assert loaded.moved_bytes == 0
-        pooled.release_hbm(loaded.pages)
+        layout.release_loaded(pooled, loaded)
 
-    def test_a_hit_that_ends_inside_a_page_gives_a_private_copy(self, pooled: Store) -> None:
-        hbm_pages, _ = compute(pooled, TOKENS)
-        loaded = pooled.load(pooled.lookup(TOKENS, max_tokens=40)).wait(_WAIT_S)
-        assert loaded.tokens == 40
-        assert loaded.pages[:2] == tuple(hbm_pages[:2])
-        assert loaded.pages[2] not in hbm_pages
-        assert read_hbm(pooled, loaded) == right_bytes(TOKENS, 40)
-        write_hbm(pooled, loaded.pages[2:], [bytes(SPEC.page_bytes)])  # the engine writes on
-        pooled.release_hbm(loaded.pages)
-        pooled.release_hbm(hbm_pages)
-        assert load_bytes(pooled, pooled.lookup(TOKENS)) == (70, right_bytes(TOKENS, 70))
-        wait_until(lambda: pooled.available_hbm() == 16)
+    def test_a_hit_that_ends_inside_a_page_gives_a_private_copy(self, pooled: Store, layout: Layout) -> None:
+        room = layout.room(pooled)
+        owned, _ = layout.compute(pooled, TOKENS)
+        limit = 40 if layout.single else len(TOKENS)
+        loaded = pooled.load(pooled.lookup(TOKENS, max_tokens=limit)).wait(_WAIT_S)
+        assert loaded.tokens == limit
+        *whole, last = loaded.pages
+        assert whole == owned[0][: len(whole)]
+        assert last not in owned[0]
+        assert layout.read_hbm(pooled, loaded) == layout.right(TOKENS, limit)
+        layout.write_hbm(pooled, 0, [last], [bytes(layout.groups[0].page_bytes)])  # the engine writes on
+        layout.release_loaded(pooled, loaded)
+        layout.release(pooled, owned)
+        assert layout.load(pooled, pooled.lookup(TOKENS)) == (70, layout.right(TOKENS, 70))
+        wait_until(lambda: layout.room(pooled) == room)
 
-    def test_pages_evicted_from_hbm_come_back(self, pooled: Store) -> None:
-        hbm_pages, _ = compute(pooled, TOKENS)
-        pooled.release_hbm(hbm_pages)
-        wait_until(lambda: pooled.evict("hbm") == 5)
+    def test_pages_evicted_from_hbm_come_back(self, pooled: Store, layout: Layout) -> None:
+        room = layout.room(pooled)
+        owned, _ = layout.compute(pooled, TOKENS)
+        layout.release(pooled, owned)
+        for group in layout.groups:
+            evicted = 0
+
+            def five(number: int = group.number) -> bool:
+                nonlocal evicted
+                evicted += pooled.evict("hbm", group=number)
+                return evicted == 5
+
+            wait_until(five)
         hit = pooled.lookup(TOKENS)
         assert hit.by_tier == {"host": len(TOKENS)}
         loaded = pooled.load(hit).wait(_WAIT_S)
         assert loaded.tokens == len(TOKENS)
-        assert loaded.moved_bytes == 5 * SPEC.page_bytes
-        assert read_hbm(pooled, loaded) == right_bytes(TOKENS, len(TOKENS))
-        pooled.release_hbm(loaded.pages)
-        with pooled.lookup(TOKENS, max_tokens=64) as again:
-            assert again.by_tier == {"hbm": 64}
-        assert pooled.available_hbm() == 16
+        assert loaded.moved_bytes == sum(
+            len(chunks) * group.page_bytes
+            for group, chunks in zip(layout.groups, layout.chunks(len(TOKENS)), strict=True)
+        )
+        assert layout.read_hbm(pooled, loaded) == layout.right(TOKENS, len(TOKENS))
+        layout.release_loaded(pooled, loaded)
+        if layout.single:
+            with pooled.lookup(TOKENS, max_tokens=64) as again:
+                assert again.by_tier == {"hbm": 64}
+        assert layout.room(pooled) == room
 
-    def test_pages_in_hbm_load_into_buffers_too(self, pooled: Store) -> None:
-        hbm_pages, _ = compute(pooled, TOKENS)
-        assert load_bytes(pooled, pooled.lookup(TOKENS)) == (70, right_bytes(TOKENS, 70))
-        pooled.release_hbm(hbm_pages)
+    def test_pages_in_hbm_load_into_buffers_too(self, pooled: Store, layout: Layout) -> None:
+        owned, _ = layout.compute(pooled, TOKENS)
+        assert layout.load(pooled, pooled.lookup(TOKENS)) == (70, layout.right(TOKENS, 70))
+        layout.release(pooled, owned)
 
-    def test_a_full_pool_gives_none_and_loads_come_short(self, pooled: Store) -> None:
-        save(pooled, TOKENS)
-        held = pooled.allocate_hbm(13)
+    def test_a_full_pool_gives_none_and_loads_come_short(self, pooled: Store, layout: Layout) -> None:
+        room = layout.room(pooled)
+        layout.save(pooled, TOKENS)
+        held = pooled.allocate_hbm(room[0] - 3)
         assert held is not None
         assert pooled.allocate_hbm(4) is None
         loaded = pooled.load(pooled.lookup(TOKENS)).wait(_WAIT_S)
-        assert loaded.tokens == 48
-        assert read_hbm(pooled, loaded) == right_bytes(TOKENS, 48)
-        pooled.release_hbm([*held, *loaded.pages])
-        assert pooled.available_hbm() == 16
+        assert loaded.tokens == 48 if layout.single else loaded.tokens <= 48
+        assert layout.read_hbm(pooled, loaded) == layout.right(TOKENS, loaded.tokens)
+        layout.release_loaded(pooled, loaded)
+        pooled.release_hbm(held)
+        assert layout.room(pooled) == room
 
-    def test_two_sequences_that_compute_the_same_pages_keep_one_copy(self, pooled: Store) -> None:
-        first, stored = compute(pooled, TOKENS)
-        second, again = compute(pooled, TOKENS)
+    def test_two_sequences_that_compute_the_same_pages_keep_one_copy(
+        self, pooled: Store, layout: Layout
+    ) -> None:
+        room = layout.room(pooled)
+        first, stored = layout.compute(pooled, TOKENS)
+        second, again = layout.compute(pooled, TOKENS)
         assert stored == again == len(TOKENS)
-        pooled.release_hbm(second)
-        assert pooled.stats().tiers["hbm"].pages == 5
-        pooled.release_hbm(first)
-        wait_until(lambda: pooled.available_hbm() == 16)
-        assert load_bytes(pooled, pooled.lookup(TOKENS))[1] == right_bytes(TOKENS, 70)
+        layout.release(pooled, second)
+        assert pooled.stats().tiers["hbm"].pages == 5 * len(layout.groups)
+        layout.release(pooled, first)
+        wait_until(lambda: layout.room(pooled) == room)
+        assert layout.load(pooled, pooled.lookup(TOKENS))[1] == layout.right(TOKENS, 70)
 
-    def test_allocating_evicts_what_nobody_holds(self, pooled: Store) -> None:
-        hbm_pages, _ = compute(pooled, TOKENS)
-        pooled.release_hbm(hbm_pages)
-        everything: list[list[int] | None] = []
-        wait_until(lambda: pooled.available_hbm() == 16)
-        everything.append(pooled.allocate_hbm(16))
-        assert everything[0] is not None
-        assert pooled.available_hbm() == 0
-        pooled.release_hbm(everything[0])
+    def test_allocating_evicts_what_nobody_holds(self, pooled: Store, layout: Layout) -> None:
+        room = layout.room(pooled)
+        owned, _ = layout.compute(pooled, TOKENS)
+        layout.release(pooled, owned)
+        wait_until(lambda: layout.room(pooled) == room)
+        for group in layout.groups:
+            everything = pooled.allocate_hbm(room[group.number], group=group.number)
+            assert everything is not None
+            assert layout.room(pooled) == [0] * len(room)
+            pooled.release_hbm(everything, group=group.number)
 
     # -- advice --------------------------------------------------------------------------------------
 
-    def test_a_finished_session_counts_its_own_pages(self, store: Store) -> None:
+    def test_a_finished_session_counts_its_own_pages(self, store: Store, layout: Layout) -> None:
         shared = TOKENS[:32]
-        save(store, shared, session="first")
-        save(store, [*shared, *range(500, 532)], session="second", hint=Hint(reuse="likely", ttl_s=60))
-        assert store.finish("second") == 2
+        layout.save(store, shared, session="first")
+        layout.save(store, [*shared, *range(500, 532)], session="second", hint=Hint(reuse="likely", ttl_s=60))
+        assert store.finish("second") == 2 * len(layout.groups)
         assert store.finish("second") == 0
         assert store.finish("nobody") == 0
         assert store.lookup([*shared, *range(500, 532)]).tokens == 64
 
+    def test_promised_pages_are_waited_for(self, store: Store, layout: Layout) -> None:
+        layout.save(store, TOKENS[:32])
+        there = store.expect(TOKENS, Promise(32, 10.0))
+        there.wait(_WAIT_S)
+        assert there.state is TransferState.DONE
+        store.expect(TOKENS, Promise(64, 0.05)).wait(_WAIT_S)
+        assert store.lookup(TOKENS).tokens == 32
+
     # -- mistakes, seeing, ending --------------------------------------------------------------------
 
-    def test_bad_arguments_are_said_and_lose_nothing(self, store: Store, open_store: OpenStore) -> None:
-        save(store, TOKENS)
+    def test_bad_arguments_are_said_and_lose_nothing(self, store: Store, layout: Layout) -> None:
+        layout.save(store, TOKENS)
+        last = layout.groups[-1].number
+        content = layout.pages_of(TOKENS, last)
         with pytest.raises(UsageError, match="page buffer 0 has 3 bytes"):
-            store.save(TOKENS, [b"abc"])
+            store.save(TOKENS, [b"abc"], group=last)
         with pytest.raises(UsageError, match="do not lie within"):
-            store.save(TOKENS, pages_of(TOKENS), first=1)
-        with pytest.raises(UsageError, match="5 pages, there are 1"):
-            store.load(store.lookup(TOKENS), [bytearray(SPEC.page_bytes)])
+            store.save(TOKENS, content, first=1, group=last)
+        with pytest.raises(UsageError, match=f"layer groups 0 to {last}, not {last + 1}"):
+            store.save(TOKENS, content, group=last + 1)
+        with pytest.raises(UsageError, match="there are 1" if layout.single else "buffers for 1"):
+            store.load(store.lookup(TOKENS), [bytearray(layout.groups[0].page_bytes)])
         with pytest.raises(UsageError, match="no page pool"):
             store.load(store.lookup(TOKENS))
         with pytest.raises(UsageError, match="another page layout"):
             store.lookup(Prompt(Identity("test", "float16 or so"), TOKENS, chunk_tokens=CHUNK))
         with pytest.raises(UsageError, match="session"):
-            store.save(TOKENS, pages_of(TOKENS), session="")
+            store.save(TOKENS, content, group=last, session="")
         assert store.lookup(TOKENS).tokens == len(TOKENS)
 
-    def test_stats_count_what_happened(self, store: Store) -> None:
-        save(store, TOKENS)
-        load_bytes(store, store.lookup([*TOKENS, 1, 2]))
+    def test_stats_count_what_happened(self, store: Store, layout: Layout) -> None:
+        layout.save(store, TOKENS)
+        layout.load(store, store.lookup([*TOKENS, 1, 2]))
         stats = store.stats()
         assert stats.counters["lookups"] == 1
         assert stats.counters["lookup_tokens"] == 72
         assert stats.counters["hit_tokens"]["host"] == 70  # type: ignore[index]
-        assert stats.counters["saved_pages"] == 5
-        assert stats.counters["loaded_pages"] == 5
+        assert stats.counters["saved_pages"] == 5 * len(layout.groups)
+        assert stats.counters["loaded_pages"] == layout.num_pages(70)
         assert stats.failed_tasks == 0
         store.check()
 
-    def test_it_can_be_waited_for(self, store: Store) -> None:
+    def test_it_can_be_waited_for(self, store: Store, layout: Layout) -> None:
         store.wait_ready()
-        assert save(store, TOKENS) == len(TOKENS)
+        assert layout.save(store, TOKENS) == len(TOKENS)
 
-    def test_a_closed_store_says_so(self, store: Store) -> None:
+    def test_a_closed_store_says_so(self, store: Store, layout: Layout) -> None:
         before = store.closed
         store.close()
         store.close()
@@ -585,32 +609,35 @@ class StoreTests:
         with pytest.raises(StoreClosedError):
             store.lookup(TOKENS)
         with pytest.raises(StoreClosedError):
-            store.save(TOKENS, pages_of(TOKENS))
+            layout.save(store, TOKENS)
 
-    def test_closing_in_the_middle_ends_every_transfer(self, open_store: OpenStore) -> None:
-        store = open_store(identity=new_identity(), pools=PagePool(SPEC, 64))
+    def test_closing_in_the_middle_ends_every_transfer(self, open_store: OpenStore, layout: Layout) -> None:
+        store = open_store(layout, identity=new_identity(layout.spec), pools=layout.pools(64))
         tokens = list(range(CHUNK * 40))
-        save(store, tokens)
-        buffers = [bytearray(SPEC.page_bytes) for _ in range(40)]
+        layout.save(store, tokens)
+        hit = store.lookup(tokens)
+        buffers = layout.buffers(hit)
+        others = range(5000, 5000 + CHUNK * 40)
+        loading = layout.start_load(store, hit, buffers)
         transfers: list[Transfer[Any]] = [
             store.load(store.lookup(tokens)),
-            store.load(store.lookup(tokens), buffers),
             store.lookup(tokens).prefetch(),
-            store.save(range(5000, 5000 + CHUNK * 40), pages_of(range(5000, 5000 + CHUNK * 40))),
+            *layout.start_save(store, others, [layout.pages_of(others, at) for at in range(len(buffers))]),
         ]
         store.close()
         for transfer in transfers:
             transfer.wait(_WAIT_S)
-        loaded = transfers[1].wait(0)
+        loaded = loading.wait(_WAIT_S)
         assert isinstance(loaded, Loaded)
-        got = matched(loaded.tokens, [bytes(each) for each in buffers[: -(-loaded.tokens // CHUNK)]])
-        assert got == right_bytes(tokens, loaded.tokens)
+        assert layout.came(hit.tokens, loaded.tokens, buffers) == layout.right(tokens, loaded.tokens)
 
     # -- against a model -----------------------------------------------------------------------------
 
-    def test_any_sequence_of_verbs_agrees_with_a_dictionary(self, open_store: OpenStore) -> None:
+    def test_any_sequence_of_verbs_agrees_with_a_dictionary(
+        self, open_store: OpenStore, layout: Layout
+    ) -> None:
         run_state_machine_as_test(
-            lambda: StoreMachine(open_store),  # type: ignore[arg-type]  # any callable will do
+            lambda: StoreMachine(open_store, layout),  # type: ignore[arg-type]  # any callable will do
             settings=settings(
                 max_examples=25,
                 stateful_step_count=25,
@@ -633,69 +660,92 @@ _prompts = st.sampled_from(range(len(PROMPTS)))
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """A store beside a dictionary: the prompts up to the end of each page that is held, and their pins."""
+    """A store beside dictionaries, one for each layer group: the prompts up to the end of each page that is
+    held, and their pins. (Only a model of one group has its pins played: what those of several are on depends
+    on what was held at the time.)"""
 
-    def __init__(self, open_store: OpenStore) -> None:
+    def __init__(self, open_store: OpenStore, layout: Layout) -> None:
         super().__init__()
-        self.store = open_store(identity=new_identity(), pools=PagePool(SPEC, 24))
-        self.held: dict[tuple[int, ...], int] = {}
-        self.owned: list[Sequence[int]] = []  # HBM pages that the engine has not released
+        self.layout = layout
+        self.store = open_store(layout, identity=new_identity(layout.spec), pools=layout.pools(24))
+        self.room = layout.room(self.store)
+        self.held: list[dict[tuple[int, ...], int]] = [{} for _ in layout.groups]
+        self.owned: list[Sequence[Sequence[int]]] = []  # HBM pages that the engine has not released, by group
         self.hits: list[tuple[Hit, int]] = []
 
     # -- the model -----------------------------------------------------------------------------------
 
     def expected(self, tokens: Sequence[int]) -> int:
-        """The leading tokens of a prompt that are held."""
-        whole = 0
-        while whole + CHUNK <= len(tokens) and tuple(tokens[: whole + CHUNK]) in self.held:
+        """The longest hit that all groups can serve with what is held."""
+        branch = self.branch(tokens)
+        named = [group for group in self.layout.groups if group.named]
+        if not named:
+            return branch
+        whole = branch - branch % CHUNK
+        for length in (*range(branch, whole, -1), *range(whole, 0, -CHUNK)):
+            ends = [(self.held[group.number], group.rule.ends(length, CHUNK)) for group in named]
+            if all(tuple(tokens[:end]) in held for held, each in ends for end in each):
+                return length
+        return 0
+
+    def branch(self, tokens: Sequence[int]) -> int:
+        """The leading tokens of a prompt whose chained pages are held."""
+        held, whole = self.held[0], 0
+        while whole + CHUNK <= len(tokens) and tuple(tokens[: whole + CHUNK]) in held:
             whole += CHUNK
         rest = tokens[whole : whole + CHUNK]
         best = 0
-        for page in self.held:
+        for page in held:
             if page[:whole] == tuple(tokens[:whole]) and whole < len(page) <= whole + CHUNK:
                 pairs = zip(page[whole:], rest, strict=False)
                 best = max(best, len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))))
         return whole + best
 
-    def note_saved(self, tokens: Sequence[int], first: int, count: int) -> int:
+    def note_saved(self, group: int, tokens: Sequence[int], first: int, count: int) -> int:
         """Chunks ``first … first + count`` were saved. Returns the tokens that have to be stored."""
-        if first and tuple(tokens[: first * CHUNK]) not in self.held:
+        held = self.held[group]
+        if first and not self.layout.groups[group].named and tuple(tokens[: first * CHUNK]) not in held:
             return 0
         ends = [min((at + 1) * CHUNK, len(tokens)) for at in range(first, first + count)]
         for end in ends:
-            self.held.setdefault(tuple(tokens[:end]), 0)
+            held.setdefault(tuple(tokens[:end]), 0)
         return ends[-1] - first * CHUNK if ends else 0
 
     # -- what an engine does -------------------------------------------------------------------------
 
     @rule(
-        which=_prompts, first=st.integers(0, 4), count=st.integers(0, 5), session=st.sampled_from([None, "a"])
+        which=_prompts,
+        group=st.integers(0, 2),
+        first=st.integers(0, 4),
+        count=st.integers(0, 5),
+        session=st.sampled_from([None, "a"]),
     )
-    def save(self, which: int, first: int, count: int, session: str | None) -> None:
-        tokens = PROMPTS[which]
-        content = pages_of(tokens)[first : first + count]
-        if first >= len(pages_of(tokens)):
+    def save(self, which: int, group: int, first: int, count: int, session: str | None) -> None:
+        tokens, group = PROMPTS[which], group % len(self.held)
+        content = self.layout.pages_of(tokens, group)
+        if first >= len(content):
             return
-        stored = self.store.save(tokens, content, first=first, session=session).wait(_WAIT_S)
-        assert stored == self.note_saved(tokens, first, len(content))
+        content = content[first : first + count]
+        saved = self.store.save(tokens, content, first=first, group=group, session=session)
+        assert saved.wait(_WAIT_S) == self.note_saved(group, tokens, first, len(content))
 
     @rule(which=_prompts, keep=st.booleans())
     def save_hbm(self, which: int, keep: bool) -> None:
+        """A prompt is computed, and all its pages are saved."""
         tokens = PROMPTS[which]
-        content = pages_of(tokens)
-        hbm_pages = self.store.allocate_hbm(len(content))
-        if hbm_pages is None:
+        count = -(-len(tokens) // CHUNK)
+        if any(room < count * len(self.room) for room in self.layout.room(self.store)):
             return
-        write_hbm(self.store, hbm_pages, content)
-        stored = self.store.save_hbm(self.store.prompt(tokens), hbm_pages).wait(_WAIT_S)
-        assert stored == self.note_saved(tokens, 0, len(content)) == len(tokens)
-        self.own(hbm_pages, keep)
+        owned, stored = self.layout.compute(self.store, tokens)
+        for group in range(len(self.held)):
+            assert stored == self.note_saved(group, tokens, 0, count) == len(tokens)
+        self.own(owned, keep)
 
-    def own(self, hbm_pages: Sequence[int], keep: bool) -> None:
+    def own(self, owned: Sequence[Sequence[int]], keep: bool) -> None:
         if keep:
-            self.owned.append(hbm_pages)
+            self.owned.append(owned)
         else:
-            self.store.release_hbm(hbm_pages)
+            self.layout.release(self.store, owned)
 
     @rule(which=_prompts, limit=st.integers(0, 80))
     def load(self, which: int, limit: int) -> None:
@@ -703,7 +753,8 @@ class StoreMachine(RuleBasedStateMachine):
         hit = self.store.lookup(tokens, max_tokens=limit)
         expected = self.expected(tokens[:limit])
         assert hit.tokens == sum(hit.by_tier.values()) == expected
-        assert load_bytes(self.store, hit) == (expected, right_bytes(tokens, expected))
+        assert hit.branch == self.branch(tokens[:limit])
+        assert self.layout.load(self.store, hit) == (expected, self.layout.right(tokens, expected))
 
     @rule(which=_prompts, limit=st.integers(0, 80), keep=st.booleans(), cancel=st.booleans())
     def load_hbm(self, which: int, limit: int, keep: bool, cancel: bool) -> None:
@@ -711,7 +762,7 @@ class StoreMachine(RuleBasedStateMachine):
         hit = self.store.lookup(tokens, max_tokens=limit)
         expected = self.expected(tokens[:limit])
         assert hit.tokens == expected
-        room = self.store.available_hbm()
+        room = self.layout.room(self.store)
         transfer = self.store.load(hit)
         cancelled = cancel and transfer.cancel()
         loaded = transfer.wait(_WAIT_S)
@@ -719,14 +770,14 @@ class StoreMachine(RuleBasedStateMachine):
             assert loaded.tokens == 0
         else:
             assert loaded.tokens <= expected
-            assert loaded.tokens == expected or room < hit.num_pages
-        assert read_hbm(self.store, loaded) == right_bytes(tokens, loaded.tokens)
-        self.own(loaded.pages, keep)
+            assert loaded.tokens == expected or min(room) < hit.num_pages * len(room)
+        assert self.layout.read_hbm(self.store, loaded) == self.layout.right(tokens, loaded.tokens)
+        self.own([part.pages for part in loaded.groups], keep)
 
     @precondition(lambda self: self.owned)
     @rule()
     def release_hbm(self) -> None:
-        self.store.release_hbm(self.owned.pop())
+        self.layout.release(self.store, self.owned.pop())
 
     @rule(which=_prompts)
     def hold(self, which: int) -> None:
@@ -734,10 +785,11 @@ class StoreMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.hits)
     @rule(load=st.booleans())
-    def let_go(self, load: bool) -> None:
+    def release_hit(self, load: bool) -> None:
         hit, which = self.hits.pop(0)
         if load:
-            assert load_bytes(self.store, hit) == (hit.tokens, right_bytes(PROMPTS[which], hit.tokens))
+            right = self.layout.right(PROMPTS[which], hit.tokens)
+            assert self.layout.load(self.store, hit) == (hit.tokens, right)
         hit.release()
 
     @rule(which=_prompts)
@@ -745,22 +797,24 @@ class StoreMachine(RuleBasedStateMachine):
         with self.store.lookup(PROMPTS[which]) as hit:
             assert hit.prefetch().wait(_WAIT_S) == hit.tokens
 
+    @precondition(lambda self: self.layout.single)
     @rule(which=_prompts)
     def pin(self, which: int) -> None:
-        tokens = PROMPTS[which]
+        tokens, [held] = PROMPTS[which], self.held
         whole = self.expected(tokens) // CHUNK * CHUNK
         assert self.store.pin(tokens) == whole
         for end in range(CHUNK, whole + 1, CHUNK):
-            self.held[tuple(tokens[:end])] += 1
+            held[tuple(tokens[:end])] += 1
 
+    @precondition(lambda self: self.layout.single)
     @rule(which=_prompts)
     def unpin(self, which: int) -> None:
-        tokens = PROMPTS[which]
+        tokens, [held] = PROMPTS[which], self.held
         ends = range(CHUNK, self.expected(tokens) // CHUNK * CHUNK + 1, CHUNK)
-        pinned = [tuple(tokens[:end]) for end in ends if self.held[tuple(tokens[:end])]]
+        pinned = [tuple(tokens[:end]) for end in ends if held[tuple(tokens[:end])]]
         assert self.store.unpin(tokens) == len(pinned) * CHUNK
         for page in pinned:
-            self.held[page] -= 1
+            held[page] -= 1
 
     @rule(count=st.integers(0, 30))
     def evict_hbm(self, count: int) -> None:
@@ -783,29 +837,28 @@ class StoreMachine(RuleBasedStateMachine):
         """Only what a person has pinned stays, and what that is behind."""
         for hit, _ in self.hits:
             hit.release()
-        for hbm_pages in self.owned:
-            self.store.release_hbm(hbm_pages)
+        for owned in self.owned:
+            self.layout.release(self.store, owned)
         self.hits.clear()
         self.owned.clear()
         assert self.store.flush(_WAIT_S)
         while sum(self.store.evict(tier) for tier in self.store.stats().tiers):
             pass  # a page's last copy waits for the pages below it, which may be in another tier
-        pinned = [page for page, pins in self.held.items() if pins]
-        self.held = {
-            page: pins
-            for page, pins in self.held.items()
-            if any(each[: len(page)] == page for each in pinned)
-        }
+        for group, held in enumerate(self.held):
+            pinned = [page for page, pins in held.items() if pins]
+            self.held[group] = {
+                page: pins for page, pins in held.items() if any(each[: len(page)] == page for each in pinned)
+            }
 
     @invariant()
     def agrees_with_itself(self) -> None:
         self.store.check()
 
     def teardown(self) -> None:
-        for page, pins in list(self.held.items()):
+        for page, pins in list(self.held[0].items()):
             for _ in range(pins):
                 self.store.unpin(page)
-        self.held = dict.fromkeys(self.held, 0)
+        self.held[0] = dict.fromkeys(self.held[0], 0)
         self.drop_everything()
-        assert self.store.available_hbm() == 24
+        assert self.layout.room(self.store) == self.room
         self.store.close()

@@ -23,10 +23,10 @@ class TestEmbedded(StoreTests):
     def open_store(self, tmp_path):
         opened = []
 
-        def open_(*, host_pages=256, disk=True, **options):
+        def open_(layout, *, host_chunks=256, disk=True, **options):
             path = tmp_path / f"disk {len(opened)}" if disk else None
-            host_bytes = host_pages * SPEC.page_bytes
-            opened.append(tierstore.open(path, SPEC, host_bytes=host_bytes, disk_bytes=8 << 20, **options))
+            sizes = {"host_bytes": host_chunks * layout.chunk_bytes, "disk_bytes": 16 << 20}
+            opened.append(tierstore.open(path, layout.spec, **sizes, **options))
             return opened[-1]
 
         yield open_
@@ -68,9 +68,9 @@ class Connected(StoreTests):
     def open_store(self, daemon_like):
         opened = []
 
-        def open_(*, host_pages=256, disk=True, lease_s=60.0, **options):
-            url = self.url(daemon_like(host_pages, disk, lease_s))
-            opened.append(tierstore.connect(url, SPEC, lookup_s=10.0, **options))
+        def open_(layout, *, host_chunks=256, disk=True, lease_s=60.0, **options):
+            url = self.url(daemon_like(host_chunks * len(layout.groups), disk, lease_s))
+            opened.append(tierstore.connect(url, layout.spec, lookup_s=10.0, **options))
             assert opened[-1].wait_connected(30)
             return opened[-1]
 
