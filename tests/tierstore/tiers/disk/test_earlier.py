@@ -1,29 +1,88 @@
 """A directory that an earlier version has written opens, and gives back what was saved in it.
 
-``directory_713856d.tar.xz`` was written by commit 713856d: three pages of 192 tokens, each filled with its
-number (1, 2, 3), saved with the spec and identity below, flushed and closed.
+``tests/data/directories`` has the directories, and says what they hold.
 """
 
 from __future__ import annotations
 
+import json
 import tarfile
 from pathlib import Path
 
+import numpy as np
+import pytest
+
 import tierstore
+from tests.data.directories.pages import MODELS, page, tokens_of
 from tierstore import Identity, KVSpec
+from tierstore.tiers.group_pools import bytes_for
+from tierstore.types import GroupPages
 
-WRITTEN = Path(__file__).with_name("directory_713856d.tar.xz")
+WRITTEN = Path(__file__).parents[3] / "data" / "directories"
+HITS = json.loads((WRITTEN / "hits.json").read_text())
+POOL_PAGES = 16
 
 
-def test_directory_of_an_earlier_version(tmp_path):
-    with tarfile.open(WRITTEN) as archive:
-        for member in archive:
-            archive.extract(member, tmp_path / "store")
+def unpacked(name, to):
+    with tarfile.open(WRITTEN / f"{name}.tar.xz") as archive:
+        archive.extractall(to, filter="data")
+    return to
+
+
+# -- the calls of the public API that the test makes -----------------------------------------------------
+
+
+def open_store(path, spec):
+    """A store over this directory, and the pool of each layer group."""
+    parts = spec.split()
+    pools = tierstore.open_group_pools(spec, bytes_for(parts, [POOL_PAGES] * len(parts)))
+    options = {"identity": Identity.of(spec, model="example", revision="1"), "disk_bytes": 16 << 20}
+    options["host_bytes"] = 4 << 20
+    if len(parts) == 1:
+        return tierstore.open(path, spec, pool=pools[0], **options), pools
+    return tierstore.open_groups(path, spec, pools=pools, **options), pools
+
+
+def load(store, tokens):
+    """The tokens of the hit that a prompt has, once it is loaded, and the pages of each group."""
+    loaded = store.load(store.lookup(store.prompt(tokens))).wait()
+    return loaded.tokens, loaded.groups or (GroupPages(0, loaded.pages),)
+
+
+def release(store, groups):
+    for group, each in enumerate(groups):
+        store.release_hbm(each.pages, **({"group": group} if len(groups) > 1 else {}))
+
+
+# -- the tests -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", ["none", "lossless"])
+@pytest.mark.parametrize("model", MODELS)
+def test_directory_of_an_earlier_version(tmp_path, model, codec):
+    path, spec = unpacked(f"ee6812b_{model}_{codec}", tmp_path / "store"), KVSpec.parse(MODELS[model])
+    store, pools = open_store(path, spec)
+    with store:
+        for expected in HITS[model]:
+            tokens = tokens_of(expected["prompt"])
+            hit, groups = load(store, tokens)
+            assert hit == expected["hit"], expected
+            assert [[each.first, len(each.pages)] for each in groups] == expected["pages"], expected
+            for group, (part, pool, each) in enumerate(zip(spec.split(), pools, groups, strict=True)):
+                for chunk, number in enumerate(each.pages, each.first):
+                    saved = page(part, group, tokens[:hit], chunk)
+                    loaded = pool.array[number].reshape(saved.shape[0], -1, saved.shape[2])
+                    # Behind the hit's last token a page holds what was saved behind it.
+                    assert np.array_equal(loaded[:, : saved.shape[1]], saved), (expected, group, chunk)
+            release(store, groups)
+        store.check()
+
+
+def test_directory_of_the_first_version(tmp_path):
+    path = unpacked("713856d", tmp_path / "store")
     spec = KVSpec.uniform(layers=4, kv_heads=2, head_dim=64, dtype="float16")
     identity = Identity.of(spec, model="example", revision="1")
-    with tierstore.open(
-        tmp_path / "store", spec, identity=identity, host_bytes=1 << 20, disk_bytes=8 << 20
-    ) as store:
+    with tierstore.open(path, spec, identity=identity, host_bytes=1 << 20, disk_bytes=8 << 20) as store:
         with store.lookup(range(192)) as hit:
             assert hit.by_tier == {"disk": 192}
             buffers = [bytearray(spec.page_bytes) for _ in range(3)]
