@@ -14,7 +14,6 @@ See ``docs/architecture.md`` for how it is built.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,7 @@ from tierstore.arguments import seconds, text, whole_number
 from tierstore.backend import Backend, Registration
 from tierstore.client.backend import RemoteBackend
 from tierstore.client.handshake import Address, CurveKeys
-from tierstore.codec import NONE, identity_codec, lossy_name
+from tierstore.codec import NONE
 from tierstore.core.backend import LocalBackend, open_core
 from tierstore.core.core import MOVER_THREADS
 from tierstore.core.health import STALL_S
@@ -108,8 +107,7 @@ def open(
     wherever weights, adapters or tenants can differ. ``lease_s`` is how long a hit holds its pages.
     ``policy`` is one of ``tierstore.policy.POLICIES`` and says who leaves a full tier first.
     ``disk_write_budget`` is how many bytes of pages a day may be written to disk (0: any number).
-    ``disk_codec`` is how pages are kept there: ``none``, ``lossless``, ``zstd``, or, not bit for bit,
-    ``fp8``, ``int8``, ``int4`` (:mod:`tierstore.codec`). A lossy one is part of the store's identity.
+    ``disk_codec`` is how pages are kept there: ``none``, ``lossless`` or ``zstd`` (:mod:`tierstore.codec`).
     ``mounts`` are packs to find pages in, too (:func:`tierstore.packs.mount`).
     A disk that has not answered a call for ``stall_s`` seconds is not waited for any more, until it does.
 
@@ -117,8 +115,6 @@ def open(
     :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
     """
     check_pool(pool, spec)
-    if identity is not None or lossy_name(disk_codec):
-        identity = _with_codec(identity or Identity.of(spec, model="default"), disk_codec)
     _check_mounts(mounts, identity or Identity.of(spec, model="default"))
     core = open_core(
         path,
@@ -146,12 +142,6 @@ def open(
     )
 
 
-def _with_codec(identity: Identity, disk_codec: str) -> Identity:
-    """A codec that is not bit for bit is part of the identity of what comes back."""
-    lossy = lossy_name(disk_codec)
-    return replace(identity, codec=identity_codec(identity.codec, lossy)) if lossy else identity
-
-
 def open_groups(
     path: str | Path | None,
     spec: KVSpec,
@@ -169,7 +159,7 @@ def open_groups(
     """:func:`open` for a model of several layer groups: one host tier and one disk tier for all of them.
     ``pools`` are the engine's, by group. ``checkpoint_tokens`` is how far apart the save points of a
     conversation are kept that it has gone on from (None: see :mod:`tierstore.retention`)."""
-    identity = _with_codec(identity or Identity.of(spec, model="default"), disk_codec)
+    identity = identity or Identity.of(spec, model="default")
     parts = group_specs(spec)
     pooled = _by_group(parts, pools)
     sizes = [part.page_bytes for part in parts]

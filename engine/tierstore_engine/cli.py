@@ -33,9 +33,7 @@ PackSigner = Annotated[
     Path | None, typer.Option(help="Only packs signed by this .pub key are mounted", show_default=False)
 ]
 
-_DISK_CODEC = (
-    "How an embedded store keeps pages on disk: none, lossless, zstd, or, not bit for bit, fp8, int8, int4"
-)
+_DISK_CODEC = "How an embedded store keeps pages on disk: none, lossless or zstd"
 
 
 def main() -> None:

@@ -24,7 +24,6 @@ from tierstore.errors import StoreUnavailableError, UsageError
 from tierstore.memory import ALIGNMENT
 from tierstore.tiers.disk.calibration import Calibration, calibrate
 from tierstore.tiers.disk.directory import INDEX, StoreDirectory
-from tierstore.tiers.disk.encoding import stand_in
 from tierstore.tiers.disk.extents import ExtentFiles
 from tierstore.tiers.disk.index_db import ENCODED_FORMAT, FORMAT, Change, IndexDB, Serials
 from tierstore.tiers.disk.index_file import DamagedIndexError, IndexFile, check_index, stored_format
@@ -255,6 +254,7 @@ class _Opening:
             opened.callback(extents.close)
             payloads = Payloads(extents, io_threads=self._io_threads)
             opened.callback(payloads.close)
+            self._drop_removed_codecs(index_db, meta)
             space, scan = self._scan(index_db, meta)
             if self._directory.index.stat().st_size > self._layout.index_bytes:
                 scan.wait()
@@ -270,9 +270,8 @@ class _Opening:
             if meta.calibration is not None:
                 payloads.read_mode = meta.calibration.mode
             meta.capacity_bytes = self._layout.capacity_bytes
-            used = [] if self._codec is None else [self._codec, stand_in(self._codec)]
-            names = [codec.name for codec in used if codec is not None]
-            meta.codecs = list(dict.fromkeys([*meta.codecs, *names]))
+            if self._codec is not None and self._codec.name not in meta.codecs:
+                meta.codecs.append(self._codec.name)
             index_db.put_meta(_encoded(meta), encoded=bool(meta.codecs))
             # The files' names, too, must outlive a power loss.
             self._io.sync_directory(self._directory.path)
@@ -321,6 +320,25 @@ class _Opening:
             if isinstance(scan.error, DamagedIndexError):
                 raise scan.error
         return space, scan
+
+    def _drop_removed_codecs(self, index_db: IndexDB, meta: StoreMeta) -> None:
+        """Forget the pages of removed codecs. The scan forgets the pages behind them."""
+        removed = [name for name in meta.codecs if name in codecs.REMOVED]
+        if not removed:
+            return
+        if self._index is not None:  # no page may leave before
+            self._index.check_payloads()
+            self._index = None
+        numbers = set(codecs.REMOVED.values())
+        serials = [serial for serial, record in index_db.scan() if record and record.codec in numbers]
+        index_db.forget(serials)
+        meta.codecs = [name for name in meta.codecs if name not in removed]
+        _log.warning(
+            "disk tier: removed %d pages from %s: earlier versions kept them by a lossy disk codec (%s)",
+            len(serials),
+            self._directory.path,
+            ", ".join(removed),
+        )
 
     def _shrink_index(self, old: IndexDB, meta: StoreMeta, page_table: PageTable) -> None:
         """Replace an index whose file is larger than its share. (LMDB's file never shrinks.)
@@ -399,13 +417,13 @@ def decode_meta(stored: bytes, path: Path) -> StoreMeta:
 def require_codecs(meta: StoreMeta, path: Path) -> None:
     """Raises :class:`StoreUnavailableError` where pages may be kept by a codec that cannot be had here."""
     for name in meta.codecs:
-        if name not in codecs.NAMES:
+        if name not in (*codecs.NAMES, *codecs.REMOVED):
             raise StoreUnavailableError(
                 f"{path} has pages kept by the codec {name!r}, which this tierstore does not know: "
                 "upgrade it, or give another directory"
             )
-        if name == "lossless":
-            continue  # is read everywhere
+        if name == "lossless" or name in codecs.REMOVED:
+            continue  # is read everywhere, and nowhere
         try:
             codecs.by_name(name)
         except UsageError as error:
