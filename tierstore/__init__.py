@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tierstore.arguments import seconds, text, whole_number
 from tierstore.backend import Backend, Registration
@@ -39,9 +38,6 @@ from tierstore.tiers.pinned import Pin
 from tierstore.transfer import Progress, Transfer, TransferState
 from tierstore.types import Hint, Loaded, Promise
 from tierstore.units import GIB, KIB
-
-if TYPE_CHECKING:
-    from tierstore.packs.mounted import MountedPack
 
 __all__ = [
     "Backend",
@@ -97,7 +93,6 @@ def open(
     lease_s: float = 60.0,
     mover_threads: int = MOVER_THREADS,
     stall_s: float = STALL_S,
-    mounts: Sequence[MountedPack] = (),
 ) -> Store:
     """Open an embedded store: its tiers are this process's own.
 
@@ -108,14 +103,12 @@ def open(
     ``policy`` is one of ``tierstore.policy.POLICIES`` and says who leaves a full tier first.
     ``disk_write_budget`` is how many bytes of pages a day may be written to disk (0: any number).
     ``disk_codec`` is how pages are kept there: ``none``, ``lossless`` or ``zstd`` (:mod:`tierstore.codec`).
-    ``mounts`` are packs to find pages in, too (:func:`tierstore.packs.mount`).
     A disk that has not answered a call for ``stall_s`` seconds is not waited for any more, until it does.
 
     Raises :class:`UsageError` for capacities that cannot hold a page and
     :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
     """
     check_pool(pool, spec)
-    _check_mounts(mounts, identity or Identity.of(spec, model="default"))
     core = open_core(
         path,
         spec.page_bytes,
@@ -132,7 +125,7 @@ def open(
     )
     backend = LocalBackend(core, page_bytes=spec.page_bytes, owns_core=True)
     return Store(
-        _mounted(backend, mounts),
+        backend,
         spec,
         identity=identity,
         pool=pool,
@@ -255,7 +248,6 @@ def connect(
     model_name: str = "",
     loads: bool = True,
     saves: bool = True,
-    mounts: Sequence[MountedPack] = (),
 ) -> Store:
     """Use the daemon at ``url``: ``ipc://PATH`` on this host, ``tcp://HOST:PORT`` on another.
 
@@ -268,10 +260,9 @@ def connect(
     copy between pages and the memory of a device all the same: :meth:`~tierstore.tiers.pinned.Reach.share` of
     that device's. ``model_name`` is what people call the model: KV events may be told by model, and it
     changes no page. Without ``loads`` the daemon is not asked for pages, without ``saves`` it is given none;
-    what is in the pool is found and kept all the same. ``mounts`` are packs to find pages in, too
-    (:func:`tierstore.packs.mount`). The other
-    arguments are those of :func:`open`. The store is for one process: a forked child that uses it gets a
-    :class:`StoreClosedError`, and connects for itself.
+    what is in the pool is found and kept all the same. The other arguments are those of :func:`open`. The
+    store is for one process: a forked child that uses it gets a :class:`StoreClosedError`, and connects for
+    itself.
 
     Raises :class:`UsageError` for an address or keys that cannot be used.
     """
@@ -281,7 +272,6 @@ def connect(
     if lookup_s <= 0:
         raise UsageError("lookup_s must be above 0")
     identity = identity or Identity.of(spec, model="default")
-    _check_mounts(mounts, identity)
     backend = RemoteBackend(
         Address.parse(url, CurveKeys.read(keys, server_key)),
         Registration(identity, spec.page_bytes, spec.chunk_tokens, text("model_name", model_name)),
@@ -292,30 +282,13 @@ def connect(
         reach=pool.reach if pool is not None else reach,
     )
     return Store(
-        _mounted(backend, mounts),
+        backend,
         spec,
         identity=identity,
         pool=pool,
         lookup_s=lookup_s,
         mover_threads=mover_threads,
     )
-
-
-def _mounted(backend: Backend, mounts: Sequence[MountedPack]) -> Backend:
-    if mounts:
-        from tierstore.packs.mounted import MountedBackend  # not before somebody has a pack
-
-        for pack in mounts:
-            backend = MountedBackend(backend, pack)
-    return backend
-
-
-def _check_mounts(mounts: Sequence[MountedPack], identity: Identity) -> None:
-    if mounts:
-        from tierstore.packs.importing import require_identity
-
-        for pack in mounts:
-            require_identity(pack.manifest, [identity])
 
 
 def open_pool(spec: KVSpec, num_pages: int, *, device: str = "cpu", most: int | None = None) -> PagePool:

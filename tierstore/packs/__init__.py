@@ -39,7 +39,6 @@ had come), compression (a matter of the codecs of tiers; packs carry raw bytes).
 from tierstore.packs.format import Manifest, PackError
 from tierstore.packs.hashing import PageHash
 from tierstore.packs.importing import Imported, import_groups, import_pack, import_part, require_identity
-from tierstore.packs.mounted import MountedPack, mount
 from tierstore.packs.reading import Block, PackReader, open_pack, verify_pack
 from tierstore.packs.signing import Signer, Trust
 from tierstore.packs.writing import Exported, export_groups, export_pack
@@ -49,7 +48,6 @@ __all__ = [
     "Exported",
     "Imported",
     "Manifest",
-    "MountedPack",
     "PackError",
     "PackReader",
     "PageHash",
@@ -60,7 +58,6 @@ __all__ = [
     "import_groups",
     "import_pack",
     "import_part",
-    "mount",
     "open_pack",
     "require_identity",
     "verify_pack",

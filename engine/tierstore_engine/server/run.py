@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from tierstore.errors import TierStoreError, UsageError
-from tierstore.packs import MountedPack
 from tierstore.spec import KVSpec
 from tierstore.units import format_size
 from tierstore_connectors.common.handover import BOTH, Role
@@ -64,7 +63,6 @@ class ServeOptions:
     kv_scales: str
     draft: str | None
     draft_tokens: int
-    mounts: tuple[MountedPack, ...] = ()
     role: Role = BOTH
 
 
@@ -109,7 +107,6 @@ def _build(options: ServeOptions, opened: OpenModel, pages: int | None) -> Engin
             settings=options.engine,
             drafter=drafter,
             model_name=options.server.model_name,
-            mounts=options.mounts,
             role=options.role,
         )
     except TierStoreError:
