@@ -1067,6 +1067,7 @@ def open_core(
             page_bytes=page_bytes,
             inline_bytes=whole_number("inline_bytes", inline_bytes, least=0),
             codec=disk_codec,
+            policy=policy,
             io=io,
             clock=clock,
         )
