@@ -72,6 +72,7 @@ def open_core(
             capacity_bytes=settings.disk_bytes,
             page_bytes=settings.page_bytes,
             codec=settings.disk_codec,
+            policy=settings.policy,
         )
     disk, host = open_tiers(open_disk, partial(HostTier, settings.host_bytes, shared=True))
     return Core(

@@ -2,8 +2,9 @@
 
 Byte ``n`` of the space is byte ``n % file_bytes`` of file ``n // file_bytes``. Files are made and grown in
 steps when a write needs them, and never past the capacity; what lies beyond the capacity of this life is cut
-off at open. Each file is open twice: with O_DIRECT, for memory that is aligned, and through the page cache,
-for memory that is not and for disks that read faster that way. The kernel keeps the two coherent.
+off at open, once no page is there any more (fitting.py). Each file is open twice: with O_DIRECT, for memory
+that is aligned, and through the page cache, for memory that is not and for disks that read faster that way.
+The kernel keeps the two coherent.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class ExtentFiles:
     """The files in ``directory``. Thread-safe: different ranges may be read and written at once."""
 
     def __init__(self, directory: Path, *, capacity_bytes: int, file_bytes: int, io: FileIO) -> None:
-        """Open what is there, and cut off what lies beyond ``capacity_bytes``. Raises :class:`OSError`."""
+        """Open what is there. What lies beyond ``capacity_bytes`` may be read until :meth:`cut`. Raises
+        :class:`OSError`."""
         self.capacity_bytes = capacity_bytes
         self.file_bytes = file_bytes
         self._directory = directory
@@ -42,7 +44,6 @@ class ExtentFiles:
         self._dirty_lock = threading.Lock()
         self._dirty: set[int] = set()  # numbers of the files written to since they were last synced
         try:
-            self._remove_beyond()
             while (path := self._path(len(self._files))).exists():
                 self._open(path)
         except OSError:
@@ -58,6 +59,17 @@ class ExtentFiles:
     def allocated_bytes(self) -> int:
         """Bytes the files take on disk."""
         return sum(file.nbytes for file in self._files)
+
+    def cut(self) -> None:
+        """Cut off what lies beyond the capacity. No page may be there. Raises :class:`OSError`."""
+        with self._growing:
+            while len(self._files) > -(-self.capacity_bytes // self.file_bytes):
+                self._close_file(self._files.pop())
+            for path in sorted(self._directory.iterdir(), reverse=True):
+                if path.name.isdigit():
+                    self._cut_file(path, self.capacity_bytes - int(path.name) * self.file_bytes)
+            for file in self._files:
+                file.nbytes = self._io.size(file.cached_fd)
 
     def grow(self, end: int) -> None:
         """See to it that bytes 0 … ``end`` of the space have blocks on disk. Raises :class:`OSError`."""
@@ -137,9 +149,24 @@ class ExtentFiles:
     def close(self) -> None:
         files, self._files = self._files, []
         for file in files:
-            self._io.close(file.cached_fd)
-            if file.direct_fd is not None:
-                self._io.close(file.direct_fd)
+            self._close_file(file)
+
+    def _cut_file(self, path: Path, most: int) -> None:
+        if most <= 0:
+            self._io.unlink(path)
+            self._io.sync_directory(self._directory)
+        elif path.stat().st_size > min(most, self.file_bytes):
+            fd = self._io.open(path, os.O_RDWR)
+            try:
+                self._io.truncate(fd, min(most, self.file_bytes))
+                self._io.sync(fd)  # else a power loss could bring back more than the cap allows
+            finally:
+                self._io.close(fd)
+
+    def _close_file(self, file: _File) -> None:
+        self._io.close(file.cached_fd)
+        if file.direct_fd is not None:
+            self._io.close(file.direct_fd)
 
     def _path(self, number: int) -> Path:
         return self._directory / f"{number:06d}"
@@ -169,22 +196,6 @@ class ExtentFiles:
         file.nbytes = nbytes
         with self._dirty_lock:
             self._dirty.add(number)
-
-    def _remove_beyond(self) -> None:
-        for path in sorted(self._directory.iterdir(), reverse=True):
-            if not path.name.isdigit():
-                continue
-            most = self.capacity_bytes - int(path.name) * self.file_bytes
-            if most <= 0:
-                self._io.unlink(path)
-                self._io.sync_directory(self._directory)
-            elif path.stat().st_size > min(most, self.file_bytes):
-                fd = self._io.open(path, os.O_RDWR)
-                try:
-                    self._io.truncate(fd, min(most, self.file_bytes))
-                    self._io.sync(fd)  # else a power loss could bring back more than the cap allows
-                finally:
-                    self._io.close(fd)
 
     def _write_some(self, file: _File, offset: int, views: Sequence[memoryview], direct: bool) -> int:
         if direct and file.direct_fd is not None:

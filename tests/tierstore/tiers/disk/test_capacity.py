@@ -111,7 +111,7 @@ def test_pages_that_find_no_room_beside_a_full_index_leave_when_it_is_made_small
     newest = max(shelf.saved)
     shelf.reopen(capacity_bytes=4 * MIB)
     assert max(sizes(shelf.path)) <= 4 * MIB
-    assert "pages found room" in caplog.text
+    assert "left that found no room" in caplog.text
     assert shelf.saved.keys() <= set(range(newest - 64, newest + 1))
     shelf.verify()
     assert shelf.save([16 * KIB] * 8)

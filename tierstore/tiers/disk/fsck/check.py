@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from tierstore.codec import REMOVED
 from tierstore.errors import StoreUnavailableError
+from tierstore.memory import ALIGNMENT
 from tierstore.tiers.disk.directory import INDEX, StoreDirectory
 from tierstore.tiers.disk.fsck.examination import (
     Examination,
@@ -178,7 +179,7 @@ class _Check:
         found.drop_unreachable()
         reachable = np.flatnonzero(found.good)
         found.condemn(
-            reachable[misplaced(rows[reachable], self._meta.unit_bytes)],
+            reachable[misplaced(rows[reachable], ALIGNMENT if self._meta.moving else self._meta.unit_bytes)],
             Category.MISPLACED,
             "place",
             "its place is no slot for a page of its size, or is another page's",
