@@ -55,8 +55,10 @@ class PathLock:
         return os.path.samestat(found, os.fstat(self.fd))
 
     def release(self) -> None:
-        """Give the lock up. The file stays: to remove it would race with the next owner."""
-        os.close(self.fd)
+        """Give the lock up. The file stays: to remove it would race with the next owner. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 def _open(path: Path) -> int:
