@@ -123,6 +123,16 @@ class HttpServer:
             await _write(writer, WebAnswer(503, {**_TEXT, "Retry-After": "10"}, f"{error}\n".encode()))
 
     async def _answer(self, request: WebRequest) -> WebAnswer:
+        """Return the answer, an error's too: what fails in here is not a client that hung up."""
+        try:
+            return await self._found(request)
+        except TierStoreError as error:
+            return WebAnswer(503, {**_TEXT, "Retry-After": "1"}, f"{error}\n".encode())
+        except Exception as error:  # noqa: BLE001  # whatever it is, the client gets an answer
+            _log.error("%s could not be answered", request.path, exc_info=error)
+            return WebAnswer(500, _TEXT, b"the daemon made a mistake; its log says more\n")
+
+    async def _found(self, request: WebRequest) -> WebAnswer:
         page = self._site.answer(request)
         if page is not None:
             return page

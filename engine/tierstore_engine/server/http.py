@@ -11,7 +11,7 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Protocol, TextIO, TypeAlias
+from typing import Protocol, TextIO, TypeAlias, TypeVar
 
 import msgspec
 import uvicorn
@@ -19,13 +19,16 @@ from prometheus_client import Counter
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tierstore.errors import UsageError
+from tierstore.wire.local_address import foreign_host
 from tierstore_engine.heap import freeze_heap
-from tierstore_engine.server.errors import ApiError
+from tierstore_engine.server.errors import ApiError, bad_request
 
 JSON = "application/json"
+
+T = TypeVar("T")
 
 _BODY_S = 30.0  # for a body to arrive
 _DISCARDED_BODIES = 32  # of a body that is too large, read so that its sender can hear the answer
@@ -39,7 +42,7 @@ class Exchange:
         self.status = 0  # once it has been sent
         self.ended = False  # once the last part has
         self._receive = receive
-        self._send = send
+        self._asgi_send = send
         self._scope = scope
         self._started = time.monotonic()
 
@@ -95,6 +98,14 @@ class Exchange:
             headers["connection"] = "close"  # what is left of the body is not read
         await self.reply(error.status, error.body, headers)
 
+    async def _send(self, message: Message) -> None:
+        """Raises :class:`ClientDisconnect`. An ASGI server may raise :class:`OSError` here once the client
+        has left; an ``OSError`` from anywhere else is an error of the handler."""
+        try:
+            await self._asgi_send(message)
+        except OSError as error:
+            raise ClientDisconnect from error
+
     async def send(self, response: Response) -> None:
         self.status, self.ended = response.status_code, True
         await response(self._scope, self._receive, self._send)
@@ -133,8 +144,12 @@ class Counts(Protocol):
 
 
 class Endpoint:
-    """An ASGI application for one route: every error is an answer, and every answer is counted. With
-    ``api_key`` requests must have it. ``error_of`` makes an answer of what ``handler`` raises."""
+    """An ASGI application for one route: every error is an answer, and every answer is counted.
+
+    With ``api_key`` a request must carry it. With ``host``, the address that the server listens at, a request
+    that names another host gets 421 (:func:`~tierstore.wire.local_address.foreign_host`). ``error_of`` turns
+    what ``handler`` raises into an answer.
+    """
 
     def __init__(
         self,
@@ -144,7 +159,9 @@ class Endpoint:
         *,
         api_key: str | None,
         error_of: Callable[[Exception], ApiError],
+        host: str | None = None,
     ) -> None:
+        self._host = host
         self._name = name
         self._handler = handler
         self._counts = counts
@@ -154,10 +171,12 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
         try:
+            if self._host is not None:
+                require_host(exchange.request, self._host)
             if self._api_key is not None:
                 require_key(exchange.request, self._api_key)
             await self._handler(exchange)
-        except (ClientDisconnect, OSError):
+        except ClientDisconnect:
             self._counts.hang_ups.inc()
         except Exception as error:  # noqa: BLE001  # whatever it is, the client gets an answer
             if not exchange.status:
@@ -175,6 +194,25 @@ def require_key(request: Request, api_key: str) -> None:
     """Raises :class:`ApiError` (401) without the right key."""
     if not has_key(request, api_key):
         raise ApiError(401, "this server wants an API key: send Authorization: Bearer KEY")
+
+
+def require_host(request: Request, served_at: str) -> None:
+    """Raises :class:`ApiError` (421) for a request that names another host than this one."""
+    for host in request.headers.getlist("host"):
+        name = foreign_host(served_at, host)
+        if name is not None:
+            raise ApiError(421, f"this is not {name}: ask for localhost or 127.0.0.1")
+
+
+def decode_json(body: bytes, kind: type[T]) -> T:
+    """Return ``body`` as a ``kind``. Raises :class:`ApiError` (400) for what is no JSON in UTF-8, and
+    :class:`msgspec.ValidationError` for JSON of another type."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError:
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad_request(f"the body is not JSON: {error}") from None
 
 
 async def not_routed(request: Request, error: Exception) -> Response:

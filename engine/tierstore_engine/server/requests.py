@@ -13,6 +13,7 @@ from tierstore.errors import UsageError
 from tierstore.types import HANDOVER_S, MOST_HANDOVER_S, Hint, Promise, Reuse
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.server.errors import ApiError, bad_request
+from tierstore_engine.server.http import decode_json
 
 R = TypeVar("R", bound="GenerationRequest")
 P = TypeVar("P", bound="GenerationRequest | TokenizeRequest | PoolRequest")
@@ -281,13 +282,11 @@ class PoolRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 def parse(body: bytes, kind: type[P]) -> P:
     """Raises :class:`ApiError` (400) with one sentence that names the field."""
     try:
-        request = msgspec.json.decode(body, type=kind)
+        request = decode_json(body, kind)
     except msgspec.ValidationError as error:
         sentence, _, place = str(error).partition(" - at `$")
         field = place.rstrip("`").lstrip(".") or None
         raise bad_request(f"{field}: {sentence}" if field else sentence, param=field) from None
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise bad_request(f"the body is not JSON: {error}") from None
     request.check()
     return request
 
