@@ -28,9 +28,13 @@ import numpy as np
 from tierstore import memory
 from tierstore.backend import (
     NO_HINTS,
+    GroupLease,
+    HitLease,
+    HitRequest,
     Lease,
     Located,
     LookupRequest,
+    NamedGroup,
     PrefixHandle,
     Registration,
     Reservation,
@@ -144,13 +148,40 @@ class RemoteBackend:
     ) -> Transfer[Lease | None]:
         if not self._loads:
             return Transfer.completed(None)
-        registering = self._registering(request.registration)
-        if registering is None:
-            return self._find(request, patience_s, caller_receives)
-        ends = time.monotonic() + patience_s
-        found: Transfer[Lease | None] | None = None
+        return self._once_known(
+            [request.registration],
+            patience_s,
+            lambda left_s, receives: self._find(request, left_s, caller_receives and receives),
+            self.release,
+        )
 
-        def settle(state: TransferState) -> Lease | None:
+    def find_hit(self, request: HitRequest, *, patience_s: float) -> Transfer[HitLease | None]:
+        if not self._loads:
+            return Transfer.completed(None)
+        return self._once_known(
+            request.registrations,
+            patience_s,
+            lambda left_s, receives: self._find_hit(request, left_s, receives),
+            self._release_hit,
+        )
+
+    def _once_known(
+        self,
+        registrations: Sequence[Registration],
+        patience_s: float,
+        ask: Callable[[float, bool], Transfer[R | None]],
+        give_back: Callable[[R], None],
+    ) -> Transfer[R | None]:
+        """``ask`` when the daemon knows these identities, which it does in nearly all cases. ``ask`` is told
+        how many seconds are left, and whether the calling thread receives the answer. What nobody waits for
+        any more is given back."""
+        registering = [each for known in registrations if (each := self._registering(known)) is not None]
+        if not registering:
+            return ask(patience_s, True)
+        ends = time.monotonic() + patience_s
+        found: Transfer[R | None] | None = None
+
+        def settle(state: TransferState) -> R | None:
             if found is None:
                 return None
             if state is TransferState.DONE or not found.cancel():
@@ -158,22 +189,150 @@ class RemoteBackend:
                 if state is TransferState.DONE:
                     return lease
                 if lease is not None:
-                    self.release(lease)
+                    give_back(lease)
             return None
 
-        both: Transfer[Lease | None] = Transfer(settle, pages=0, nbytes=0, deadline_s=patience_s)
+        both: Transfer[R | None] = Transfer(settle, pages=0, nbytes=0, deadline_s=patience_s)
+        waited_for = iter(registering)
 
-        def ask() -> None:
+        def go_on() -> None:
             nonlocal found
+            following = next(waited_for, None)
+            if following is not None:
+                following.on_end(go_on)
+                return
             left = ends - time.monotonic()
             if left <= 0 or both.stopped:
                 both.finish()
                 return
-            found = self._find(request, left, caller_receives=False)
+            found = ask(left, False)
             found.on_end(both.finish)
 
-        registering.on_end(ask)
+        go_on()
         return both
+
+    def _release_hit(self, hit: HitLease) -> None:
+        for group in hit.groups:
+            self.release(group.lease)
+
+    def _find_hit(
+        self, request: HitRequest, patience_s: float, caller_receives: bool
+    ) -> Transfer[HitLease | None]:
+        session = self.connection.session
+        known = session.identities if session is not None else {}
+        if session is None or any(each.identity.digest not in known for each in request.registrations):
+            return Transfer.completed(None)
+        at = self._clock()
+        declined = self._take_declined()
+
+        def message() -> messages.FindHit:
+            return messages.FindHit(
+                0,
+                [_part(session, chain, chain.handle_of(session)) for chain in request.chains],
+                list(request.here),
+                [_named_part(session, group) for group in request.named],
+                b"".join(request.names),
+                request.root,
+                request.tail,
+                request.num_tokens,
+                min(patience_s * _WAIT_SHARE, messages.MOST_WAIT_S),
+                declined=declined,
+            )
+
+        def whole() -> messages.FindHit:
+            for chain in request.chains:
+                chain.forget_handle()
+            return message()
+
+        def leased(found: messages.HitFound | None, _: object) -> HitLease | None:
+            return self._leased_hit(session, request, found, at) if found is not None else None
+
+        return self.connection.call(
+            session,
+            message(),
+            messages.HitFound,
+            leased,
+            patience_s=patience_s,
+            otherwise=whole,
+            caller_receives=caller_receives,
+        )
+
+    def _leased_hit(
+        self, session: Session, request: HitRequest, found: messages.HitFound, at: float
+    ) -> HitLease:
+        """The answer as leases. An answer that does not fit the question is a miss, and is given back."""
+        self._note_ways(found.ways)
+        ends = at + session.lease_s
+        chains = [
+            self._group_lease(session, chain.cut(group.tokens), group, range(0), ends)
+            for chain, group in zip(request.chains, found.chains, strict=False)
+        ]
+        named = []
+        for kind, group in zip(request.named, found.named, strict=False):
+            needed = kind.rule.ends(found.tokens, request.chunk_tokens)
+            lacking = [end for end in needed if end not in kind.here]
+            named.append(self._group_lease(session, request.pages(kind, lacking), group, lacking, ends))
+        hit = HitLease(found.tokens, found.branch, chains, named, max(found.remote_tokens, 0))
+        sound = (
+            len(chains) == len(request.chains)
+            and len(named) == len(request.named)
+            and 0 <= found.tokens <= min(found.branch, request.num_tokens)
+            and all(
+                max(here, group.lease.tokens) >= found.tokens
+                for here, group in zip(request.here, chains, strict=True)
+            )
+            and all(group.lease.pages == len(group.ends) for group in named)
+        )
+        if not sound:
+            self._release_hit(hit)
+            empty = GroupLease(Lease(0, 0, 0, (), 0.0))
+            return HitLease(0, 0, [empty] * len(request.chains), [empty] * len(request.named))
+        return hit
+
+    def _group_lease(
+        self,
+        session: Session,
+        request: LookupRequest,
+        found: messages.GroupFound,
+        page_ends: Sequence[int],
+        ends: float,
+    ) -> GroupLease:
+        """The lease on what the daemon has found of one group, which is ``request``."""
+        remote_ends = numbers(found.remote_ends, "<u4").tolist()
+        handle = PrefixHandle(session, found.path, found.known) if found.path and found.known > 0 else None
+        pages = -(-found.tokens // request.chunk_tokens) if found.tokens > 0 else 0
+        fits = pages == request.num_chunks == sum(count for _, count in found.tiers)
+        if not found.lease or not pages or not fits:
+            if found.lease:
+                self.connection.release(session, found.lease)
+            return GroupLease(Lease(0, 0, 0, (), 0.0, handle), page_ends, remote_ends)
+        lease = RemoteLease(
+            found.lease,
+            found.tokens,
+            pages,
+            found.tiers,
+            ends,
+            handle,
+            range(pages) if request.loose else (),
+            page_bytes=request.page_bytes,
+            session=session,
+            request=request,
+        )
+        return GroupLease(lease, page_ends, remote_ends)
+
+    def _take_declined(self) -> dict[str, int]:
+        with self._lock:
+            declined, self._declined = dict(self._declined), Counter()
+        return declined
+
+    def _note_ways(self, figures: Mapping[str, tuple[float, float, float]]) -> None:
+        ways = {
+            tier: Way(*each)
+            for tier, each in figures.items()
+            if each[0] > 0 and all(0 <= figure < math.inf for figure in each)
+        }
+        with self._lock:
+            self._ways = ways
 
     def _find(
         self, request: LookupRequest, patience_s: float, caller_receives: bool
@@ -186,8 +345,7 @@ class RemoteBackend:
         )  # the daemon's waiting is within our patience, not on top of it
         at = self._clock()
 
-        with self._lock:
-            declined, self._declined = dict(self._declined), Counter()
+        declined = self._take_declined()
 
         def message() -> messages.Lookup:
             handle = request.handle_of(session)
@@ -268,13 +426,7 @@ class RemoteBackend:
     ) -> Lease | None:
         if found is None:
             return None
-        ways = {
-            tier: Way(*figures)
-            for tier, figures in found.ways.items()
-            if figures[0] > 0 and all(0 <= figure < math.inf for figure in figures)
-        }
-        with self._lock:
-            self._ways = ways
+        self._note_ways(found.ways)
         pages = -(-found.tokens // request.chunk_tokens)
         sound = 0 <= found.tokens <= request.num_tokens and sum(count for _, count in found.tiers) == pages
         positions = numbers(found.positions, "<u4").tolist()
@@ -653,6 +805,12 @@ def _pages(answer: messages.Prefetched | messages.Committed | None, _: object) -
 
 def _session_of(lease: Lease) -> Session | None:
     return lease.session if isinstance(lease, RemoteLease) else None
+
+
+def _named_part(session: Session, group: NamedGroup) -> messages.NamedPart:
+    here = np.array(group.here, "<u4").tobytes()
+    number = session.identities[group.registration.identity.digest]
+    return messages.NamedPart(number, group.rule.past.value, group.rule.tokens, here)
 
 
 def _part(session: Session, request: LookupRequest, handle: PrefixHandle | None) -> messages.PromptPart:

@@ -30,6 +30,9 @@ from tierstore import copying, memory
 from tierstore.arguments import seconds, whole_number
 from tierstore.backend import (
     NO_HINTS,
+    GroupLease,
+    HitLease,
+    HitRequest,
     Lease,
     Located,
     LookupRequest,
@@ -44,6 +47,7 @@ from tierstore.core.clients import Client, LocalLease, LocalReservation, Path, R
 from tierstore.core.core import MOVER_THREADS, Core, open_tiers
 from tierstore.core.find import find, wake_loose
 from tierstore.core.health import STALL_S
+from tierstore.core.hits import HitSearch, HitView
 from tierstore.core.loads import HostLoad
 from tierstore.core.prompts import Found, PromptView
 from tierstore.core.reservations import ReservationBuilder
@@ -70,6 +74,7 @@ _GRACE_S = 30.0  # beyond the end of a wait, during which what was found or brou
 _WAIT_S = 60.0  # for a disk, where the caller sets no limit
 _PIN_LOOK_S = 10.0
 _AT_ONCE = 64  # pages decided under one hold of the lock: about a millisecond
+_NAMES_AT_ONCE = 512  # pages looked for by name likewise
 _EVICTED_AT_ONCE = 256
 _WINDOW_PAGES = 4096  # of those in the host tier
 _DISK_BYTES = 16 << 20
@@ -193,6 +198,80 @@ class LocalBackend:
 
         return self._after_disk(self._look_at(view, limit), patience_s, after, otherwise=None)
 
+    def find_hit(self, request: HitRequest | HitView, *, patience_s: float) -> Transfer[HitLease | None]:
+        state = self._state
+        view = request if isinstance(request, HitView) else self._hit_view(request)
+        search = HitSearch(state, view, self._found)
+        if self.core.disk is not None:
+            state.stall_detector.poll()
+        with state.lock:
+            if state.closed:
+                return Transfer.completed(None)
+            self.core.forget_gone()
+            if self.core.shared:
+                self.client.require_room(len(view.chains) + len(view.named))
+            if search.go_on(_NAMES_AT_ONCE):
+                return Transfer.completed(self._lease_hit(search))
+        return self._after_disk(
+            partial(self._search, search), patience_s, partial(self._lease_hit, search), otherwise=None
+        )
+
+    def _hit_view(self, request: HitRequest) -> HitView:
+        for group in request.named:
+            self._known(group.registration)
+        return HitView(
+            request.chunk_tokens,
+            request.num_tokens,
+            [self._view(chain) for chain in request.chains],
+            request.here,
+            request.named,
+            request.names,
+            request.root,
+            request.tail,
+        )
+
+    def _search(self, search: HitSearch) -> PageLease:
+        """Search to the end, without the lock where the disk is read, and hold what the disk had."""
+        state = self._state
+        found = PageLease()
+        while True:
+            with state.lock:
+                if state.closed or search.go_on(_NAMES_AT_ONCE):
+                    return found
+            looks: list[Callable[[], PageLease]] = [
+                *(self._look_at(chain, search.view.num_tokens) for chain in search.chains_on_disk),
+                *(partial(self._look_loose, pages, places) for pages, places in search.named_on_disk),
+            ]
+            for look in looks:
+                hold = look()
+                with state.lock:
+                    found = state.leases.joined(found, hold)
+            state.yield_lock()
+
+    def _lease_hit(self, search: HitSearch) -> HitLease:
+        """Lease what the longest hit needs. Under the lock."""
+        view = search.view
+        tokens = search.conclude()
+        self._count_lookup(view.num_tokens)
+        chains = []
+        for chain, here, found in zip(view.chains, view.here, search.founds, strict=True):
+            handle = self._remember(chain, found) if found.match.pages else None
+            lease = LocalLease(0, 0, 0, (), 0.0)
+            if here < tokens:
+                needed = found if found.match.tokens == tokens else self._found(chain, tokens)
+                lease = self._lease_found(chain, needed, view.num_tokens)
+            lease.handle = handle
+            chains.append(GroupLease(lease))
+        named = []
+        for group in view.named:
+            ends = [end for end in group.rule.ends(tokens, view.chunk_tokens) if end not in group.here]
+            pages = view.pages(group, ends)
+            named.append(GroupLease(self._lease_pages(pages, pages.loose_pages(self._state)), ends))
+        first = next((each.lease for each in (*chains, *named) if each.lease.tokens), None)
+        if first is not None:
+            self._count_hit(first.runs, min(first.tokens, tokens), view.chunk_tokens)
+        return HitLease(tokens, search.branch, chains, named)
+
     def held(self, request: LookupRequest | PromptView, tokens: int) -> int:
         """How many of the first ``tokens`` tokens of a prompt are in the tree. Nothing is leased or counted.
         Raises :class:`Refusal`."""
@@ -205,6 +284,14 @@ class LocalBackend:
         :class:`Refusal`."""
         with self._state.lock:
             return self._missing(view)
+
+    def missing_everywhere(self, view: PromptView, *, patience_s: float) -> Transfer[list[int]]:
+        """:meth:`missing`, after a look at the disk."""
+        with self._state.lock:
+            bring = self._brings_from_disk(view, view.num_tokens)
+            if bring is None or self._state.closed:
+                return Transfer.completed(self._missing(view))
+        return self._after_disk(bring, patience_s, lambda: self._missing(view), otherwise=[])
 
     def _missing(self, view: PromptView) -> list[int]:
         return [at for at, page in enumerate(view.loose_pages(self._state)) if page is None]
@@ -375,13 +462,33 @@ class LocalBackend:
         except StoreClosedError:
             return PageLease()
 
+    def _count_lookup(self, tokens: int) -> None:
+        """Count a lookup of so many tokens. Under the lock, as the one below."""
+        self._state.leases.expire()
+        self._state.counters.lookups += 1
+        self._state.counters.lookup_tokens += tokens
+        self.core.lookup_tokens[self.client.tenant] += tokens
+
+    def _count_hit(self, runs: Sequence[tuple[str, int]], tokens: int, chunk_tokens: int) -> None:
+        """Count a hit of so many tokens, the pages of which lie in these tiers."""
+        for label, pages in runs:
+            in_tier = min(pages * chunk_tokens, tokens)
+            self._state.counters.hit_tokens[label] += in_tier
+            self.core.hit_tokens[self.client.tenant, label] += in_tier
+            tokens -= in_tier
+
     def _lease(self, view: PromptView, found: Found, limit: int) -> LocalLease:
-        """Lease what was found. Under the lock."""
-        state, core, tenant = self._state, self.core, self.client.tenant
-        state.leases.expire()
-        state.counters.lookups += 1
-        state.counters.lookup_tokens += limit
-        core.lookup_tokens[tenant] += limit
+        """Lease what was found, and count it. Under the lock."""
+        self._count_lookup(limit)
+        lease = self._lease_found(view, found, limit)
+        self._count_hit(lease.runs, lease.tokens, view.chunk_tokens)
+        if lease.tokens:
+            lease.handle = self._remember(view, found)
+        return lease
+
+    def _lease_found(self, view: PromptView, found: Found, limit: int) -> LocalLease:
+        """Lease what was found of a prompt's first ``limit`` tokens, and note its use. Under the lock."""
+        state, core = self._state, self.core
         match = found.match
         if core.defer is None:
             self._note_use(view, limit, match)
@@ -393,11 +500,6 @@ class LocalBackend:
         start = 0
         for tier, end in found.runs:
             runs.append((LABELS[tier], end - start))
-            tokens = (end - start) * view.chunk_tokens
-            if end == len(match.pages):
-                tokens += match.tail_tokens - view.chunk_tokens
-            state.counters.hit_tokens[LABELS[tier]] += tokens
-            core.hit_tokens[tenant, LABELS[tier]] += tokens
             start = end
         held = [(match.pages[end - 1], tier) for tier, end in found.runs]
         lease = LocalLease(
@@ -406,7 +508,6 @@ class LocalBackend:
             len(match.pages),
             runs,
             state.clock() + core.lease_s,
-            self._remember(view, found),
             tail_tokens=match.tail_tokens,
             held=match.pages,
             hold=state.leases.take(held, core.lease_s),
@@ -417,21 +518,21 @@ class LocalBackend:
 
     def _lease_loose(self, view: PromptView, pages: Sequence[Page | None]) -> LocalLease:
         """:meth:`_lease` for loose pages: one lease on each of those that are there."""
-        state, core, tenant = self._state, self.core, self.client.tenant
-        state.leases.expire()
+        self._count_lookup(view.num_tokens)
+        lease = self._lease_pages(view, pages)
+        self._count_hit(lease.runs, lease.tokens, view.chunk_tokens)
+        return lease
+
+    def _lease_pages(self, view: PromptView, pages: Sequence[Page | None]) -> LocalLease:
+        """:meth:`_lease_found` for loose pages."""
+        state, core = self._state, self.core
         held = [
             (page, tier) for page in pages if page is not None and (tier := page.ready_tier()) is not None
         ]
         there = [page for page, _ in held]
-        state.counters.lookups += 1
-        state.counters.lookup_tokens += view.num_tokens
-        core.lookup_tokens[tenant] += view.num_tokens
-        runs: list[tuple[str, int]] = []
-        for tier, run in itertools.groupby(tier for _, tier in held):
-            count = sum(1 for _ in run)
-            runs.append((LABELS[tier], count))
-            state.counters.hit_tokens[LABELS[tier]] += count * view.chunk_tokens
-            core.hit_tokens[tenant, LABELS[tier]] += count * view.chunk_tokens
+        runs = [
+            (LABELS[tier], sum(1 for _ in run)) for tier, run in itertools.groupby(tier for _, tier in held)
+        ]
         tokens = len(held) * view.chunk_tokens
         self._measure(view, view.num_tokens, tokens)
         if there:

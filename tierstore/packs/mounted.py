@@ -30,6 +30,8 @@ from tierstore import copying
 from tierstore.backend import (
     NO_HINTS,
     Backend,
+    HitLease,
+    HitRequest,
     Lease,
     Located,
     LookupRequest,
@@ -380,6 +382,9 @@ class MountedBackend:
 
     def wait_ready(self, timeout: float) -> None:
         self._inner.wait_ready(timeout)
+
+    def find_hit(self, request: HitRequest, *, patience_s: float) -> Transfer[HitLease | None]:
+        return self._inner.find_hit(request, patience_s=patience_s)
 
     def introduce(self, registration: Registration) -> None:
         self._inner.introduce(registration)
