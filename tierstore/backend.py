@@ -437,7 +437,8 @@ class Backend(Protocol):
     # -- keeping, dropping, seeing -------------------------------------------------------------------
 
     def pin(self, request: LookupRequest, *, undo: bool = False) -> Transfer[int]:
-        """Keep the held whole chunks of a prompt until the same is undone; their tokens."""
+        """Keep the held whole chunks of a prompt. ``undo`` takes back the newest pin of exactly this prompt
+        by the same tenant. The tokens of the pin; 0 where there was nothing to pin or to undo."""
 
     def evict(self, tier: str, pages: int | None) -> int:
         """Let up to ``pages`` pages (None: all that may) leave ``tier``. Blocks. How many left."""

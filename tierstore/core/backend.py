@@ -1010,27 +1010,25 @@ class LocalBackend:
         state = self._state
         view = self._view(request)
         limit = view.num_tokens // view.chunk_tokens * view.chunk_tokens
+        name = view.name()
 
         def set_pins() -> int | Refusal:
-            whole: Sequence[Page]
+            last: Sequence[Page]
             if view.loose:
-                whole = view.pages_in_tree(state)
+                last = view.pages_in_tree(state)
             else:
                 match = self._found(view, limit).match
-                whole = match.pages[: match.tokens // view.chunk_tokens]  # the last may match in part only
+                whole = match.tokens // view.chunk_tokens  # the last page may match in part only
+                last = match.pages[whole - 1 : whole] if whole else ()
             try:
-                self.core.pins.pin(self.client.tenant, whole)
+                return self.core.pins.pin(self.client.tenant, name, last) * view.chunk_tokens
             except Refusal as refusal:
                 return refusal
-            return len(whole) * view.chunk_tokens
 
         with state.lock:
             state.require_open()
             if undo:
-                if view.head_left:
-                    view.spell_out()
-                pages = view.pages_in_tree(state)
-                return Transfer.completed(self.core.pins.unpin(self.client.tenant, pages) * view.chunk_tokens)
+                return Transfer.completed(self.core.pins.unpin(self.client.tenant, name) * view.chunk_tokens)
             if view.loose:
                 bring = self._brings_from_disk(view, limit)
             else:

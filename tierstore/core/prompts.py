@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -99,6 +100,13 @@ class PromptView:
         depth = self.depth + chunks[0] if chunks else 0
         keys = [self.keys[chunk] for chunk in chunks]
         return PromptView(self.registration, keys, tokens, loose=True, depth=depth)
+
+    def name(self) -> bytes:
+        """Hash everything that tells this prompt from others: its identity, keys and tokens."""
+        whole = self.whole()
+        kind = b"%d %d " % (self.chunk_tokens, self.loose)
+        parts = (kind, whole.identity.digest, whole.token_bytes, *whole.keys)
+        return hashlib.sha256(b"".join(parts)).digest()
 
     @property
     def whole_chunks(self) -> int:

@@ -408,9 +408,10 @@ class Index:
     def pin(self, page: Page) -> None:
         page.pins += 1
 
-    def unpin(self, page: Page) -> None:
-        assert page.pins > 0, f"{page} is not pinned"
-        page.pins -= 1
+    def unpin(self, page: Page, times: int = 1) -> None:
+        """Undo ``times`` calls of :meth:`pin`."""
+        assert page.pins >= times, f"{page} is not pinned {times} times"
+        page.pins -= times
         self._let_go(page)
 
     def hold(self, page: Page) -> None:

@@ -573,7 +573,8 @@ class Store:
         return self.backend.pin(self._request(prompt)).wait()
 
     def unpin(self, prompt: Prompt | TokenIds) -> int:
-        """Undo one :meth:`pin` of the same prompt; returns the tokens that were pinned."""
+        """Undo the newest :meth:`pin` of exactly this prompt by the same tenant. Returns the tokens that this
+        pin has kept, 0 where there was none. Pins of other prompts on the same pages stay."""
         return self.backend.pin(self._request(prompt), undo=True).wait()
 
     # -- seeing and ending ---------------------------------------------------------------------------

@@ -633,12 +633,13 @@ _prompts = st.sampled_from(range(len(PROMPTS)))
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """A store beside a dictionary: the prompts up to the end of each page that is held, and their pins."""
+    """A store beside a model of it: the prompts up to the end of each page that is held, and the pins."""
 
     def __init__(self, open_store: OpenStore) -> None:
         super().__init__()
         self.store = open_store(identity=new_identity(), pool=PagePool(SPEC, 24))
-        self.held: dict[tuple[int, ...], int] = {}
+        self.held: set[tuple[int, ...]] = set()
+        self.pinned: dict[int, list[int]] = {}  # by prompt: the tokens of each pin, newest last
         self.owned: list[Sequence[int]] = []  # HBM pages that the engine has not released
         self.hits: list[tuple[Hit, int]] = []
 
@@ -662,8 +663,7 @@ class StoreMachine(RuleBasedStateMachine):
         if first and tuple(tokens[: first * CHUNK]) not in self.held:
             return 0
         ends = [min((at + 1) * CHUNK, len(tokens)) for at in range(first, first + count)]
-        for end in ends:
-            self.held.setdefault(tuple(tokens[:end]), 0)
+        self.held.update(tuple(tokens[:end]) for end in ends)
         return ends[-1] - first * CHUNK if ends else 0
 
     # -- what an engine does -------------------------------------------------------------------------
@@ -750,17 +750,13 @@ class StoreMachine(RuleBasedStateMachine):
         tokens = PROMPTS[which]
         whole = self.expected(tokens) // CHUNK * CHUNK
         assert self.store.pin(tokens) == whole
-        for end in range(CHUNK, whole + 1, CHUNK):
-            self.held[tuple(tokens[:end])] += 1
+        if whole:
+            self.pinned.setdefault(which, []).append(whole)
 
     @rule(which=_prompts)
     def unpin(self, which: int) -> None:
-        tokens = PROMPTS[which]
-        ends = range(CHUNK, self.expected(tokens) // CHUNK * CHUNK + 1, CHUNK)
-        pinned = [tuple(tokens[:end]) for end in ends if self.held[tuple(tokens[:end])]]
-        assert self.store.unpin(tokens) == len(pinned) * CHUNK
-        for page in pinned:
-            self.held[page] -= 1
+        pins = self.pinned.get(which)
+        assert self.store.unpin(PROMPTS[which]) == (pins.pop() if pins else 0)
 
     @rule(count=st.integers(0, 30))
     def evict_hbm(self, count: int) -> None:
@@ -790,22 +786,23 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.flush(_WAIT_S)
         while sum(self.store.evict(tier) for tier in self.store.stats().tiers):
             pass  # a page's last copy waits for the pages below it, which may be in another tier
-        pinned = [page for page, pins in self.held.items() if pins]
-        self.held = {
-            page: pins
-            for page, pins in self.held.items()
-            if any(each[: len(page)] == page for each in pinned)
-        }
+        kept = [
+            tuple(PROMPTS[which][:end])
+            for which, pins in self.pinned.items()
+            for whole in pins
+            for end in range(CHUNK, whole + 1, CHUNK)
+        ]
+        self.held.intersection_update(kept)
 
     @invariant()
     def agrees_with_itself(self) -> None:
         self.store.check()
 
     def teardown(self) -> None:
-        for page, pins in list(self.held.items()):
-            for _ in range(pins):
-                self.store.unpin(page)
-        self.held = dict.fromkeys(self.held, 0)
+        for which, pins in self.pinned.items():
+            for _ in pins:
+                self.store.unpin(PROMPTS[which])
+        self.pinned.clear()
         self.drop_everything()
         assert self.store.available_hbm() == 24
         self.store.close()
