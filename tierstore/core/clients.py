@@ -61,7 +61,7 @@ class LocalLease(Lease):
     chunk_tokens: int = 0
 
     def holders(self, first: int, count: int) -> Sequence[Page]:
-        """The pages whose leases hold pages ``first … first + count``: the last one, but of loose pages
+        """The pages whose leases hold pages ``first … first + count``: the last one, but of named pages
         each."""
         return self.held[first : first + count] if self.positions else [self.held[first + count - 1]]
 

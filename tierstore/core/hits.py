@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tierstore.backend import NamedGroup
-from tierstore.core.prompts import Found, PromptView
+from tierstore.core.prompts import ChainView, Found, NamedView
 from tierstore.core.state import StoreState
 from tierstore.groups import Search, search
+from tierstore.index.leases import PageLease
 from tierstore.keys import KEY_BYTES, PageKey, name_at, padded_name
 
 
@@ -27,19 +28,19 @@ class HitView:
 
     chunk_tokens: int
     num_tokens: int
-    chains: Sequence[PromptView]
+    chains: Sequence[ChainView]
     here: Sequence[int]
     named: Sequence[NamedGroup]
     names: Sequence[bytes]
     root: bytes
     tail: bytes
 
-    def pages(self, group: NamedGroup, ends: Sequence[int]) -> PromptView:
+    def pages(self, group: NamedGroup, ends: Sequence[int]) -> NamedView:
         """The pages of a group that end at these tokens."""
         names = [name_at(end, self.chunk_tokens, self.names, self.root, self._chunk) for end in ends]
         keys = [PageKey(name[:KEY_BYTES]) for name in names]
         tokens = b"".join([padded_name(name, self.chunk_tokens) for name in names])
-        return PromptView(group.registration, keys, tokens, loose=True)
+        return NamedView(group.registration, keys, tokens)
 
     def _chunk(self, index: int) -> bytes:
         return self.chains[0].chunk(index)[1] if self.chains else self.tail
@@ -50,15 +51,14 @@ class HitSearch:
     the hit, None until it is known. By then ``founds`` is what the tree has of each chain, and ``branch`` is
     the shortest of these."""
 
-    def __init__(self, state: StoreState, view: HitView, found: Callable[[PromptView, int], Found]) -> None:
+    def __init__(self, state: StoreState, view: HitView, found: Callable[[ChainView, int], Found]) -> None:
         self.view = view
         self.branch = 0
         self.length: int | None = None
         self.founds: Sequence[Found] = ()
-        self.chains_on_disk: list[PromptView] = []
-        self.named_on_disk: list[tuple[PromptView, list[int]]] = []
-        """What the search has stopped for: chains, and chunks of named pages, that the disk may have more of.
-        Empty where it has only stopped because it took long."""
+        self.looks: list[Callable[[], PageLease]] = []
+        """The looks at the disk that the search has stopped for. Empty where it has only stopped because it
+        took long."""
         self._state = state
         self._found = found
         self._here = [frozenset(group.here) for group in view.named]
@@ -72,7 +72,7 @@ class HitSearch:
     def go_on(self, most: int) -> bool:
         """Search until ``length`` is known. False when the search has stopped before: for the disk, or
         because ``most`` names were asked for."""
-        self.chains_on_disk, self.named_on_disk = [], []
+        self.looks = []
         if self.length is not None:
             return True
         if self._search is None:
@@ -80,8 +80,12 @@ class HitSearch:
             if not self._looked_for_chains:
                 self._looked_for_chains = True
                 pairs = zip(self.view.chains, self.founds, strict=True)
-                self.chains_on_disk = [chain for chain, found in pairs if found.look_on_disk]
-                if self.chains_on_disk:
+                self.looks = [
+                    chain.bringing(self._state, self.view.num_tokens)
+                    for chain, found in pairs
+                    if found.look_on_disk
+                ]
+                if self.looks:
                     return False
         self.length = self._search_names(self.branch, most)
         return self.length is not None
@@ -103,7 +107,7 @@ class HitSearch:
         self._changes = self._state.index.changes
         self.founds = [self._found(chain, self.view.num_tokens) for chain in self.view.chains]
         pairs = zip(self.founds, self.view.here, strict=True)
-        reached = (max(found.match.tokens, here) for found, here in pairs)
+        reached = (max(found.tokens, here) for found, here in pairs)
         self.branch = min([*reached, self.view.num_tokens])
 
     def _search_names(self, limit: int, most: int) -> int | None:
@@ -116,7 +120,7 @@ class HitSearch:
             asked = 0
             while asked <= most:
                 held = {at: self._held(at, ends) for at, ends in self._wanted.items()}
-                if self.named_on_disk:
+                if self.looks:
                     return None
                 asked += sum(map(len, self._wanted.values()))
                 self._wanted = self._search.send(held)
@@ -125,16 +129,13 @@ class HitSearch:
         return None
 
     def _held(self, at: int, ends: Sequence[int]) -> list[int]:
-        """Those of a group's pages that there are. What the disk may have, too, is noted."""
+        """Those of a group's pages that there are. A look at the disk for the others is noted, once."""
         here, looked = self._here[at], self._looked[at]
         asked = [end for end in ends if end not in here]
-        view = self.view.pages(self.view.named[at], asked)
-        pages = view.loose_pages(self._state)
-        if not self._concluding:
-            on_disk = view.loose_on_disk(self._state, pages)
-            unsure = [place for place in on_disk if asked[place] not in looked]
-            looked.update(asked[place] for place in unsure)
-            if unsure:
-                self.named_on_disk.append((view, unsure))
-        there = {end for end, page in zip(asked, pages, strict=True) if page is not None}
-        return [end for end in ends if end in here or end in there]
+        pages = self.view.pages(self.view.named[at], asked)
+        found = pages.find(self._state, pages.num_tokens)
+        missing = {asked[position] for position in pages.missing(found, pages.num_tokens)}
+        if found.look_on_disk and not self._concluding and not looked.issuperset(missing):
+            self.looks.append(pages.bringing(self._state, pages.num_tokens))
+        looked |= missing
+        return [end for end in ends if end not in missing]

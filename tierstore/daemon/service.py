@@ -40,7 +40,7 @@ from tierstore.core.backend import LocalBackend
 from tierstore.core.clients import Client, LocalLease, Refusal
 from tierstore.core.core import Core
 from tierstore.core.hits import HitView
-from tierstore.core.prompts import PromptView
+from tierstore.core.prompts import ChainView, NamedView, PromptView
 from tierstore.daemon.settings import Settings
 from tierstore.daemon.stats import (
     ClientStats,
@@ -345,9 +345,9 @@ class Service:
     ) -> Reply:
         """The hit, and by how much it would be longer with what other hosts have."""
         answer = _hit_found(m.id, ways, await found)
-        chunk_tokens, backend = view.chunk_tokens, session.backend
+        chunk_tokens, lookups = view.chunk_tokens, session.backend.lookups
         reach = view.num_tokens
-        held = [backend.held(chain, view.num_tokens) // chunk_tokens for chain in view.chains]
+        held = [lookups.held(chain, view.num_tokens) // chunk_tokens for chain in view.chains]
         for chain, here, chunks in zip(view.chains, view.here, held, strict=True):
             cluster.used(chain, chunks)
             more = 0
@@ -367,7 +367,7 @@ class Service:
                     group = view.named[at]
                     asked = [end for end in ends if end not in group.here]
                     pages = view.pages(group, asked)
-                    lacking = await backend.missing_everywhere(pages, patience_s=m.wait_s)
+                    lacking = await lookups.missing(pages, patience_s=m.wait_s)
                     far = await cluster.look_for(pages.part(lacking), reach - answer.tokens)
                     remote[at] = {asked[lacking[place]] for place in far}
                     nowhere = {asked[place] for place in lacking} - remote[at]
@@ -415,10 +415,10 @@ class Service:
         """Find a prompt's pages when those that were promised have come, or are late."""
         stop = _nothing
         if self.cluster is not None and not self._is_agent(session):
-            if view.loose:
-                first, wanted = 0, view.part(session.backend.missing(view))
-            else:
-                first, wanted = session.backend.held(view, m.expect) // view.chunk_tokens, view
+            lookups = session.backend.lookups
+            wanted, first = view, lookups.held(view, m.expect) // view.chunk_tokens
+            if isinstance(view, NamedView):
+                wanted, first = view.part(lookups.missing(view).wait()), 0
             stop = self.cluster.expect(wanted, first, m.expect // view.chunk_tokens - first, m.expect_s)
         session.expected[m.id] = expected
         try:
@@ -437,7 +437,7 @@ class Service:
             return p.Found(m.id, 0, 0, 0, [], 0, 0)
         found = session.backend.find(view, patience_s=wait_s, max_tokens=m.max_tokens)
         ways = dict(session.backend.ways())
-        alone = self.cluster is None or self._is_agent(session) or (view.loose and m.gain <= 0)
+        alone = self.cluster is None or self._is_agent(session) or (view.named and m.gain <= 0)
         if self.cluster is None or alone:
             return _then(found, partial(_found, m.id, ways))
         return self._look_further(self.cluster, view, found, m, ways)
@@ -453,7 +453,7 @@ class Service:
         """And whether other hosts have more of it."""
         answer = _found(m.id, ways, await found)
         chunks = answer.tokens // view.chunk_tokens
-        if view.loose:
+        if isinstance(view, NamedView):
             here = set(array.array("I", answer.positions))
             lacking = [at for at in range(view.whole_chunks) if at not in here]
             there = await cluster.look_for(view.part(lacking), m.gain)
@@ -523,7 +523,7 @@ class Service:
         pages = 0
         try:
             left = max(ends - time.monotonic(), 0.0)
-            sending = await session.backend.send(lease, m.first, count, wait_s=left)
+            sending = await session.backend.reading.send(lease, m.first, count, wait_s=left)
             pages = len(sending.frames)
         finally:
             session.note_sent(nbytes - pages * page_bytes)
@@ -576,18 +576,19 @@ class Service:
             if cluster is None or not cluster.publishes(view, elsewhere=elsewhere):
                 return told
             shared, chunks = view, min(m.first + m.count, view.whole_chunks)
-            if view.loose:  # a save of no pages is about all that it names
+            if isinstance(view, NamedView):  # a save of no pages is about all that it names
                 shared = view.part(range(m.first, chunks)) if m.count else view
                 chunks = shared.whole_chunks
             if told.reservation:
                 session.sharing[told.reservation] = shared, chunks
             elif elsewhere:  # it is here already, as far as it is
-                if view.loose:
-                    lacking = set(session.backend.missing(shared))
+                lookups = session.backend.lookups
+                if isinstance(shared, NamedView):
+                    lacking = set(lookups.missing(shared).wait())
                     shared = shared.part([at for at in range(chunks) if at not in lacking])
                     chunks = shared.whole_chunks
                 else:
-                    chunks = session.backend.held(view, chunks * view.chunk_tokens) // view.chunk_tokens
+                    chunks = lookups.held(view, chunks * view.chunk_tokens) // view.chunk_tokens
                 cluster.committed(shared, chunks)
             return told
 
@@ -684,7 +685,7 @@ class Service:
                 raise tokens
             return p.Pinned(m.id, tokens)
 
-        return _then(session.backend.pin_or_refuse(view, undo=m.undo), pinned)
+        return _then(session.backend.lookups.pin(view, undo=m.undo), pinned)
 
     def _unpin(self, session: Session, m: p.Unpin) -> p.Unpinned:
         if session.tenant:
@@ -822,14 +823,16 @@ def _view(session: Session, part: p.PromptPart) -> PromptView:
     keys = cast(Sequence[PageKey], struct.unpack(f"{KEY_BYTES}s" * whole, part.keys))
     if part.loose and not (registration.identity.whole_pages and len(part.tokens) == whole * width):
         raise Refusal("usage", "loose pages are whole, and of a layout whose pages are found whole")
-    if part.loose or not part.path:
-        return PromptView(registration, keys, part.tokens, loose=part.loose, depth=part.known)
+    if part.loose:
+        return NamedView(registration, keys, part.tokens, depth=part.known)
+    if not part.path:
+        return ChainView(registration, keys, part.tokens)
     path = client.path(part.path)
     if part.known > len(path.pages):
         raise Refusal("path", f"path {part.path} has {len(path.pages)} chunks, not {part.known}")
     if path.pages and path.pages[0].identity != registration.identity.digest:
         raise Refusal("path", f"path {part.path} is one of another identity")
-    return PromptView(registration, keys, part.tokens, path=path, path_number=part.path, known=part.known)
+    return ChainView(registration, keys, part.tokens, path=path, path_number=part.path, known=part.known)
 
 
 def _hit_view(session: Session, m: p.FindHit) -> HitView:
@@ -839,7 +842,7 @@ def _hit_view(session: Session, m: p.FindHit) -> HitView:
         raise Refusal(
             "usage", f"{len(m.chains)} chains, {len(m.here)} of them here, {len(m.named)} named groups"
         )
-    chains = [_view(session, chain) for chain in m.chains]
+    chains = [view for part in m.chains if isinstance(view := _view(session, part), ChainView)]
     named = [
         NamedGroup(client.registration(part.identity), _rule(part), array.array("I", part.here))
         for part in m.named
@@ -848,7 +851,7 @@ def _hit_view(session: Session, m: p.FindHit) -> HitView:
     registrations = [*(chain.registration for chain in chains), *(group.registration for group in named)]
     sizes = {each.chunk_tokens for each in registrations}
     whole = [group.registration.identity.whole_pages for group in named]
-    if len(sizes) != 1 or len(named) != len(m.named) or not all(whole) or any(c.loose for c in chains):
+    if len(sizes) != 1 or len(named) != len(m.named) or not all(whole) or len(chains) < len(m.chains):
         raise Refusal("usage", "these layer groups are not those of one model")
     [chunk_tokens] = sizes
     names = [m.names[at : at + NAME_BYTES] for at in range(0, len(m.names), NAME_BYTES)]
