@@ -123,7 +123,7 @@ def open(
         stall_s=stall_s,
         pools=[pool],
     )
-    backend = LocalBackend(core, page_bytes=spec.page_bytes, owns_core=True)
+    backend = LocalBackend(core, owns_core=True)
     return Store(
         backend,
         spec,
@@ -169,7 +169,7 @@ def open_groups(
     )
     stores = [
         Store(
-            LocalBackend(core, page_bytes=part.page_bytes, owns_core=not group),
+            LocalBackend(core, owns_core=not group),
             part,
             identity=group_identity(identity, part),
             pool=pool,

@@ -26,7 +26,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tierstore.errors import UsageError
-from tierstore.keys import TOKEN_BYTES, Identity, PageKey
+from tierstore.groups import GroupRule
+from tierstore.keys import KEY_BYTES, TOKEN_BYTES, Identity, PageKey, name_at, padded_name
 from tierstore.memory import Memory
 from tierstore.planner import Way
 from tierstore.stats import StoreStats
@@ -60,9 +61,11 @@ class LookupRequest:
     """A prompt as it was when somebody asked: it may grow meanwhile. Its tokens are the first ``nbytes`` of
     ``data`` (copying a long prompt costs more than matching it), ``keys`` are those of its full chunks. The
     first ``common`` chunks are also those of ``known``. Chunks that are ``loose`` follow nothing: each is
-    found, leased and saved by its own key (:meth:`~tierstore.keys.Prompt.loose_pages`)."""
+    found, leased and saved by its own key (:meth:`~tierstore.keys.Prompt.loose_pages`). Each page of it has
+    ``page_bytes`` bytes."""
 
     identity: Identity
+    page_bytes: int
     chunk_tokens: int
     data: bytes
     nbytes: int
@@ -74,6 +77,11 @@ class LookupRequest:
     gain: int = 0
     """Of loose chunks: tokens of a prompt that need not be computed if those that are lacking here come from
     other hosts. Where that is enough, it is found out whether these have them."""
+
+    @property
+    def registration(self) -> Registration:
+        """What a backend has to know before it is asked."""
+        return Registration(self.identity, self.page_bytes, self.chunk_tokens)
 
     @property
     def width(self) -> int:
@@ -103,6 +111,7 @@ class LookupRequest:
         chunks = tokens // self.chunk_tokens
         return LookupRequest(
             self.identity,
+            self.page_bytes,
             self.chunk_tokens,
             self.data,
             tokens * TOKEN_BYTES,
@@ -117,7 +126,16 @@ class LookupRequest:
         data = b"".join([self.chunk(chunk) for chunk in chunks])
         keys = [self.keys[chunk] for chunk in chunks]
         depth = self.depth + chunks[0] if chunks else 0
-        return LookupRequest(self.identity, self.chunk_tokens, data, len(data), keys, loose=True, depth=depth)
+        return LookupRequest(
+            self.identity,
+            self.page_bytes,
+            self.chunk_tokens,
+            data,
+            len(data),
+            keys,
+            loose=True,
+            depth=depth,
+        )
 
     def found(self, lease: Lease) -> LookupRequest:
         """What of it a lease is on."""
@@ -176,6 +194,7 @@ class Lease:
     """Behind these, of other hosts' pages: :meth:`Backend.bring` may have them come. A hint."""
     remote_positions: Sequence[int] = ()
     """Likewise of loose chunks: those that are not held, and other hosts seem to have."""
+    page_bytes: int = 0  # of each of its pages
 
     def run_at(self, position: int) -> tuple[str, int]:
         """The tier of a page, and how many pages from it on are in that tier."""
@@ -196,6 +215,85 @@ class Registration:
     page_bytes: int
     chunk_tokens: int
     model_name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedGroup:
+    """A layer group whose pages are found by name, as one :class:`HitRequest` asks for it. The caller has the
+    pages that end at the tokens ``here`` itself."""
+
+    registration: Registration
+    rule: GroupRule
+    here: Sequence[int] = ()
+
+
+@dataclass(slots=True)
+class HitRequest:
+    """The first ``num_tokens`` tokens of a prompt, as every layer group of its model keeps them.
+
+    ``chains`` has a request for each group that needs every token, all for the same tokens. The caller has
+    the first ``here[i]`` tokens of ``chains[i]`` itself. ``named`` are the other groups. A page of theirs has
+    the same name in each group: ``names[i]`` (:data:`~tierstore.keys.NAME_BYTES`) stands for the tokens up to
+    the end of whole chunk ``i``; ``root`` is what the first name was chained behind. ``tail`` are the token
+    bytes behind the last whole chunk."""
+
+    chunk_tokens: int
+    num_tokens: int
+    chains: Sequence[LookupRequest]
+    here: Sequence[int]
+    named: Sequence[NamedGroup] = ()
+    names: Sequence[bytes] = ()
+    root: bytes = b""
+    tail: bytes = b""
+
+    def pages(self, group: NamedGroup, ends: Sequence[int]) -> LookupRequest:
+        """The pages of a group that end at these tokens."""
+        names = [name_at(end, self.chunk_tokens, self.names, self.root, self._chunk) for end in ends]
+        data = b"".join([padded_name(name, self.chunk_tokens) for name in names])
+        keys = [PageKey(name[:KEY_BYTES]) for name in names]
+        known = group.registration
+        return LookupRequest(
+            known.identity, known.page_bytes, self.chunk_tokens, data, len(data), keys, loose=True
+        )
+
+    def _chunk(self, index: int) -> bytes:
+        return self.chains[0].chunk(index) if self.chains else self.tail
+
+    @property
+    def registrations(self) -> list[Registration]:
+        """What a backend has to know before it is asked, the chains' first."""
+        return [
+            *(chain.registration for chain in self.chains),
+            *(group.registration for group in self.named),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLease:
+    """The pages that a hit needs of one layer group and that the caller does not have: they end at the tokens
+    ``ends``, in the order of the lease's pages. Other hosts seem to have those at ``remote_ends``."""
+
+    lease: Lease
+    ends: Sequence[int] = ()
+    remote_ends: Sequence[int] = ()
+
+
+@dataclass(slots=True, eq=False)
+class HitLease:
+    """The answer to a :class:`HitRequest`: the longest hit that all groups support has ``tokens`` tokens.
+    The groups that need every token reach to ``branch``. ``chains`` and ``named`` are in the request's order.
+    Together with what other hosts seem to have, the hit would be ``remote_tokens`` longer."""
+
+    tokens: int
+    branch: int
+    chains: Sequence[GroupLease]
+    named: Sequence[GroupLease]
+    remote_tokens: int = 0
+
+    @property
+    def groups(self) -> list[GroupLease]:
+        """All of them, the chains first."""
+        return [*self.chains, *self.named]
 
 
 def _nothing() -> None:
@@ -240,9 +338,8 @@ class Reservation:
 
 
 class Backend(Protocol):
-    """What is below HBM, for one store. All pages of a store have ``page_bytes`` bytes."""
-
-    page_bytes: int
+    """What is below HBM, for one store. Pages of one identity have one size; a store of several layer groups
+    has an identity for each group."""
 
     @property
     def lease_s(self) -> float:
@@ -259,6 +356,11 @@ class Backend(Protocol):
     ) -> Transfer[Lease | None]:
         """The longest held prefix of a prompt, under a lease; None when there was no answer in ``patience_s``
         seconds. ``caller_receives``: this thread waits for the answer at once."""
+
+    def find_hit(self, request: HitRequest, *, patience_s: float) -> Transfer[HitLease | None]:
+        """The longest hit that all layer groups of a prompt support, with a lease on exactly the pages that
+        it needs and that the caller does not have; None when there was no answer in ``patience_s`` seconds.
+        Release each of ``HitLease.groups``."""
 
     def expect(self, request: LookupRequest, *, wait_s: float) -> Transfer[None]:
         """Somebody has promised to save all whole chunks of this prompt. Ends when they are held, when it is
@@ -364,7 +466,7 @@ class Backend(Protocol):
     def wait_ready(self, timeout: float) -> None:
         """Wait until the backend is as fast as it gets."""
 
-    def introduce(self, identity: Identity, chunk_tokens: int) -> None:
+    def introduce(self, registration: Registration) -> None:
         """Have an identity known before its first prompt is asked for."""
 
     def close(self) -> None:

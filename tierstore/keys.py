@@ -159,10 +159,9 @@ class Prompt:
         """:meth:`loose_pages`, each found by a name of :data:`NAME_BYTES`, such as a cryptographic hash of
         all that its bytes depend on. The name stands where others have tokens, of which there have to be
         :data:`LEAST_NAMED_TOKENS`, so all of it is compared."""
-        width = chunk_tokens * TOKEN_BYTES
         return cls.loose_pages(
             identity,
-            b"".join([name.ljust(width, b"\0") for name in names]),
+            b"".join([padded_name(name, chunk_tokens) for name in names]),
             [PageKey(name[:KEY_BYTES]) for name in names],
             chunk_tokens=chunk_tokens,
             pages_before=pages_before,
@@ -223,6 +222,33 @@ class Prompt:
         width = self.chunk_tokens * TOKEN_BYTES
         data = bytes(memoryview(self._data)[len(self.keys) * width :])
         self.keys.extend(chunk_keys(self._parent_key(), data, width, self._digest))
+
+
+def page_name(before: bytes, tokens: bytes) -> bytes:
+    """Return the name of the page that holds ``tokens`` (the token bytes of one chunk, or of its beginning)
+    behind the page named ``before``. The first page of a prompt is behind its model's identity digest.
+
+    A name is a SHA-256, so it can be compared in place of all tokens before it.
+
+    >>> len(page_name(bytes(NAME_BYTES), bytes(64)))
+    32
+    """
+    return hashlib.sha256(before + tokens).digest()
+
+
+def name_at(
+    end: int, chunk_tokens: int, names: Sequence[bytes], root: bytes, chunk: Callable[[int], bytes]
+) -> bytes:
+    """Return the name of the page that ends at token ``end``. ``names`` are those of the whole chunks, and
+    ``chunk(i)`` returns the token bytes of chunk ``i``."""
+    whole, tokens = divmod(end, chunk_tokens)
+    before = names[whole - 1] if whole else root
+    return page_name(before, chunk(whole)[: tokens * TOKEN_BYTES]) if tokens else before
+
+
+def padded_name(name: bytes, chunk_tokens: int) -> bytes:
+    """Return a name as it stands where another page has the tokens of its chunk."""
+    return name.ljust(chunk_tokens * TOKEN_BYTES, b"\0")
 
 
 def root_key(identity: Identity) -> bytes:

@@ -28,9 +28,13 @@ import numpy as np
 from tierstore import memory
 from tierstore.backend import (
     NO_HINTS,
+    GroupLease,
+    HitLease,
+    HitRequest,
     Lease,
     Located,
     LookupRequest,
+    NamedGroup,
     PrefixHandle,
     Registration,
     Reservation,
@@ -41,7 +45,6 @@ from tierstore.client.connection import Connection
 from tierstore.client.handshake import Address, Session
 from tierstore.curve import CurveStats
 from tierstore.index import Tier
-from tierstore.keys import Identity
 from tierstore.planner import Way
 from tierstore.stats import StoreStats
 from tierstore.tiers.pinned import Pin
@@ -90,7 +93,6 @@ class RemoteBackend:
         saves: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.page_bytes = registration.page_bytes
         self._model_name = registration.model_name
         self._verify = verify
         self._loads, self._saves = loads, saves
@@ -119,18 +121,18 @@ class RemoteBackend:
 
     # -- identities and prompts ----------------------------------------------------------------------
 
-    def introduce(self, identity: Identity, chunk_tokens: int) -> None:
-        registering = self._registering(identity, chunk_tokens)
+    def introduce(self, registration: Registration) -> None:
+        registering = self._registering(registration)
         if registering is not None:
             registering.wait()
 
-    def _registering(self, identity: Identity, chunk_tokens: int) -> Transfer[None] | None:
+    def _registering(self, registration: Registration) -> Transfer[None] | None:
         """What has to end before a prompt of this identity can be spoken of; None in nearly all cases."""
         session = self.connection.session
-        if session is None or identity.digest in session.identities:
+        if session is None or registration.identity.digest in session.identities:
             return None
-        registration = Registration(identity, self.page_bytes, chunk_tokens, self._model_name)
-        return self.connection.register(session, registration)
+        named = replace(registration, model_name=registration.model_name or self._model_name)
+        return self.connection.register(session, named)
 
     def _session_for(self, request: LookupRequest) -> Session | None:
         """The session, if there is one that knows the prompt's identity."""
@@ -146,13 +148,40 @@ class RemoteBackend:
     ) -> Transfer[Lease | None]:
         if not self._loads:
             return Transfer.completed(None)
-        registering = self._registering(request.identity, request.chunk_tokens)
-        if registering is None:
-            return self._find(request, patience_s, caller_receives)
-        ends = time.monotonic() + patience_s
-        found: Transfer[Lease | None] | None = None
+        return self._once_known(
+            [request.registration],
+            patience_s,
+            lambda left_s, receives: self._find(request, left_s, caller_receives and receives),
+            self.release,
+        )
 
-        def settle(state: TransferState) -> Lease | None:
+    def find_hit(self, request: HitRequest, *, patience_s: float) -> Transfer[HitLease | None]:
+        if not self._loads:
+            return Transfer.completed(None)
+        return self._once_known(
+            request.registrations,
+            patience_s,
+            lambda left_s, receives: self._find_hit(request, left_s, receives),
+            self._release_hit,
+        )
+
+    def _once_known(
+        self,
+        registrations: Sequence[Registration],
+        patience_s: float,
+        ask: Callable[[float, bool], Transfer[R | None]],
+        give_back: Callable[[R], None],
+    ) -> Transfer[R | None]:
+        """``ask`` when the daemon knows these identities, which it does in nearly all cases. ``ask`` is told
+        how many seconds are left, and whether the calling thread receives the answer. What nobody waits for
+        any more is given back."""
+        registering = [each for known in registrations if (each := self._registering(known)) is not None]
+        if not registering:
+            return ask(patience_s, True)
+        ends = time.monotonic() + patience_s
+        found: Transfer[R | None] | None = None
+
+        def settle(state: TransferState) -> R | None:
             if found is None:
                 return None
             if state is TransferState.DONE or not found.cancel():
@@ -160,22 +189,150 @@ class RemoteBackend:
                 if state is TransferState.DONE:
                     return lease
                 if lease is not None:
-                    self.release(lease)
+                    give_back(lease)
             return None
 
-        both: Transfer[Lease | None] = Transfer(settle, pages=0, nbytes=0, deadline_s=patience_s)
+        both: Transfer[R | None] = Transfer(settle, pages=0, nbytes=0, deadline_s=patience_s)
+        waited_for = iter(registering)
 
-        def ask() -> None:
+        def go_on() -> None:
             nonlocal found
+            following = next(waited_for, None)
+            if following is not None:
+                following.on_end(go_on)
+                return
             left = ends - time.monotonic()
             if left <= 0 or both.stopped:
                 both.finish()
                 return
-            found = self._find(request, left, caller_receives=False)
+            found = ask(left, False)
             found.on_end(both.finish)
 
-        registering.on_end(ask)
+        go_on()
         return both
+
+    def _release_hit(self, hit: HitLease) -> None:
+        for group in hit.groups:
+            self.release(group.lease)
+
+    def _find_hit(
+        self, request: HitRequest, patience_s: float, caller_receives: bool
+    ) -> Transfer[HitLease | None]:
+        session = self.connection.session
+        known = session.identities if session is not None else {}
+        if session is None or any(each.identity.digest not in known for each in request.registrations):
+            return Transfer.completed(None)
+        at = self._clock()
+        declined = self._take_declined()
+
+        def message() -> messages.FindHit:
+            return messages.FindHit(
+                0,
+                [_part(session, chain, chain.handle_of(session)) for chain in request.chains],
+                list(request.here),
+                [_named_part(session, group) for group in request.named],
+                b"".join(request.names),
+                request.root,
+                request.tail,
+                request.num_tokens,
+                min(patience_s * _WAIT_SHARE, messages.MOST_WAIT_S),
+                declined=declined,
+            )
+
+        def whole() -> messages.FindHit:
+            for chain in request.chains:
+                chain.forget_handle()
+            return message()
+
+        def leased(found: messages.HitFound | None, _: object) -> HitLease | None:
+            return self._leased_hit(session, request, found, at) if found is not None else None
+
+        return self.connection.call(
+            session,
+            message(),
+            messages.HitFound,
+            leased,
+            patience_s=patience_s,
+            otherwise=whole,
+            caller_receives=caller_receives,
+        )
+
+    def _leased_hit(
+        self, session: Session, request: HitRequest, found: messages.HitFound, at: float
+    ) -> HitLease:
+        """The answer as leases. An answer that does not fit the question is a miss, and is given back."""
+        self._note_ways(found.ways)
+        ends = at + session.lease_s
+        chains = [
+            self._group_lease(session, chain.cut(group.tokens), group, range(0), ends)
+            for chain, group in zip(request.chains, found.chains, strict=False)
+        ]
+        named = []
+        for kind, group in zip(request.named, found.named, strict=False):
+            needed = kind.rule.ends(found.tokens, request.chunk_tokens)
+            lacking = [end for end in needed if end not in kind.here]
+            named.append(self._group_lease(session, request.pages(kind, lacking), group, lacking, ends))
+        hit = HitLease(found.tokens, found.branch, chains, named, max(found.remote_tokens, 0))
+        sound = (
+            len(chains) == len(request.chains)
+            and len(named) == len(request.named)
+            and 0 <= found.tokens <= min(found.branch, request.num_tokens)
+            and all(
+                max(here, group.lease.tokens) >= found.tokens
+                for here, group in zip(request.here, chains, strict=True)
+            )
+            and all(group.lease.pages == len(group.ends) for group in named)
+        )
+        if not sound:
+            self._release_hit(hit)
+            empty = GroupLease(Lease(0, 0, 0, (), 0.0))
+            return HitLease(0, 0, [empty] * len(request.chains), [empty] * len(request.named))
+        return hit
+
+    def _group_lease(
+        self,
+        session: Session,
+        request: LookupRequest,
+        found: messages.GroupFound,
+        page_ends: Sequence[int],
+        ends: float,
+    ) -> GroupLease:
+        """The lease on what the daemon has found of one group, which is ``request``."""
+        remote_ends = numbers(found.remote_ends, "<u4").tolist()
+        handle = PrefixHandle(session, found.path, found.known) if found.path and found.known > 0 else None
+        pages = -(-found.tokens // request.chunk_tokens) if found.tokens > 0 else 0
+        fits = pages == request.num_chunks == sum(count for _, count in found.tiers)
+        if not found.lease or not pages or not fits:
+            if found.lease:
+                self.connection.release(session, found.lease)
+            return GroupLease(Lease(0, 0, 0, (), 0.0, handle), page_ends, remote_ends)
+        lease = RemoteLease(
+            found.lease,
+            found.tokens,
+            pages,
+            found.tiers,
+            ends,
+            handle,
+            range(pages) if request.loose else (),
+            page_bytes=request.page_bytes,
+            session=session,
+            request=request,
+        )
+        return GroupLease(lease, page_ends, remote_ends)
+
+    def _take_declined(self) -> dict[str, int]:
+        with self._lock:
+            declined, self._declined = dict(self._declined), Counter()
+        return declined
+
+    def _note_ways(self, figures: Mapping[str, tuple[float, float, float]]) -> None:
+        ways = {
+            tier: Way(*each)
+            for tier, each in figures.items()
+            if each[0] > 0 and all(0 <= figure < math.inf for figure in each)
+        }
+        with self._lock:
+            self._ways = ways
 
     def _find(
         self, request: LookupRequest, patience_s: float, caller_receives: bool
@@ -188,8 +345,7 @@ class RemoteBackend:
         )  # the daemon's waiting is within our patience, not on top of it
         at = self._clock()
 
-        with self._lock:
-            declined, self._declined = dict(self._declined), Counter()
+        declined = self._take_declined()
 
         def message() -> messages.Lookup:
             handle = request.handle_of(session)
@@ -236,7 +392,7 @@ class RemoteBackend:
             if transfer.state is TransferState.CANCELLED:  # in the meantime
                 settle(transfer.state)
 
-        registering = self._registering(request.identity, request.chunk_tokens)
+        registering = self._registering(request.registration)
         if registering is None:
             ask()
         else:
@@ -270,13 +426,7 @@ class RemoteBackend:
     ) -> Lease | None:
         if found is None:
             return None
-        ways = {
-            tier: Way(*figures)
-            for tier, figures in found.ways.items()
-            if figures[0] > 0 and all(0 <= figure < math.inf for figure in figures)
-        }
-        with self._lock:
-            self._ways = ways
+        self._note_ways(found.ways)
         pages = -(-found.tokens // request.chunk_tokens)
         sound = 0 <= found.tokens <= request.num_tokens and sum(count for _, count in found.tiers) == pages
         positions = numbers(found.positions, "<u4").tolist()
@@ -305,6 +455,7 @@ class RemoteBackend:
             positions if request.loose else (),
             remote,
             others,
+            request.page_bytes,
             session,
             request,
         )
@@ -379,10 +530,10 @@ class RemoteBackend:
     def window_pages(self, lease: Lease, first: int) -> int:
         session = _session_of(lease)
         if session is not None and session.arena is None:
-            return max(_FETCH_BYTES // self.page_bytes, 1)
+            return max(_FETCH_BYTES // lease.page_bytes, 1)
         tier, run = lease.run_at(first)
         if tier == Tier.DISK.label:
-            return min(run, max(_DISK_BYTES // self.page_bytes, 1))
+            return min(run, max(_DISK_BYTES // lease.page_bytes, 1))
         return min(run, _WINDOW_PAGES)
 
     def locate(
@@ -396,7 +547,7 @@ class RemoteBackend:
         if session.arena is None:
 
             def fetched(answer: messages.Fetched | None, frames: Sequence[memoryview]) -> Located | None:
-                return self._fetched(answer, frames, count)
+                return self._fetched(lease, answer, frames, count)
 
             fetch = messages.Fetch(0, lease.number, first, count, wait_s)
             return self.connection.call(session, fetch, messages.Fetched, fetched, wait_s=wait_s)
@@ -415,7 +566,7 @@ class RemoteBackend:
             return None
         offsets = numbers(answer.offsets, "<u8")[:count]
         # A wrong offset must not become a wrong address.
-        good = int(np.argmin(np.append(offsets <= mapped.nbytes - self.page_bytes, False)))
+        good = int(np.argmin(np.append(offsets <= mapped.nbytes - lease.page_bytes, False)))
         if not good:
             return None
         with self._lock:
@@ -443,9 +594,9 @@ class RemoteBackend:
         )
 
     def _fetched(
-        self, answer: messages.Fetched | None, frames: Sequence[memoryview], count: int
+        self, lease: Lease, answer: messages.Fetched | None, frames: Sequence[memoryview], count: int
     ) -> Located | None:
-        pages = [frame for frame in frames[:count] if frame.nbytes == self.page_bytes]
+        pages = [frame for frame in frames[:count] if frame.nbytes == lease.page_bytes]
         checksums = numbers(answer.checksums if answer is not None else b"", "<u8").tolist()
         good = min(len(pages), [*checksums, 0].index(0))
         if not good:
@@ -512,11 +663,13 @@ class RemoteBackend:
             return message(None)
 
         def reserved(answer: messages.Reserved | None, _: object) -> Reservation | None:
-            return self._reserved(session, answer, count)
+            return self._reserved(session, answer, count, request.page_bytes)
 
         return self.connection.call(session, message(handle), messages.Reserved, reserved, otherwise=whole)
 
-    def _reserved(self, session: Session, answer: messages.Reserved | None, count: int) -> Reservation | None:
+    def _reserved(
+        self, session: Session, answer: messages.Reserved | None, count: int, page_bytes: int
+    ) -> Reservation | None:
         if answer is None:
             return None
         positions = numbers(answer.positions, "<u4").tolist()
@@ -528,7 +681,7 @@ class RemoteBackend:
             and all(position < count for position in positions)
         )
         if session.arena is not None:
-            limit = mapped.nbytes - self.page_bytes if mapped is not None else -1
+            limit = mapped.nbytes - page_bytes if mapped is not None else -1
             sound = sound and all(offset <= limit for offset in offsets)
         if not sound:  # writing there could harm somebody
             if answer.reservation:
@@ -580,7 +733,7 @@ class RemoteBackend:
     # -- keeping, dropping, seeing -------------------------------------------------------------------
 
     def pin(self, request: LookupRequest, *, undo: bool = False) -> Transfer[int]:
-        self.introduce(request.identity, request.chunk_tokens)
+        self.introduce(request.registration)
         session = self._session_for(request)
         if session is None:
             return Transfer.completed(0)
@@ -652,6 +805,12 @@ def _pages(answer: messages.Prefetched | messages.Committed | None, _: object) -
 
 def _session_of(lease: Lease) -> Session | None:
     return lease.session if isinstance(lease, RemoteLease) else None
+
+
+def _named_part(session: Session, group: NamedGroup) -> messages.NamedPart:
+    here = np.array(group.here, "<u4").tobytes()
+    number = session.identities[group.registration.identity.digest]
+    return messages.NamedPart(number, group.rule.past.value, group.rule.tokens, here)
 
 
 def _part(session: Session, request: LookupRequest, handle: PrefixHandle | None) -> messages.PromptPart:

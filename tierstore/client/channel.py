@@ -250,7 +250,7 @@ class Channel:
     ) -> bool:
         """Send a message, the request that ``call`` stands for if there is one. ``caller_receives``: the
         caller waits for it at once. False when the session is over."""
-        if isinstance(message, messages.Lookup):
+        if isinstance(message, messages.Lookup | messages.FindHit):
             with self._lock:
                 message.released = self._take_released()
         body = messages.encode(message)

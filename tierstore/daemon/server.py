@@ -30,7 +30,7 @@ _IO_THREADS = 1
 _DESCRIPTORS = 32  # that libzmq and the listeners take
 _MOST_SMALL_BYTES = 64 << 10  # of messages without a prompt
 _HEAD_BYTES = 64  # with the name and the id
-_BULKY = {cls.__name__.encode() for cls in (p.Lookup, p.Reserve, p.Pin, p.Commit)}
+_BULKY = {cls.__name__.encode() for cls in (p.Lookup, p.FindHit, p.Reserve, p.Pin, p.Commit)}
 _SWEEP_S = 1.0  # how often clients without an arena are looked after
 
 

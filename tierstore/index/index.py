@@ -22,7 +22,7 @@ from tierstore.policy import (
     fingerprint,
 )
 
-_PAGES_A_TICK = 64  # of a prompt of loose pages, to be older than those before them. Callers save 128 at once
+_PAGES_A_TICK = 64  # of a prompt of named pages, to be older than those before them. Callers save 128 at once
 
 
 class EvictionQueues:
@@ -127,7 +127,7 @@ class Hints:
 
 
 class Leaving:
-    """Loose pages that somebody has let go of: they leave their tiers as soon as nothing holds them there.
+    """Named pages that somebody has let go of: they leave their tiers as soon as nothing holds them there.
     (Pages of a chain leave from its end, as the policy says.) ``drop`` lets a copy leave. Not thread-safe."""
 
     def __init__(self, tiers: Sequence[Tier], drop: Callable[[Page, Tier], None]) -> None:
@@ -346,7 +346,7 @@ class Index:
             for page in pages:
                 page.hits += 1
 
-    def touch_loose(self, depths: Mapping[Page, int], *, hit: bool) -> None:
+    def touch_named(self, depths: Mapping[Page, int], *, hit: bool) -> None:
         """:meth:`touch` for pages without a chain, each with the number of pages that come before it in its
         prompt. No tree says that those behind leave first, and the pages of a prompt come in several
         requests: so a page counts as used a little earlier than the ones before it."""

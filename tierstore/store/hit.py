@@ -50,6 +50,7 @@ class Hit:
         self._hbm_lease = hbm_lease
         self._lease = lease  # guarded by the store's lock
         self.chunk_tokens = request.chunk_tokens
+        self.page_bytes = request.page_bytes
         below = lease.tokens if lease is not None else 0
         self.tokens = max(match.tokens, below)
         whole = match.tokens // self.chunk_tokens
@@ -174,7 +175,7 @@ class Hit:
         def settle(_: TransferState) -> int:
             return above
 
-        nbytes = self.num_pages * self.backend.page_bytes
+        nbytes = self.num_pages * self.page_bytes
         transfer = Transfer(
             settle, pages=self.num_pages, nbytes=nbytes, deadline_s=deadline_s, clock=self._hbm.clock
         )

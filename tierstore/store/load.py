@@ -98,7 +98,7 @@ class Load(ABC):
         self.first = part.first
         self.pages = hit.num_pages if part.stop is None else part.stop
         self._keeps_hit = part.keeps_hit
-        self.page_bytes = backend.page_bytes
+        self.page_bytes = hit.page_bytes
         self._leased_from = hit.leased_from
         self.closed = False  # settled: nothing that arrives now will be handed out
         self._arrived = [position < self.first for position in range(self.pages)]  # the others: not wanted

@@ -31,6 +31,7 @@ class PromptCache:
     """Prompts by their identity and first chunk, the last used last. Thread-safe."""
 
     chunk_tokens: int
+    page_bytes: int
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _buckets: dict[bytes, OrderedDict[int, KnownPrompt]] = field(default_factory=dict)
     _order: OrderedDict[int, KnownPrompt] = field(default_factory=OrderedDict)
@@ -56,7 +57,9 @@ class PromptCache:
         keys += chunk_keys(parent, data[len(keys) * width :], width)
         if known is not None and identity.whole_pages:
             common = common_keys(known.keys, keys[:common])
-        return LookupRequest(identity, self.chunk_tokens, data, len(data), keys, known, common)
+        return LookupRequest(
+            identity, self.page_bytes, self.chunk_tokens, data, len(data), keys, known, common
+        )
 
     def request(self, prompt: Prompt) -> LookupRequest:
         """``prompt`` as it is now."""
@@ -66,7 +69,9 @@ class PromptCache:
         if known is not None and prompt.identity.whole_pages:
             # Equal tokens are not enough where keys stand for more than tokens.
             common = common_keys(known.keys, keys[:common])
-        return LookupRequest(prompt.identity, prompt.chunk_tokens, data, len(data), keys, known, common)
+        return LookupRequest(
+            prompt.identity, self.page_bytes, prompt.chunk_tokens, data, len(data), keys, known, common
+        )
 
     def remember(self, request: LookupRequest, handle: PrefixHandle | None) -> None:
         """A request was asked (or its pages were saved), and the daemon calls it ``handle``, if it remembers

@@ -130,7 +130,7 @@ class Save:
         self._first = first
         self._count = count
         self._hints = hints
-        self._page_bytes = backend.page_bytes
+        self._page_bytes = request.page_bytes
         self._next = 0
         self._window_bytes = _FIRST_WINDOW_BYTES
         self._windows = 0  # reserved, and not ended yet

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from tierstore.arguments import optional_seconds, seconds, whole_number, whole_numbers
-from tierstore.backend import Backend, Lease, LookupRequest, SaveHints
+from tierstore.backend import Backend, Lease, LookupRequest, Registration, SaveHints
 from tierstore.errors import UsageError
 from tierstore.index import LABELS, Page, Tier
 from tierstore.keys import Identity, Prompt, TokenIds, encode_tokens
@@ -104,7 +104,7 @@ class Store:
         self._layout = spec.describe()  # compared at every lookup
         self._hbm = HbmTier(pool, spec.page_bytes, policy, clock)
         self._mover = Mover(whole_number("mover_threads", mover_threads, least=1))
-        self._prompts = PromptCache(spec.chunk_tokens)
+        self._prompts = PromptCache(spec.chunk_tokens, spec.page_bytes)
         self._budget = SaveBudget(backend)
         self.planner = Planner()
 
@@ -115,7 +115,7 @@ class Store:
         """Have the backend know an identity before its first prompt is saved or looked up, which waits for
         that (``lookup_s`` at most) otherwise. Costs nothing once it does."""
         self._hbm.require_process()
-        self.backend.introduce(identity, self.spec.chunk_tokens)
+        self.backend.introduce(Registration(identity, self.spec.page_bytes, self.spec.chunk_tokens))
 
     # -- finding -------------------------------------------------------------------------------------
 
@@ -169,6 +169,7 @@ class Store:
         data = prompt.token_bytes
         return LookupRequest(
             prompt.identity,
+            self.spec.page_bytes,
             prompt.chunk_tokens,
             data,
             len(data),
@@ -295,7 +296,7 @@ class Store:
             first = 0
             while first < lease.pages and lease.run_at(first)[0] != tier:
                 first += lease.run_at(first)[1]
-            count = min(lease.pages - first, max(_PROBE_BYTES // backend.page_bytes, 1))
+            count = min(lease.pages - first, max(_PROBE_BYTES // self.spec.page_bytes, 1))
             if count <= 0:
                 backend.release(lease)
                 return
@@ -305,7 +306,7 @@ class Store:
             def came() -> None:
                 located = brought.wait()
                 if located is not None:
-                    now_s, nbytes = clock(), len(located.addresses) * backend.page_bytes
+                    now_s, nbytes = clock(), len(located.addresses) * self.spec.page_bytes
                     self.planner.moved(tier, nbytes, now_s - began, now_s=now_s)
                     located.release()
                 backend.release(lease)
@@ -459,7 +460,7 @@ class Store:
         count: int,
         hints: SaveHints,
     ) -> Transfer[int]:
-        self.backend.introduce(request.identity, request.chunk_tokens)
+        self.backend.introduce(request.registration)
         if hints and not count:
             self.backend.reserve(request.cut(first * request.chunk_tokens), first, 0, hints=hints)
         return Save(

@@ -46,7 +46,7 @@ def open_store(
         clock=clock,
         **options,
     )
-    backend = LocalBackend(core, page_bytes=spec.page_bytes, owns_core=True)
+    backend = LocalBackend(core, owns_core=True)
     return Store(
         backend,
         spec,

@@ -21,10 +21,11 @@ from typing import TypeAlias
 
 import msgspec
 
-VERSION = b"\x02"
+VERSION = b"\x03"
 
 MAX_MESSAGE_BYTES = 64 << 20  # of one message with its payload frames: a prompt of 1M tokens needs 5 MB
 MAX_CHUNKS = 1 << 17  # in one prompt
+MAX_GROUPS = 64  # layer groups of a model
 MAX_IDENTITY_BYTES = 4096
 MAX_LIST_BYTES = 1 << 20  # of identities in one answer
 MAX_FETCH_BYTES = 16 << 20  # asked for in one Fetch, or sent in one Write; more of them may be under way
@@ -172,6 +173,64 @@ class Found(Message):
     ways: dict[str, tuple[float, float, float]] = {}
     remote: int = 0
     remote_positions: bytes = b""
+
+
+class NamedPart(msgspec.Struct, array_like=True):
+    """A layer group whose pages are found by name: what a hit needs of it is the rule's of ``past``
+    (:class:`tierstore.groups.Past`) and ``past_tokens``. The client has the pages that end at the tokens
+    ``here`` (uint32) itself."""
+
+    identity: int
+    past: str
+    past_tokens: int
+    here: bytes = b""
+
+
+class FindHit(Message):
+    """The longest hit of the first ``num_tokens`` tokens that all layer groups of a model support. ``chains``
+    is the prompt as each group keeps it that needs every token; the client has the first ``here[i]`` tokens
+    of ``chains[i]`` itself. ``named`` are the other groups. ``names`` (32 bytes each) are those of the
+    pages of all whole chunks, ``root`` is what the first one was chained behind, and ``tail`` are the tokens
+    behind the last whole chunk. The other fields are those of :class:`Lookup`."""
+
+    id: int
+    chains: list[PromptPart]
+    here: list[int]
+    named: list[NamedPart]
+    names: bytes
+    root: bytes
+    tail: bytes
+    num_tokens: int
+    wait_s: float
+    released: list[int] = []
+    declined: dict[str, int] = {}
+
+
+class GroupFound(msgspec.Struct, array_like=True):
+    """What a hit needs of one layer group and the client does not have. The pages of ``lease`` lie in
+    ``tiers``, as in :class:`Found`: the first ``tokens`` tokens of a chain, or the pages that the group's
+    rule names, in prompt order. ``path`` and ``known`` are those of :class:`Found`. Other hosts seem to have
+    the pages that end at the tokens ``remote_ends`` (uint32)."""
+
+    lease: int
+    tokens: int
+    tiers: list[tuple[str, int]]
+    path: int = 0
+    known: int = 0
+    remote_ends: bytes = b""
+
+
+class HitFound(Message):
+    """The hit has ``tokens`` tokens; the groups that need every token reach to ``branch``. With what other
+    hosts seem to have it would be ``remote_tokens`` longer. ``ways`` is as in :class:`Found`."""
+
+    id: int
+    tokens: int
+    branch: int
+    chains: list[GroupFound]
+    named: list[GroupFound]
+    remote_tokens: int = 0
+    ways: dict[str, tuple[float, float, float]] = {}
 
 
 class Bring(Message):
@@ -423,6 +482,7 @@ Request: TypeAlias = (
     | Register
     | Ping
     | Lookup
+    | FindHit
     | Bring
     | Prefetch
     | Load
@@ -448,6 +508,7 @@ Answer: TypeAlias = (
     | Pong
     | Refused
     | Found
+    | HitFound
     | Brought
     | Prefetched
     | Located

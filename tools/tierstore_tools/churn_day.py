@@ -98,7 +98,7 @@ class Day:
         self._disk = DiskTier.open(path, capacity_bytes=capacity_bytes, page_bytes=sorted(page_sizes)[1])
         self._host = HostTier(max(self._batch_bytes, largest) * _ARENA_BATCHES)
         self._core = Core(policy="lru", host=self._host, disk=self._disk)
-        self._backends = {size: LocalBackend(self._core, page_bytes=size) for size in page_sizes}
+        self._backend = LocalBackend(self._core)
         self._full = False
 
     def __enter__(self) -> Day:
@@ -167,8 +167,8 @@ class Day:
         assert write_behind is not None, "there is a disk"
         before = write_behind.move_stats()
         started, cpu = time.perf_counter(), time.process_time()
-        for (nbytes, reserved), hashes in zip(saves, checksums, strict=True):
-            self._backends[nbytes].commit(reserved, hashes).wait(_FLUSH_S)
+        for (_, reserved), hashes in zip(saves, checksums, strict=True):
+            self._backend.commit(reserved, hashes).wait(_FLUSH_S)
         if not self._core.flush(_FLUSH_S):
             raise TierStoreError(f"a batch was not written within {_FLUSH_S:g} s")
         tenth.write_s += time.perf_counter() - started
@@ -177,9 +177,11 @@ class Day:
 
     def _reserve(self, request: Request, tenth: Tenth) -> tuple[int, Reservation]:
         """Room for the pages of a prompt that are new, which keep what is in the arena there."""
-        prompt, backend = request.prompt, self._backends[request.page_bytes]
+        prompt, backend = request.prompt, self._backend
         data = prompt.token_bytes
-        asked = LookupRequest(prompt.identity, prompt.chunk_tokens, data, len(data), list(prompt.keys))
+        asked = LookupRequest(
+            prompt.identity, request.page_bytes, prompt.chunk_tokens, data, len(data), list(prompt.keys)
+        )
         lease = backend.find(asked, patience_s=_FLUSH_S).wait(_FLUSH_S)
         assert lease is not None, "nothing closes the core meanwhile"
         backend.release(lease)

@@ -55,7 +55,7 @@ class ThrottledBackend:
         found = self._backend.locate(lease, first, count, wait_s=wait_s)
         if rate is None:
             return found
-        takes_s = count * self._backend.page_bytes / rate
+        takes_s = count * lease.page_bytes / rate
         with self._lock:
             at = max(self._free_at.get(tier, 0.0), time.monotonic()) + takes_s
             self._free_at[tier] = at

@@ -98,7 +98,7 @@ class TestLocalBackend(BackendTests):
             path = tmp_path / f"disk {len(opened)}"
             nbytes = SPEC.page_bytes
             core = open_core(path, nbytes, host_bytes=host_pages * nbytes, disk_bytes=8 << 20)
-            opened.append(LocalBackend(core, page_bytes=nbytes, owns_core=True))
+            opened.append(LocalBackend(core, owns_core=True))
             return opened[-1]
 
         yield open_
