@@ -14,6 +14,7 @@ SGLang's own threads call this: one asks, one reads, one writes; the scheduler m
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -83,6 +84,8 @@ class TierStoreHiCache(HiCacheStorage):
         namespace, sampled = self._settings.namespace, self._settings.hash_weights == SAMPLE
         self._revision = weights_revision(arguments, namespace, sampled=sampled)
         self._model = model_digest(sglang.__version__, arguments, namespace, sampled=sampled)
+        if arguments.get("hicache_host_memory_mode") == "buffer_only":
+            _forget_what_did_not_come()
         if arguments.get("enable_lora"):
             _watch_adapters(server=epoch_of(0, shared=True, seed=seed))
 
@@ -425,6 +428,31 @@ def _arguments() -> dict[str, Any]:
     known = runtime_context.get_server_args()
     resolved = getattr(known, "resolved_dict", None)  # from 0.5.22 on; before, it changed the object itself
     return dict(resolved() if resolved is not None else vars(known))
+
+
+def _forget_what_did_not_come() -> None:
+    """Have SGLang save pages again that a query found and a read did not.
+
+    With a staging area only, SGLang remembers which pages are stored and saves these no more. Of a model with
+    one pool it does not forget those that a read has missed: they left, or were damaged, after the query.
+    Every rank does this at the same step, with the number of pages that all of them have."""
+    from sglang.srt.mem_cache.buffer_mode.pipeline import BufferModePipeline
+
+    stage = BufferModePipeline.stage_completed_prefetch
+    if hasattr(stage, "__wrapped__"):
+        return  # done before, in this process
+
+    @functools.wraps(stage)
+    def staging(self: Any, request: Any, num_tokens: int, hash_value: list[str]) -> Any:
+        cache = self._cache
+        came = num_tokens // cache.page_size
+        late = cache.ongoing_prefetch[request].operation.deadline_expired  # then they may still be there
+        result = stage(self, request, num_tokens, hash_value)
+        if came < len(hash_value) and not late:
+            cache.storage_existence_cache.pool(_KV).invalidate_beyond(hash_value, came)
+        return result
+
+    BufferModePipeline.stage_completed_prefetch = staging
 
 
 def _watch_adapters(*, server: str) -> None:
