@@ -366,6 +366,7 @@ def open_connector(
                 model_name=model_name,
                 loads=role.loads,
                 saves=role.saves,
+                wait_s=0,
             )
             connected.wait_connected(_CONNECT_S)
             return GroupedConnector(connected)
@@ -391,6 +392,7 @@ def open_connector(
             loads=role.loads,
             saves=role.saves,
             mounts=mounts,
+            wait_s=0,
         )
         single.wait_connected(_CONNECT_S)  # or not: then the engine starts with misses
         return StoreConnector(single)
