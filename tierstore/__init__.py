@@ -13,6 +13,8 @@ See ``docs/architecture.md`` for how it is built.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -73,8 +75,11 @@ __all__ = [
     "open_pool",
 ]
 
+_log = logging.getLogger(__name__)
+
 DEFAULT_HOST_BYTES = 1 * GIB
 DEFAULT_DISK_BYTES = 10 * GIB
+CONNECT_S = 5.0  # for a daemon that is busy, or just starting
 _LOOK_S = 10.0  # the longest that an embedded store's lookup may take: its disk has limits of its own
 
 
@@ -196,9 +201,11 @@ def connect_groups(
     loads: bool = True,
     saves: bool = True,
     checkpoint_tokens: int | None = None,
+    wait_s: float = CONNECT_S,
 ) -> GroupedStore:
     """:func:`connect` for a model of several layer groups: a connection for each of them. The other arguments
     are those of :func:`open_groups`."""
+    wait_s = seconds("wait_s", wait_s)
     identity = identity or Identity.of(spec, model="default")
     parts = group_specs(spec)
     stores = [
@@ -214,9 +221,11 @@ def connect_groups(
             model_name=model_name,
             loads=loads,
             saves=saves,
+            wait_s=0,
         )
         for part, pool in zip(parts, _by_group(parts, pools), strict=True)
     ]
+    _wait_for_daemon(url, stores, wait_s)
     return GroupedStore(stores, spec, identity=identity, checkpoint=checkpoint_tokens)
 
 
@@ -248,11 +257,14 @@ def connect(
     model_name: str = "",
     loads: bool = True,
     saves: bool = True,
+    wait_s: float = CONNECT_S,
 ) -> Store:
     """Use the daemon at ``url``: ``ipc://PATH`` on this host, ``tcp://HOST:PORT`` on another.
 
-    It need not be there yet: while it is not, lookups miss and nothing is stored. ``lookup_s`` is the longest
-    that a lookup (and every verb without a deadline of its own) waits for an answer. ``keys`` is this
+    It need not be there yet: while it is not, lookups miss and nothing is stored. ``connect`` waits for it up
+    to ``wait_s`` seconds, and logs a warning if it is not there by then. Engines that must not wait give 0.
+    ``lookup_s`` is the longest that a lookup (and every verb without a deadline of its own, but those that
+    save) waits for an answer. ``keys`` is this
     client's ``.secret`` file, ``server_key`` the daemon's ``.key`` file (see ``tierstore keygen``), for
     ``tcp://``. ``verify``: every page that comes from the daemon's memory on this host is compared with the
     checksum of what was saved, for who does not trust every process of his own user (pages from other hosts
@@ -268,6 +280,7 @@ def connect(
     """
     check_pool(pool, spec)
     lookup_s = seconds("lookup_s", lookup_s)
+    wait_s = seconds("wait_s", wait_s)
     mover_threads = whole_number("mover_threads", mover_threads, least=1)
     if lookup_s <= 0:
         raise UsageError("lookup_s must be above 0")
@@ -281,7 +294,7 @@ def connect(
         saves=saves,
         reach=pool.reach if pool is not None else reach,
     )
-    return Store(
+    store = Store(
         backend,
         spec,
         identity=identity,
@@ -289,6 +302,29 @@ def connect(
         lookup_s=lookup_s,
         mover_threads=mover_threads,
     )
+    _wait_for_daemon(url, [store], wait_s)
+    return store
+
+
+def _wait_for_daemon(url: str, stores: Sequence[Store], wait_s: float) -> None:
+    """Wait until all of ``stores`` are connected, ``wait_s`` seconds at most."""
+    if not wait_s:
+        return
+    ends = time.monotonic() + wait_s
+    try:
+        for store in stores:
+            if not store.wait_connected(max(ends - time.monotonic(), 0.0)):
+                _log.warning(
+                    "no daemon answers at %s after %g s: lookups miss until it does. Start one with "
+                    "`tierstore serve`, or check the address",
+                    url,
+                    wait_s,
+                )
+                return
+    except BaseException:  # a person's Ctrl-C
+        for store in stores:
+            store.close()
+        raise
 
 
 def open_pool(spec: KVSpec, num_pages: int, *, device: str = "cpu", most: int | None = None) -> PagePool:

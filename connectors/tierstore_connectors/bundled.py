@@ -359,6 +359,7 @@ def open_connector(
                 model_name=model_name,
                 loads=role.loads,
                 saves=role.saves,
+                wait_s=0,
             )
             connected.wait_connected(_CONNECT_S)
             return GroupedConnector(connected)
@@ -383,6 +384,7 @@ def open_connector(
             model_name=model_name,
             loads=role.loads,
             saves=role.saves,
+            wait_s=0,
         )
         single.wait_connected(_CONNECT_S)  # or not: then the engine starts with misses
         return StoreConnector(single)

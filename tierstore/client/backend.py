@@ -50,7 +50,9 @@ from tierstore.stats import StoreStats
 from tierstore.tiers.pinned import Pin
 from tierstore.transfer import Transfer, TransferState
 from tierstore.wire import messages
+from tierstore.wire.messages import Message
 
+A = TypeVar("A", bound=Message)
 R = TypeVar("R")
 
 _WAIT_SHARE = 0.8  # of a lookup's time, that the daemon may take
@@ -58,7 +60,7 @@ _WINDOW_PAGES = 4096  # of those in the daemon's arena
 _DISK_BYTES = 16 << 20
 _FETCH_BYTES = messages.MAX_FETCH_BYTES // 2  # the daemon bounds what is on its way to one client
 _WAIT_S = 10.0  # how long the daemon is asked to try, where there is no deadline
-_WRITE_S = 1.0
+_SAVE_S = 5.0  # for a daemon on a busy machine: nobody waits for a save
 _EVICT_S = 5.0
 _FLUSH_STEP_S = 5.0
 
@@ -76,7 +78,7 @@ class RemoteLease(Lease):
 
 class RemoteBackend:
     """A daemon's, over one connection. Thread-safe. ``patience_s`` is the longest that a verb without a
-    deadline of its own waits for an answer; ``verify``: pages of the
+    deadline of its own waits for an answer (those that save wait some seconds); ``verify``: pages of the
     arena are compared with their checksums. Without ``loads`` or ``saves`` it finds, or keeps, nothing.
     ``reach`` is :meth:`~tierstore.tiers.pinned.Reach.share` of the
     device that pages of the arena are copied to; ``clock`` is compared with the ends of leases."""
@@ -134,9 +136,10 @@ class RemoteBackend:
         named = replace(registration, model_name=registration.model_name or self._model_name)
         return self.connection.register(session, named)
 
-    def _session_for(self, request: LookupRequest) -> Session | None:
-        """The session, if there is one that knows the prompt's identity."""
-        session = self.connection.session
+    def _session_for(self, request: LookupRequest, *, saving: bool = False) -> Session | None:
+        """The session, if there is one that knows the prompt's identity. Saves go on in one where a lookup
+        was answered too late: they have more time."""
+        session = self.connection.any_session if saving else self.connection.session
         if session is None or request.identity.digest not in session.identities:
             return None
         return session
@@ -638,7 +641,7 @@ class RemoteBackend:
         hints: SaveHints = NO_HINTS,
         handle: PrefixHandle | None = None,
     ) -> Transfer[Reservation | None]:
-        session = self._session_for(request)
+        session = self._session_for(request, saving=True)
         if session is None:
             return Transfer.completed(None)
         hint = hints.hint
@@ -665,7 +668,29 @@ class RemoteBackend:
         def reserved(answer: messages.Reserved | None, _: object) -> Reservation | None:
             return self._reserved(session, answer, count, request.page_bytes)
 
-        return self.connection.call(session, message(handle), messages.Reserved, reserved, otherwise=whole)
+        return self._save_call(session, message(handle), messages.Reserved, reserved, otherwise=whole)
+
+    def _save_call(
+        self,
+        session: Session,
+        message: Message,
+        expected: type[A],
+        then: Callable[[A | None, Sequence[memoryview]], R],
+        *,
+        frames: Sequence[memoryview] = (),
+        otherwise: Callable[[], Message] | None = None,
+    ) -> Transfer[R]:
+        """A request of a save, which is nobody's latency."""
+        return self.connection.call(
+            session,
+            message,
+            expected,
+            then,
+            patience_s=max(_SAVE_S, self._patience_s),
+            frames=frames,
+            otherwise=otherwise,
+            though_silent=True,
+        )
 
     def _reserved(
         self, session: Session, answer: messages.Reserved | None, count: int, page_bytes: int
@@ -714,9 +739,7 @@ class RemoteBackend:
             return answer is not None
 
         message = messages.Write(0, reservation.number, first)
-        return self.connection.call(
-            session, message, messages.Written, written, wait_s=_WRITE_S, frames=frames
-        )
+        return self._save_call(session, message, messages.Written, written, frames=frames)
 
     def commit(self, reservation: Reservation, checksums: dict[int, int]) -> Transfer[int]:
         session = reservation.owner
@@ -724,7 +747,7 @@ class RemoteBackend:
         done = np.array(list(checksums), "<u4").tobytes()
         hashes = np.array(list(checksums.values()), "<u8").tobytes()
         message = messages.Commit(0, reservation.number, done, hashes)
-        return self.connection.call(session, message, messages.Committed, _pages)
+        return self._save_call(session, message, messages.Committed, _pages)
 
     def abort(self, reservation: Reservation) -> None:
         if reservation.number and isinstance(reservation.owner, Session):

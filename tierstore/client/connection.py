@@ -86,6 +86,11 @@ class Connection:
         session = self._session
         return None if session is None or session.silent else session
 
+    @property
+    def any_session(self) -> Session | None:
+        """The same, also while the daemon hangs."""
+        return self._session
+
     def wait_connected(self, timeout: float | None = None) -> bool:
         """Wait for a session; False when ``timeout`` seconds pass first."""
         with self._changed:
@@ -103,16 +108,17 @@ class Connection:
         frames: Sequence[memoryview] = (),
         otherwise: Callable[[], Message] | None = None,
         caller_receives: bool = False,
+        though_silent: bool = False,
     ) -> Call[A, R]:
         """Send a request (its ``id`` is set here) within ``session``; it fails at once if that is over.
         ``wait_s`` is what the daemon was told to take at most, ``patience_s`` (the connection's own, where
         it is not given) comes on top. ``caller_receives``: this thread waits for it
-        at once."""
+        at once. ``though_silent``: it is sent also while the daemon hangs."""
         patience_s = self.patience_s if patience_s is None else patience_s
         call = Call(expected, wait_s + patience_s, then, otherwise=otherwise)
         call.number = message.id = next(self._ids)
         self.counters.requests += 1
-        channel = None if session.silent else self._channel_of(session)
+        channel = self._channel_of(session) if though_silent or not session.silent else None
         if channel is None or not channel.send(message, call, frames, caller_receives=caller_receives):
             self.counters.failed_requests += 1
             call.fail()

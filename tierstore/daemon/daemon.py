@@ -30,6 +30,7 @@ from tierstore.daemon.server import Server
 from tierstore.daemon.service import Service
 from tierstore.daemon.settings import Settings
 from tierstore.daemon.stats import DaemonStats, version
+from tierstore.descriptors import raise_limit
 from tierstore.errors import UsageError
 from tierstore.machine import disk_bytes, memory_bytes
 from tierstore.memory import shared_huge_pages
@@ -360,6 +361,7 @@ def _lacking(settings: Settings) -> str:
 
 def serve(settings: Settings, reload: Callable[[], Awaitable[Settings]]) -> None:
     """:func:`run` as the whole of a process."""
+    raise_limit()
     sys.setswitchinterval(_SWITCH_S)
     _keep_message_memory()
     if not asyncio.run(run(settings, reload)):

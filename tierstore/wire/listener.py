@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tierstore.descriptors import in_reserve
+from tierstore.descriptors import in_reserve, limit
 from tierstore.errors import UsageError
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,8 @@ _log = logging.getLogger(__name__)
 FIRST_REQUEST_S = 10.0
 _MOST_WAITING = 256
 _PROBES = 16  # places
-_BATCH = 16  # connections accepted in one round of the event loop
+_WAITING_SHARE = 16  # of the descriptors that this process may have, where those are few
+_BATCH = 4  # accepted in one round of the event loop: a request is read before many newcomers push it out
 _BACKLOG = 128
 _PAUSE_S = 0.1  # after an error of accept
 _LOG_S = 1.0
@@ -66,10 +67,9 @@ class Place:
 class Places:
     """The connections of one listener. Belongs to the running event loop."""
 
-    def __init__(self, most: int, *, waiting: int = _MOST_WAITING, probes: int = _PROBES) -> None:
+    def __init__(self, most: int) -> None:
         self._most = most
-        self._most_waiting = waiting
-        self._most_probes = probes
+        self._most_waiting = max(min(_MOST_WAITING, limit() // _WAITING_SHARE), 4 * _BATCH)
         self._loop = asyncio.get_running_loop()
         self.waiting: dict[Place, None] = {}  # the one that has waited longest first
         self.served: set[Place] = set()
@@ -104,7 +104,7 @@ class Places:
         self._forget(place)
         if not self.full:
             self.served.add(place)
-        elif probe and len(self.probes) < self._most_probes:
+        elif probe and len(self.probes) < _PROBES:
             self.probes.add(place)
         else:
             self.refused += 1

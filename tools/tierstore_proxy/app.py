@@ -2,8 +2,8 @@
 
 ::
 
-    place ─ body ─ token ids? ─ who holds it? ─ prefill, if that is worth it ─ decode ─ bytes as they come
-    429/503 413/408/400                          late, failed: without it       503
+    body ─ place ─ token ids? ─ who holds it? ─ prefill, if that is worth it ─ decode ─ bytes as they come
+    413/408/400 429/503                          late, failed: without it       503
 
 A task listens for the client's end all the time. When it hangs up, or its time is over, what is under way at
 an engine is cancelled by closing the connection, which is how engines learn of it.
@@ -189,8 +189,9 @@ class Proxy:
         await self._generate(exchange, Api.CHAT)
 
     async def _generate(self, exchange: Exchange, api: Api) -> None:
+        body = await exchange.body(self.settings.max_body_bytes)  # slow senders take no place
         with self.admission.place() as place:
-            asked = Asked.parse(api, await exchange.body(self.settings.max_body_bytes))
+            asked = Asked.parse(api, body)
             place.take(asked.prompt.length if asked.prompt is not None else 0)
             await self._bound(exchange, self._answer(exchange, asked))
             self.metrics.request_s.observe(exchange.seconds)

@@ -128,6 +128,7 @@ class TierStoreHiCache(HiCacheStorage):
             mover_threads=settings.threads,
             keys=settings.keys,
             server_key=settings.server_key,
+            wait_s=0,
         )
 
     def _place(self, name: str) -> _Place:

@@ -2,7 +2,7 @@
 
 A generation request goes like this, and whatever happens its place and its sequences are given back::
 
-    place ─ body ─ parse ─ prompts (on another thread) ─ tokens of the queue ─ engine ─ answer
+    body ─ place ─ parse ─ prompts (on another thread) ─ tokens of the queue ─ engine ─ answer
     429/503 413/408  400     400                          429                  400       200, or events
 
 While the engine works a task listens for the client's end, and a timer runs. Both end the same way: the
@@ -242,8 +242,9 @@ class Server:
         await exchange.reply(200, self._model_object())
 
     async def _tokenize(self, exchange: Exchange) -> None:
+        body = await exchange.body(self.settings.max_body_bytes)  # slow senders take no place
         with self.admission.place():
-            request = parse(await exchange.body(self.settings.max_body_bytes), TokenizeRequest)
+            request = parse(body, TokenizeRequest)
             self._check_model(request.model)
             tokens = await asyncio.to_thread(self._tokens_of, request)
             document = {"count": len(tokens), "max_model_len": self._positions, "tokens": tokens}
@@ -372,8 +373,9 @@ class Server:
         answers: type[Answer],
         plan_of: Callable[[R, str | None], Plan],
     ) -> None:
+        body = await exchange.body(self.settings.max_body_bytes)
         with self.admission.place() as place:
-            request = parse(await exchange.body(self.settings.max_body_bytes), kind)
+            request = parse(body, kind)
             self._check_model(request.model)
             session = _session(exchange.request, request)
             answer = answers(

@@ -10,7 +10,8 @@ import hmac
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Protocol, TextIO, TypeAlias, TypeVar
 
 import msgspec
@@ -21,16 +22,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tierstore.errors import UsageError
+from tierstore.wire.listener import tcp_sockets
 from tierstore.wire.local_address import foreign_host
 from tierstore_engine.heap import freeze_heap
+from tierstore_engine.server.connections import BODY_S, BoundedServer, most_served
 from tierstore_engine.server.errors import ApiError, bad_request
 
 JSON = "application/json"
 
 T = TypeVar("T")
 
-_BODY_S = 30.0  # for a body to arrive
 _DISCARDED_BODIES = 32  # of a body that is too large, read so that its sender can hear the answer
 
 
@@ -73,9 +74,9 @@ class Exchange:
     async def any_body(self, limit: int) -> bytes:
         """Of any kind. Raises :class:`ApiError` for a body that is too large (413) or too slow (408)."""
         try:
-            body = await asyncio.wait_for(self._read(limit), _BODY_S)
+            body = await asyncio.wait_for(self._read(limit), BODY_S)
         except asyncio.TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {_BODY_S:g} s") from None
+            raise ApiError(408, f"the body did not arrive within {BODY_S:g} s") from None
         if body is None:
             raise ApiError(413, f"the body is larger than the {limit} bytes that are taken")
         return body
@@ -222,39 +223,34 @@ async def not_routed(request: Request, error: Exception) -> Response:
     return Response(msgspec.json.encode(body), error.status_code, error.headers, JSON)
 
 
-def listen_at(host: str, port: int) -> socket.socket:
-    """A listening socket, made before anything else is done: an address in use is said at once. Port 0 is any
-    free one. Raises :class:`UsageError`."""
+@contextmanager
+def listening_at(host: str, port: int) -> Iterator[list[socket.socket]]:
+    """Sockets bound before anything else is done: an address in use is said at once. Port 0 is any free one.
+    Raises :class:`UsageError`."""
+    sockets = tcp_sockets(host, port)
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise UsageError(f"cannot listen at {host}: {error.strerror or error}") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise UsageError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
-    return listener
+        yield sockets
+    finally:
+        for each in sockets:
+            each.close()
 
 
 async def serve_app(
     app: ASGIApp,
-    listener: socket.socket,
+    listening: Sequence[socket.socket],
     *,
     drain: Callable[[], Awaitable[None]],
     announce: str,
     err: TextIO,
+    descriptors: int = 1,
 ) -> None:
     """Serve until SIGTERM or SIGINT, and then until ``drain`` is through; a second signal ends at once. A
-    line that begins with ``announce`` says on ``err`` where it listens."""
+    line that begins with ``announce`` says on ``err`` where it listens. A request takes so many
+    ``descriptors``, its connection's included."""
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
+        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1, ws="none"
     )
-    http = uvicorn.Server(config)
+    http = BoundedServer(config, listening, most_served(descriptors))
     ending: list[asyncio.Task[None]] = []
 
     async def end() -> None:
@@ -274,12 +270,12 @@ async def serve_app(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal)  # in place of uvicorn's, which would not drain
         freeze_heap()
-        host, port = listener.getsockname()[:2]
+        host, port = listening[0].getsockname()[:2]
         name = f"[{host}]" if ":" in host else host
         print(f"{announce} http://{name}:{port}/v1", file=err, flush=True)
 
     announcing = asyncio.create_task(announce_address())
     try:
-        await http.serve(sockets=[listener])
+        await http.serve()
     finally:
         announcing.cancel()
