@@ -17,9 +17,10 @@ is answered with :class:`Refused`, or by disconnecting when not even its id can 
 from __future__ import annotations
 
 import struct
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 VERSION = b"\x03"
 
@@ -32,6 +33,13 @@ MAX_FETCH_BYTES = 16 << 20  # asked for in one Fetch, or sent in one Write; more
 
 MOST_WAIT_S = 600.0  # of any request
 MOST_EXPECT_S = 10.0  # that a lookup waits for pages that somebody has promised
+
+# What a field may hold at most: a message that holds more is malformed. msgspec compares the number of
+# entries with these before it makes any. Requests of a real client stay far below.
+Text: TypeAlias = Annotated[str, Meta(max_length=1 << 16)]
+Payload: TypeAlias = Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)]
+IdentityFields: TypeAlias = Annotated[dict[Text, Text], Meta(max_length=64)]
+Numbers: TypeAlias = Annotated[list[int], Meta(max_length=MAX_CHUNKS)]
 
 PING_S = 1.0  # a client without an arena socket says Ping at least this often …
 SILENCE_S = 5.0  # … and is taken for dead, as is a daemon that does not answer it, after this
@@ -54,14 +62,14 @@ class Hello(Message):
     """The first message of a connection. ``token`` is what the arena's socket gave (empty: another host)."""
 
     id: int
-    token: bytes = b""
-    client: str = ""  # for people: what it is and its process id
+    token: Payload = b""
+    client: Text = ""  # for people: what it is and its process id
 
 
 class Welcome(Message):
     id: int
     session: int
-    server: str  # version, for people
+    server: Text  # version, for people
     lease_s: float  # how long a lease lasts, from the daemon's answer on
     reserve_bytes: int  # how much a client may hold in reservations at once
     cluster: bool = False  # whether pages of other hosts can be brought
@@ -71,10 +79,10 @@ class Register(Message):
     """Name an identity (its fields; the daemon adds the tenant) and the size of its pages."""
 
     id: int
-    identity: dict[str, str]
+    identity: IdentityFields
     page_bytes: int
     chunk_tokens: int
-    model_name: str = ""  # what people call the model: not part of the identity
+    model_name: Text = ""  # what people call the model: not part of the identity
 
 
 class Registered(Message):
@@ -102,8 +110,8 @@ class Refused(Message):
     ``busy``, ``internal``."""
 
     id: int
-    kind: str
-    message: str
+    kind: Text
+    message: Text
 
 
 # -- prompts: what Lookup, Reserve, Pin and Unpin begin with -------------------------------------------
@@ -117,8 +125,8 @@ class PromptPart(Message):
     in which they leave."""
 
     identity: int
-    keys: bytes
-    tokens: bytes
+    keys: Payload
+    tokens: Payload
     path: int = 0  # 0: none
     known: int = 0
     loose: bool = False
@@ -139,8 +147,8 @@ class Lookup(Message):
     prompt: PromptPart
     max_tokens: int
     wait_s: float
-    released: list[int] = []
-    declined: dict[str, int] = {}
+    released: Numbers = []
+    declined: Annotated[dict[Text, int], Meta(max_length=256)] = {}
     expect: int = 0
     expect_s: float = 0.0
     gain: int = 0
@@ -166,13 +174,13 @@ class Found(Message):
     tokens: int
     tail_tokens: int
     lease: int
-    tiers: list[tuple[str, int]]
+    tiers: Annotated[list[tuple[Text, int]], Meta(max_length=MAX_CHUNKS)]
     path: int
     known: int
-    positions: bytes = b""
-    ways: dict[str, tuple[float, float, float]] = {}
+    positions: Payload = b""
+    ways: Annotated[dict[Text, tuple[float, float, float]], Meta(max_length=256)] = {}
     remote: int = 0
-    remote_positions: bytes = b""
+    remote_positions: Payload = b""
 
 
 class NamedPart(msgspec.Struct, array_like=True):
@@ -279,8 +287,8 @@ class Located(Message):
     (likewise) are the XXH3-64 of what was saved, 0 where it is not known."""
 
     id: int
-    offsets: bytes
-    checksums: bytes = b""
+    offsets: Payload
+    checksums: Payload = b""
 
 
 class Fetch(Message):
@@ -298,7 +306,7 @@ class Fetched(Message):
 
     id: int
     pages: int
-    checksums: bytes  # XXH3-64 of each (uint64, little-endian)
+    checksums: Payload  # XXH3-64 of each (uint64, little-endian)
 
 
 class Suspect(Message):
@@ -311,7 +319,7 @@ class Suspect(Message):
 class Release(Message):
     """One-way: these leases are not needed any more."""
 
-    leases: list[int]
+    leases: Numbers
 
 
 # -- writing -------------------------------------------------------------------------------------------
@@ -321,7 +329,7 @@ class HintPart(Message):
     """What the client knows of the future of pages; see :class:`tierstore.types.Hint`."""
 
     ttl_s: float | None = None
-    reuse: str | None = None
+    reuse: Text | None = None
     priority: int = 0
     elsewhere: bool = False
 
@@ -336,7 +344,7 @@ class Reserve(Message):
     first: int
     count: int
     hint: HintPart | None = None
-    session: str = ""
+    session: Text = ""
 
 
 class Reserved(Message):
@@ -347,8 +355,8 @@ class Reserved(Message):
 
     id: int
     reservation: int  # 0: nothing to write
-    positions: bytes
-    offsets: bytes
+    positions: Payload
+    offsets: Payload
     stored_tokens: int
     path: int = 0
     known: int = 0
@@ -373,8 +381,8 @@ class Commit(Message):
 
     id: int
     reservation: int
-    done: bytes
-    checksums: bytes
+    done: Payload
+    checksums: Payload
 
 
 class Committed(Message):
@@ -386,7 +394,7 @@ class Finish(Message):
     """A session, as it was named in :class:`Reserve`, is over: what only it has used leaves first."""
 
     id: int
-    session: str
+    session: Text
 
 
 class Finished(Message):
@@ -420,7 +428,7 @@ class Unpin(Message):
     """Undo all pins of a tenant (empty: of clients without one; nil: of everybody). Not for tenants."""
 
     id: int
-    tenant: str | None
+    tenant: Text | None
 
 
 class Unpinned(Message):
@@ -432,7 +440,7 @@ class Evict(Message):
     """Let up to ``pages`` pages leave ``tier`` (-1: all that may)."""
 
     id: int
-    tier: str
+    tier: Text
     pages: int
 
 
@@ -458,13 +466,13 @@ class Identities(Message):
     digests, from behind ``after`` on; to a client with a tenant, its own."""
 
     id: int
-    after: bytes = b""
+    after: Payload = b""
 
 
 class IdentitiesAnswer(Message):
     id: int
-    identities: list[dict[str, str]]  # their fields, the tenant as the client would name it
-    more: bytes = b""  # ask for what is ``after`` this; empty: that was all
+    identities: Annotated[list[IdentityFields], Meta(max_length=1 << 16)]  # the tenant as the client names it
+    more: Payload = b""  # ask for what is ``after`` this; empty: that was all
 
 
 class Stats(Message):
@@ -473,7 +481,7 @@ class Stats(Message):
 
 class StatsAnswer(Message):
     id: int
-    json: bytes  # as printed by ``tierstore stats --json``
+    json: Payload  # as printed by ``tierstore stats --json``
 
 
 Request: TypeAlias = (

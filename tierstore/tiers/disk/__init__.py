@@ -2,7 +2,8 @@
 
 ::
 
-    DIR/lock              flock by the owner, whose process id is in it
+    DIR                   flock by the owner
+    DIR/lock              the owner's process id
     DIR/index.lmdb        the truth: what pages there are (index_db.py), and the payloads of small ones
     DIR/extents/000000 …  the other payloads, one linear space of slots (extents.py, slabs.py)
 

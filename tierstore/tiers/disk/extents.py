@@ -16,10 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tierstore.memory import ALIGNMENT
 from tierstore.tiers.disk.io import FileIO, Landed, QueuedRead
 from tierstore.units import MIB
 
 _GROWTH = 128 * MIB  # what ext4 keeps as one extent
+VOLUME_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(slots=True)
@@ -32,11 +34,15 @@ class _File:
 class ExtentFiles:
     """The files in ``directory``. Thread-safe: different ranges may be read and written at once."""
 
-    def __init__(self, directory: Path, *, capacity_bytes: int, file_bytes: int, io: FileIO) -> None:
-        """Open what is there. What lies beyond ``capacity_bytes`` may be read until :meth:`cut`. Raises
+    def __init__(
+        self, directory: Path, *, capacity_bytes: int, file_bytes: int, io: FileIO, spare_bytes: int = 0
+    ) -> None:
+        """Open what is there. Where the volume is too small for the usual steps, growing leaves
+        ``spare_bytes`` of it free. What lies beyond ``capacity_bytes`` may be read until :meth:`cut`. Raises
         :class:`OSError`."""
         self.capacity_bytes = capacity_bytes
         self.file_bytes = file_bytes
+        self._spare_bytes = spare_bytes
         self._directory = directory
         self._io = io
         self._growing = threading.Lock()  # guards _files and the sizes in it
@@ -72,7 +78,8 @@ class ExtentFiles:
                 file.nbytes = self._io.size(file.cached_fd)
 
     def grow(self, end: int) -> None:
-        """See to it that bytes 0 … ``end`` of the space have blocks on disk. Raises :class:`OSError`."""
+        """See to it that bytes 0 … ``end`` of the space have blocks on disk. Raises :class:`OSError`, with an
+        error number of :data:`VOLUME_FULL` where the volume has no room for them."""
         assert end <= self.capacity_bytes, (
             f"{end} is beyond the {self.capacity_bytes} bytes of the extent space"
         )
@@ -191,9 +198,22 @@ class ExtentFiles:
     def _grow_file(self, number: int, nbytes: int) -> None:
         file = self._files[number]
         most = min(self.file_bytes, self.capacity_bytes - number * self.file_bytes)
-        nbytes = min(-(-nbytes // _GROWTH) * _GROWTH, most)
-        self._io.allocate(file.cached_fd, file.nbytes, nbytes - file.nbytes)
-        file.nbytes = nbytes
+        wanted = min(-(-nbytes // _GROWTH) * _GROWTH, most)
+        while True:
+            try:
+                self._io.allocate(file.cached_fd, file.nbytes, wanted - file.nbytes)
+                break
+            except OSError as error:
+                if error.errno not in VOLUME_FULL:
+                    raise
+                self._io.truncate(file.cached_fd, file.nbytes)  # give back what it got of that
+                room = min(
+                    self._io.available(file.cached_fd) - self._spare_bytes, (wanted - file.nbytes) // 2
+                )
+                wanted = file.nbytes + room // ALIGNMENT * ALIGNMENT
+                if wanted < nbytes:
+                    raise
+        file.nbytes = wanted
         with self._dirty_lock:
             self._dirty.add(number)
 

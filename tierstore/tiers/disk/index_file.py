@@ -178,7 +178,7 @@ class IndexFile:
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             self._page_bytes = int.from_bytes(os.pread(self._fd, 4, _PAGE_SIZE_AT), "little")
             if self._page_bytes not in _PAGE_SIZES:

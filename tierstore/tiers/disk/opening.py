@@ -287,6 +287,7 @@ class _Opening:
                 capacity_bytes=self._layout.extent_bytes,
                 file_bytes=meta.file_bytes,
                 io=self._io,
+                spare_bytes=self._layout.index_bytes,
             )
             opened.callback(extents.close)
             payloads = Payloads(extents, io_threads=self._io_threads)

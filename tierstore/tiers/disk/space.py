@@ -391,6 +391,13 @@ class Space:
         with self._lock:
             self._free(place, self._vacant.pop(place))
 
+    def limit(self, end: int) -> None:
+        """The extent space ends at byte ``end`` for this life: its volume has no room for more. New pages go
+        before it, and pages behind it stay until they leave."""
+        with self._lock:
+            if self._slots is not None and end < self._slots.units * self._slots.unit_bytes:
+                self._slots.limit(end // self._slots.unit_bytes)
+
     # -- making room ---------------------------------------------------------------------------------
 
     def shortage(self, nbytes: int) -> Shortage:

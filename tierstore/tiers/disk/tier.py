@@ -24,6 +24,7 @@ from tierstore.policy import DEFAULT_POLICY, POLICIES
 from tierstore.tiers.disk.calibration import Presence, try_out
 from tierstore.tiers.disk.child_filter import ChildFilter
 from tierstore.tiers.disk.encoding import PageEncoder
+from tierstore.tiers.disk.extents import VOLUME_FULL
 from tierstore.tiers.disk.index_db import Change, identity_of
 from tierstore.tiers.disk.io import FileIO, InFlightCalls, QueuedIO, TrackedIO
 from tierstore.tiers.disk.io_threads import IOThreads
@@ -298,7 +299,12 @@ class DiskTier:
             if record.place == INLINE:
                 record.checksum = xxhash.xxh3_64_intdigest(view)
         outside = [page for page in pages if page[0].place != INLINE]
-        self._payloads.write(outside)
+        try:
+            self._payloads.write(outside)
+        except OSError as error:
+            if error.errno in VOLUME_FULL:  # pages leave from now on, instead of new ones failing
+                self.space.limit(self._extents.allocated_bytes)
+            raise
         self._unsynced.written([record.place for record, _ in outside], begun)
 
     def read(self, pages: Sequence[tuple[PageRecord, memoryview]], *, encoded: bool = False) -> ReadBatch:
