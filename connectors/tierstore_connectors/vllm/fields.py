@@ -135,13 +135,13 @@ def counted_variables(environment: Mapping[str, str]) -> list[tuple[str, str]]:
     )
 
 
-# Models and kinds of rotary embedding that compute the same whatever `max_model_len` is: their code in vLLM
+# Models, and kinds of rotary embedding that compute the same whatever `max_model_len` is: their code in vLLM
 # does not read it. "longrope" chooses its factors by it, and Llama 4 its attention's temperature.
-_ANY_LENGTH_MODELS = words(
+ANY_LENGTH_MODELS = words(
     """
     LlamaForCausalLM MistralForCausalLM MixtralForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM
     Qwen3ForCausalLM Qwen3MoeForCausalLM GemmaForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM
-    Phi3ForCausalLM GptOssForCausalLM GraniteForCausalLM Olmo2ForCausalLM OPTForCausalLM
+    Phi3ForCausalLM GptOssForCausalLM GraniteForCausalLM OPTForCausalLM
     """
 )
 _ANY_LENGTH_ROPES = frozenset({"default", "linear", "llama3", "yarn"})
@@ -150,7 +150,7 @@ _ANY_LENGTH_ROPES = frozenset({"default", "linear", "llama3", "yarn"})
 def length_counts(architectures: list[str], shape: Mapping[str, object]) -> bool:
     """Whether KV may depend on ``max_model_len``, in a model with this configuration (as plain values)."""
     return not (
-        architectures and _ANY_LENGTH_MODELS.issuperset(architectures) and _ropes(shape) <= _ANY_LENGTH_ROPES
+        architectures and ANY_LENGTH_MODELS.issuperset(architectures) and _ropes(shape) <= _ANY_LENGTH_ROPES
     )
 
 

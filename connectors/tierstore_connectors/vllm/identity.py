@@ -34,7 +34,7 @@ import inspect
 import re
 import types
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
@@ -173,6 +173,7 @@ def weights_revision(config: Any, namespace: str, *, sampled: bool = False) -> W
             found.update({prefix + name: file for name, file in files.items()})
             if not any(file.suffix in WEIGHTS for file in files.values()):
                 names.append(prefix + _named(model, load, namespace, local=bool(files)))
+        found.update(_named_files(described(config)))
         if not found:
             return Weights(" ".join(names), None)
         hashed = contents(found, remembered=default_cache(), sampled=sampled)
@@ -220,6 +221,18 @@ def _files(model: Any, load: Any) -> dict[str, Path]:
             files = model_files(Path(other))
             found.update({f"{name}/{each}": file for each, file in files.items()})
     return found
+
+
+def _named_files(values: Any, name: str = "config") -> dict[str, Path]:
+    """The files that a configuration names (scales, a quantised adapter), as far as they are local."""
+    if isinstance(values, dict):
+        pairs: Iterable[tuple[object, Any]] = values.items()
+    elif isinstance(values, list):
+        pairs = enumerate(values)
+    else:
+        path = Path(values) if isinstance(values, str) and "/" in values else None
+        return {name: path} if path is not None and path.is_file() else {}
+    return {found: file for key, each in pairs for found, file in _named_files(each, f"{name}/{key}").items()}
 
 
 def _split_files(file: Path) -> dict[str, Path]:
