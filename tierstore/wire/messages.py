@@ -189,9 +189,9 @@ class NamedPart(msgspec.Struct, array_like=True):
     ``here`` (uint32) itself."""
 
     identity: int
-    past: str
+    past: Text
     past_tokens: int
-    here: bytes = b""
+    here: Payload = b""
 
 
 class FindHit(Message):
@@ -202,16 +202,16 @@ class FindHit(Message):
     behind the last whole chunk. The other fields are those of :class:`Lookup`."""
 
     id: int
-    chains: list[PromptPart]
-    here: list[int]
-    named: list[NamedPart]
-    names: bytes
-    root: bytes
-    tail: bytes
+    chains: Annotated[list[PromptPart], Meta(max_length=MAX_GROUPS)]
+    here: Annotated[list[int], Meta(max_length=MAX_GROUPS)]
+    named: Annotated[list[NamedPart], Meta(max_length=MAX_GROUPS)]
+    names: Payload
+    root: Payload
+    tail: Payload
     num_tokens: int
     wait_s: float
-    released: list[int] = []
-    declined: dict[str, int] = {}
+    released: Numbers = []
+    declined: Annotated[dict[Text, int], Meta(max_length=256)] = {}
 
 
 class GroupFound(msgspec.Struct, array_like=True):
@@ -222,10 +222,10 @@ class GroupFound(msgspec.Struct, array_like=True):
 
     lease: int
     tokens: int
-    tiers: list[tuple[str, int]]
+    tiers: Annotated[list[tuple[Text, int]], Meta(max_length=MAX_CHUNKS)]
     path: int = 0
     known: int = 0
-    remote_ends: bytes = b""
+    remote_ends: Payload = b""
 
 
 class HitFound(Message):
@@ -235,10 +235,10 @@ class HitFound(Message):
     id: int
     tokens: int
     branch: int
-    chains: list[GroupFound]
-    named: list[GroupFound]
+    chains: Annotated[list[GroupFound], Meta(max_length=MAX_GROUPS)]
+    named: Annotated[list[GroupFound], Meta(max_length=MAX_GROUPS)]
     remote_tokens: int = 0
-    ways: dict[str, tuple[float, float, float]] = {}
+    ways: Annotated[dict[Text, tuple[float, float, float]], Meta(max_length=256)] = {}
 
 
 class Bring(Message):
