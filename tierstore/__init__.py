@@ -13,16 +13,16 @@ See ``docs/architecture.md`` for how it is built.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from tierstore.arguments import text, whole_number
+from tierstore.arguments import seconds, text, whole_number
 from tierstore.backend import Backend, Registration
 from tierstore.client.backend import RemoteBackend
 from tierstore.client.handshake import Address, CurveKeys
-from tierstore.codec import NONE, identity_codec, lossy_name
+from tierstore.codec import NONE
 from tierstore.core.backend import LocalBackend, open_core
 from tierstore.core.core import MOVER_THREADS
 from tierstore.core.health import STALL_S
@@ -40,9 +40,6 @@ from tierstore.tiers.pinned import Pin
 from tierstore.transfer import Progress, Transfer, TransferState
 from tierstore.types import Hint, Loaded, Promise
 from tierstore.units import GIB, KIB
-
-if TYPE_CHECKING:
-    from tierstore.packs.mounted import MountedPack
 
 __all__ = [
     "Backend",
@@ -73,8 +70,11 @@ __all__ = [
     "open_pools",
 ]
 
+_log = logging.getLogger(__name__)
+
 DEFAULT_HOST_BYTES = 1 * GIB
 DEFAULT_DISK_BYTES = 10 * GIB
+CONNECT_S = 5.0  # for a daemon that is busy, or just starting
 _LOOK_S = 10.0  # the longest that an embedded store's lookup may take: its disk has limits of its own
 
 
@@ -94,7 +94,6 @@ def open(
     mover_threads: int = MOVER_THREADS,
     stall_s: float = STALL_S,
     checkpoint_tokens: int | None = None,
-    mounts: Sequence[MountedPack] = (),
 ) -> Store:
     """Open an embedded store: its tiers are this process's own.
 
@@ -105,20 +104,15 @@ def open(
     tenants can differ. ``lease_s`` is how long a hit holds its pages.
     ``policy`` is one of ``tierstore.policy.POLICIES`` and says who leaves a full tier first.
     ``disk_write_budget`` is how many bytes of pages a day may be written to disk (0: any number).
-    ``disk_codec`` is how pages are kept there: ``none``, ``lossless``, ``zstd``, or, not bit for bit,
-    ``fp8``, ``int8``, ``int4`` (:mod:`tierstore.codec`). A lossy one is part of the store's identity.
+    ``disk_codec`` is how pages are kept there: ``none``, ``lossless`` or ``zstd`` (:mod:`tierstore.codec`).
     ``checkpoint_tokens`` is how far apart the save points of a conversation are kept that it has gone on
     from, where pages are named (None: see :mod:`tierstore.retention`).
-    ``mounts`` are packs to find pages in, too (:func:`tierstore.packs.mount`).
     A disk that has not answered a call for ``stall_s`` seconds is not waited for any more, until it does.
 
     Raises :class:`UsageError` for capacities that cannot hold a page and
     :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
     """
     page_pools = checked_pools(spec, pools)
-    if identity is not None or lossy_name(disk_codec):
-        identity = _with_codec(identity or Identity.of(spec, model="default"), disk_codec)
-    _check_mounts(mounts, identity or Identity.of(spec, model="default"))
     core = open_core(
         path,
         max(group.page_bytes for group in groups_of(spec)),
@@ -135,7 +129,7 @@ def open(
     )
     backend = LocalBackend(core, owns_core=True)
     return Store(
-        _mounted(backend, mounts),
+        backend,
         spec,
         identity=identity,
         pools=page_pools or None,
@@ -144,12 +138,6 @@ def open(
         policy=policy,
         checkpoint_tokens=checkpoint_tokens,
     )
-
-
-def _with_codec(identity: Identity, disk_codec: str) -> Identity:
-    """A codec that is not bit for bit is part of the identity of what comes back."""
-    lossy = lossy_name(disk_codec)
-    return replace(identity, codec=identity_codec(identity.codec, lossy)) if lossy else identity
 
 
 def connect(
@@ -168,12 +156,14 @@ def connect(
     loads: bool = True,
     saves: bool = True,
     checkpoint_tokens: int | None = None,
-    mounts: Sequence[MountedPack] = (),
+    wait_s: float = CONNECT_S,
 ) -> Store:
     """Use the daemon at ``url``: ``ipc://PATH`` on this host, ``tcp://HOST:PORT`` on another.
 
-    It need not be there yet: while it is not, lookups miss and nothing is stored. ``lookup_s`` is the longest
-    that a lookup (and every verb without a deadline of its own) waits for an answer. ``keys`` is this
+    It need not be there yet: while it is not, lookups miss and nothing is stored. ``connect`` waits for it up
+    to ``wait_s`` seconds, and logs a warning if it is not there by then. Engines that must not wait give 0.
+    ``lookup_s`` is the longest that a lookup (and every verb without a deadline of its own, but those that
+    save) waits for an answer. ``keys`` is this
     client's ``.secret`` file, ``server_key`` the daemon's ``.key`` file (see ``tierstore keygen``), for
     ``tcp://``. ``verify``: every page that comes from the daemon's memory on this host is compared with the
     checksum of what was saved, for who does not trust every process of his own user (pages from other hosts
@@ -181,18 +171,17 @@ def connect(
     copy between pages and the memory of a device all the same: :meth:`~tierstore.tiers.pinned.Reach.share` of
     that device's. ``model_name`` is what people call the model: KV events may be told by model, and it
     changes no page. Without ``loads`` the daemon is not asked for pages, without ``saves`` it is given none;
-    what is in the pool is found and kept all the same. ``mounts`` are packs to find pages in, too
-    (:func:`tierstore.packs.mount`). The other
-    arguments are those of :func:`open`. The store is for one process: a forked child that uses it gets a
-    :class:`StoreClosedError`, and connects for itself.
+    what is in the pool is found and kept all the same. The other arguments are those of :func:`open`. The
+    store is for one process: a forked child that uses it gets a :class:`StoreClosedError`, and connects for
+    itself.
 
     Raises :class:`UsageError` for an address or keys that cannot be used.
     """
     page_pools = checked_pools(spec, pools)
     lookup_s = checked_lookup_s(lookup_s)
+    wait_s = seconds("wait_s", wait_s)
     mover_threads = whole_number("mover_threads", mover_threads, least=1)
     identity = identity or Identity.of(spec, model="default")
-    _check_mounts(mounts, identity)
     first, of_first = groups_of(spec)[0], identity.groups[0]
     backend = RemoteBackend(
         Address.parse(url, CurveKeys.read(keys, server_key)),
@@ -203,8 +192,8 @@ def connect(
         saves=saves,
         reach=page_pools[0].reach if page_pools else reach,  # they lie in one memory
     )
-    return Store(
-        _mounted(backend, mounts),
+    store = Store(
+        backend,
         spec,
         identity=identity,
         pools=page_pools or None,
@@ -212,23 +201,29 @@ def connect(
         mover_threads=mover_threads,
         checkpoint_tokens=checkpoint_tokens,
     )
+    _wait_for_daemon(url, [store], wait_s)
+    return store
 
 
-def _mounted(backend: Backend, mounts: Sequence[MountedPack]) -> Backend:
-    if mounts:
-        from tierstore.packs.mounted import MountedBackend  # not before somebody has a pack
-
-        for pack in mounts:
-            backend = MountedBackend(backend, pack)
-    return backend
-
-
-def _check_mounts(mounts: Sequence[MountedPack], identity: Identity) -> None:
-    if mounts:
-        from tierstore.packs.importing import require_identity
-
-        for pack in mounts:
-            require_identity(pack.manifest, [identity])
+def _wait_for_daemon(url: str, stores: Sequence[Store], wait_s: float) -> None:
+    """Wait until all of ``stores`` are connected, ``wait_s`` seconds at most."""
+    if not wait_s:
+        return
+    ends = time.monotonic() + wait_s
+    try:
+        for store in stores:
+            if not store.wait_connected(max(ends - time.monotonic(), 0.0)):
+                _log.warning(
+                    "no daemon answers at %s after %g s: lookups miss until it does. Start one with "
+                    "`tierstore serve`, or check the address",
+                    url,
+                    wait_s,
+                )
+                return
+    except BaseException:  # a person's Ctrl-C
+        for store in stores:
+            store.close()
+        raise
 
 
 def open_pool(spec: KVSpec, num_pages: int, *, device: str = "cpu", most: int | None = None) -> PagePool:

@@ -5,11 +5,13 @@ Each returns its argument as the inside takes it, and raises :class:`UsageError`
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 import reprlib
 from collections.abc import Iterable
 from numbers import Real
+from typing import Any
 
 from tierstore.errors import UsageError
 
@@ -59,6 +61,17 @@ def text(name: str, value: object) -> str:
     except UnicodeEncodeError as error:
         raise UsageError(f"{name} is no valid Unicode at character {error.start}") from None
     return value
+
+
+def json_object(name: str, value: str) -> dict[str, Any]:
+    """The JSON object in a text, such as an option's."""
+    try:
+        found = json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{name} must be a JSON object: {error}") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{name} must be a JSON object, got {_shown(found)}")
+    return found
 
 
 def _shown(value: object) -> str:

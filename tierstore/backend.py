@@ -26,7 +26,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tierstore.errors import UsageError
-from tierstore.keys import TOKEN_BYTES, Identity, PageKey
+from tierstore.groups import GroupRule
+from tierstore.keys import KEY_BYTES, TOKEN_BYTES, Identity, PageKey, name_at, padded_name
 from tierstore.memory import Memory
 from tierstore.planner import Way
 from tierstore.stats import StoreStats
@@ -216,6 +217,85 @@ class Registration:
     model_name: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class NamedGroup:
+    """A layer group whose pages are found by name, as one :class:`HitRequest` asks for it. The caller has the
+    pages that end at the tokens ``here`` itself."""
+
+    registration: Registration
+    rule: GroupRule
+    here: Sequence[int] = ()
+
+
+@dataclass(slots=True)
+class HitRequest:
+    """The first ``num_tokens`` tokens of a prompt, as every layer group of its model keeps them.
+
+    ``chains`` has a request for each group that needs every token, all for the same tokens. The caller has
+    the first ``here[i]`` tokens of ``chains[i]`` itself. ``named`` are the other groups. A page of theirs has
+    the same name in each group: ``names[i]`` (:data:`~tierstore.keys.NAME_BYTES`) stands for the tokens up to
+    the end of whole chunk ``i``; ``root`` is what the first name was chained behind. ``tail`` are the token
+    bytes behind the last whole chunk."""
+
+    chunk_tokens: int
+    num_tokens: int
+    chains: Sequence[LookupRequest]
+    here: Sequence[int]
+    named: Sequence[NamedGroup] = ()
+    names: Sequence[bytes] = ()
+    root: bytes = b""
+    tail: bytes = b""
+
+    def pages(self, group: NamedGroup, ends: Sequence[int]) -> LookupRequest:
+        """The pages of a group that end at these tokens."""
+        names = [name_at(end, self.chunk_tokens, self.names, self.root, self._chunk) for end in ends]
+        data = b"".join([padded_name(name, self.chunk_tokens) for name in names])
+        keys = [PageKey(name[:KEY_BYTES]) for name in names]
+        known = group.registration
+        return LookupRequest(
+            known.identity, known.page_bytes, self.chunk_tokens, data, len(data), keys, loose=True
+        )
+
+    def _chunk(self, index: int) -> bytes:
+        return self.chains[0].chunk(index) if self.chains else self.tail
+
+    @property
+    def registrations(self) -> list[Registration]:
+        """What a backend has to know before it is asked, the chains' first."""
+        return [
+            *(chain.registration for chain in self.chains),
+            *(group.registration for group in self.named),
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLease:
+    """The pages that a hit needs of one layer group and that the caller does not have: they end at the tokens
+    ``ends``, in the order of the lease's pages. Other hosts seem to have those at ``remote_ends``."""
+
+    lease: Lease
+    ends: Sequence[int] = ()
+    remote_ends: Sequence[int] = ()
+
+
+@dataclass(slots=True, eq=False)
+class HitLease:
+    """The answer to a :class:`HitRequest`: the longest hit that all groups support has ``tokens`` tokens.
+    The groups that need every token reach to ``branch``. ``chains`` and ``named`` are in the request's order.
+    Together with what other hosts seem to have, the hit would be ``remote_tokens`` longer."""
+
+    tokens: int
+    branch: int
+    chains: Sequence[GroupLease]
+    named: Sequence[GroupLease]
+    remote_tokens: int = 0
+
+    @property
+    def groups(self) -> list[GroupLease]:
+        """All of them, the chains first."""
+        return [*self.chains, *self.named]
+
+
 def _nothing() -> None:
     pass
 
@@ -276,6 +356,11 @@ class Backend(Protocol):
     ) -> Transfer[Lease | None]:
         """The longest held prefix of a prompt, under a lease; None when there was no answer in ``patience_s``
         seconds. ``caller_receives``: this thread waits for the answer at once."""
+
+    def find_hit(self, request: HitRequest, *, patience_s: float) -> Transfer[HitLease | None]:
+        """The longest hit that all layer groups of a prompt support, with a lease on exactly the pages that
+        it needs and that the caller does not have; None when there was no answer in ``patience_s`` seconds.
+        Release each of ``HitLease.groups``."""
 
     def expect(self, request: LookupRequest, *, wait_s: float) -> Transfer[None]:
         """Somebody has promised to save all whole chunks of this prompt. Ends when they are held, when it is
@@ -352,7 +437,8 @@ class Backend(Protocol):
     # -- keeping, dropping, seeing -------------------------------------------------------------------
 
     def pin(self, request: LookupRequest, *, undo: bool = False) -> Transfer[int]:
-        """Keep the held whole chunks of a prompt until the same is undone; their tokens."""
+        """Keep the held whole chunks of a prompt. ``undo`` takes back the newest pin of exactly this prompt
+        by the same tenant. The tokens of the pin; 0 where there was nothing to pin or to undo."""
 
     def evict(self, tier: str, pages: int | None) -> int:
         """Let up to ``pages`` pages (None: all that may) leave ``tier``. Blocks. How many left."""

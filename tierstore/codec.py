@@ -13,9 +13,6 @@ page and not of these bytes: whatever has become of them, a page that is not the
 ``zstd``
     The same split, and Zstandard for the plane of exponents: 3 % smaller, and several times as slow. It needs
     the package ``zstandard`` (tierstore[codecs]), and stands in for ``lossless`` without the compiled part.
-``fp8``, ``int8``, ``int4``
-    Quantised (:mod:`tierstore.quantised`): not the page, but one close to it. Only pages whose
-    identity says so are kept like that (:func:`identity_codec`).
 
 In a page head_dim is innermost, which already puts numbers of like size side by side. Exponents relative to
 those of their channel were 1 % smaller on real KV, and would take the layout of opaque pages.
@@ -33,7 +30,7 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -43,7 +40,6 @@ import numpy.typing as npt
 from tierstore import native
 from tierstore.errors import SpecError, UsageError
 from tierstore.memory import address_of
-from tierstore.quantised import QUANTISED
 from tierstore.spec import DTYPE_BITS, KVSpec
 
 NONE = "none"  # as a setting: pages are kept as they are
@@ -60,8 +56,6 @@ class Codec(Protocol):
     name: str
     number: int
     """Of this codec, in the record of a page: never given to another."""
-    lossy: bool
-    """Whether what comes back is only close to what was kept. It is still the same each time."""
 
     def bound(self, nbytes: int) -> int:
         """How much room to give :meth:`encode` for a page of ``nbytes``."""
@@ -83,7 +77,6 @@ class Lossless:
 
     name = "lossless"
     number = 1
-    lossy = False
 
     def bound(self, nbytes: int) -> int:
         return nbytes + nbytes // BLOCK_BYTES + 32
@@ -211,7 +204,6 @@ class Zstd:
 
     name = "zstd"
     number = 2
-    lossy = False
 
     def __init__(self) -> None:
         try:
@@ -279,9 +271,11 @@ def number_bytes(layout: str) -> int:
     return 4 if bits == 32 else 2
 
 
-# -- by name, by number, by identity -------------------------------------------------------------------
+# -- by name, by number --------------------------------------------------------------------------------
 
-NAMES = (NONE, "lossless", "zstd", "fp8", "int8", "int4")
+NAMES = (NONE, "lossless", "zstd")
+REMOVED = {"fp8": 3, "int8": 4, "int4": 5}
+"""Codecs of earlier versions and their numbers, which no other codec may get. They did not keep every bit."""
 
 
 def by_name(name: str) -> Codec | None:
@@ -312,39 +306,5 @@ def by_number(number: int) -> Codec | None:
 
 @lru_cache(maxsize=16)
 def _of_number(number: int) -> Codec:
-    makers: Mapping[int, Any] = {
-        Lossless.number: Lossless,
-        Zstd.number: Zstd,
-        **{each.number: lambda each=each: each for each in QUANTISED},
-    }
-    codec: Codec = makers[number]()
-    return codec
-
-
-_LOSSY = ";disk="
-
-
-def identity_codec(codec: str, lossy: str) -> str:
-    """``Identity.codec`` of pages that colder tiers may keep by the lossy codec of this name.
-
-    >>> identity_codec("raw", "int8")
-    'raw;disk=int8'
-    """
-    return codec + _LOSSY + lossy
-
-
-def is_lossy(number: int) -> bool:
-    """Whether what comes back of pages in records with this number is only close to what was saved."""
-    codec = by_number(number)
-    return codec is not None and codec.lossy
-
-
-def lossy_name(name: str) -> str | None:
-    """``name``, if it is that of a lossy codec."""
-    codec = by_name(name)
-    return name if codec is not None and codec.lossy else None
-
-
-def allowed(codec: Codec, identity: str) -> bool:
-    """Whether pages whose ``Identity.codec`` is ``identity`` may be kept by ``codec``."""
-    return not codec.lossy or identity.endswith(_LOSSY + codec.name)
+    makers: Mapping[int, Callable[[], Codec]] = {Lossless.number: Lossless, Zstd.number: Zstd}
+    return makers[number]()

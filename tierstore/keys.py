@@ -206,10 +206,9 @@ class Prompt:
         """:meth:`with_names`, each found by a name of :data:`NAME_BYTES`, such as a cryptographic hash of all
         that its bytes depend on. The name stands where others have tokens, of which there have to be
         :data:`LEAST_NAMED_TOKENS`, so all of it is compared."""
-        width = chunk_tokens * TOKEN_BYTES
         return cls.with_names(
             identity,
-            b"".join([name.ljust(width, b"\0") for name in names]),
+            b"".join([padded_name(name, chunk_tokens) for name in names]),
             [PageKey(name[:KEY_BYTES]) for name in names],
             chunk_tokens=chunk_tokens,
             pages_before=pages_before,
@@ -280,14 +279,16 @@ class Prompt:
 
     def name(self, end: int) -> bytes:
         """The name of the page that ends behind ``end`` tokens, at least 1."""
-        chunks, tokens = divmod(end, self.chunk_tokens)
-        while len(self._names) < chunks:
-            chunk = self.chunk(len(self._names))
-            self._names.append(hashlib.sha256(self._name_before(len(self._names)) + chunk).digest())
-        if not tokens:
-            return self._names[chunks - 1]
+        names = self.names(end // self.chunk_tokens)
         # Fewer tokens than a chunk has: no other page's name is made of so many bytes behind the same ones.
-        return hashlib.sha256(self._name_before(chunks) + self.chunk(chunks)[: tokens * TOKEN_BYTES]).digest()
+        return name_at(end, self.chunk_tokens, names, self.identity.digest, self.chunk)
+
+    def names(self, chunks: int) -> list[bytes]:
+        """The names of the first ``chunks`` whole chunks, or of more."""
+        while len(self._names) < chunks:
+            before = self._names[-1] if self._names else self.identity.digest
+            self._names.append(page_name(before, self.chunk(len(self._names))))
+        return self._names
 
     def pages_at(self, group: int, ends: Sequence[int]) -> Prompt:
         """The pages of a group with named pages that end behind so many of its tokens each."""
@@ -308,9 +309,6 @@ class Prompt:
         keys = self.keys_of(group)
         return Prompt.with_keys(identity, self.token_bytes, keys, chunk_tokens=self.chunk_tokens)
 
-    def _name_before(self, chunk: int) -> bytes:
-        return self._names[chunk - 1] if chunk else self.identity.digest
-
     def _parent_key(self, keys: Sequence[PageKey], identity: Identity) -> bytes:
         return keys[-1] if keys else self._digest(identity.digest)
 
@@ -318,6 +316,33 @@ class Prompt:
         width = self.chunk_tokens * TOKEN_BYTES
         data = bytes(memoryview(self._data)[len(keys) * width :])
         keys.extend(chunk_keys(self._parent_key(keys, identity), data, width, self._digest))
+
+
+def page_name(before: bytes, tokens: bytes) -> bytes:
+    """Return the name of the page that holds ``tokens`` (the token bytes of one chunk, or of its beginning)
+    behind the page named ``before``. The first page of a prompt is behind its model's identity digest.
+
+    A name is a SHA-256, so it can be compared in place of all tokens before it.
+
+    >>> len(page_name(bytes(NAME_BYTES), bytes(64)))
+    32
+    """
+    return hashlib.sha256(before + tokens).digest()
+
+
+def name_at(
+    end: int, chunk_tokens: int, names: Sequence[bytes], root: bytes, chunk: Callable[[int], bytes]
+) -> bytes:
+    """Return the name of the page that ends at token ``end``. ``names`` are those of the whole chunks, and
+    ``chunk(i)`` returns the token bytes of chunk ``i``."""
+    whole, tokens = divmod(end, chunk_tokens)
+    before = names[whole - 1] if whole else root
+    return page_name(before, chunk(whole)[: tokens * TOKEN_BYTES]) if tokens else before
+
+
+def padded_name(name: bytes, chunk_tokens: int) -> bytes:
+    """Return a name as it stands where another page has the tokens of its chunk."""
+    return name.ljust(chunk_tokens * TOKEN_BYTES, b"\0")
 
 
 def root_key(identity: Identity) -> bytes:

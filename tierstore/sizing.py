@@ -143,14 +143,16 @@ def _groups(config: Mapping[str, Any]) -> list[LayerGroup]:
     return groups
 
 
-_KINDS = {
+LAYER_KINDS = {
     "full_attention": LayerKind.FULL_ATTENTION,
     "sliding_attention": LayerKind.SLIDING_WINDOW,
     "chunked_attention": LayerKind.CHUNKED_ATTENTION,
     "linear_attention": LayerKind.RECURRENT_STATE,
+    # Before transformers 5:
     "attention": LayerKind.FULL_ATTENTION,
     "mamba": LayerKind.RECURRENT_STATE,
 }
+"""What ``layer_types`` of a ``config.json`` calls the kinds of layers."""
 BLOCK_PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 """What the letters of Nemotron-H's ``hybrid_override_pattern`` stand for."""
 
@@ -172,10 +174,10 @@ def _named_layers(config: Mapping[str, Any]) -> list[str] | None:
 
 def _layer_kinds(config: Mapping[str, Any], layers: int, named: list[str] | None) -> list[LayerKind]:
     if named is not None:
-        unknown = sorted(set(named) - _KINDS.keys())
+        unknown = sorted(set(named) - LAYER_KINDS.keys())
         if unknown:
             raise SpecError(f"config.json: layer_types names {unknown}: not understood")
-        return [_KINDS[each] for each in named]
+        return [LAYER_KINDS[each] for each in named]
     if every := config.get("full_attention_interval"):
         recurrent = LayerKind.RECURRENT_STATE
         return [LayerKind.FULL_ATTENTION if (at + 1) % every == 0 else recurrent for at in range(layers)]

@@ -42,6 +42,7 @@ class Counters:
     disk_read_only_s: float = 0.0  # seconds in which nothing was written to disk
     disk_offline_s: float = 0.0  # seconds in which the disk was not read either
     unpinned_arenas: int = 0  # refused by the device's driver: loads from them go up by plain copies
+    disk_lost_pages: int = 0  # at open with another capacity: unreadable, or behind such a page
     damaged_pages: int = 0  # checksum mismatch or truncated: the disk has other bytes than were saved
     evicted_pages: dict[str, int] = field(default_factory=lambda: {"hbm": 0, "host": 0, "disk": 0})
 

@@ -12,7 +12,6 @@ from tierstore.codec import NONE
 from tierstore.errors import UsageError
 from tierstore.groups import GroupRule
 from tierstore.keys import Identity, Prompt, TokenIds
-from tierstore.packs import MountedPack
 from tierstore.planner import Plan
 from tierstore.spec import KVSpec
 from tierstore.stats import StoreStats
@@ -226,19 +225,15 @@ def open_connector(
     disk_codec: str = NONE,
     device: str = "cpu",
     model_name: str = "",
-    mounts: Sequence[MountedPack] = (),
     role: Role = BOTH,
 ) -> Connector:
     """A page pool of ``pool_pages`` pages on ``device`` (where the spec has several layer groups, as many
     numbers, and one memory in which so many pages of each find room at a time), which may be resized to
     ``most_bytes`` (None: on a CPU to what it has at first, on a device not at all), and the connector to
     ``store``: the address of a daemon (``ipc://PATH``, ``tcp://HOST:PORT``), a directory for an embedded
-    store, or None to compute without one. ``model_name`` is what people call the model, ``mounts`` are
-    packs to find pages in, too. ``disk_codec`` is how an embedded store keeps pages on disk. ``role`` is
-    what it does with pages that it shares with other engines, through a daemon. Raises what
-    :func:`tierstore.open` and :func:`tierstore.connect` raise."""
-    if mounts and store is None:
-        raise UsageError("a mounted pack stands behind a store: say which")
+    store, or None to compute without one. ``model_name`` is what people call the model. ``disk_codec`` is how
+    an embedded store keeps pages on disk. ``role`` is what it does with pages that it shares with other
+    engines, through a daemon. Raises what :func:`tierstore.open` and :func:`tierstore.connect` raise."""
     if disk_codec != NONE and (store is None or "://" in store):
         raise UsageError(
             "a disk codec is for a directory of the engine's own; a daemon's is its own: "
@@ -267,7 +262,7 @@ def open_connector(
             model_name=model_name,
             loads=role.loads,
             saves=role.saves,
-            mounts=mounts,
+            wait_s=0,
         )
         connected.wait_connected(_CONNECT_S)  # or not: then the engine starts with misses
         return StoreConnector(connected)
@@ -279,6 +274,5 @@ def open_connector(
         host_bytes=host_bytes,
         disk_bytes=disk_bytes,
         disk_codec=disk_codec,
-        mounts=mounts,
     )
     return StoreConnector(opened)

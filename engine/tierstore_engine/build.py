@@ -20,7 +20,6 @@ from tierstore import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES
 from tierstore.codec import NONE
 from tierstore.errors import UsageError
 from tierstore.keys import Identity
-from tierstore.packs import MountedPack
 from tierstore.spec import DEFAULT_CHUNK_TOKENS, KVSpec, LayerKind
 from tierstore.tiers.cuda import CudaDevice
 from tierstore.tiers.device import Device
@@ -153,14 +152,12 @@ def build_engine(
     settings: EngineSettings | None = None,
     drafter: Drafter | None = None,
     model_name: str = "",
-    mounts: Sequence[MountedPack] = (),
     role: Role = BOTH,
 ) -> Engine:
     """An engine over a pool of ``pool_pages`` pages (None, on a GPU only: what its free memory holds), which
     :meth:`Engine.resize_pool` may make ``most_pool_bytes`` large (None: on a CPU its first size, on a GPU it
     keeps that), and over the store at ``store`` (None: without one). ``model_name`` is what people call the
-    model, ``mounts`` are packs to find pages in, too; ``role`` is what it does with pages that it shares with
-    other engines.
+    model; ``role`` is what it does with pages that it shares with other engines.
 
     Raises :class:`UsageError` for sizes that cannot work and
     :class:`~tierstore.errors.StoreUnavailableError` for a store that cannot be opened.
@@ -183,7 +180,6 @@ def build_engine(
         disk_codec=disk_codec,
         device=model.device,
         model_name=model_name,
-        mounts=mounts,
         role=role,
     )
     runner = make_runner(model, connector.pools, settings)

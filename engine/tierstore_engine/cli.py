@@ -6,7 +6,7 @@ Exit codes: 0 done, 1 the run failed, 2 bad usage. An error is one line on stder
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -15,9 +15,6 @@ from tierstore.errors import UsageError
 from tierstore.types import HANDOVER_S
 from tierstore.units import parse_size
 
-if TYPE_CHECKING:
-    from tierstore.packs import MountedPack
-
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -25,17 +22,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Mounts = Annotated[
-    list[Path] | None,
-    typer.Option(help="A pack to find pages in as well (docs/packs.md); may be repeated", show_default=False),
-]
-PackSigner = Annotated[
-    Path | None, typer.Option(help="Only packs signed by this .pub key are mounted", show_default=False)
-]
-
-_DISK_CODEC = (
-    "How an embedded store keeps pages on disk: none, lossless, zstd, or, not bit for bit, fp8, int8, int4"
-)
+_DISK_CODEC = "How an embedded store keeps pages on disk: none, lossless or zstd"
 
 
 def main() -> None:
@@ -83,8 +70,6 @@ def generate(
     kv_scales: Annotated[
         str, typer.Option(help="dynamic|checkpoint, or a file that calibrate wrote: scales of a quantised KV")
     ] = "dynamic",
-    mount: Mounts = None,
-    pack_signer: PackSigner = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON document instead of text")] = False,
 ) -> None:
     """Continue a prompt: the text on stdout as it comes, one line about the run on stderr."""
@@ -118,7 +103,6 @@ def generate(
         kv_dtype=kv_dtype,
         kv_scales=kv_scales,
         json=json,
-        mounts=_mounted(mount, pack_signer),
     )
     run(request)
 
@@ -198,8 +182,6 @@ def serve(
     kv_scales: Annotated[
         str, typer.Option(help="dynamic|checkpoint, or a file that calibrate wrote: scales of a quantised KV")
     ] = "dynamic",
-    mount: Mounts = None,
-    pack_signer: PackSigner = None,
 ) -> None:
     """Serve OpenAI's API over HTTP, until SIGTERM."""
     from tierstore_connectors.common.handover import Role
@@ -246,7 +228,6 @@ def serve(
         kv_scales=kv_scales,
         draft=draft,
         draft_tokens=draft_tokens,
-        mounts=_mounted(mount, pack_signer),
         role=Role.parse(kv_role),
     )
     run(options)
@@ -268,13 +249,6 @@ def calibrate(
     opened = open_model(model, device="cpu", dtype=dtype)
     tokens = kv_scales.check_calibration(opened, text, out)
     kv_scales.write_ranges(opened.config, kv_scales.measure_ranges(load_model(opened), tokens), out)
-
-
-def _mounted(packs: list[Path] | None, signer: Path | None) -> tuple[MountedPack, ...]:
-    from tierstore.packs import Trust, mount
-
-    trust = Trust() if signer is None else Trust.read(signer)
-    return tuple(mount(path, trust) for path in packs or ())
 
 
 def _read_prompt(file: Path | None, text: str | None) -> str:

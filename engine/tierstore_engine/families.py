@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from tierstore.sizing import BLOCK_PATTERN
+from tierstore.sizing import BLOCK_PATTERN, LAYER_KINDS
 from tierstore.spec import LayerKind
 from tierstore_engine.config import (
     DeltaConfig,
@@ -26,16 +26,6 @@ from tierstore_engine.config import (
 from tierstore_engine.errors import ModelError
 
 Raw: TypeAlias = Mapping[str, Any]
-
-_KINDS = {
-    "full_attention": LayerKind.FULL_ATTENTION,
-    "sliding_attention": LayerKind.SLIDING_WINDOW,
-    "chunked_attention": LayerKind.CHUNKED_ATTENTION,
-    "linear_attention": LayerKind.RECURRENT_STATE,
-    # Before transformers 5:
-    "attention": LayerKind.FULL_ATTENTION,
-    "mamba": LayerKind.RECURRENT_STATE,
-}
 
 
 def config_from_hf(raw: Raw, *, dtype: str | None = None) -> ModelConfig:
@@ -369,7 +359,7 @@ def _nemotron_h(raw: Raw) -> ModelConfig:
     follow = [blocks[at + 1] if at + 1 < len(blocks) else None for at in mixers]
     if len(mixers) + sum(kind in ("mlp", "moe") for kind in follow) != len(blocks):
         raise ModelError("config.json: an MLP that does not follow a mixer is not supported")
-    kinds = tuple(_KINDS[blocks[at]] for at in mixers)
+    kinds = tuple(LAYER_KINDS[blocks[at]] for at in mixers)
     _check_kinds(kinds)
     activations = raw.get("mlp_hidden_act", "relu2"), raw.get("mamba_hidden_act", "silu")
     if activations != ("relu2", "silu"):
@@ -608,10 +598,10 @@ def _layer_kinds(raw: Raw) -> tuple[LayerKind, ...]:
     names, layers = raw.get("layer_types"), _positive(raw, "num_hidden_layers")
     if names is None:
         return ()
-    unknown = sorted(set(names) - set(_KINDS))
+    unknown = sorted(set(names) - set(LAYER_KINDS))
     if unknown or len(names) != layers:
-        raise ModelError(f"config.json: layer_types does not fit {layers} layers of {', '.join(_KINDS)}")
-    return tuple(_KINDS[name] for name in names)
+        raise ModelError(f"config.json: layer_types does not fit {layers} layers of {', '.join(LAYER_KINDS)}")
+    return tuple(LAYER_KINDS[name] for name in names)
 
 
 def _grouped(raw: Raw, kinds: tuple[LayerKind, ...], window: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import sys
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from tierstore.packs import MountedPack
 from tierstore.spec import KVSpec
 from tierstore.units import format_size
 from tierstore_engine.build import (
@@ -52,7 +51,6 @@ class GenerateRequest:
     kv_dtype: str
     kv_scales: str
     json: bool
-    mounts: tuple[MountedPack, ...] = ()
 
 
 def run(request: GenerateRequest, *, out: TextIO | None = None, err: TextIO | None = None) -> Completion:
@@ -81,7 +79,6 @@ def run(request: GenerateRequest, *, out: TextIO | None = None, err: TextIO | No
         chunk_tokens=request.chunk_tokens,
         settings=settings,
         model_name=request.model,
-        mounts=request.mounts,
     )
     try:
         completion = _generate(engine, tokens, request, _Screen(out, err, text=not request.json))

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
@@ -19,7 +20,7 @@ from tierstore.errors import TierStoreError
 from tierstore_engine.outputs import RequestId, StepOutput
 
 if TYPE_CHECKING:
-    from tierstore_engine.engine import Engine, PromptInput
+    from tierstore_engine.engine import Engine, EngineStats, PromptInput
     from tierstore_engine.sampling import SamplingParams
 
 T = TypeVar("T")
@@ -78,11 +79,16 @@ class EngineThread:
 
     An error in a step ends all requests with it, and is counted in ``errors``; the next ones may succeed (a
     device that ran out of memory has it again). ``failed`` is set where not even ending them worked.
+
+    ``stats`` are the engine's, from before the step that it computes now: reading them waits for nothing.
+    ``stepping_since`` is when that step began, by the monotonic clock; None between two steps.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.errors = 0
         self.failed: Exception | None = None
+        self.stats: EngineStats = engine.stats()
+        self.stepping_since: float | None = None
         self._engine = engine
         self._jobs: dict[RequestId, Job] = {}  # the thread's own
         self._changed = threading.Condition()
@@ -169,10 +175,16 @@ class EngineThread:
             try:
                 for call in calls:
                     call(self._engine)
+                if calls:
+                    self.stats = self._engine.stats()
                 if self._engine.has_work and not closing:
+                    self.stepping_since = time.monotonic()
                     outputs = self._engine.step()
+                    self.stepping_since = None
+                    self.stats = self._engine.stats()  # before anybody hears of what is counted in them
                     self._deliver([(output.request_id, output) for output in outputs])
             except Exception as error:  # noqa: BLE001  # whatever it is, those who wait must hear of it
+                self.stepping_since = None
                 self.errors += 1
                 _log.error("a step failed, and its requests end", exc_info=error)
                 self._end_all(error)

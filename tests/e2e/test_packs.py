@@ -14,7 +14,6 @@ from tests.tierstore.daemon.client.conftest import SPEC, DaemonProcess
 pytest.importorskip("torch")
 
 from tierstore_engine.build import build_engine, load_model
-from tierstore_engine.cli import app
 from tierstore_engine.sampling import SamplingParams
 
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
@@ -59,24 +58,3 @@ def test_the_receiving_engine_answers_as_the_sender(hosts, tmp_path):
     receiver = answer(hosts[1].url)
     assert receiver.metrics.reused_by_tier == {"host": 384}  # six whole chunks
     assert receiver.tokens == sender.tokens
-
-
-def test_an_engine_with_a_mounted_pack_answers_as_the_sender(hosts, tmp_path, capsys):
-    """The command line's engine, in a store that has nothing."""
-    model = load_model("tiny", device="cpu")
-    text = "What is a page? " * 30
-    engine = build_engine(model, pool_pages=32, store=hosts[0].url)
-    try:
-        [sender] = engine.generate([text], SamplingParams(max_new_tokens=8, ignore_eos=True))
-    finally:
-        engine.close()
-    file, pack = tmp_path / "prompt.json", tmp_path / "a.tskv"
-    file.write_text(json.dumps(model.tokenizer.encode(text)))
-    code, _, err = run("pack", "export", pack, "--prompt-file", file, "--connect", hosts[0].url)
-    assert (code, err) == (0, "")
-    options = f"--model tiny --max-new-tokens 8 --ignore-eos --json --plan load --device cpu --mount {pack}"
-    arguments = ["generate", *options.split(), "--prompt", text, "--store", str(tmp_path / "store")]
-    app(arguments, standalone_mode=False)
-    answer = json.loads(capsys.readouterr().out)
-    assert answer["reused_tokens_by_tier"]["disk"] == len(text) // 64 * 64
-    assert answer["tokens"] == list(sender.tokens)

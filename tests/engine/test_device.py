@@ -121,6 +121,32 @@ def without_overlap(loaded: Callable[..., LoadedModel]) -> list[np.ndarray]:
         run.close()
 
 
+@pytest.fixture
+def copies_may_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """While a test has cleared this event, no load waits for its copies. On a lazy device they do not end."""
+    event = threading.Event()
+    event.set()
+    original = IntoHbm._let_go
+
+    def let_go(self: IntoHbm, *arguments: Any) -> None:
+        event.wait()
+        original(self, *arguments)
+
+    monkeypatch.setattr(IntoHbm, "_let_go", let_go)
+    yield event
+    event.set()
+
+
+def begin_to_load(engine: Engine, request: int) -> None:
+    """Admit a request, and wait until all copies of its load have begun: the next step takes it over. What
+    the others compute until then does not depend on how fast the mover is."""
+    engine.step()
+    sequence = engine._sequences[request]
+    assert sequence in engine._scheduler.admitted
+    if sequence.loading is not None:
+        sequence.loading.transfer.wait()
+
+
 def assert_equal(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
     for number, (mine, reference) in enumerate(zip(ours, theirs, strict=True)):
         assert np.array_equal(mine, reference), f"answer {number} differs"
@@ -281,19 +307,16 @@ def test_parked_sequences_continue_with_their_bits(tiny: LoadedModel) -> None:
     assert_equal(answers[1], answers[0])
 
 
-def test_nobody_waits_for_the_pages_of_another(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_the_pages_of_another(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, copies_may_end: threading.Event
+) -> None:
     """While a hit is on its way others go on decoding; alone it is computed before all of it has arrived."""
     run = open_run(tiny, device_pool(tiny, 0))  # lazy: nothing arrives that nobody waits for
     run.ask([PROMPTS[0]])
     run.forget_in_hbm()
-    asked = threading.Event()
-    original_let_go, original_compute = IntoHbm._let_go, DeferredRunner.compute
-    original_advance = DeferredRunner.advance
+    copies_may_end.clear()
+    original_compute, original_advance = DeferredRunner.compute, DeferredRunner.advance
     steps: list[list[bool]] = []  # of each: whether each of its sequences was arriving
-
-    def let_go(self: IntoHbm, *arguments: Any) -> None:
-        asked.wait(30)
-        original_let_go(self, *arguments)
 
     def compute(self: DeferredRunner, step: Step) -> torch.Tensor:
         steps.append([self._pool.arrivals(span.block_table).pending for span in step.spans])
@@ -303,7 +326,6 @@ def test_nobody_waits_for_the_pages_of_another(tiny: LoadedModel, monkeypatch: p
         steps.append([self._pool.arrivals(span.block_table).pending for span in partial.step.spans])
         return original_advance(self, partial, layers)
 
-    monkeypatch.setattr(IntoHbm, "_let_go", let_go)
     monkeypatch.setattr(DeferredRunner, "compute", compute)
     monkeypatch.setattr(DeferredRunner, "advance", advance)
     engine = run.engine
@@ -311,10 +333,11 @@ def test_nobody_waits_for_the_pages_of_another(tiny: LoadedModel, monkeypatch: p
     while engine.computed_tokens(first) < 40:
         engine.step()
     second = engine.add(PROMPTS[0], PARAMS)
+    begin_to_load(engine, second)
     done = []
     while len(done) < 2:
         done += [output.request_id for output in engine.step() if output.finished]
-    asked.set()
+    copies_may_end.set()
     assert done == [first, second]
     assert all(len(set(step)) == 1 for step in steps)
     assert [True] in steps
@@ -322,7 +345,7 @@ def test_nobody_waits_for_the_pages_of_another(tiny: LoadedModel, monkeypatch: p
 
 
 def test_a_hit_goes_through_the_model_layer_by_layer_beside_what_others_decode(
-    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, copies_may_end: threading.Event
 ) -> None:
     """Each layer as soon as it has arrived, with no token of the others waiting for one, and with the bits
     that the hit has when it is alone."""
@@ -331,25 +354,21 @@ def test_a_hit_goes_through_the_model_layer_by_layer_beside_what_others_decode(
     run.forget_in_hbm()
     alone, _ = run.ask([PROMPTS[0]])
     run.forget_in_hbm()
-    loaded = threading.Event()
+    copies_may_end.clear()
     advanced: list[range] = []
-    original_let_go, original_advance = IntoHbm._let_go, DeferredRunner.advance
-
-    def let_go(self: IntoHbm, *arguments: Any) -> None:
-        loaded.wait(30)
-        original_let_go(self, *arguments)
+    original_advance = DeferredRunner.advance
 
     def advance(self: DeferredRunner, partial: PartialStep, layers: range) -> torch.Tensor | None:
         advanced.append(layers)
         return original_advance(self, partial, layers)
 
-    monkeypatch.setattr(IntoHbm, "_let_go", let_go)
     monkeypatch.setattr(DeferredRunner, "advance", advance)
     engine = run.engine
     other = engine.add([9] * 40, SamplingParams(max_new_tokens=40, ignore_eos=True))
     while engine.computed_tokens(other) < 40:
         engine.step()
     hit = engine.add(PROMPTS[0], SamplingParams(max_new_tokens=1, ignore_eos=True, keep_logits=True))
+    begin_to_load(engine, hit)
     sequence, pool = engine._sequences[hit], run.engine.connector.pool
     while sequence.partial is None:
         assert [output.request_id for output in engine.step()] == [other]
@@ -369,7 +388,7 @@ def test_a_hit_goes_through_the_model_layer_by_layer_beside_what_others_decode(
     assert completion is not None
     assert completion.logits is not None
     assert np.array_equal(completion.logits, alone[0][:1])
-    loaded.set()
+    copies_may_end.set()
     engine.cancel(other)
     engine.step()
     run.close()
@@ -377,25 +396,19 @@ def test_a_hit_goes_through_the_model_layer_by_layer_beside_what_others_decode(
 
 @pytest.mark.parametrize("parked", [True, False], ids=["parked", "cancelled"])
 def test_a_hit_that_is_half_computed_can_be_given_up(
-    parked: bool, tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    parked: bool, tiny: LoadedModel, copies_may_end: threading.Event
 ) -> None:
     """What is in its pages by then is nobody's, and one that was parked begins anew."""
     run = open_run(tiny, device_pool(tiny, 0))
     told, _ = run.ask([PROMPTS[0]])
     run.forget_in_hbm()
-    loaded = threading.Event()
-    original_let_go = IntoHbm._let_go
-
-    def let_go(self: IntoHbm, *arguments: Any) -> None:
-        loaded.wait(30)
-        original_let_go(self, *arguments)
-
-    monkeypatch.setattr(IntoHbm, "_let_go", let_go)
+    copies_may_end.clear()
     engine = run.engine
     other = engine.add([9] * 40, SamplingParams(max_new_tokens=40, ignore_eos=True))
     while engine.computed_tokens(other) < 40:
         engine.step()
     hit = engine.add(PROMPTS[0], PARAMS)
+    begin_to_load(engine, hit)
     sequence, pool = engine._sequences[hit], engine.connector.pool
     while sequence.partial is None:
         engine.step()
@@ -408,7 +421,7 @@ def test_a_hit_that_is_half_computed_can_be_given_up(
     else:
         engine.cancel(hit)
     assert sequence.partial is None
-    loaded.set()
+    copies_may_end.set()
     completions = {}
     while engine.has_work:
         completions.update({each.request_id: each.completion for each in engine.step() if each.finished})
@@ -420,33 +433,29 @@ def test_a_hit_that_is_half_computed_can_be_given_up(
 
 
 def test_who_decodes_is_not_looked_for_among_the_pages_of_a_load(
-    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch, copies_may_end: threading.Event
 ) -> None:
     """What a step costs the host while a load goes on does not grow with the tokens of all the others."""
     run = open_run(tiny, device_pool(tiny, 0))  # lazy: the load stays under way until somebody waits for it
     run.ask([PROMPTS[1]])
     run.forget_in_hbm()
     asked: list[int] = []
-    loaded = threading.Event()
-    original_arrivals, original_let_go = DevicePool.arrivals, IntoHbm._let_go
+    copies_may_end.clear()
+    original_arrivals = DevicePool.arrivals
 
     def arrivals(self: DevicePool, pages: Iterable[int]) -> CopyFence:
         listed = list(pages)
         asked.extend(listed)
         return original_arrivals(self, listed)
 
-    def let_go(self: IntoHbm, *arguments: Any) -> None:
-        loaded.wait(30)
-        original_let_go(self, *arguments)
-
     monkeypatch.setattr(DevicePool, "arrivals", arrivals)
-    monkeypatch.setattr(IntoHbm, "_let_go", let_go)
     engine = run.engine
     first = engine.add([9] * 100, SamplingParams(max_new_tokens=12, ignore_eos=True))
     while engine.computed_tokens(first) < 100:
         engine.step()
     assert asked == []
     second = engine.add(PROMPTS[1], PARAMS)
+    begin_to_load(engine, second)
     pages = set(engine._sequences[first].pages)
     done = []
     while not done:
@@ -454,7 +463,7 @@ def test_who_decodes_is_not_looked_for_among_the_pages_of_a_load(
     assert done == [first]
     assert asked  # those of the second, which was on its way all the time
     assert not pages & set(asked)
-    loaded.set()
+    copies_may_end.set()
     while second not in done:
         done += [output.request_id for output in engine.step() if output.finished]
     run.close()

@@ -50,6 +50,7 @@ def ask(live: LiveProxy, **fields: Any) -> httpx.Response:
         (saying(b"HTTP/1.1 200 OK\r\ncontent-length: 900\r\n\r\n{"), "prefill failed"),
         (saying(b"nonsense\r\n\r\n"), "prefill failed"),
         (saying(b""), "prefill failed"),
+        (saying(whole(b"{}", "429 Oh")), "prefill refused"),
         (saying(whole(b"{}", "500 Oh")), "prefill refused"),
         (saying(whole(b"{}", "503 Oh")), "prefill refused"),
         (saying(whole(b"", "302 Found", "location: http://127.0.0.1:9/")), "prefill refused"),
@@ -203,11 +204,69 @@ def test_what_ends_engines_ends_two_of_them_at_most(scripted: Fake, proxy: Proxy
     assert sum(len(each.received) for each in engines) == 2
 
 
-def test_an_engine_that_is_about_to_end_is_left_for_another(scripted: Fake, proxy: Proxy) -> None:
-    ending, other = scripted(saying(whole(b"{}", "503 Bye"))), scripted(saying(whole(ANSWER)))
-    live = proxy(decode=(ending.url, other.url))
-    assert [ask(live, prompt=[seed] * 300).content for seed in range(3)] == [ANSWER] * 3
-    assert len(ending.received) >= 1
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504, 529])
+def test_an_engine_that_is_busy_or_fails_is_left_for_another(
+    status: int, scripted: Fake, proxy: Proxy
+) -> None:
+    refusing, other = scripted(saying(whole(b"{}", f"{status} No"))), scripted(saying(whole(ANSWER)))
+    live = proxy(decode=(refusing.url, other.url))
+    answers = [ask(live, prompt=[seed] * 300, stream=bool(seed % 2)) for seed in range(4)]
+    assert [(answer.status_code, answer.content) for answer in answers] == [(200, ANSWER)] * 4
+    assert live.http.get("/v1/models").status_code == 200
+    assert len(refusing.received) >= 1
+    assert live.metric("retried_total") == len(refusing.received)
+
+
+def test_a_prefill_engine_that_is_busy_or_fails_is_left_for_another(scripted: Fake, proxy: Proxy) -> None:
+    handing = whole(b'{"kv_transfer_params": {"do_remote_prefill": true}}')
+    busy, failing, other = (
+        scripted(saying(said)) for said in (whole(b"{}", "429 No"), whole(b"{}", "500 No"), handing)
+    )
+    decode = scripted(saying(whole(ANSWER)))
+    live = proxy(prefill=(busy.url, failing.url, other.url), decode=(decode.url,))
+    for seed in range(3):
+        assert ask(live, prompt=[seed] * 300).content == ANSWER
+    assert live.ways() == {"handed over": 3}
+    assert busy.received
+    assert failing.received
+
+
+@pytest.mark.parametrize(
+    ("statuses", "status"),
+    [((429, 429), 429), ((500, 500), 500), ((429, 503), 503), ((503, 429), 503), ((500, 429, 503), 503)],
+)
+def test_the_client_gets_what_all_engines_say(
+    statuses: tuple[int, ...], status: int, scripted: Fake, proxy: Proxy
+) -> None:
+    said = b'{"error": {"message": "said by an engine"}}'
+    engines = [scripted(saying(whole(said, f"{each} No", "retry-after: 7"))) for each in statuses]
+    live = proxy(decode=tuple(each.url for each in engines))
+    answer = ask(live)
+    assert answer.status_code == status
+    assert all(len(each.received) == 1 for each in engines)
+    if len(set(statuses)) == 1:
+        assert (answer.content, answer.headers["retry-after"]) == (said, "7")
+    else:
+        assert all(f"answers {each}" in answer.json()["error"]["message"] for each in statuses)
+        assert answer.headers["retry-after"] == "1"
+
+
+def test_requests_that_name_another_host(scripted: Fake, proxy: Proxy) -> None:
+    """A web page whose name leads to loopback has no answers, and engines do not hear of it."""
+    decode = scripted(saying(whole(ANSWER)))
+    live = proxy(decode=(decode.url,))
+    body = {"model": "tiny", "prompt": "x"}
+    for host in ("evil.example", "evil.example:8100", "127.0.0.1.evil.example", "user@127.0.0.1", "[::2]"):
+        for path in ("/v1/models", "/v1/models/tiny", "/health", "/metrics"):
+            assert live.http.get(path, headers={"Host": host}).status_code == 421, (host, path)
+        for path in ("/v1/completions", "/v1/chat/completions"):
+            assert live.http.post(path, json=body, headers={"Host": host}).status_code == 421, (host, path)
+    assert decode.received == []
+    for host in ("localhost:1", "127.0.0.1", "[::1]:8100"):
+        assert live.http.post("/v1/completions", json=body, headers={"Host": host}).status_code == 200
+    keyed = proxy(decode=(decode.url,), api_key="key")  # it may have a name of its own
+    headers = {"Host": "models.example", "Authorization": "Bearer key"}
+    assert keyed.http.post("/v1/completions", json=body, headers=headers).status_code == 200
 
 
 def test_time_is_up(scripted: Fake, proxy: Proxy) -> None:
@@ -231,6 +290,8 @@ def test_limits_of_what_a_client_sends(scripted: Fake, proxy: Proxy) -> None:
         (b"{" * 3000, "application/json", 413),
         (b"{}", "text/plain", 415),
         (b"[1]", "application/json", 400),
+        (b'{"model": "tiny", "prompt": "\xff"}', "application/json", 400),
+        ('{"prompt": "a"}'.encode("utf-16"), "application/json", 400),
     ):
         answer = live.http.post("/v1/completions", content=body, headers={"content-type": kind})
         assert answer.status_code == status, answer.text

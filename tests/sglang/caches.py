@@ -25,7 +25,7 @@ from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorag
 
 from tierstore_connectors.sglang.backend import TierStoreHiCache  # noqa: E402
 
-__all__ = ["CONFIGS", "CacheConfig", "CacheRequestHandle", "Caches", "Watched", "match_prefix"]
+__all__ = ["CONFIGS", "CacheConfig", "CacheRequestHandle", "Caches", "Watched", "kit", "match_prefix"]
 
 kit.get_device = lambda *_: "cpu"
 match_prefix = kit.match_prefix

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,29 @@ def write_model(folder: str) -> None:
     (target / "config.json").write_text(json.dumps(config))
 
 
+def write_adapter(folder: str, seed: int) -> None:
+    """A LoRA adapter of random weights, with files of one size and time for every seed."""
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(seed)
+    rank, hidden = 8, _SHAPE["hidden_size"]
+    outputs = {"q_proj": hidden, "v_proj": _HEADS["num_key_value_heads"] * _HEADS["head_dim"]}
+    weights = {}
+    for layer in range(_SHAPE["num_hidden_layers"]):
+        for part, out in outputs.items():
+            name = f"base_model.model.model.layers.{layer}.self_attn.{part}"
+            weights[f"{name}.lora_A.weight"] = torch.randn(rank, hidden).bfloat16()
+            weights[f"{name}.lora_B.weight"] = torch.randn(out, rank).bfloat16()
+    target = pathlib.Path(folder)
+    target.mkdir(exist_ok=True)
+    save_file(weights, target / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(outputs)}
+    (target / "adapter_config.json").write_text(json.dumps({**config, "bias": "none"}))
+    for file in target.iterdir():
+        os.utime(file, (1_700_000_000, 1_700_000_000))
+
+
 @dataclass(frozen=True)
 class Answer:
     """Tokens, their log-probabilities, how many of the prompt's tokens came from the store, and the time."""
@@ -79,11 +103,19 @@ class Answer:
 
 
 def ask(
-    model: pathlib.Path, store: str | None, *, tokens: int = 200, ranks: int = 1, **extra: Any
+    model: pathlib.Path,
+    store: str | None,
+    *,
+    tokens: int = 200,
+    ranks: int = 1,
+    adapter: str | None = None,
+    load: Mapping[str, str] | None = None,
+    **extra: Any,
 ) -> list[Answer]:
     """Start an engine (over ``store``, if there is one), ask it a prompt of ``tokens`` tokens twice, and end
-    it."""
+    it. ``load`` has adapters by name, which are loaded while the engine runs; ``adapter`` is asked."""
     options = {"model": str(model), "store": store, "tokens": tokens, "ranks": ranks, "extra": extra}
+    options |= {"adapter": adapter, "load": dict(load or {})}
     done = subprocess.run(
         [sys.executable, "-m", "tests.sglang.engine", json.dumps(options)],
         capture_output=True,
@@ -227,10 +259,15 @@ def _main(options: dict[str, Any]) -> None:
     if options["store"] is not None:
         told |= HIERARCHICAL | storage(options["store"])
     engine = sglang.Engine(**(told | options["extra"]))
+    for name, path in options["load"].items():
+        assert engine.load_lora_adapter(name, path).success
+    asked = {**_question(options["tokens"]), "return_logprob": True}
+    if options["adapter"] is not None:
+        asked["lora_path"] = options["adapter"]
     answers = []
     for _ in range(2):
         began = time.monotonic()
-        answer = engine.generate(**_question(options["tokens"]), return_logprob=True)
+        answer = engine.generate(**asked)
         about = answer["meta_info"]
         answers.append(
             {

@@ -3,9 +3,11 @@ right."""
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
-from tests.sglang.engine import Server, ask
+from tests.sglang.engine import Server, ask, write_adapter
 
 pytestmark = pytest.mark.timeout(1500)  # an engine starts in 10 s on an idle machine
 
@@ -78,3 +80,81 @@ def test_a_server_attaches_and_detaches_the_storage_while_it_runs(model, daemon,
         server.flush()
         server.attach(daemon.url)
         assert server.generate(200) == (expected, 192)
+
+
+LORA = {"lora_backend": "torch_native", "max_loras_per_batch": 2}
+
+
+def test_an_adapter_that_was_overwritten_gets_no_page_of_the_old_one(model, daemon, tmp_path):
+    folder = tmp_path / "adapter"
+    started = {**LORA, "lora_paths": [f"tuned={folder}"], "adapter": "tuned"}
+    write_adapter(folder, seed=1)
+    first = ask(model, daemon.url, **started)
+    assert first[0].stored == 0
+    again = ask(model, daemon.url, **started)
+    assert again[0].stored == 192
+    assert same(again, first)
+    write_adapter(folder, seed=2)  # names, sizes and times are as before
+    other = ask(model, daemon.url, **started)
+    assert other[0].stored == 0
+    assert same(other, ask(model, None, **started))
+    assert other[0].logprobs != first[0].logprobs
+
+
+def test_an_adapter_that_is_loaded_while_the_server_runs_is_found_after_a_restart(model, daemon, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    write_adapter(one, seed=1)
+    write_adapter(two, seed=2)
+    options = {**LORA, "enable_lora": True, "max_lora_rank": 8, "lora_target_modules": ["q_proj", "v_proj"]}
+
+    def loaded(folder, store=daemon.url):
+        return ask(model, store, load={"tuned": str(folder)}, adapter="tuned", **options)
+
+    first = loaded(one)
+    assert first[0].stored == 0
+    again = loaded(one)
+    assert again[0].stored == 192
+    assert same(again, first)
+    other = loaded(two)  # under the same name
+    assert other[0].stored == 0
+    assert other[0].logprobs != first[0].logprobs
+    one.rename(tmp_path / "elsewhere")
+    assert loaded(tmp_path / "elsewhere")[0].stored == 192
+
+
+def test_the_same_deployment_with_other_ports_names_and_sizes_hits(model, daemon, without, tmp_path):
+    assert ask(model, daemon.url)[0].stored == 0
+    warm = ask(
+        model,
+        daemon.url,
+        host="127.0.0.2",
+        port=31999,
+        nccl_port=41234,
+        log_level="error",
+        log_requests=True,
+        served_model_name="another",
+        api_key="secret",
+        enable_metrics=True,
+        crash_dump_folder=str(tmp_path / "dumps"),
+        random_seed=77,
+        max_running_requests=7,
+        max_total_tokens=8192,
+        chunked_prefill_size=128,
+        mem_fraction_static=0.25,
+        schedule_policy="lpm",
+        hicache_ratio=3.0,
+        hicache_host_memory_mode="buffer_only",
+        watchdog_timeout=400,
+    )
+    assert warm[0].stored == 192
+    assert [each.tokens for each in warm] == [each.tokens for each in without]
+
+
+def test_a_file_beside_the_weights_and_an_argument_that_counts_are_other_pages(model, daemon, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    assert ask(folder, daemon.url)[0].stored == 0
+    assert ask(folder, daemon.url)[0].stored == 192
+    assert ask(folder, daemon.url, json_model_override_args='{"rope_theta": 500000.0}')[0].stored == 0
+    (folder / "generation_config.json").write_text("{}")
+    assert ask(folder, daemon.url)[0].stored == 0

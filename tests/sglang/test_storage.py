@@ -14,9 +14,11 @@ import threading
 from array import array
 
 from sglang.srt import runtime_context
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.hicache_storage import HiCacheFile, PoolHitPolicy, PoolName, PoolTransfer
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from tests.sglang.caches import CONFIGS, CacheConfig, CacheRequestHandle, Caches, Watched, match_prefix
+from tests.sglang.caches import CONFIGS, CacheConfig, CacheRequestHandle, Caches, Watched, kit, match_prefix
 
 
 class OverDaemon(Caches):
@@ -69,6 +71,34 @@ class TestWhatElse(OverDaemon):
         self.produce(self._make_storage_dir(), tokens)
         cache, _, _ = self._l3_consumer(self._make_storage_dir())
         assert self.fetch(cache, tokens) == 0
+
+    def test_pages_that_leave_between_the_query_and_the_read_are_saved_again(self):
+        for came in (0, 2):
+            with self.subTest(came=came):
+                directory, tokens = self._make_storage_dir(), self.prompt(4, start=1 + 1000 * came)
+                self._produce_buffer_l3(directory, tokens, marker=9)
+                cache, allocator, requests = self._build_buffer_hicache_fixture(directory)
+                storage, names = Watched.made[-1], self.names(tokens)
+
+                def leave(storage=storage, came=came):
+                    storage.clear()  # nothing of before is found any more
+                    return [at < came for at in range(4)]
+
+                Watched.faults["batch_get_v1"] = leave
+                handle = CacheRequestHandle(f"leaving {came}", 0)
+                cache.prefetch_from_storage(handle, cache.root_node_handle(), array("q", tokens), None, None)
+                self._run_prefetch_to_completion(cache, handle)
+                assert not Watched.faults, "the pages were read"
+                if cache.buffer_pipeline.has_staged(handle):
+                    cache.buffer_pipeline.release_staged_hold(handle, reason="test")
+                assert storage.batch_exists(names) == 0
+                self._insert(cache, allocator, requests, tokens)  # computed instead
+                leaf = cache.match_prefix(
+                    MatchPrefixParams(key=RadixKey(array("q", tokens)))
+                ).last_device_node
+                kit.write_backup(cache, leaf)
+                self._drain_buffer_writes(cache)
+                assert storage.batch_exists(names[came:]) == 4 - came
 
     def test_a_get_that_no_query_came_before(self):
         directory, tokens = self._make_storage_dir(), self.prompt(4)

@@ -35,7 +35,7 @@ SERVING = {
 STARTING = {
     "SchedulerHalf.__init__": "_open",
     "SchedulerHalf.connect": "set_xfer_handshake_metadata_pp_aware",
-    "WorkerHalf.__init__": "register_kv_caches",
+    "WorkerHalf.__init__": "get_handshake_metadata",
     "WorkerHalf.shard": "get_handshake_metadata",
 }
 RESETTING = {"SchedulerHalf.forget_everything": "reset_cache"}

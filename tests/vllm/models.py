@@ -7,7 +7,18 @@ from pathlib import Path
 from tierstore_tools.vllm import models
 from tierstore_tools.vllm.asks import prompt
 
-__all__ = ["GEMMA", "LLAMA", "LLAMA4", "LLAMA_6_LAYERS", "MLA", "OPT", "QWEN3_NEXT", "model", "prompt"]
+__all__ = [
+    "GEMMA",
+    "LLAMA",
+    "LLAMA4",
+    "LLAMA_6_LAYERS",
+    "MLA",
+    "OPT",
+    "PHI3_LONGROPE",
+    "QWEN3_NEXT",
+    "model",
+    "prompt",
+]
 
 LLAMA = "tiny"  # 4 layers, one KV cache group: the main oracle, bit-equal in float32
 LLAMA_6_LAYERS = "tiny-6-layers"
@@ -15,6 +26,7 @@ GEMMA = "tiny-gemma"  # 3 layers with a window of 64 tokens, 1 of full attention
 LLAMA4 = "tiny-llama4"  # 3 layers that attend within chunks of 160 tokens, 1 of full attention
 MLA = "tiny-mla"
 OPT = "tiny-opt"
+PHI3_LONGROPE = "tiny-phi3-longrope"  # other rotary factors where max_model_len is beyond 1024
 QWEN3_NEXT = "tiny-qwen3-next"  # 3 layers with recurrent states, 1 of full attention
 
 

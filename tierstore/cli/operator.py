@@ -17,6 +17,7 @@ import zmq
 
 from tierstore.client.transport import SocketTransport, Transport, ZmqTransport
 from tierstore.daemon.settings import default_listen
+from tierstore.descriptors import require_room
 from tierstore.errors import StoreUnavailableError, UsageError
 from tierstore.wire import messages
 from tierstore.wire.framing import FramedSocket, FramedSocketEnd
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from tierstore.client.handshake import Address
     from tierstore.daemon.stats import DaemonStats
 
+_DESCRIPTORS = 16  # that libzmq takes
 _GREETING_S = 2.0
 _ANSWER_S = 5.0
 
@@ -76,6 +78,7 @@ class Operator:
         if self._arena is not None:
             self._wire = SocketTransport(FramedSocket(self._arena))
         else:
+            require_room(_DESCRIPTORS, "a connection by ZMQ")  # libzmq would abort the process
             self._context = zmq.Context()
             self._wire = ZmqTransport(self._connect(self._context, address))
         try:
@@ -177,6 +180,7 @@ class Operator:
         connecting: zmq.Socket[bytes] = context.socket(zmq.DEALER)
         connecting.linger = 0
         connecting.maxmsgsize = messages.MAX_MESSAGE_BYTES
+        connecting.ipv6 = "[" in address.url
         curve = address.curve
         if curve is not None:
             connecting.curve_publickey = curve.client.public

@@ -18,16 +18,15 @@ from tierstore.errors import StoreUnavailableError, UsageError
 from tierstore.units import MIB, format_size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from tierstore import Store
     from tierstore.keys import Identity
-    from tierstore.packs import Manifest, MountedPack
+    from tierstore.packs import Manifest
 
 HashName = Literal["sha256", "blake3"]
 _LOOK_S = 10.0
 _CONNECT_S = 5.0
-_TAKEN_S = 60.0
 _HOST_BYTES = 256 * MIB  # of a directory opened here
 
 app = typer.Typer(
@@ -203,69 +202,6 @@ def import_(
 
 
 @app.command()
-def mount(
-    pack: Annotated[Path, typer.Argument(metavar="PACK.tskv", help="The pack: a file")],
-    prompt_file: Annotated[
-        list[Path] | None,
-        typer.Option("--prompt-file", metavar="FILE", help="Token ids; several may be given"),
-    ] = None,
-    signer: SignerKey = None,
-    new_model: Annotated[
-        bool, typer.Option("--new-model", help="Also pages of a model that the daemon does not know yet")
-    ] = False,
-    store: Directory = None,
-    connect: Connect = None,
-    keys: Keys = None,
-    server_key: ServerKey = None,
-) -> None:
-    """Take from a pack what some prompts want, and read no other page of it.
-
-    Engines that mount a pack themselves (tierstore-engine --mount) do that prompt by prompt. Without prompts:
-    whether it can be mounted, and nothing is taken.
-    """
-    from tierstore.keys import Prompt
-    from tierstore.packs import PackError, Trust, require_identity
-    from tierstore.packs import mount as mounted_pack
-
-    _check_one(store, connect)
-    wanted = [read_tokens(file) for file in prompt_file or ()]
-    trust = Trust() if signer is None else Trust.read(signer)
-    known = [] if store is not None and not store.exists() else _known(store, connect, keys, server_key)
-    mounted = mounted_pack(pack, trust)
-    manifest = mounted.manifest
-    if not new_model:
-        try:
-            require_identity(manifest, known)
-        except PackError as error:
-            raise PackError(f"{error} (--new-model takes it all the same)") from None
-    if not wanted:
-        show.line(f"can be mounted: {_summary(manifest)}")
-        return
-    chunk = manifest.spec.chunk_tokens
-    prompts = [Prompt(manifest.identity, ids, chunk_tokens=chunk) for ids in wanted]
-    with _store(manifest.identity, store, connect, keys, server_key, [mounted]) as opened:
-        for prompt in prompts:
-            with opened.lookup(prompt) as hit:
-                opened.load_to(hit, _Nowhere()).wait()
-        opened.flush(_TAKEN_S)
-    with _store(manifest.identity, store, connect, keys, server_key) as opened:
-        held = sum(_held_tokens(opened, prompt) for prompt in prompts)
-    show.line(f"{held:,} of {sum(map(len, wanted)):,} tokens are in the store: {_summary(manifest)}")
-
-
-class _Nowhere:
-    """A target of loads that nobody looks at: what was loaded is handed to the store in passing."""
-
-    def write(self, pages: Sequence[tuple[int, int]]) -> None:
-        pass
-
-
-def _held_tokens(store: Store, prompt: Any) -> int:
-    with store.lookup(prompt) as hit:
-        return hit.tokens
-
-
-@app.command()
 def keygen(
     name: Annotated[str, typer.Argument(help="Whose key", show_default=False)],
     directory: Annotated[Path, typer.Option("--dir", help="Where to put NAME.pem and NAME.pub")] = Path(),
@@ -307,7 +243,6 @@ def _store(
     url: str | None,
     keys: Path | None,
     server_key: Path | None,
-    mounts: Sequence[MountedPack] = (),
 ) -> Iterator[Store]:
     """A store for pages of ``identity``, without a page pool."""
     import tierstore
@@ -316,7 +251,7 @@ def _store(
 
     spec = KVSpec.parse(identity.layout)
     if directory is not None:
-        with _opened(directory, spec, identity, mounts) as store:
+        with _opened(directory, spec, identity) as store:
             yield store
         return
     url = url or default_listen()
@@ -328,14 +263,13 @@ def _store(
         keys=keys,
         server_key=server_key,
         verify=True,
-        mounts=mounts,
     ) as store:
         if not store.wait_connected(_CONNECT_S):
             raise StoreUnavailableError(f"no daemon answers at {url}: start one with `tierstore serve`")
         yield store
 
 
-def _opened(directory: Path, spec: Any, identity: Identity, mounts: Sequence[MountedPack]) -> Store:
+def _opened(directory: Path, spec: Any, identity: Identity) -> Store:
     """A directory that nobody has open, with the capacity it has."""
     import tierstore
     from tierstore.tiers.disk.listing import list_store
@@ -347,7 +281,6 @@ def _opened(directory: Path, spec: Any, identity: Identity, mounts: Sequence[Mou
         identity=identity,
         host_bytes=max(_HOST_BYTES, 8 * spec.page_bytes),
         disk_bytes=capacity or tierstore.DEFAULT_DISK_BYTES,
-        mounts=mounts,
     )
 
 

@@ -27,7 +27,7 @@ def pin(
 
     What a tenant pins is kept for an hour, and is half of its quota at most. Only whole chunks can be pinned.
     Pinned pages stay in the coldest tier they are in; where that is the host tier, their room is gone for
-    others. Pinning twice needs unpinning twice.
+    others. A prompt that is pinned twice needs two unpins.
     """
     _change(Operator(connect, keys, server_key), tokens, model, identity, undo=False)
 
@@ -48,7 +48,10 @@ def unpin(
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="All that anybody has pinned")] = False,
 ) -> None:
-    """No longer keep the pages of a prompt, of a tenant's prompts, or of any."""
+    """No longer keep the pages of a prompt, of a tenant's prompts, or of any.
+
+    FILE must hold the same tokens as for pin. Pins of other prompts on the same pages stay.
+    """
     if (tokens is not None) + (tenant is not None) + everything != 1:
         raise UsageError("say what to unpin: a FILE with a prompt, --tenant NAME, or --all")
     if tokens is not None:

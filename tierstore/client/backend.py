@@ -28,9 +28,13 @@ import numpy as np
 from tierstore import memory
 from tierstore.backend import (
     NO_HINTS,
+    GroupLease,
+    HitLease,
+    HitRequest,
     Lease,
     Located,
     LookupRequest,
+    NamedGroup,
     PrefixHandle,
     Registration,
     Reservation,
@@ -46,7 +50,9 @@ from tierstore.stats import StoreStats
 from tierstore.tiers.pinned import Pin
 from tierstore.transfer import Transfer, TransferState
 from tierstore.wire import messages
+from tierstore.wire.messages import Message
 
+A = TypeVar("A", bound=Message)
 R = TypeVar("R")
 
 _WAIT_SHARE = 0.8  # of a lookup's time, that the daemon may take
@@ -54,7 +60,7 @@ _WINDOW_PAGES = 4096  # of those in the daemon's arena
 _DISK_BYTES = 16 << 20
 _FETCH_BYTES = messages.MAX_FETCH_BYTES // 2  # the daemon bounds what is on its way to one client
 _WAIT_S = 10.0  # how long the daemon is asked to try, where there is no deadline
-_WRITE_S = 1.0
+_SAVE_S = 5.0  # for a daemon on a busy machine: nobody waits for a save
 _EVICT_S = 5.0
 _FLUSH_STEP_S = 5.0
 
@@ -72,7 +78,7 @@ class RemoteLease(Lease):
 
 class RemoteBackend:
     """A daemon's, over one connection. Thread-safe. ``patience_s`` is the longest that a verb without a
-    deadline of its own waits for an answer; ``verify``: pages of the
+    deadline of its own waits for an answer (those that save wait some seconds); ``verify``: pages of the
     arena are compared with their checksums. Without ``loads`` or ``saves`` it finds, or keeps, nothing.
     ``reach`` is :meth:`~tierstore.tiers.pinned.Reach.share` of the
     device that pages of the arena are copied to; ``clock`` is compared with the ends of leases."""
@@ -130,9 +136,10 @@ class RemoteBackend:
         named = replace(registration, model_name=registration.model_name or self._model_name)
         return self.connection.register(session, named)
 
-    def _session_for(self, request: LookupRequest) -> Session | None:
-        """The session, if there is one that knows the prompt's identity."""
-        session = self.connection.session
+    def _session_for(self, request: LookupRequest, *, saving: bool = False) -> Session | None:
+        """The session, if there is one that knows the prompt's identity. Saves go on in one where a lookup
+        was answered too late: they have more time."""
+        session = self.connection.any_session if saving else self.connection.session
         if session is None or request.identity.digest not in session.identities:
             return None
         return session
@@ -144,13 +151,40 @@ class RemoteBackend:
     ) -> Transfer[Lease | None]:
         if not self._loads:
             return Transfer.completed(None)
-        registering = self._registering(request.registration)
-        if registering is None:
-            return self._find(request, patience_s, caller_receives)
-        ends = time.monotonic() + patience_s
-        found: Transfer[Lease | None] | None = None
+        return self._once_known(
+            [request.registration],
+            patience_s,
+            lambda left_s, receives: self._find(request, left_s, caller_receives and receives),
+            self.release,
+        )
 
-        def settle(state: TransferState) -> Lease | None:
+    def find_hit(self, request: HitRequest, *, patience_s: float) -> Transfer[HitLease | None]:
+        if not self._loads:
+            return Transfer.completed(None)
+        return self._once_known(
+            request.registrations,
+            patience_s,
+            lambda left_s, receives: self._find_hit(request, left_s, receives),
+            self._release_hit,
+        )
+
+    def _once_known(
+        self,
+        registrations: Sequence[Registration],
+        patience_s: float,
+        ask: Callable[[float, bool], Transfer[R | None]],
+        give_back: Callable[[R], None],
+    ) -> Transfer[R | None]:
+        """``ask`` when the daemon knows these identities, which it does in nearly all cases. ``ask`` is told
+        how many seconds are left, and whether the calling thread receives the answer. What nobody waits for
+        any more is given back."""
+        registering = [each for known in registrations if (each := self._registering(known)) is not None]
+        if not registering:
+            return ask(patience_s, True)
+        ends = time.monotonic() + patience_s
+        found: Transfer[R | None] | None = None
+
+        def settle(state: TransferState) -> R | None:
             if found is None:
                 return None
             if state is TransferState.DONE or not found.cancel():
@@ -158,22 +192,150 @@ class RemoteBackend:
                 if state is TransferState.DONE:
                     return lease
                 if lease is not None:
-                    self.release(lease)
+                    give_back(lease)
             return None
 
-        both: Transfer[Lease | None] = Transfer(settle, pages=0, nbytes=0, deadline_s=patience_s)
+        both: Transfer[R | None] = Transfer(settle, pages=0, nbytes=0, deadline_s=patience_s)
+        waited_for = iter(registering)
 
-        def ask() -> None:
+        def go_on() -> None:
             nonlocal found
+            following = next(waited_for, None)
+            if following is not None:
+                following.on_end(go_on)
+                return
             left = ends - time.monotonic()
             if left <= 0 or both.stopped:
                 both.finish()
                 return
-            found = self._find(request, left, caller_receives=False)
+            found = ask(left, False)
             found.on_end(both.finish)
 
-        registering.on_end(ask)
+        go_on()
         return both
+
+    def _release_hit(self, hit: HitLease) -> None:
+        for group in hit.groups:
+            self.release(group.lease)
+
+    def _find_hit(
+        self, request: HitRequest, patience_s: float, caller_receives: bool
+    ) -> Transfer[HitLease | None]:
+        session = self.connection.session
+        known = session.identities if session is not None else {}
+        if session is None or any(each.identity.digest not in known for each in request.registrations):
+            return Transfer.completed(None)
+        at = self._clock()
+        declined = self._take_declined()
+
+        def message() -> messages.FindHit:
+            return messages.FindHit(
+                0,
+                [_part(session, chain, chain.handle_of(session)) for chain in request.chains],
+                list(request.here),
+                [_named_part(session, group) for group in request.named],
+                b"".join(request.names),
+                request.root,
+                request.tail,
+                request.num_tokens,
+                min(patience_s * _WAIT_SHARE, messages.MOST_WAIT_S),
+                declined=declined,
+            )
+
+        def whole() -> messages.FindHit:
+            for chain in request.chains:
+                chain.forget_handle()
+            return message()
+
+        def leased(found: messages.HitFound | None, _: object) -> HitLease | None:
+            return self._leased_hit(session, request, found, at) if found is not None else None
+
+        return self.connection.call(
+            session,
+            message(),
+            messages.HitFound,
+            leased,
+            patience_s=patience_s,
+            otherwise=whole,
+            caller_receives=caller_receives,
+        )
+
+    def _leased_hit(
+        self, session: Session, request: HitRequest, found: messages.HitFound, at: float
+    ) -> HitLease:
+        """The answer as leases. An answer that does not fit the question is a miss, and is given back."""
+        self._note_ways(found.ways)
+        ends = at + session.lease_s
+        chains = [
+            self._group_lease(session, chain.cut(group.tokens), group, range(0), ends)
+            for chain, group in zip(request.chains, found.chains, strict=False)
+        ]
+        named = []
+        for kind, group in zip(request.named, found.named, strict=False):
+            needed = kind.rule.ends(found.tokens, request.chunk_tokens)
+            lacking = [end for end in needed if end not in kind.here]
+            named.append(self._group_lease(session, request.pages(kind, lacking), group, lacking, ends))
+        hit = HitLease(found.tokens, found.branch, chains, named, max(found.remote_tokens, 0))
+        sound = (
+            len(chains) == len(request.chains)
+            and len(named) == len(request.named)
+            and 0 <= found.tokens <= min(found.branch, request.num_tokens)
+            and all(
+                max(here, group.lease.tokens) >= found.tokens
+                for here, group in zip(request.here, chains, strict=True)
+            )
+            and all(group.lease.pages == len(group.ends) for group in named)
+        )
+        if not sound:
+            self._release_hit(hit)
+            empty = GroupLease(Lease(0, 0, 0, (), 0.0))
+            return HitLease(0, 0, [empty] * len(request.chains), [empty] * len(request.named))
+        return hit
+
+    def _group_lease(
+        self,
+        session: Session,
+        request: LookupRequest,
+        found: messages.GroupFound,
+        page_ends: Sequence[int],
+        ends: float,
+    ) -> GroupLease:
+        """The lease on what the daemon has found of one group, which is ``request``."""
+        remote_ends = numbers(found.remote_ends, "<u4").tolist()
+        handle = PrefixHandle(session, found.path, found.known) if found.path and found.known > 0 else None
+        pages = -(-found.tokens // request.chunk_tokens) if found.tokens > 0 else 0
+        fits = pages == request.num_chunks == sum(count for _, count in found.tiers)
+        if not found.lease or not pages or not fits:
+            if found.lease:
+                self.connection.release(session, found.lease)
+            return GroupLease(Lease(0, 0, 0, (), 0.0, handle), page_ends, remote_ends)
+        lease = RemoteLease(
+            found.lease,
+            found.tokens,
+            pages,
+            found.tiers,
+            ends,
+            handle,
+            range(pages) if request.loose else (),
+            page_bytes=request.page_bytes,
+            session=session,
+            request=request,
+        )
+        return GroupLease(lease, page_ends, remote_ends)
+
+    def _take_declined(self) -> dict[str, int]:
+        with self._lock:
+            declined, self._declined = dict(self._declined), Counter()
+        return declined
+
+    def _note_ways(self, figures: Mapping[str, tuple[float, float, float]]) -> None:
+        ways = {
+            tier: Way(*each)
+            for tier, each in figures.items()
+            if each[0] > 0 and all(0 <= figure < math.inf for figure in each)
+        }
+        with self._lock:
+            self._ways = ways
 
     def _find(
         self, request: LookupRequest, patience_s: float, caller_receives: bool
@@ -186,8 +348,7 @@ class RemoteBackend:
         )  # the daemon's waiting is within our patience, not on top of it
         at = self._clock()
 
-        with self._lock:
-            declined, self._declined = dict(self._declined), Counter()
+        declined = self._take_declined()
 
         def message() -> messages.Lookup:
             handle = request.handle_of(session)
@@ -268,13 +429,7 @@ class RemoteBackend:
     ) -> Lease | None:
         if found is None:
             return None
-        ways = {
-            tier: Way(*figures)
-            for tier, figures in found.ways.items()
-            if figures[0] > 0 and all(0 <= figure < math.inf for figure in figures)
-        }
-        with self._lock:
-            self._ways = ways
+        self._note_ways(found.ways)
         pages = -(-found.tokens // request.chunk_tokens)
         sound = 0 <= found.tokens <= request.num_tokens and sum(count for _, count in found.tiers) == pages
         positions = numbers(found.positions, "<u4").tolist()
@@ -486,7 +641,7 @@ class RemoteBackend:
         hints: SaveHints = NO_HINTS,
         handle: PrefixHandle | None = None,
     ) -> Transfer[Reservation | None]:
-        session = self._session_for(request)
+        session = self._session_for(request, saving=True)
         if session is None:
             return Transfer.completed(None)
         hint = hints.hint
@@ -513,7 +668,29 @@ class RemoteBackend:
         def reserved(answer: messages.Reserved | None, _: object) -> Reservation | None:
             return self._reserved(session, answer, count, request.page_bytes)
 
-        return self.connection.call(session, message(handle), messages.Reserved, reserved, otherwise=whole)
+        return self._save_call(session, message(handle), messages.Reserved, reserved, otherwise=whole)
+
+    def _save_call(
+        self,
+        session: Session,
+        message: Message,
+        expected: type[A],
+        then: Callable[[A | None, Sequence[memoryview]], R],
+        *,
+        frames: Sequence[memoryview] = (),
+        otherwise: Callable[[], Message] | None = None,
+    ) -> Transfer[R]:
+        """A request of a save, which is nobody's latency."""
+        return self.connection.call(
+            session,
+            message,
+            expected,
+            then,
+            patience_s=max(_SAVE_S, self._patience_s),
+            frames=frames,
+            otherwise=otherwise,
+            though_silent=True,
+        )
 
     def _reserved(
         self, session: Session, answer: messages.Reserved | None, count: int, page_bytes: int
@@ -562,9 +739,7 @@ class RemoteBackend:
             return answer is not None
 
         message = messages.Write(0, reservation.number, first)
-        return self.connection.call(
-            session, message, messages.Written, written, wait_s=_WRITE_S, frames=frames
-        )
+        return self._save_call(session, message, messages.Written, written, frames=frames)
 
     def commit(self, reservation: Reservation, checksums: dict[int, int]) -> Transfer[int]:
         session = reservation.owner
@@ -572,7 +747,7 @@ class RemoteBackend:
         done = np.array(list(checksums), "<u4").tobytes()
         hashes = np.array(list(checksums.values()), "<u8").tobytes()
         message = messages.Commit(0, reservation.number, done, hashes)
-        return self.connection.call(session, message, messages.Committed, _pages)
+        return self._save_call(session, message, messages.Committed, _pages)
 
     def abort(self, reservation: Reservation) -> None:
         if reservation.number and isinstance(reservation.owner, Session):
@@ -653,6 +828,12 @@ def _pages(answer: messages.Prefetched | messages.Committed | None, _: object) -
 
 def _session_of(lease: Lease) -> Session | None:
     return lease.session if isinstance(lease, RemoteLease) else None
+
+
+def _named_part(session: Session, group: NamedGroup) -> messages.NamedPart:
+    here = np.array(group.here, "<u4").tobytes()
+    number = session.identities[group.registration.identity.digest]
+    return messages.NamedPart(number, group.rule.past.value, group.rule.tokens, here)
 
 
 def _part(session: Session, request: LookupRequest, handle: PrefixHandle | None) -> messages.PromptPart:

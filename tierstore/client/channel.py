@@ -162,7 +162,12 @@ class Channel:
         self._heard = self._pinged = time.monotonic()
         self._arrived: deque[_Arrived] = deque()  # received by a leader, for others
         self._leading = threading.Lock()
-        self._led_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # wakes the leader
+        self._epoll = select.epoll()
+        try:
+            self._led_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # wakes the leader
+        except OSError:
+            self._epoll.close()
+            raise
         self._lock = threading.Lock()
         # Guarded by _lock: the wire, and everything below.
         self._pending: dict[int, Call[Any, Any]] = {}
@@ -173,7 +178,6 @@ class Channel:
         self._over = False
         self._unsent = False  # what the wire has not taken yet is to be flushed
         self._watched = _READ  # what the connection's thread watches the wire for
-        self._epoll = select.epoll()
         self._epoll.register(wake_fd, select.EPOLLIN)
         self._epoll.register(self._wire.fd, self._watched)
         if self._wire.sign_fd != self._wire.fd:
@@ -246,7 +250,7 @@ class Channel:
     ) -> bool:
         """Send a message, the request that ``call`` stands for if there is one. ``caller_receives``: the
         caller waits for it at once. False when the session is over."""
-        if isinstance(message, messages.Lookup):
+        if isinstance(message, messages.Lookup | messages.FindHit):
             with self._lock:
                 message.released = self._take_released()
         body = messages.encode(message)

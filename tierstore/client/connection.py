@@ -29,6 +29,8 @@ import zmq
 from tierstore.backend import Registration
 from tierstore.client.channel import Call, Channel, ConnectionCounters
 from tierstore.client.handshake import Address, Handshake, Session, registering
+from tierstore.descriptors import require_room
+from tierstore.errors import StoreUnavailableError
 from tierstore.tiers.pinned import Pin
 from tierstore.transfer import Transfer
 from tierstore.wire import messages
@@ -36,6 +38,7 @@ from tierstore.wire.messages import Message
 
 _log = logging.getLogger(__name__)
 
+_DESCRIPTORS = 16  # that libzmq takes for a connection, and some for whoever opens others meanwhile
 _PAUSES_S = (0.05, 0.1, 0.2, 0.4)  # a daemon that is back has its clients within a second
 
 A = TypeVar("A", bound=Message)
@@ -61,20 +64,32 @@ class Connection:
         self.counters = ConnectionCounters()
         self._registrations = {each.identity.digest: each for each in registrations}
         self._ids = itertools.count(1)
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError as error:
+            raise StoreUnavailableError(f"cannot connect to {address.url}: {error.strerror}") from error
         self._channel: Channel | None = None
         self._changed = threading.Condition()
         self._session: Session | None = None  # guarded by _changed, as is _closing
         self._closing = False
-        self._context = zmq.Context()
+        self._context: zmq.Context[Any] | None = None  # only for tcp://, and when there is room for it
         self._thread = threading.Thread(target=self._run, name="tierstore-connection", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            os.close(self._wake_fd)
+            raise StoreUnavailableError(f"cannot connect to {address.url}: {error}") from error
 
     @property
     def session(self) -> Session | None:
         """The session there is now; None while the daemon is away or hangs."""
         session = self._session
         return None if session is None or session.silent else session
+
+    @property
+    def any_session(self) -> Session | None:
+        """The same, also while the daemon hangs."""
+        return self._session
 
     def wait_connected(self, timeout: float | None = None) -> bool:
         """Wait for a session; False when ``timeout`` seconds pass first."""
@@ -93,16 +108,17 @@ class Connection:
         frames: Sequence[memoryview] = (),
         otherwise: Callable[[], Message] | None = None,
         caller_receives: bool = False,
+        though_silent: bool = False,
     ) -> Call[A, R]:
         """Send a request (its ``id`` is set here) within ``session``; it fails at once if that is over.
         ``wait_s`` is what the daemon was told to take at most, ``patience_s`` (the connection's own, where
         it is not given) comes on top. ``caller_receives``: this thread waits for it
-        at once."""
+        at once. ``though_silent``: it is sent also while the daemon hangs."""
         patience_s = self.patience_s if patience_s is None else patience_s
         call = Call(expected, wait_s + patience_s, then, otherwise=otherwise)
         call.number = message.id = next(self._ids)
         self.counters.requests += 1
-        channel = None if session.silent else self._channel_of(session)
+        channel = self._channel_of(session) if though_silent or not session.silent else None
         if channel is None or not channel.send(message, call, frames, caller_receives=caller_receives):
             self.counters.failed_requests += 1
             call.fail()
@@ -171,45 +187,65 @@ class Connection:
             self._changed.notify_all()
         os.eventfd_write(self._wake_fd, 1)
         self._thread.join()
-        self._context.term()
+        if self._context is not None:
+            self._context.term()
         os.close(self._wake_fd)
 
     # -- the thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        """Open one session after the other. Whatever goes wrong with one, the next is tried: an error here
+        would mean misses for as long as the process lives."""
         failures = 0
         refusal = ""
         while not self._closing:
-            handshake = Handshake(self._context, self.address, self._wake_fd, lambda: self._closing)
-            session = handshake.open(tuple(self._registrations.values()))
-            if session is None:
-                self.counters.failed_handshakes += 1
-                if handshake.refusal not in ("", refusal):
-                    _log.warning("every lookup misses: %s", handshake.refusal)
-                refusal = handshake.refusal
-                self._pause(_PAUSES_S[min(failures, len(_PAUSES_S) - 1)])
-                failures += 1
-                continue
-            failures = 0
-            self.counters.sessions += 1
-            self._serve(session)
+            why = ""
+            try:
+                session, why = self._open()
+                if session is not None:
+                    failures, refusal = 0, ""
+                    self.counters.sessions += 1
+                    self._serve(session)
+                    continue
+            except OSError as error:  # few descriptors are free, most often
+                why = f"cannot connect to {self.address.url}: {error.strerror or error}"
+            except Exception as error:  # noqa: BLE001  # a bug, or no memory, or no thread
+                why = f"the connection to {self.address.url} has failed: {type(error).__name__}: {error}"
+                _log.debug("%s", why, exc_info=True)
+            self.counters.failed_handshakes += 1
+            if why not in ("", refusal):
+                _log.warning("every lookup misses: %s", why)
+            refusal = why
+            self._pause(_PAUSES_S[min(failures, len(_PAUSES_S) - 1)])
+            failures += 1
+
+    def _open(self) -> tuple[Session | None, str]:
+        """A session, or why there is none."""
+        if self.address.arena is None:
+            require_room(_DESCRIPTORS, "a connection by tcp://")  # libzmq would abort the process
+            if self._context is None:
+                self._context = zmq.Context()
+        handshake = Handshake(self._context, self.address, self._wake_fd, lambda: self._closing)
+        return handshake.open(tuple(self._registrations.values())), handshake.refusal
 
     def _pause(self, seconds: float) -> None:
         with self._changed:
             self._changed.wait_for(lambda: self._closing, seconds)
 
     def _serve(self, session: Session) -> None:
-        channel = Channel(session, self._wake_fd, self._ids, self.counters, lambda: self._closing)
-        self._channel = channel
-        if session.arena is not None and self._reach is not None:
-            self._reach(partial(session.arena.pin, refused=self._refused))
-        self._become(session)
+        channel: Channel | None = None
         try:
+            channel = Channel(session, self._wake_fd, self._ids, self.counters, lambda: self._closing)
+            self._channel = channel
+            if session.arena is not None and self._reach is not None:
+                self._reach(partial(session.arena.pin, refused=self._refused))
+            self._become(session)
             channel.run()
         finally:
             self._become(None)
             session.close()
-            channel.fail_all()
+            if channel is not None:
+                channel.fail_all()
 
     def _refused(self) -> None:
         self.counters.unpinned_arenas += 1

@@ -5,7 +5,9 @@ Nothing here waits for more than ``_GREETING_S``, and closing the connection int
 
 from __future__ import annotations
 
+import math
 import os
+import select
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -106,7 +108,7 @@ class Handshake:
     a daemon that is there is not spoken to."""
 
     def __init__(
-        self, context: zmq.Context[Any], address: Address, wake_fd: int, closing: Callable[[], bool]
+        self, context: zmq.Context[Any] | None, address: Address, wake_fd: int, closing: Callable[[], bool]
     ) -> None:
         self._context = context
         self._address = address
@@ -123,11 +125,14 @@ class Handshake:
             if arena is None:
                 return None
         wire = self._connect() if arena is None else SocketTransport(arena.line)
-        session = self._greet(wire, arena, registrations)
-        if session is None:
-            wire.close()
-            if arena is not None:
-                arena.close()
+        session = None
+        try:
+            session = self._greet(wire, arena, registrations)
+        finally:
+            if session is None:
+                wire.close()
+                if arena is not None:
+                    arena.close()
         return session
 
     def _attach(self, path: str) -> Arena | None:
@@ -147,6 +152,7 @@ class Handshake:
             return None
 
     def _connect(self) -> Transport:
+        assert self._context is not None, "a context for tcp://"
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
         socket.reconnect_ivl = _SECOND_TRY_MS
@@ -156,8 +162,13 @@ class Handshake:
             socket.curve_publickey = curve.client.public
             socket.curve_secretkey = curve.client.secret
             socket.curve_serverkey = curve.server
+        socket.ipv6 = "[" in self._address.url
         wire = ZmqTransport(socket)
-        socket.connect(self._address.url)
+        try:
+            socket.connect(self._address.url)
+        except zmq.ZMQError:
+            wire.close()
+            raise
         return wire
 
     def _greet(
@@ -225,7 +236,10 @@ class Handshake:
             left = self._ends - time.monotonic()
             if left <= 0:
                 return False
-            ready, _, _ = zmq.select([fd, self._wake_fd], [], [], left)
+            poll = select.poll()
+            for each in (fd, self._wake_fd):
+                poll.register(each, select.POLLIN)
+            ready = [each for each, _ in poll.poll(math.ceil(1e3 * left))]
             if fd in ready:
                 return True
             if ready and not self._closing():

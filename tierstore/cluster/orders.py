@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
+from msgspec import Meta
+
+from tierstore.wire.messages import IdentityFields, Payload, Text
 
 
 class Order(msgspec.Struct, tag=True, array_like=True):
@@ -17,11 +20,11 @@ class PromptPages(msgspec.Struct, array_like=True):
     of ``tokens`` for each. ``loose``: chunks that follow nothing, ``depth`` chunks behind the prompt's
     beginning."""
 
-    identity: dict[str, str]
+    identity: IdentityFields
     page_bytes: int
     chunk_tokens: int
-    keys: bytes
-    tokens: bytes
+    keys: Payload
+    tokens: Payload
     loose: bool = False
     depth: int = 0
 
@@ -29,12 +32,12 @@ class PromptPages(msgspec.Struct, array_like=True):
 class Begin(Order):
     """The first one: where the daemon listens and where the pool is."""
 
-    daemon: str
-    pool: str
-    protocol: str
-    devices: str
-    host: str
-    secret: bytes
+    daemon: Text
+    pool: Text
+    protocol: Text
+    devices: Text
+    host: Text
+    secret: Payload
     staging_bytes: int
     bytes_per_s: int  # of what is published; 0: any number
 
@@ -76,13 +79,13 @@ class Publish(Order):
 class Ready(Order):
     """The agent has opened the pool."""
 
-    transport: str
+    transport: Text
 
 
 class Away(Order):
     """It could not, and ends. ``hopeless``: it is not worth trying again."""
 
-    message: str
+    message: Text
     hopeless: bool
 
 
@@ -91,7 +94,7 @@ class Looked(Order):
 
     id: int
     chunks: int
-    there: bytes = b""
+    there: Payload = b""
 
 
 class Brought(Order):
@@ -102,13 +105,13 @@ class Brought(Order):
 class Counted(Order):
     """What has been counted since the last time."""
 
-    counts: dict[str, int]
+    counts: Annotated[dict[Text, int], Meta(max_length=1024)]
 
 
 class Failed(Order):
     """Something went wrong that was not foreseen: a bug of ours or the pool's. The agent goes on."""
 
-    message: str
+    message: Text
 
 
 ToAgent: TypeAlias = Begin | Look | Bring | Stop | Publish

@@ -298,7 +298,7 @@ def _nothing() -> None:
 def _key(view: PromptView, chunk: int) -> tuple[bytes, bytes]:
     """What a prompt up to one of its chunks is known by; of loose chunks, which stand for themselves, all."""
     digest = view.registration.identity.digest
-    return digest, hashlib.sha256(b"".join(view.keys)).digest() if view.loose else view.chunk(chunk)[0]
+    return digest, hashlib.sha256(b"".join(view.keys)).digest() if view.named else view.chunk(chunk)[0]
 
 
 def _pages(view: PromptView, chunks: int | None = None) -> o.PromptPages:
@@ -310,7 +310,7 @@ def _pages(view: PromptView, chunks: int | None = None) -> o.PromptPages:
         view.chunk_tokens,
         b"".join(whole.keys[:count]),
         whole.token_bytes[: count * view.chunk_tokens * 4],
-        view.loose,
+        view.named,
         view.depth,
     )
 

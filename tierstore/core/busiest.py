@@ -99,9 +99,9 @@ def _add(
         return  # it has left meanwhile
     # Pages without a chain (SGLang's) are found one by one: of those of one prompt the last one stands for
     # all.
-    loose = page.depth > 1 and page.parent is not None and page.parent.parent is None
-    tokens = page.depth * page.num_tokens if loose else at.tokens
-    key = (page.identity, page.hits) if loose else (page.key, 0)
+    named = page.depth > 1 and page.parent is not None and page.parent.parent is None
+    tokens = page.depth * page.num_tokens if named else at.tokens
+    key = (page.identity, page.hits) if named else (page.key, 0)
     known = found.get(key)
     if known is not None and known.tokens >= tokens:
         return

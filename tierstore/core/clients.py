@@ -61,7 +61,7 @@ class LocalLease(Lease):
     chunk_tokens: int = 0
 
     def holders(self, first: int, count: int) -> Sequence[Page]:
-        """The pages whose leases hold pages ``first … first + count``: the last one, but of loose pages
+        """The pages whose leases hold pages ``first … first + count``: the last one, but of named pages
         each."""
         return self.held[first : first + count] if self.positions else [self.held[first + count - 1]]
 
@@ -130,10 +130,10 @@ class Client:
         self.leases[lease.number] = lease
         return lease
 
-    def require_room(self) -> None:
-        """Raises :class:`Refusal` when too many leases are held."""
+    def require_room(self, leases: int = 1) -> None:
+        """Raise :class:`Refusal` unless ``leases`` more may be held."""
         self.forget_ended_leases()
-        if len(self.leases) >= MOST_LEASES:
+        if len(self.leases) + leases > MOST_LEASES:
             raise Refusal("busy", f"a client may hold {MOST_LEASES} leases: release some")
 
     def require_patience(self) -> None:

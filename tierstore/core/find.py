@@ -107,10 +107,10 @@ def _wake_below(state: StoreState, parent: Page, prompt: Prompt, max_tokens: int
         return path is not None and not state.reload(parent, path)
 
 
-def wake_loose(
+def bring_named(
     state: StoreState, root: Page, identity: Identity, chunks: Sequence[tuple[PageKey, bytes]]
 ) -> None:
-    """Bring into the tree what the disk has of these loose chunks, all below ``root``."""
+    """Bring into the tree what the disk has of these named pages, all below ``root``."""
     assert state.disk is not None
     disk = state.disk
 

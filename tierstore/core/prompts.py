@@ -1,32 +1,164 @@
-"""A prompt as a client says it, and how it is found in the tree."""
+"""A client's prompt as one layer group keeps it, and how its pages are found in the tree.
+
+Whether a group's pages are *chained* (each is found behind its parent) or *named* (each is found by itself,
+below the root) is decided once, when a message or a request becomes a :class:`ChainView` or a
+:class:`NamedView`. Everything behind that works on a :class:`PromptView`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 import xxhash
 
-from tierstore.backend import Registration
+from tierstore.backend import PrefixHandle, Registration
 from tierstore.core.clients import Client, Path, Refusal
-from tierstore.core.find import frontier
+from tierstore.core.find import bring_named, find, frontier
+from tierstore.core.residency import AccessLog
 from tierstore.core.state import StoreState
+from tierstore.errors import StoreClosedError
 from tierstore.index import Match, Page, Tier, tier_runs
+from tierstore.index.leases import PageLease
 from tierstore.keys import TOKEN_BYTES, PageKey, Prompt
+
+HOLD_S = 30.0
+"""How long pages that were found on disk stay in the tree for the request that looked for them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What is held of a prompt. ``runs`` are the tiers of ``pages``; ``look_on_disk``: there may be more."""
+    """The pages that are held of a prompt, in its order. ``runs`` are their tiers: (tier, end of the run). Of
+    the last page ``tail_tokens`` tokens match. ``positions`` says which pages of a :class:`NamedView` they
+    are. ``look_on_disk``: the disk may have more."""
 
-    match: Match
+    pages: Sequence[Page]
+    tokens: int
+    tail_tokens: int
     runs: Sequence[tuple[Tier, int]]
-    look_on_disk: bool
+    look_on_disk: bool = False
+    positions: Sequence[int] = ()
 
 
-class PromptView:
-    """A prompt as a client says it: ``keys`` and ``tokens`` behind the first ``known`` pages of a path that
-    is remembered for it (``head``)."""
+class PromptView(ABC):
+    """The pages of one prompt in one layer group, as a client names them."""
+
+    named = False
+
+    def __init__(self, registration: Registration, keys: Sequence[PageKey], tokens: bytes) -> None:
+        self.registration = registration
+        self.chunk_tokens = registration.chunk_tokens
+        self.keys = keys
+        self.tokens = tokens
+        self._width = self.chunk_tokens * TOKEN_BYTES
+
+    @property
+    @abstractmethod
+    def num_tokens(self) -> int:
+        """Tokens in the prompt."""
+
+    @property
+    @abstractmethod
+    def num_chunks(self) -> int:
+        """Chunks of the prompt, the partial tail included."""
+
+    @property
+    @abstractmethod
+    def whole_chunks(self) -> int:
+        """Chunks of the prompt without its partial tail."""
+
+    @property
+    def depth(self) -> int:
+        """Pages that come before the first one in its prompt, as far as that is known."""
+        return 0
+
+    @property
+    def head_left(self) -> bool:
+        """Whether pages that were remembered for this prompt have left the tree. Under the state's lock."""
+        return False
+
+    def spell_out(self) -> int:
+        """Go on without the remembered pages. Return the number of the path that they were."""
+        return 0
+
+    @abstractmethod
+    def chunk(self, index: int) -> tuple[PageKey, bytes]:
+        """Return key and token bytes of a chunk. The last one may be the partial tail."""
+
+    @abstractmethod
+    def all_keys(self) -> Sequence[PageKey]:
+        """Return the keys of all whole chunks."""
+
+    @abstractmethod
+    def whole(self) -> Prompt:
+        """Return the prompt without reference to what is remembered."""
+
+    def name(self) -> bytes:
+        """Hash everything that tells this prompt from others: its identity, keys and tokens."""
+        whole = self.whole()
+        kind = b"%d %d " % (self.chunk_tokens, self.named)
+        parts = (kind, whole.identity.digest, whole.token_bytes, *whole.keys)
+        return hashlib.sha256(b"".join(parts)).digest()
+
+    def root(self, state: StoreState) -> Page:
+        """Return the root of everything stored under this prompt's identity. Raises :class:`Refusal` if the
+        identity was forgotten and registered again for pages of another size. Under the state's lock."""
+        nbytes = state.index.tree.root(self.registration.identity.digest, self.registration.page_bytes).nbytes
+        if nbytes != self.registration.page_bytes:
+            raise Refusal("identity", f"pages of this identity have {nbytes} bytes now: register it again")
+        return state.root(self.registration.identity, self.registration.page_bytes)
+
+    # -- in the tree (under the state's lock) ---------------------------------------------------------
+
+    @abstractmethod
+    def find(self, state: StoreState, max_tokens: int) -> Found | None:
+        """Return what the tree has of the first ``max_tokens`` tokens. None when remembered pages have
+        left."""
+
+    @abstractmethod
+    def missing(self, found: Found, limit: int) -> Sequence[int]:
+        """Return the chunks that have to come before anything else of the first ``limit`` tokens can be
+        used. Empty if nothing is lacking."""
+
+    @abstractmethod
+    def may_be_on_disk(self, state: StoreState) -> bool:
+        """Whether the disk may have pages that are not in the tree."""
+
+    @abstractmethod
+    def held(self, found: Found) -> list[tuple[Page, Tier]]:
+        """Return the copies that a lease on what was found has to hold."""
+
+    @abstractmethod
+    def pinned(self, found: Found) -> Sequence[Page]:
+        """Return the pages that a pin on what was found has to hold."""
+
+    @abstractmethod
+    def touch(self, log: AccessLog, found: Found) -> None:
+        """Note that what was found is in use."""
+
+    @abstractmethod
+    def remember(self, owner: object, client: Client, found: Found, changes: int) -> PrefixHandle | None:
+        """Have ``client`` remember what was found. Return what later requests may call it, if anything."""
+
+    @abstractmethod
+    def first_pages(self, state: StoreState, chunks: int) -> Sequence[Page] | None:
+        """Return the pages that pages from ``chunks`` on come behind, whether or not they have copies. None
+        if they are not all in the tree."""
+
+    # -- on disk (without the lock) -------------------------------------------------------------------
+
+    @abstractmethod
+    def bringing(self, state: StoreState, limit: int) -> Callable[[], PageLease]:
+        """Return a function that brings what the disk has of the first ``limit`` tokens into the tree, and
+        returns a lease on it for :data:`HOLD_S`. It blocks."""
+
+
+class ChainView(PromptView):
+    """Pages that are found along the prompt: ``keys`` and ``tokens`` are those behind the first ``known``
+    pages of a path that the client remembers (``head``)."""
 
     def __init__(
         self,
@@ -37,31 +169,22 @@ class PromptView:
         path: Path | None = None,
         path_number: int = 0,
         known: int = 0,
-        loose: bool = False,
-        depth: int = 0,
     ) -> None:
-        self.registration = registration
-        self.loose = loose
-        self.depth = depth  # pages before the first one, where they are loose
-        self.chunk_tokens = registration.chunk_tokens
-        self._width = self.chunk_tokens * TOKEN_BYTES
-        self.keys = keys
-        self.tokens = tokens
+        super().__init__(registration, keys, tokens)
         self.path = path
         self.path_number = path_number
         self.head: Sequence[Page] = ()
         if path is not None:
             self.head = path.pages if known == len(path.pages) else path.pages[:known]
 
-    def spell_out(self) -> None:
-        """Go on without what is remembered: pages of it have left."""
-        whole = self.whole()
+    def spell_out(self) -> int:
+        whole, number = self.whole(), self.path_number
         self.keys, self.tokens = whole.keys, whole.token_bytes
         self.head, self.path, self.path_number = (), None, 0
+        return number
 
     @property
     def head_left(self) -> bool:
-        """Whether remembered pages are not there any more. Under the state's lock."""
         return bool(self.head) and not any(self.head[-1].copies)
 
     @property
@@ -70,18 +193,19 @@ class PromptView:
 
     @property
     def num_chunks(self) -> int:
-        """The partial tail included."""
         return len(self.head) + -(-len(self.tokens) // self._width)
 
+    @property
+    def whole_chunks(self) -> int:
+        return len(self.head) + len(self.keys)
+
     def whole(self) -> Prompt:
-        """All of it."""
         tokens = b"".join([page.tokens for page in self.head]) + self.tokens
         return Prompt.with_keys(
             self.registration.identity, tokens, self.all_keys(), chunk_tokens=self.chunk_tokens
         )
 
     def chunk(self, index: int) -> tuple[PageKey, bytes]:
-        """Key and token bytes of a chunk; the last one may be the partial tail."""
         if index < len(self.head):
             return self.head[index].key, self.head[index].tokens
         index -= len(self.head)
@@ -91,21 +215,7 @@ class PromptView:
         before = self.keys[-1] if self.keys else self._key_before_the_rest()
         return PageKey(xxhash.xxh3_128_digest(before + tokens)), tokens
 
-    def part(self, chunks: Sequence[int]) -> PromptView:
-        """Some of its chunks, where they are loose."""
-        assert self.loose, "chunks of a prompt are nothing without those before them"
-        width = self._width
-        tokens = b"".join([self.tokens[chunk * width : (chunk + 1) * width] for chunk in chunks])
-        depth = self.depth + chunks[0] if chunks else 0
-        keys = [self.keys[chunk] for chunk in chunks]
-        return PromptView(self.registration, keys, tokens, loose=True, depth=depth)
-
-    @property
-    def whole_chunks(self) -> int:
-        return len(self.head) + len(self.keys)
-
     def all_keys(self) -> Sequence[PageKey]:
-        """The keys of its whole chunks."""
         return [*(page.key for page in self.head), *self.keys] if self.head else self.keys
 
     def lengthens(self, client: Client) -> int:
@@ -119,10 +229,9 @@ class PromptView:
             return self.head[-1].key
         return xxhash.xxh3_128_digest(self.registration.identity.digest)
 
-    # -- in the tree (under the state's lock) ---------------------------------------------------------
+    # -- in the tree ---------------------------------------------------------------------------------
 
     def find(self, state: StoreState, max_tokens: int) -> Found | None:
-        """The longest prefix in the tree. None when the remembered pages are not all there any more."""
         max_tokens = self._findable(max_tokens)
         head_runs = self._head_runs(state)
         if head_runs is None:
@@ -131,18 +240,47 @@ class PromptView:
         if max_tokens < head_tokens:
             return self._within_head(max_tokens)
         below, more = self._below(state, max_tokens - head_tokens)
-        match = Match(
-            (*self.head, *below.pages),
-            head_tokens + below.tokens,
-            below.tail_tokens or (self.chunk_tokens if self.head else 0),
-        )
-        return _reachable(state, Found(match, _joined(head_runs, below.runs), more), self.chunk_tokens)
+        tail_tokens = below.tail_tokens or (self.chunk_tokens if self.head else 0)
+        pages = (*self.head, *below.pages)
+        if not state.health.readable:
+            return self._reachable(state, Match(pages, head_tokens + below.tokens, tail_tokens))
+        return Found(pages, head_tokens + below.tokens, tail_tokens, _joined(head_runs, below.runs), more)
+
+    def missing(self, found: Found, limit: int) -> Sequence[int]:
+        return [found.tokens // self.chunk_tokens] if found.tokens < limit else []
 
     def may_be_on_disk(self, state: StoreState) -> bool:
-        """Whether the disk may have pages of this prompt that are not in the tree. The remembered ones need
-        not be complete for that, but there."""
+        # The remembered pages need not be complete for that, but there.
         _, more = self._below(state, self._findable(len(self.tokens) // TOKEN_BYTES))
         return more
+
+    def held(self, found: Found) -> list[tuple[Page, Tier]]:
+        # The pages before the last one of a run cannot leave that tier before it.
+        return [(found.pages[end - 1], tier) for tier, end in found.runs]
+
+    def pinned(self, found: Found) -> Sequence[Page]:
+        whole = found.tokens // self.chunk_tokens  # the last page may match in part only
+        return found.pages[whole - 1 : whole] if whole else ()
+
+    def touch(self, log: AccessLog, found: Found) -> None:
+        if found.pages:
+            log.touch(found.pages, hit=True)
+
+    def remember(self, owner: object, client: Client, found: Found, changes: int) -> PrefixHandle | None:
+        known = len(found.pages) - (found.tail_tokens < self.chunk_tokens)
+        if known <= 0:
+            return None
+        if self.path is not None and known <= len(self.head):
+            return PrefixHandle(owner, self.path_number, known)
+        path = Path(found.pages[:known], found.runs, changes)
+        return PrefixHandle(owner, client.remember(path), known)
+
+    def first_pages(self, state: StoreState, chunks: int) -> Sequence[Page] | None:
+        if chunks <= len(self.head):
+            return self.head if chunks == len(self.head) else self.head[:chunks]
+        count = chunks - len(self.head)
+        below = state.index.tree.descend(self._parent(state), self.keys[:count], self.tokens, self._width)
+        return (*self.head, *below) if len(below) == count else None
 
     def _findable(self, tokens: int) -> int:
         """How many of so many tokens can be found at all."""
@@ -183,70 +321,153 @@ class PromptView:
 
     def _within_head(self, max_tokens: int) -> Found:
         whole, rest = divmod(max_tokens, self.chunk_tokens)
-        count = whole + bool(rest)
-        pages = tuple(self.head[:count])
-        return Found(
-            Match(pages, max_tokens, rest or (self.chunk_tokens if whole else 0)), tier_runs(pages), False
+        pages = tuple(self.head[: whole + bool(rest)])
+        return Found(pages, max_tokens, rest or (self.chunk_tokens if whole else 0), tier_runs(pages))
+
+    def _reachable(self, state: StoreState, match: Match) -> Found:
+        """As much of a match as can be loaded while the disk is offline."""
+        match = state.reachable(match, self.chunk_tokens)
+        return Found(match.pages, match.tokens, match.tail_tokens, tier_runs(match.pages))
+
+    # -- on disk -------------------------------------------------------------------------------------
+
+    def bringing(self, state: StoreState, limit: int) -> Callable[[], PageLease]:
+        prompt, page_bytes = self.whole(), self.registration.page_bytes
+
+        def bring() -> PageLease:
+            try:
+                with find(state, prompt, limit, page_bytes) as match:
+                    ends = [(match.pages[end - 1], tier) for tier, end in tier_runs(match.pages)]
+                    return state.leases.take(ends, HOLD_S)
+            except StoreClosedError:
+                return PageLease()
+
+        return bring
+
+
+class NamedView(PromptView):
+    """Whole pages that are found by themselves, whatever else of them is held. ``depth`` pages come before
+    the first one in its prompt, as far as that is known: those behind are to leave first."""
+
+    named = True
+
+    def __init__(
+        self, registration: Registration, keys: Sequence[PageKey], tokens: bytes, *, depth: int = 0
+    ) -> None:
+        super().__init__(registration, keys, tokens)
+        self._depth = depth
+
+    @property
+    def depth(self) -> int:
+        return self._depth
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.keys)
+
+    @property
+    def whole_chunks(self) -> int:
+        return len(self.keys)
+
+    def chunk(self, index: int) -> tuple[PageKey, bytes]:
+        return self.keys[index], self.tokens[index * self._width : (index + 1) * self._width]
+
+    def all_keys(self) -> Sequence[PageKey]:
+        return self.keys
+
+    def whole(self) -> Prompt:
+        return Prompt.with_keys(
+            self.registration.identity, self.tokens, self.keys, chunk_tokens=self.chunk_tokens
         )
 
-    def root(self, state: StoreState) -> Page:
-        """The root of everything stored under this prompt's identity. Raises :class:`Refusal` where that has
-        been forgotten, and registered again for pages of another size."""
-        nbytes = state.index.tree.root(self.registration.identity.digest, self.registration.page_bytes).nbytes
-        if nbytes != self.registration.page_bytes:
-            raise Refusal("identity", f"pages of this identity have {nbytes} bytes now: register it again")
-        return state.root(self.registration.identity, self.registration.page_bytes)
+    def part(self, chunks: Sequence[int]) -> NamedView:
+        """Some of its pages."""
+        parts = [self.chunk(chunk) for chunk in chunks]
+        depth = self.depth + chunks[0] if chunks else 0
+        keys, tokens = [key for key, _ in parts], b"".join([each for _, each in parts])
+        return NamedView(self.registration, keys, tokens, depth=depth)
 
-    def loose_pages(self, state: StoreState) -> list[Page | None]:
-        """The page of each loose chunk that can be had now, None where it is in no tier that answers."""
-        root = self.root(state)
-        pages: list[Page | None] = []
-        for key, start in zip(self.keys, range(0, len(self.tokens), self._width), strict=True):
-            page = state.index.tree.child(root, key, self.tokens[start : start + self._width])
-            tier = page.ready_tier() if page is not None else None
-            there = tier is not None and (tier is not Tier.DISK or state.health.readable)
-            pages.append(page if there else None)
-        return pages
+    # -- in the tree ---------------------------------------------------------------------------------
 
-    def loose_on_disk(self, state: StoreState, pages: Sequence[Page | None]) -> list[int]:
-        """Which of the loose chunks that are missing among ``pages`` the disk may have."""
+    def find(self, state: StoreState, max_tokens: int) -> Found:
+        there = [
+            (position, page, tier)
+            for position, page in enumerate(self._pages(state))
+            if page is not None
+            and (tier := page.ready_tier()) is not None
+            and (tier is not Tier.DISK or state.health.readable)
+        ]
+        runs: list[tuple[Tier, int]] = []
+        for tier, run in groupby(tier for _, _, tier in there):
+            runs.append((tier, (runs[-1][1] if runs else 0) + sum(1 for _ in run)))
+        found = Found(
+            [page for _, page, _ in there],
+            len(there) * self.chunk_tokens,
+            self.chunk_tokens if there else 0,
+            runs,
+            positions=[position for position, _, _ in there],
+        )
+        lacking = len(there) < len(self.keys)
+        on_disk = lacking and bool(self.on_disk(state, self.missing(found, self.num_tokens)))
+        return replace(found, look_on_disk=True) if on_disk else found
+
+    def missing(self, found: Found, limit: int) -> Sequence[int]:
+        there = set(found.positions)
+        return [position for position in range(len(self.keys)) if position not in there]
+
+    def on_disk(self, state: StoreState, positions: Sequence[int]) -> list[int]:
+        """Which of these pages the disk may have. Under the state's lock."""
         root = self.root(state)
         if state.disk is None or not state.health.readable or not state.may_reload or not root.serial:
             return []
         may_lead = state.disk.child_filter.may_lead
-        return [
-            at
-            for at, page in enumerate(pages)
-            if page is None and may_lead(root.serial, *self.chunk(at), whole=True)
-        ]
+        return [at for at in positions if may_lead(root.serial, *self.chunk(at), whole=True)]
 
-    def pages_in_tree(self, state: StoreState) -> Sequence[Page]:
-        """The pages of its whole chunks that are in the tree, whether or not they have copies."""
-        if self.loose:
-            return [page for page in self.loose_pages(state) if page is not None]
-        return (
-            *self.head,
-            *state.index.tree.descend(self._parent(state), self.keys, self.tokens, self._width),
-        )
+    def may_be_on_disk(self, state: StoreState) -> bool:
+        return self.find(state, self.num_tokens).look_on_disk
+
+    def held(self, found: Found) -> list[tuple[Page, Tier]]:
+        tiers = [page.ready_tier() for page in found.pages]
+        pairs = zip(found.pages, tiers, strict=True)
+        return [(page, tier) for page, tier in pairs if tier is not None]
+
+    def pinned(self, found: Found) -> Sequence[Page]:
+        return found.pages
+
+    def touch(self, log: AccessLog, found: Found) -> None:
+        if found.pages:
+            pairs = zip(found.positions, found.pages, strict=True)
+            log.touch_named({page: self.depth + position for position, page in pairs}, hit=True)
+
+    def remember(self, owner: object, client: Client, found: Found, changes: int) -> PrefixHandle | None:
+        return None  # there is no prefix to go on from
 
     def first_pages(self, state: StoreState, chunks: int) -> Sequence[Page] | None:
-        """The pages of the first ``chunks`` chunks, whether or not they have copies; None if they are not all
-        in the tree."""
-        if self.loose:
-            return ()
-        if chunks <= len(self.head):
-            return self.head if chunks == len(self.head) else self.head[:chunks]
-        count = chunks - len(self.head)
-        below = state.index.tree.descend(self._parent(state), self.keys[:count], self.tokens, self._width)
-        return (*self.head, *below) if len(below) == count else None
+        return ()
 
+    def _pages(self, state: StoreState) -> list[Page | None]:
+        root, child = self.root(state), state.index.tree.child
+        return [child(root, *self.chunk(at)) for at in range(len(self.keys))]
 
-def _reachable(state: StoreState, found: Found, chunk_tokens: int) -> Found:
-    """As much of it as can be loaded now: where the disk is offline, what is above it."""
-    if state.health.readable:
-        return found
-    match = state.reachable(found.match, chunk_tokens)
-    return Found(match, tier_runs(match.pages), False)
+    # -- on disk -------------------------------------------------------------------------------------
+
+    def bringing(self, state: StoreState, limit: int) -> Callable[[], PageLease]:
+        def bring() -> PageLease:
+            with state.lock:
+                root = self.root(state)
+                found = self.find(state, limit)
+                places = self.on_disk(state, self.missing(found, limit))
+            bring_named(state, root, self.registration.identity, [self.chunk(place) for place in places])
+            with state.lock:
+                if state.closed:
+                    return PageLease()
+                return state.leases.take(self.held(self.find(state, limit)), HOLD_S)
+
+        return bring
 
 
 def _start(path: Path, run: int) -> int:

@@ -1,15 +1,15 @@
 """What tenants may have: quotas of the tiers, and pins.
 
-Pins are pages that somebody wants kept. A client without a tenant owns the daemon: its pins last until they
-are undone. A tenant's end an hour after the page was last pinned: tenants come and go, and what they leave
-behind must not fill the tiers.
+A pin keeps the pages of one prompt for one tenant. A client without a tenant owns the daemon: its pins last
+until they are undone. A tenant's pin ends an hour after the prompt was last pinned: tenants come and go, and
+what they leave behind must not fill the tiers.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from tierstore.core.clients import Refusal
 from tierstore.core.state import StoreState
@@ -59,9 +59,9 @@ class Quotas:
         over = self.used_bytes(tenant) + slot_bytes(page.nbytes) - quota
         if over <= 0:
             return True
-        page.pins += 1  # as in PendingFills.begin
+        page.holds += 1  # as in PendingFills.begin
         freed = self._evict(tenant, max(over, int(quota * _EVICT_FRACTION)))
-        page.pins -= 1
+        page.holds -= 1
         return freed >= over
 
     def _evict(self, tenant: str, nbytes: int) -> int:
@@ -92,71 +92,118 @@ TENANT_PIN_S = 3600.0
 _QUOTA_SHARE = 1 / 2  # of a tenant's quota, that it may pin
 _ARENA_SHARE = 1 / 8  # of the arena, that a tenant without a quota may pin
 _TENANTS_SHARE = 1 / 2  # of the smallest tier, that all tenants may pin together
-_MOST_MEMORY_BYTES = 64 << 20  # of all pinned pages, which are kept in mind
+_MOST_MEMORY_BYTES = 64 << 20  # of all pins and pinned pages, which are kept in mind
+_PIN_COST = 512  # bytes of memory
+
+
+class Pin:
+    """One prompt that a tenant has pinned ``times`` times over the same pages.
+
+    It keeps the pages ``last`` and all pages before them. A chained prompt has one last page; of named pages
+    each is one. ``ends`` is a time of the state's clock, or None where the pin does not end by itself."""
+
+    __slots__ = ("ends", "last", "name", "tenant", "times")
+
+    def __init__(self, tenant: str, name: bytes, last: Sequence[Page]) -> None:
+        self.tenant, self.name, self.last = tenant, name, last
+        self.times = 0
+        self.ends: float | None = None
+
+    @property
+    def memory_cost(self) -> int:
+        return _PIN_COST + 8 * len(self.last)
+
+    def pages(self) -> Iterator[Page]:
+        """The pages that it keeps, each after those behind it. None leaves the tree before the pin ends."""
+        for last in self.last:
+            page = last
+            while page.parent is not None:
+                yield page
+                page = page.parent
 
 
 class Pins:
-    """Needs the state's lock."""
+    """The pins of all tenants. Needs the state's lock.
+
+    A pin belongs to the tenant that made it and to one prompt. Unpinning a prompt takes back what this tenant
+    has pinned of exactly this prompt; other prompts may have pinned the same pages, and those stay."""
 
     def __init__(self, state: StoreState, quotas: Quotas) -> None:
         self._state = state
         self._quotas = quotas
-        self._pinned: dict[str, dict[Page, None]] = {}  # by tenant
-        self._ends: dict[Page, float] = {}  # of tenants' pages, on the state's clock: the earliest first
+        self._pins: dict[str, dict[bytes, list[Pin]]] = {}  # by tenant and by the prompt's name, newest last
+        self._pages: dict[str, Counter[Page]] = {}  # by tenant: how many of its pins keep a page
+        self._ending: dict[Pin, None] = {}  # the earliest end first
         self._memory_bytes = 0
         self.pinned_bytes: Counter[str] = Counter()  # slots of pinned pages, by tenant
 
-    def pin(self, tenant: str, pages: Sequence[Page]) -> None:
-        """Keep ``pages`` once more. Raises :class:`Refusal`, and has changed nothing then."""
-        self._require_room(tenant, [page for page in pages if not page.pins])
+    def pin(self, tenant: str, name: bytes, last: Sequence[Page]) -> int:
+        """Keep ``last`` and the pages before them once more, for the prompt called ``name``. Returns how many
+        pages these are. Raises :class:`Refusal`, and has changed nothing then."""
+        if not last:
+            return 0
+        pin = Pin(tenant, name, last)
+        pages = list(pin.pages())
+        older = self._pins.get(tenant, {}).get(name, ())
+        known = older[-1] if older and older[-1].last == last else None
+        self._require_room(tenant, pages, 0 if known is not None else pin.memory_cost)
+        if known is not None:
+            pin = known
+            self._ending.pop(pin, None)
+        else:
+            self._pins.setdefault(tenant, {}).setdefault(name, []).append(pin)
+            self._memory_bytes += pin.memory_cost
+        pin.times += 1
+        if tenant:
+            pin.ends = self._state.clock() + TENANT_PIN_S
+            self._ending[pin] = None
+        counted = self._pages.setdefault(tenant, Counter())
         for page in pages:
             if not page.pins:
-                self._pinned.setdefault(tenant, {})[page] = None
-                self.pinned_bytes[tenant] += slot_bytes(page.nbytes)
                 self._memory_bytes += page.memory_cost
+            if not counted[page]:
+                self.pinned_bytes[tenant] += slot_bytes(page.nbytes)
+            counted[page] += 1
             self._state.index.pin(page)
-            if tenant:
-                self._ends.pop(page, None)
-                self._ends[page] = self._state.clock() + TENANT_PIN_S
+        return len(pages)
 
-    def unpin(self, tenant: str, pages: Sequence[Page]) -> int:
-        """Undo one pin of each of these pages that has any. Returns how many had."""
-        pinned = [page for page in reversed(pages) if page.pins]
-        for page in pinned:
-            self._unpin(tenant, page)
-        return len(pinned)
+    def unpin(self, tenant: str, name: bytes) -> int:
+        """Undo the newest pin that the tenant has made of the prompt called ``name``. Returns how many pages
+        that pin has kept, 0 where there is none."""
+        pins = self._pins.get(tenant, {}).get(name)
+        return self._undo(pins[-1]) if pins else 0
 
     def lift(self, tenant: str | None) -> int:
         """Undo all pins of a tenant (None: of everybody). Returns how many pages were pinned."""
         lifted = 0
-        for name in list(self._pinned) if tenant is None else [tenant]:
-            for page in list(self._pinned.get(name, ())):
-                self._lift(name, page)
-                lifted += 1
+        for owner in list(self._pins) if tenant is None else [tenant]:
+            lifted += self.pages(owner)
+            for pins in list(self._pins.get(owner, {}).values()):
+                for pin in list(pins):
+                    self._undo(pin, pin.times)
         return lifted
 
     def expire(self) -> None:
         """Undo the pins whose time is over."""
         now = self._state.clock()
-        while self._ends:
-            page, ends = next(iter(self._ends.items()))
-            if ends > now:
+        while self._ending:
+            pin = next(iter(self._ending))
+            if pin.ends is None or pin.ends > now:
                 return
-            tenant = next(name for name, pages in self._pinned.items() if page in pages)
-            self._lift(tenant, page)
+            self._undo(pin, pin.times)
 
     @property
     def any_ending(self) -> bool:
         """Whether there are pins that end."""
-        return bool(self._ends)
+        return bool(self._ending)
 
     def tenants(self) -> list[str]:
         """Who has pinned something."""
-        return list(self._pinned)
+        return list(self._pins)
 
     def pages(self, tenant: str) -> int:
         """How many of a tenant's pages are pinned."""
-        return len(self._pinned.get(tenant, ()))
+        return len(self._pages.get(tenant, ()))
 
     def may_pin_bytes(self, tenant: str) -> int | None:
         """How much of the tiers a tenant may pin; None where it is not limited."""
@@ -166,8 +213,9 @@ class Pins:
         assert self._state.host is not None
         return int(self._state.host.capacity_bytes * _ARENA_SHARE if quota is None else quota * _QUOTA_SHARE)
 
-    def _require_room(self, tenant: str, new: Sequence[Page]) -> None:
-        wanted = sum(slot_bytes(page.nbytes) for page in new)
+    def _require_room(self, tenant: str, pages: Sequence[Page], memory: int) -> None:
+        counted = self._pages.get(tenant, Counter())
+        wanted = sum(slot_bytes(page.nbytes) for page in pages if page not in counted)
         most = self.may_pin_bytes(tenant)
         if most is not None:
             if self.pinned_bytes[tenant] + wanted > most:
@@ -179,7 +227,8 @@ class Pins:
             theirs = sum(nbytes for name, nbytes in self.pinned_bytes.items() if name)
             if theirs + wanted > self._smallest_tier() * _TENANTS_SHARE:
                 raise Refusal("busy", "tenants have pinned as much as they may together: try again later")
-        if self._memory_bytes + sum(page.memory_cost for page in new) > _MOST_MEMORY_BYTES:
+        memory += sum(page.memory_cost for page in pages if not page.pins)
+        if self._memory_bytes + memory > _MOST_MEMORY_BYTES:
             raise Refusal("busy", "more pages are pinned than can be kept in mind: unpin some prompts")
 
     def _smallest_tier(self) -> int:
@@ -188,16 +237,31 @@ class Pins:
         disk = state.disk.stats().capacity_bytes if state.disk is not None else math.inf
         return int(min(state.host.capacity_bytes, disk))
 
-    def _lift(self, tenant: str, page: Page) -> None:
-        for _ in range(page.pins):
-            self._unpin(tenant, page)
+    def _undo(self, pin: Pin, times: int = 1) -> int:
+        """Undo a pin ``times`` times. Returns how many pages it has kept."""
+        pages = list(pin.pages())  # unpinned pages may leave the tree, and forget their parents then
+        pin.times -= times
+        if not pin.times:
+            self._forget(pin)
+        counted = self._pages[pin.tenant]
+        for page in pages:
+            counted[page] -= times
+            if not counted[page]:
+                del counted[page]
+                self.pinned_bytes[pin.tenant] -= slot_bytes(page.nbytes)
+            if page.pins == times:
+                self._memory_bytes -= page.memory_cost
+            self._state.index.unpin(page, times)
+        if not counted:
+            del self._pages[pin.tenant]
+        return len(pages)
 
-    def _unpin(self, tenant: str, page: Page) -> None:
-        if page.pins == 1:
-            self._ends.pop(page, None)
-            del self._pinned[tenant][page]
-            if not self._pinned[tenant]:
-                del self._pinned[tenant]
-            self.pinned_bytes[tenant] -= slot_bytes(page.nbytes)
-            self._memory_bytes -= page.memory_cost
-        self._state.index.unpin(page)
+    def _forget(self, pin: Pin) -> None:
+        self._ending.pop(pin, None)
+        self._memory_bytes -= pin.memory_cost
+        by_name = self._pins[pin.tenant]
+        by_name[pin.name].remove(pin)
+        if not by_name[pin.name]:
+            del by_name[pin.name]
+        if not by_name:
+            del self._pins[pin.tenant]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from tierstore.backend import PrefixHandle, SaveHints
 from tierstore.core.clients import NEVER, Client, LocalReservation, Path
-from tierstore.core.prompts import PromptView
+from tierstore.core.prompts import ChainView, PromptView
 from tierstore.core.quotas import Quotas
 from tierstore.core.state import StoreState
 from tierstore.index import Page, Tier
@@ -23,11 +23,11 @@ from tierstore.tiers.slabs import slot_bytes
 class _Branch:
     """The pages that a save goes along, one behind the other. In steps: in between, others have the lock."""
 
-    def __init__(self, state: StoreState, hints: SaveHints, tenant: str, *, loose: bool) -> None:
+    def __init__(self, state: StoreState, hints: SaveHints, tenant: str, *, named: bool) -> None:
         self._state = state
-        self._loose = loose  # each page is right below the root
+        self._named = named  # each page is right below the root
         self._depths: dict[Page, int] = {}  # of those of this step
-        self._tracker = HintTracker(state.sessions, hints.hint, hints.session, tenant, loose=loose)
+        self._tracker = HintTracker(state.sessions, hints.hint, hints.session, tenant, named=named)
         self._end: Page | None = None
         self._held: Page | None = None  # between two steps: the next one must find it in the tree
         self._step: list[Page] = []
@@ -50,7 +50,7 @@ class _Branch:
     def grow(self, page: Page, depth: int) -> None:
         """This page, with ``depth`` pages before it, is stored, or about to be. The save goes on behind
         it."""
-        if self._loose:
+        if self._named:
             self._depths[page] = depth
             return
         self._step.append(page)
@@ -58,8 +58,8 @@ class _Branch:
 
     def end_step(self, *, last: bool) -> None:
         """Note the use of the pages of this step."""
-        if self._loose:
-            self._state.access_log.touch_loose(self._depths, hit=False)
+        if self._named:
+            self._state.access_log.touch_named(self._depths, hit=False)
             self._step = list(self._depths)
             self._depths = {}
         else:
@@ -70,7 +70,7 @@ class _Branch:
         self._state.forget_gone()
 
     def about(self, pages: Sequence[Page]) -> None:
-        """The save is of no pages: what it hints is about these loose ones. Those that are done by it leave
+        """The save is of no pages: what it hints is about these named ones. Those that are done by it leave
         as soon as nothing holds them: there is nothing behind them that would be cut off."""
         self._tracker.about(pages)
         self._state.eviction.leaving.let_go(pages)
@@ -113,11 +113,12 @@ class ReservationBuilder:
         self._before = prompt.first_pages(state, chunks.start)
         self._pages: list[Page] = []
         self._positions: list[int] = []
-        self._branch = _Branch(state, hints, client.tenant, loose=prompt.loose)
+        self._branch = _Branch(state, hints, client.tenant, named=prompt.named)
         above = self._before[-1] if self._before else prompt.root(state)
         self._branch.begin(above if self._before is not None else None)
-        if prompt.loose and not chunks:
-            self._branch.about(prompt.pages_in_tree(state))
+        if prompt.named and not chunks:
+            found = prompt.find(state, prompt.num_tokens)
+            self._branch.about(found.pages if found is not None else ())
         if self._before:
             state.access_log.touch(self._before, hit=False)  # whoever saves behind them uses them, too
         self._next = 0  # position
@@ -168,7 +169,7 @@ class ReservationBuilder:
         """What the client may refer to when it saves what follows: a long prompt must not be sent and matched
         once more with every piece of it."""
         whole = self._pages[: self._prompt.whole_chunks - self._chunks.start]
-        if not whole or self._prompt.loose:
+        if not whole or not isinstance(self._prompt, ChainView):
             return None
         assert self._before is not None, "there are pages behind a page that is not there"
         path = Path((*self._before, *whole), (), NEVER)

@@ -40,9 +40,9 @@ class AccessLog:
         if self._disk is not None:
             self._used.update([page for page in pages if page.copies[Tier.DISK] is not None])
 
-    def touch_loose(self, depths: Mapping[Page, int], *, hit: bool) -> None:
-        """The same for loose pages, with what is known of their places in a prompt."""
-        self._index.touch_loose(depths, hit=hit)
+    def touch_named(self, depths: Mapping[Page, int], *, hit: bool) -> None:
+        """The same for named pages, with what is known of their places in a prompt."""
+        self._index.touch_named(depths, hit=hit)
         if self._disk is not None:
             self._used.update([page for page in depths if page.copies[Tier.DISK] is not None])
 

@@ -54,6 +54,9 @@ class StoreState:
         self.changed = threading.Condition(self.lock)  # a copy became ready or went away, a queue moved
         self.index = Index(policies, tick=disk.tick if disk is not None else 0)
         self.counters = Counters()
+        if disk is not None:
+            self.counters.evicted_pages["disk"] += disk.fitted.evicted_pages
+            self.counters.disk_lost_pages += disk.fitted.lost_pages
         self.health = Health(Tier.DISK.label, clock, stall_s=stall_s)
         self.stall_detector = StallDetector(disk, self.health, self.changed)
         self.closed = False

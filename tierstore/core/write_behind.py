@@ -25,7 +25,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 
-from tierstore.codec import is_lossy
 from tierstore.core.disk_moves import MoveStats
 from tierstore.core.disk_room import DiskPlacement, parent_on_disk
 from tierstore.core.state import StoreState
@@ -226,7 +225,7 @@ class WriteBehind:
             if self._queue.waiting_bytes > self._behind_bytes:
                 return {}
             identities = self._state.identities
-            pages = [PageBytes(self._view(page), identities[page.identity], page.checksum) for page in batch]
+            pages = [PageBytes(self._view(page), identities[page.identity]) for page in batch]
         encoded = self._disk.encoder.encode(pages)
         return {page: one for page, one in zip(batch, encoded, strict=True) if one is not None}
 
@@ -278,7 +277,7 @@ class WriteBehind:
         with self._state.lock:
             for page in written:
                 assert page.record is not None
-                wrong = page.checksum not in (None, page.record.checksum) and not is_lossy(page.record.codec)
+                wrong = page.checksum not in (None, page.record.checksum)
                 if not wrong and parent_on_disk(page):
                     good.append(page)
                     continue

@@ -5,13 +5,13 @@ and the file descriptor (see ``wire/messages.py``) and keeps the connection, to 
 (``wire/framing.py``). The kernel closes it when the process dies, however it dies, and the event loop hears
 of it in the same moment.
 
-``PATH.lock`` says whose the sockets are. It is locked for as long as the daemon lives, so a socket file
-that is found under a lock that is free is a dead daemon's, and may be replaced."""
+``PATH.lock`` says whose the sockets are. It is locked for as long as the daemon lives. A socket file under a
+free lock, at which no process listens, is a dead daemon's and may be replaced."""
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
+import contextlib
 import logging
 import os
 import secrets
@@ -19,19 +19,20 @@ import socket
 import stat
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tierstore.daemon.endpoint import Received
-from tierstore.errors import StoreUnavailableError, UsageError
+from tierstore.errors import StoreUnavailableError, TierStoreError, UsageError
+from tierstore.locks import PathLock
 from tierstore.wire.framing import FramedSocket, FramedSocketEnd
+from tierstore.wire.listener import Listener, Place, Places, unix_socket
 from tierstore.wire.local_address import require_own_directory
 from tierstore.wire.messages import ARENA_HEADER, ARENA_MAGIC, VERSION
 
 _log = logging.getLogger(__name__)
 
-_BACKLOG = 128
 _BATCH = 32  # messages of one client, and then the others get their turn
 _MOST_CONNECTIONS = 1024
 _TOKEN_BYTES = 16
@@ -40,50 +41,84 @@ _PEER = struct.Struct("3i")  # pid, uid, gid
 
 
 class SocketLock:
-    """The right to listen at ``ipc://PATH``: one daemon at a time. Raises :class:`UsageError` for a path that
-    cannot be one, :class:`StoreUnavailableError` when a daemon has it, or another user its directory."""
+    """The right to listen at the unix socket ``path`` and at those beside it (``beside``: the ends of their
+    names): one process at a time. ``PATH.lock`` is locked, and a socket at which a process listens is never
+    removed, whatever became of the lock file. Raises :class:`UsageError` for a path that cannot be one,
+    :class:`StoreUnavailableError` when a process has it, or another user its directory."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, beside: Sequence[str] = ()) -> None:
         self.path = path
-        if len(os.fsencode(path)) + len(".arena") > _MOST_PATH_BYTES:
+        self._bound: dict[Path, os.stat_result] = {}
+        self._names = [path, *(Path(f"{path}{end}") for end in beside)]
+        longest = max(len(os.fsencode(name)) for name in self._names) - len(os.fsencode(path))
+        if len(os.fsencode(path)) + longest > _MOST_PATH_BYTES:
             raise UsageError(
-                f"{path} is too long for a unix socket ({_MOST_PATH_BYTES - 6} bytes): shorten it"
+                f"{path} is too long for a unix socket ({_MOST_PATH_BYTES - longest} bytes): shorten it"
             )
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             require_own_directory(path)
-            self._fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except OSError as error:
-            raise UsageError(f"cannot listen at {path}: {error.strerror}") from error
-        try:
-            if os.fstat(self._fd).st_uid != os.getuid():
-                raise UsageError(f"cannot listen at {path}: {path}.lock belongs to another user")
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._remove_stale()
+            self._lock = PathLock(Path(f"{path}.lock"))
         except BlockingIOError as error:
-            os.close(self._fd)
-            raise StoreUnavailableError(
-                f"a daemon listens at {path} already: stop it, or give another --listen"
+            raise self._taken() from error
+        except OSError as error:
+            raise UsageError(
+                f"cannot listen at {path}: {error.filename or path}: {error.strerror}"
             ) from error
-        except UsageError:
-            os.close(self._fd)
+        try:
+            if os.fstat(self._lock.fd).st_uid != os.getuid():
+                raise UsageError(f"cannot listen at {path}: {path}.lock belongs to another user")
+            for name in self._names:
+                self._remove_stale(name)
+        except TierStoreError:
+            self._lock.release()
             raise
 
-    def _remove_stale(self) -> None:
-        for name in (self.path, Path(f"{self.path}.arena")):
-            try:
-                found = name.lstat()
-            except FileNotFoundError:
-                continue
-            if not stat.S_ISSOCK(found.st_mode):
-                raise UsageError(f"cannot listen at {self.path}: {name} is a file that is no socket")
-            name.unlink()
+    def bind(self, path: Path) -> socket.socket:
+        """Bind at one of the paths. Raise :class:`UsageError`."""
+        bound = unix_socket(path)
+        self._bound[path] = path.lstat()
+        return bound
+
+    def _remove_stale(self, name: Path) -> None:
+        """Remove the socket of a process that has ended."""
+        try:
+            found = name.lstat()
+        except FileNotFoundError:
+            return
+        if not stat.S_ISSOCK(found.st_mode):
+            raise UsageError(f"cannot listen at {self.path}: {name} is a file that is no socket")
+        if _somebody_listens(name):
+            raise self._taken()
+        name.unlink()
+
+    def _taken(self) -> StoreUnavailableError:
+        return StoreUnavailableError(
+            f"another process listens at {self.path} already: stop it, or give another address"
+        )
 
     def release(self) -> None:
-        """Remove the sockets and let others have the path. (The lock file stays: removing it would race.)"""
-        for name in (self.path, Path(f"{self.path}.arena")):
-            name.unlink(missing_ok=True)
-        os.close(self._fd)
+        """Remove the sockets bound here, and let others have the path. A socket that another process has put
+        there since stays, and so does the lock file. Idempotent."""
+        for name, bound in self._bound.items():
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(name.lstat(), bound):
+                    name.unlink()
+        self._bound.clear()
+        self._lock.release()
+
+
+def _somebody_listens(path: Path) -> bool:
+    """Whether a process listens at a unix socket. Nothing but the kernel knows: lock files can be removed."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
+        asking.setblocking(False)
+        try:
+            asking.connect(str(path))
+        except BlockingIOError:  # so many connect that there is no room for one more
+            return True
+        except OSError:
+            return False
+        return True
 
 
 @dataclass(slots=True, eq=False)
@@ -93,6 +128,7 @@ class _Client:
     socket: socket.socket
     line: FramedSocket
     pid: int
+    place: Place
     waiting: deque[memoryview] = field(default_factory=deque)
     writing: bool = False  # the loop says when the socket takes more
 
@@ -105,33 +141,23 @@ class ArenaListener:
     def __init__(
         self,
         path: Path,
+        listening: socket.socket,
         fd: int,
         nbytes: int,
         take: Callable[[ArenaListener, Received], None],
         gone: Callable[[bytes], None],
     ) -> None:
-        """``fd`` is the arena's. Raises :class:`UsageError`."""
+        """``listening`` is bound already, ``fd`` is the arena's."""
         self.path = path
         self._fd = fd
         self._nbytes = nbytes
         self._take = take
         self._gone = gone
         self._clients: dict[bytes, _Client] = {}  # by token
-        self.refused = 0
         self.received = self.received_bytes = self.sent = 0
         self._loop = asyncio.get_running_loop()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        mask = os.umask(0o177)
-        try:
-            self._socket.bind(str(path))
-        except OSError as error:
-            self._socket.close()
-            raise UsageError(f"cannot listen at {path}: {error.strerror}") from error
-        finally:
-            os.umask(mask)
-        self._socket.setblocking(False)
-        self._socket.listen(_BACKLOG)
-        self._loop.add_reader(self._socket, self._accept)
+        self.places = Places(_MOST_CONNECTIONS)
+        self._listener = Listener([listening], self.places, self._enter)
 
     def __repr__(self) -> str:
         return f"ArenaListener({self.path}, {len(self._clients)} clients)"
@@ -143,49 +169,33 @@ class ArenaListener:
     def __contains__(self, token: bytes) -> bool:
         return token in self._clients
 
+    def serve(self, token: bytes) -> bool:
+        """Note that a whole request has come from a connection's process, on whatever way. False where as
+        many connections are served as may be."""
+        place = self._clients[token].place
+        return place.served or place.serve()
+
     def pid(self, token: bytes) -> int:
         """The process at the other end, as the kernel says."""
         return self._clients[token].pid
 
     def close(self) -> None:
         """Hang up, by which clients learn that the daemon has gone."""
-        self._loop.remove_reader(self._socket)
-        self._socket.close()
+        self._listener.close()
         for token in list(self._clients):
             self._hang_up(token)
 
     # -- connections ---------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._socket.accept()
-        except (BlockingIOError, InterruptedError):
-            return  # whoever it was has gone again
-        except OSError as error:  # out of descriptors: the others must not notice
-            self.refused += 1
-            _log.warning("an arena connection could not be accepted: %s", error)
-            self._loop.remove_reader(self._socket)
-            self._loop.call_later(1.0, self._accept_again)
-            return
+    def _enter(self, connection: socket.socket, place: Place) -> None:
+        if self.places.full:
+            raise OSError(f"{_MOST_CONNECTIONS} clients are connected")
         token = secrets.token_bytes(_TOKEN_BYTES)
-        try:
-            if len(self._clients) >= _MOST_CONNECTIONS:
-                raise OSError(f"{_MOST_CONNECTIONS} clients are connected")
-            peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-            line = FramedSocket(connection)
-            header = ARENA_HEADER.pack(ARENA_MAGIC, self._nbytes, token)
-            socket.send_fds(connection, [header], [self._fd])
-        except OSError as error:
-            self.refused += 1
-            _log.warning("an arena connection was refused: %s", error)
-            connection.close()
-            return
-        self._clients[token] = _Client(connection, line, _PEER.unpack(peer)[0])
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+        line = FramedSocket(connection)
+        socket.send_fds(connection, [ARENA_HEADER.pack(ARENA_MAGIC, self._nbytes, token)], [self._fd])
+        self._clients[token] = _Client(connection, line, _PEER.unpack(peer)[0], place)
         self._loop.add_reader(connection, self._readable, token)
-
-    def _accept_again(self) -> None:
-        if self._socket.fileno() >= 0:
-            self._loop.add_reader(self._socket, self._accept)
 
     def _hang_up(self, token: bytes) -> None:
         client = self._clients.pop(token)
@@ -193,6 +203,7 @@ class ArenaListener:
         if client.writing:
             self._loop.remove_writer(client.socket)
         client.socket.close()
+        client.place.leave()
 
     # -- messages ------------------------------------------------------------------------------------
 
@@ -219,6 +230,10 @@ class ArenaListener:
             messages = client.line.receive()
         except FramedSocketEnd as end:
             _log.debug("an arena connection has ended: %s", end)
+            self._hang_up(token)
+            self._gone(token)
+            return
+        if messages and not self.serve(token):
             self._hang_up(token)
             self._gone(token)
             return

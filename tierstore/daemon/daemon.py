@@ -30,7 +30,8 @@ from tierstore.daemon.server import Server
 from tierstore.daemon.service import Service
 from tierstore.daemon.settings import Settings
 from tierstore.daemon.stats import DaemonStats, version
-from tierstore.errors import TierStoreError, UsageError
+from tierstore.descriptors import raise_limit
+from tierstore.errors import UsageError
 from tierstore.machine import disk_bytes, memory_bytes
 from tierstore.memory import shared_huge_pages
 from tierstore.printable import printable
@@ -52,6 +53,7 @@ _M_MMAP_THRESHOLD = -3
 _KEPT_BYTES = 64 << 20  # of what messages with pages have left free
 _MAPPED_FROM_BYTES = 32 << 20  # the most that every glibc takes
 
+_ARENA = ".arena"  # the end of the name of the arena's socket
 _ENDING = (signal.SIGTERM, signal.SIGINT)
 _SWITCH_S = 0.0005  # with Python's 5 ms a lookup waits that long for each turn of whoever writes to disk
 
@@ -72,6 +74,7 @@ def open_core(
             capacity_bytes=settings.disk_bytes,
             page_bytes=settings.page_bytes,
             codec=settings.disk_codec,
+            policy=settings.policy,
         )
     disk, host = open_tiers(open_disk, partial(HostTier, settings.host_bytes, shared=True))
     return Core(
@@ -160,7 +163,7 @@ class Daemon:
         self._events: list[EventPublisher] = []
         self._cluster: Cluster | None = None
         self._http: HttpServer | None = None
-        self._locks: list[SocketLock] = []
+        self._locks: dict[Url, SocketLock] = {}
         self._started = time.monotonic()
 
     # -- starting ------------------------------------------------------------------------------------
@@ -169,7 +172,7 @@ class Daemon:
         """Listen. Raises :class:`~tierstore.errors.TierStoreError`, and has given everything back then."""
         try:
             await self._start()
-        except TierStoreError:
+        except BaseException:
             await self.stop(drain_s=0)
             raise
 
@@ -186,7 +189,7 @@ class Daemon:
         site = _site(settings) if settings.metrics_port else None
         for url in urls:
             if url.path is not None:
-                self._locks.append(SocketLock(url.path))
+                self._locks[url] = SocketLock(url.path, beside=(_ARENA,))
         loop = asyncio.get_running_loop()
         self.core = open_core(settings, defer=loop.call_soon)
         for options in _event_options(settings):
@@ -198,10 +201,13 @@ class Daemon:
         )
         self.server = Server(self.service, keys=pair, tenants=tenants)
         for url in urls:
-            if url.path is not None:
-                path = Path(f"{url.path}.arena")
-                self.server.listen_at_arena(path, arena_fd(self.core), settings.host_bytes)
-            endpoint = self.server.listen(url)
+            lock = self._locks.get(url)
+            listening = None
+            if lock is not None:
+                arena = Path(f"{lock.path}{_ARENA}")
+                self.server.listen_at_arena(arena, lock.bind(arena), arena_fd(self.core), settings.host_bytes)
+                listening = lock.bind(lock.path)
+            endpoint = self.server.listen(url, listening)
             _log.info("listening at %s", endpoint.address)
         if cluster is not None:
             self._cluster = self.service.cluster = cluster
@@ -269,7 +275,8 @@ class Daemon:
             drained = await self._drain(self.core, drain_s)
         for publisher in self._events:
             publisher.close()
-        for lock in self._locks:
+        await asyncio.sleep(0)  # for the loop to close connections
+        for lock in self._locks.values():
             lock.release()
         self._locks.clear()
         return drained
@@ -278,7 +285,11 @@ class Daemon:
         pending = core.stats().pending_writes
         if pending:
             _log.info("writing %d pages to disk before the end", pending)
-        closing = asyncio.get_running_loop().run_in_executor(None, core.close)
+        try:
+            closing = asyncio.get_running_loop().run_in_executor(None, core.close)
+        except RuntimeError:  # no thread can be started: that is why this ends
+            core.close()
+            return True
         _, late = await asyncio.wait({closing}, timeout=drain_s + 1)
         if late:
             _log.warning("not all pages were on disk after %.0f s: leaving without them", drain_s)
@@ -350,6 +361,7 @@ def _lacking(settings: Settings) -> str:
 
 def serve(settings: Settings, reload: Callable[[], Awaitable[Settings]]) -> None:
     """:func:`run` as the whole of a process."""
+    raise_limit()
     sys.setswitchinterval(_SWITCH_S)
     _keep_message_memory()
     if not asyncio.run(run(settings, reload)):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,16 +18,20 @@ from typing import Any
 import numpy as np
 import zmq
 
+from tierstore.daemon.tcp_gate import Connection, TcpGate
 from tierstore.errors import UsageError
 from tierstore.wire.keys import ZAP_DOMAIN, KeyPair
+from tierstore.wire.listener import Places
 from tierstore.wire.local_address import is_loopback
 from tierstore.wire.messages import MAX_MESSAGE_BYTES, VERSION
+from tierstore.wire.zmq_door import ZmqDoor
 
 _BATCH = 32  # messages, and then the other sockets get their turn
 _MOST_FRAMES = 4096 + 4
 _RECEIVE_HWM = 64  # messages of one peer, before its sender has to wait
 _SEND_HWM = 1000
 _HEARTBEAT_MS = 2000
+_MOST_CONNECTIONS = 1024  # served at a time
 
 # As bare numbers: with ZMQ's enums, combining two flags takes longer than sending a frame.
 _NOBLOCK = int(zmq.NOBLOCK)
@@ -34,6 +39,7 @@ _MORE = int(zmq.SNDMORE) | _NOBLOCK
 _EVENTS = int(zmq.EVENTS)
 _POLLIN = int(zmq.POLLIN)
 _RCVMORE = int(zmq.RCVMORE)
+_SRCFD = int(zmq.SRCFD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +65,15 @@ class Url:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """One message: ``frames`` are the payloads behind it. ``tenant`` is what the peer's key stands for."""
+    """One message: ``frames`` are the payloads behind it. ``tenant`` is what the peer's key stands for,
+    ``fd`` the descriptor of libzmq's connection that it came by (-1: another kind of connection)."""
 
     peer: bytes
     version: bytes
     body: bytes | memoryview
     frames: Sequence[memoryview]
     tenant: str
+    fd: int = -1
 
 
 class Endpoint:
@@ -79,8 +87,9 @@ class Endpoint:
         keys: KeyPair | None,
         take: Callable[[Endpoint, Received], None],
         malformed: Callable[[], None],
+        listening: socket.socket | None = None,
     ) -> None:
-        """Bind. Raises :class:`UsageError`."""
+        """Bind to TCP, or accept at ``listening``, which is bound to the path. Raises :class:`UsageError`."""
         if url.path is None and not url.loopback and keys is None:
             raise UsageError(
                 f"{url.text} can be reached from other machines, which needs keys: make them with "
@@ -93,14 +102,16 @@ class Endpoint:
         self._curve = url.path is None and keys is not None
         self._socket = context.socket(zmq.ROUTER)
         self._configure(keys)
-        mask = os.umask(0o177)
+        self._gate = TcpGate(context, self._socket, _MOST_CONNECTIONS) if listening is None else None
+        self._door: ZmqDoor | None = None
         try:
-            self._socket.bind(url.text)
+            if listening is None:
+                self._socket.bind(url.text)
+            else:
+                self._door = ZmqDoor(self._socket, [listening], _MOST_CONNECTIONS)
         except zmq.ZMQError as error:
-            self._socket.close(0)
+            self._close_socket()
             raise UsageError(f"cannot listen at {url.text}: {error.strerror}") from error
-        finally:
-            os.umask(mask)
         self._loop = asyncio.get_running_loop()
         self._scheduled = False
         self._fd = self._socket.fd
@@ -128,10 +139,36 @@ class Endpoint:
     @property
     def address(self) -> str:
         """Where it really listens (the port, if 0 was asked for)."""
-        return str(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
+        return self.url.text if self._door is not None else str(self._socket.get_string(zmq.LAST_ENDPOINT))
+
+    @property
+    def places(self) -> Places:
+        """The connections."""
+        listening = self._gate or self._door
+        assert listening is not None
+        return listening.places
+
+    def serve(self, connection: Connection) -> bool:
+        """Note that a session begins on a connection. False where as many are served as may be."""
+        return self._gate is None or self._gate.place(connection).serve()
+
+    def end_session(self, connection: Connection, *, unread: bool) -> None:
+        """Note that a session has ended. If its client has not read all (``unread``) the connection ends,
+        which gives up the pages on their way. Otherwise it has some seconds for another session."""
+        if unread:
+            connection.hang_up()
+        elif self._gate is not None:
+            self._gate.place(connection).wait()
 
     def close(self) -> None:
         self._loop.remove_reader(self._fd)
+        self._close_socket()
+
+    def _close_socket(self) -> None:
+        if self._gate is not None:
+            self._gate.close()
+        if self._door is not None:
+            self._door.close()
         self._socket.close(0)
 
     # -- sending -------------------------------------------------------------------------------------
@@ -237,7 +274,7 @@ class Endpoint:
                 frames.append(frame.buffer)
         if len(frames) > _MOST_FRAMES:
             return None
-        return Received(peer, version, body.buffer, frames, tenant)
+        return Received(peer, version, body.buffer, frames, tenant, body.get(_SRCFD))
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:

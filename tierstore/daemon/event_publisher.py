@@ -1,6 +1,6 @@
 """KV events: what the daemon's tiers hold, told to routers and indexers as vLLM tells what its cache holds.
 
-Messages go out on a PUB socket, in three frames: topic, sequence number (8 bytes, big-endian) and a batch
+Messages go out on an XPUB socket, in three frames: topic, sequence number (8 bytes, big-endian) and a batch
 (msgpack): ``[seconds since 1970, [event, …], rank]``. While nothing happens an empty batch goes out every two
 seconds, so that a follower that has missed the last one, or has only just come, learns of it.
 
@@ -14,6 +14,9 @@ earlier life has reached with its batches. A follower that has listened to an ea
 asks. The first event of every life is ``AllBlocksCleared``. Pages of an earlier life are told of when a
 client first names their identity: only then is it known what they are.
 
+An endpoint without a ROUTER tells everybody anew what is held, ``AllBlocksCleared`` first, soon after a
+follower has come. So a follower knows the truth without asking, also after a kill that it has not noticed.
+
 An endpoint tells of all models, or of those that clients call by one name. Routers take an endpoint for a
 model. Tenants' pages are left out unless they are asked for: a router would find them for anybody. Events
 carry prompts in clear, so they leave this machine only where a person says so."""
@@ -21,7 +24,9 @@ carry prompts in clear, so they leave this machine only where a person says so."
 from __future__ import annotations
 
 import logging
+import math
 import os
+import socket
 import threading
 import time
 from collections import deque
@@ -37,11 +42,15 @@ from tierstore.backend import Registration
 from tierstore.core.change_log import ChangeLog, Lost, Named
 from tierstore.core.held import PAGES_AT_ONCE, held
 from tierstore.core.state import StoreState
+from tierstore.daemon.arena import SocketLock
 from tierstore.daemon.endpoint import Url
 from tierstore.daemon.events import AllBlocksCleared, Blocks, BlockStored, Event, as_array
 from tierstore.daemon.stats import EventStats
-from tierstore.errors import StoreUnavailableError, UsageError
+from tierstore.descriptors import require_room
+from tierstore.errors import StoreUnavailableError, TierStoreError, UsageError
 from tierstore.tiers.disk import DiskTier
+from tierstore.wire.listener import tcp_sockets
+from tierstore.wire.zmq_door import ZmqDoor
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +67,12 @@ _NUMBERS_S = 1 << 20  # sequence numbers for each second since 1970: no life use
 _NUMBERS_BEFORE = 1 << 16  # a life: a snapshot has batches before it
 _UNREAD_BATCHES = 100  # of a follower: what comes after that it has to ask for
 _SPARE_BATCHES = 16  # in a snapshot
+_MOST_FOLLOWERS = 256  # of one endpoint
+_MOST_REQUEST_BYTES = 64 << 10  # a follower's: a topic, or a number
+_DESCRIPTORS = 16  # that libzmq takes for an endpoint
+_SUBSCRIBED = b"\x01"
+_ANEW_S = 1.0  # from one telling of all that is held to the next, for followers that come …
+_ANEW_SHARE = 20  # … and so many times as long as it took
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +112,17 @@ class EventPublisher:
         self._events = 0
         self._replays = 0
         self._snapshots = 0
+        self._anew_at = 0.0  # before then newcomers wait
         self._closing = threading.Event()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[Any] = zmq.Context()
+        self._locks: list[SocketLock] = []
+        self._doors: list[ZmqDoor] = []
         try:
-            self._out = self._opened(zmq.PUB, options.url, connect=options.connect)
+            self._out = self._opened(zmq.XPUB, options.url, connect=options.connect)
             self._replay = self._opened(zmq.ROUTER, options.replay_url) if options.replay_url else None
         except BaseException:
-            self._context.destroy(0)
-            os.close(self._wakeup)
+            self._close_sockets()
             raise
         self._log = ChangeLog(self._wake, wants=options.wants)
         with state.lock:
@@ -116,8 +133,13 @@ class EventPublisher:
                 target=self._answer, args=(self._replay,), name="tierstore-replay", daemon=True
             )
             self._threads.append(answer)
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError:
+            self._threads = [thread for thread in self._threads if thread.ident is not None]
+            self.close()
+            raise
 
     def stats(self) -> EventStats:
         return EventStats(
@@ -139,8 +161,15 @@ class EventPublisher:
             with self._state.lock:
                 self._state.residency.followers.remove(self._log)
             if not any(thread.is_alive() for thread in self._threads):
-                os.close(self._wakeup)  # only now: nobody wakes a thread any more
-                self._context.destroy(0)
+                self._close_sockets()  # only now: nobody wakes a thread any more
+
+    def _close_sockets(self) -> None:
+        for door in self._doors:
+            door.close()
+        self._context.destroy(0)
+        for lock in self._locks:
+            lock.release()
+        os.close(self._wakeup)
 
     def _opened(self, kind: int, text: str, *, connect: bool = False) -> zmq.Socket[Any]:
         url = Url.parse(text)
@@ -149,24 +178,35 @@ class EventPublisher:
                 f"events carry prompts in clear and {text} can be reached from other machines: "
                 "give ipc://PATH or a loopback address, or say events_anywhere"
             )
+        require_room(_DESCRIPTORS, "an endpoint of KV events")
         opened: zmq.Socket[Any] = self._context.socket(kind)
         opened.linger = 0
         opened.sndhwm = _UNREAD_BATCHES
+        opened.maxmsgsize = _MOST_REQUEST_BYTES
         if kind == zmq.ROUTER:
             # One that asks and does not read is given up, instead of messages being dropped without a word.
             opened.router_mandatory = True
             opened.sndtimeo = int(_SEND_S * 1e3)
-        mask = os.umask(0o177)
+        else:
+            opened.xpub_verbose = True  # says of every follower that it has come
         try:
             if connect:
                 opened.connect(url.text)
             else:
-                opened.bind(url.text)
+                self._doors.append(ZmqDoor(opened, self._listening(url), _MOST_FOLLOWERS))
         except zmq.ZMQError as error:
             raise StoreUnavailableError(f"cannot publish events at {text}: {error.strerror}") from error
-        finally:
-            os.umask(mask)
+        except TierStoreError as error:
+            raise StoreUnavailableError(f"cannot publish events at {text}: {error}") from error
         return opened
+
+    def _listening(self, url: Url) -> list[socket.socket]:
+        if url.path is None:
+            host, _, port = url.text.removeprefix("tcp://").rpartition(":")
+            return tcp_sockets(host.strip("[]"), int(port))
+        lock = SocketLock(url.path)
+        self._locks.append(lock)
+        return [lock.bind(url.path)]
 
     def _wake(self) -> None:
         os.eventfd_write(self._wakeup, 1)
@@ -176,19 +216,45 @@ class EventPublisher:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._wakeup, zmq.POLLIN)
+        poller.register(self._out, zmq.POLLIN)
+        newcomers = False
         try:
             self._send([AllBlocksCleared()])
             while not self._closing.is_set():
-                if poller.poll(_HEARTBEAT_MS):
+                wait_ms = _HEARTBEAT_MS
+                if newcomers:
+                    wait_ms = max(math.ceil(1e3 * (self._anew_at - time.monotonic())), 0)
+                ready = dict(poller.poll(min(wait_ms, _HEARTBEAT_MS)))
+                newcomers |= self._out in ready and self._has_newcomers()
+                if self._wakeup in ready:
                     self._gather()
                     self._tell()
-                else:
+                elif not ready and not newcomers:
                     self._send([])
+                if newcomers and time.monotonic() >= self._anew_at:
+                    newcomers = False
+                    self._tell_anew()
             self._tell()
         except (zmq.ZMQError, OSError):
             _log.exception("KV events: no more are published")
         finally:
             self._out.close()
+
+    def _has_newcomers(self) -> bool:
+        """Whether followers have come that have no other way to learn what is held now."""
+        come = False
+        with suppress(zmq.Again):
+            while True:
+                come |= self._out.recv_multipart(zmq.NOBLOCK)[0][:1] == _SUBSCRIBED
+        return come and self._replay is None
+
+    def _tell_anew(self) -> None:
+        """Tell everybody what is held, from the beginning. Many followers that come at once are told
+        together, and telling takes a small part of the time."""
+        begun = time.monotonic()
+        self._announce(self._begin(Lost()))
+        took_s = time.monotonic() - begun
+        self._anew_at = begun + took_s + max(_ANEW_S, took_s * _ANEW_SHARE)
 
     def _gather(self) -> None:
         self._closing.wait(_GATHER_S)

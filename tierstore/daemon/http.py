@@ -5,7 +5,7 @@ takes nothing from the loop that serves engines but its turns of the interpreter
 ask that loop whether it still goes round: a port that answers says nothing of it.
 
 The server answers one request for each connection and hangs up, but for the page's feed. Connections are
-bounded, and who is slow to ask or to read is hung up on.
+bounded (:mod:`tierstore.wire.listener`), and a client that is slow to ask or to read is hung up on.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import http
 import http.client
 import io
 import logging
+import socket
 import threading
 from collections.abc import Awaitable, Callable
 
@@ -25,6 +26,7 @@ from tierstore.dashboard.feed import Feed, TooManyViewersError
 from tierstore.dashboard.site import MOST_BODY_BYTES, Site, WebAnswer, WebRequest
 from tierstore.dashboard.view import Sample
 from tierstore.errors import TierStoreError, UsageError
+from tierstore.wire.listener import Listener, Place, Places, tcp_sockets
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +34,9 @@ _REQUEST_S = 5.0
 _LOOP_S = 5.0  # for the loop that serves engines to come by
 _MOST_REQUEST_BYTES = 8192
 _MOST_CONNECTIONS = 64
+_PROBES = frozenset({"/healthz", "/readyz", "/metrics"})  # they have places of their own
 _TEXT = {"Content-Type": "text/plain; charset=utf-8"}
+_FULL = WebAnswer(503, {**_TEXT, "Retry-After": "1"}, b"too many connections\n")
 
 
 class HttpServer:
@@ -47,7 +51,7 @@ class HttpServer:
         self._own: asyncio.AbstractEventLoop | None = None
         self._stop: asyncio.Event
         self._feed: Feed
-        self._connections = 0
+        self._answering: set[asyncio.Task[None]] = set()
         self._thread: threading.Thread | None = None
         self._port: concurrent.futures.Future[int] = concurrent.futures.Future()
 
@@ -59,8 +63,8 @@ class HttpServer:
         self._thread.start()
         try:
             await asyncio.wrap_future(self._port)
-        except OSError as error:
-            raise UsageError(f"cannot serve metrics at {host}:{port}: {error.strerror}") from error
+        except UsageError as error:
+            raise UsageError(f"cannot serve metrics: {error}") from error
 
     @property
     def port(self) -> int:
@@ -79,24 +83,34 @@ class HttpServer:
         self._stop = asyncio.Event()
         self._feed = Feed(lambda: asyncio.to_thread(self._look))
         try:
-            server = await asyncio.start_server(self._serve, host, port, limit=_MOST_REQUEST_BYTES)
-        except OSError as error:
+            listening = tcp_sockets(host, port)
+        except UsageError as error:
             self._port.set_exception(error)
             return
+        port = int(listening[0].getsockname()[1])
+        listener = Listener(listening, Places(_MOST_CONNECTIONS), self._enter)
         self._feed.start()
-        self._port.set_result(int(server.sockets[0].getsockname()[1]))
+        self._port.set_result(port)
         await self._stop.wait()
-        server.close()
+        listener.close()
         await self._feed.close()  # and asyncio.run cancels what is left
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._connections += 1
+    def _enter(self, connection: socket.socket, place: Place) -> None:
+        task = asyncio.get_running_loop().create_task(self._serve(connection, place))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    async def _serve(self, connection: socket.socket, place: Place) -> None:
         try:
-            if self._connections > _MOST_CONNECTIONS:
-                await _write(writer, WebAnswer(503, {**_TEXT, "Retry-After": "1"}, b"too many connections\n"))
-                return
+            reader, writer = await asyncio.open_connection(sock=connection, limit=_MOST_REQUEST_BYTES)
+        except OSError:
+            place.leave()
+            connection.close()
+            return
+        try:
             request = await asyncio.wait_for(_read(reader), _REQUEST_S)
-            answer = await self._answer(request)
+            probe = request.path in _PROBES
+            answer = _FULL if not place.serve(probe=probe) else await self._answer(request)
             if answer.follows:
                 await self._follow(writer, answer)
             else:
@@ -107,7 +121,7 @@ class HttpServer:
         ) as error:  # fmt: skip
             _log.debug("a request by HTTP failed: %s", error)
         finally:
-            self._connections -= 1
+            place.leave()
             writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
 
     async def _follow(self, writer: asyncio.StreamWriter, answer: WebAnswer) -> None:
@@ -123,6 +137,16 @@ class HttpServer:
             await _write(writer, WebAnswer(503, {**_TEXT, "Retry-After": "10"}, f"{error}\n".encode()))
 
     async def _answer(self, request: WebRequest) -> WebAnswer:
+        """Return the answer, an error's too: what fails in here is not a client that hung up."""
+        try:
+            return await self._found(request)
+        except TierStoreError as error:
+            return WebAnswer(503, {**_TEXT, "Retry-After": "1"}, f"{error}\n".encode())
+        except Exception as error:  # noqa: BLE001  # whatever it is, the client gets an answer
+            _log.error("%s could not be answered", request.path, exc_info=error)
+            return WebAnswer(500, _TEXT, b"the daemon made a mistake; its log says more\n")
+
+    async def _found(self, request: WebRequest) -> WebAnswer:
         page = self._site.answer(request)
         if page is not None:
             return page

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,15 +19,18 @@ from tierstore.daemon.arena import ArenaListener
 from tierstore.daemon.endpoint import Endpoint, Received, Url
 from tierstore.daemon.service import PageFrames, Reply, Service, Session
 from tierstore.daemon.stats import ServerStats
+from tierstore.daemon.tcp_gate import Connection
+from tierstore.descriptors import require_room
 from tierstore.wire import messages as p
 from tierstore.wire.keys import Doorkeeper, KeyPair
 
 _log = logging.getLogger(__name__)
 
 _IO_THREADS = 1
+_DESCRIPTORS = 32  # that libzmq and the listeners take
 _MOST_SMALL_BYTES = 64 << 10  # of messages without a prompt
 _HEAD_BYTES = 64  # with the name and the id
-_BULKY = {cls.__name__.encode() for cls in (p.Lookup, p.Reserve, p.Pin, p.Commit)}
+_BULKY = {cls.__name__.encode() for cls in (p.Lookup, p.FindHit, p.Reserve, p.Pin, p.Commit)}
 _SWEEP_S = 1.0  # how often clients without an arena are looked after
 
 
@@ -40,6 +44,7 @@ class Server:
     def __init__(self, service: Service, *, keys: KeyPair | None, tenants: dict[bytes, str]) -> None:
         self._service = service
         self._keys = keys
+        require_room(_DESCRIPTORS, "the daemon")
         self._context: zmq.Context[Any] = zmq.Context(_IO_THREADS)
         self._loop = asyncio.get_running_loop()
         self._doorkeeper = Doorkeeper(self._context, tenants) if keys is not None else None
@@ -48,21 +53,22 @@ class Server:
         self._sessions: dict[tuple[Listener, bytes], Session] = {}
         self._routes: dict[int, tuple[Listener, bytes]] = {}  # by the session's number
         self._by_token: dict[bytes, Session] = {}
+        self._connections: dict[int, tuple[Endpoint, Connection]] = {}  # of sessions over ZMQ, by number
         self._seen: dict[int, float] = {}  # when sessions without an arena were last heard of
         self._sweeping: asyncio.TimerHandle | None = None
         self._answering: set[asyncio.Task[None]] = set()
         self._malformed = self._unsent = self._silent = 0
 
-    def listen(self, url: Url) -> Endpoint:
-        """Raises :class:`~tierstore.errors.UsageError`."""
-        endpoint = Endpoint(self._context, url, self._keys, self._take, self._count_malformed)
+    def listen(self, url: Url, listening: socket.socket | None = None) -> Endpoint:
+        """``listening`` is bound to the path of an ``ipc://`` address. Raises
+        :class:`~tierstore.errors.UsageError`."""
+        endpoint = Endpoint(self._context, url, self._keys, self._take, self._count_malformed, listening)
         self.endpoints.append(endpoint)
         return endpoint
 
-    def listen_at_arena(self, path: Path, fd: int, nbytes: int) -> None:
-        """Hand over the arena (a file of ``nbytes``) at ``path``. Raises
-        :class:`~tierstore.errors.UsageError`."""
-        self.listeners.append(ArenaListener(path, fd, nbytes, self._take, self._arena_gone))
+    def listen_at_arena(self, path: Path, listening: socket.socket, fd: int, nbytes: int) -> None:
+        """Hand over the arena (a file of ``nbytes``) at ``listening``, which is bound to ``path``."""
+        self.listeners.append(ArenaListener(path, listening, fd, nbytes, self._take, self._arena_gone))
 
     def stats(self) -> ServerStats:
         """A snapshot. From any thread."""
@@ -152,12 +158,18 @@ class Server:
         if reply is None or isinstance(reply, p.Message | PageFrames):
             self._send(way, peer, reply)
             return
-        task = self._loop.create_task(self._answer_later(way, peer, reply))
+        task = self._loop.create_task(self._answer_later(way, peer, session, reply))
         self._answering.add(task)
         task.add_done_callback(self._answering.discard)
 
-    async def _answer_later(self, way: Listener, peer: bytes, reply: Awaitable[Reply]) -> None:
-        self._send(way, peer, await reply)
+    async def _answer_later(
+        self, way: Listener, peer: bytes, session: Session, reply: Awaitable[Reply]
+    ) -> None:
+        answer = await reply
+        if isinstance(answer, PageFrames) and session.number not in self._routes:
+            answer.sent()  # the session has ended: nobody reads them
+            return
+        self._send(way, peer, answer)
 
     def _send(self, way: Listener, peer: bytes, reply: Reply) -> None:
         if reply is None:
@@ -193,12 +205,16 @@ class Server:
         if not m.token:
             if before is not None:
                 self._end(before)
+            if not self._may_serve(way, received):
+                self._refuse(way, received.peer, m.id, "busy", "as many clients are served as may be")
+                return
             session = self._service.begin(m.client, local=False, tenant=received.tenant)
             self._seen[session.number] = self._loop.time()
             self._sweep_later()
         else:
             own = isinstance(way, Endpoint) or m.token == received.peer
-            if not own or not any(m.token in listener for listener in self.listeners):
+            arena = next((listener for listener in self.listeners if m.token in listener), None)
+            if not own or arena is None or not arena.serve(m.token):
                 self._refuse(way, received.peer, m.id, "session", "this token is not (any more) known")
                 return
             known = self._by_token.get(m.token)
@@ -211,8 +227,14 @@ class Server:
         route = (way, received.peer)
         self._sessions[route] = session
         self._routes[session.number] = route
+        if isinstance(way, Endpoint) and (connection := Connection.at(received.fd)) is not None:
+            self._connections[session.number] = way, connection
         _log.info("session %d: %s", session.number, m.client)
         self._send(way, received.peer, self._service.welcome(session, m.id))
+
+    def _may_serve(self, way: Listener, received: Received) -> bool:
+        connection = Connection.at(received.fd)
+        return not isinstance(way, Endpoint) or connection is None or way.serve(connection)
 
     def _arena_gone(self, token: bytes) -> None:
         """The process behind an arena connection has ended: so has its session."""
@@ -226,6 +248,9 @@ class Server:
             self._sessions.pop(route, None)
         self._seen.pop(session.number, None)
         self._service.end(session)
+        endpoint, connection = self._connections.pop(session.number, (None, None))
+        if endpoint is not None and connection is not None:
+            endpoint.end_session(connection, unread=session.sending_bytes > 0)
         _log.info("session %d has ended", session.number)
 
     def _sweep_later(self) -> None:

@@ -26,11 +26,21 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.backend import Lease, Located, Registration, Reservation, SaveHints
+from tierstore.backend import (
+    GroupLease,
+    HitLease,
+    Lease,
+    Located,
+    NamedGroup,
+    Registration,
+    Reservation,
+    SaveHints,
+)
 from tierstore.core.backend import LocalBackend
 from tierstore.core.clients import Client, LocalLease, Refusal
 from tierstore.core.core import Core
-from tierstore.core.prompts import PromptView
+from tierstore.core.hits import HitView
+from tierstore.core.prompts import ChainView, NamedView, PromptView
 from tierstore.daemon.settings import Settings
 from tierstore.daemon.stats import (
     ClientStats,
@@ -42,8 +52,9 @@ from tierstore.daemon.stats import (
     version,
 )
 from tierstore.errors import SpecError, StoreClosedError, UsageError
+from tierstore.groups import GroupRule, Past, search
 from tierstore.index import LABELS, Tier
-from tierstore.keys import KEY_BYTES, TOKEN_BYTES, Identity, PageKey
+from tierstore.keys import KEY_BYTES, LEAST_NAMED_TOKENS, NAME_BYTES, TOKEN_BYTES, Identity, PageKey
 from tierstore.planner import CLUSTER, Way
 from tierstore.spec import check_page, layers_label
 from tierstore.stats import DECLINED
@@ -62,7 +73,7 @@ _MOST_PAGE_BYTES = 1 << 30
 _MOST_CHUNK_TOKENS = 1 << 16
 _WINDOW_BYTES = 2 * p.MAX_FETCH_BYTES  # of pages on their way to one client over TCP
 _LATENCY_OF: dict[type, str] = {
-    p.Lookup: "lookup", p.Load: "load", p.Fetch: "load", p.Prefetch: "load",
+    p.Lookup: "lookup", p.FindHit: "lookup", p.Load: "load", p.Fetch: "load", p.Prefetch: "load",
     p.Reserve: "save", p.Write: "save", p.Commit: "save",
 }  # fmt: skip
 
@@ -82,6 +93,7 @@ class PageFrames:
 
 
 Reply: TypeAlias = "p.Answer | PageFrames | None"
+Ways: TypeAlias = dict[str, tuple[float, float, float]]
 
 
 @dataclass(slots=True, eq=False)
@@ -176,7 +188,7 @@ class Service:
 
     def lookups(self) -> int:
         """How many have come: while none come, no engine begins anything."""
-        return self._requests[p.Lookup.__name__]
+        return self._requests[p.Lookup.__name__] + self._requests[p.FindHit.__name__]
 
     # -- requests ------------------------------------------------------------------------------------
 
@@ -243,6 +255,8 @@ class Service:
         match m:
             case p.Lookup():
                 return self._lookup(session, m)
+            case p.FindHit():
+                return self._find_hit(session, m)
             case p.Release():
                 self._release(session, m.leases)
                 return None
@@ -303,12 +317,79 @@ class Service:
 
     # -- reading -------------------------------------------------------------------------------------
 
-    def _lookup(self, session: Session, m: p.Lookup) -> Reply | Awaitable[Reply]:
+    def _begin_lookup(self, session: Session, m: p.Lookup | p.FindHit) -> float:
+        """Take in what comes with every lookup; how long it may wait."""
         self._release(session, m.released)
         declined = {why: count for why, count in m.declined.items() if why in DECLINED and count > 0}
         if declined:
             session.backend.declined(declined)
-        wait_s = _checked_wait(m.wait_s)
+        return _checked_wait(m.wait_s)
+
+    def _find_hit(self, session: Session, m: p.FindHit) -> Reply | Awaitable[Reply]:
+        wait_s = self._begin_lookup(session, m)
+        view = _hit_view(session, m)
+        found = session.backend.find_hit(view, patience_s=wait_s)
+        ways = _told(session.backend.ways())
+        if self.cluster is None or self._is_agent(session):
+            return _then(found, partial(_hit_found, m.id, ways))
+        return self._find_hit_elsewhere(self.cluster, session, view, found, m, ways)
+
+    async def _find_hit_elsewhere(
+        self,
+        cluster: Cluster,
+        session: Session,
+        view: HitView,
+        found: Transfer[HitLease | None],
+        m: p.FindHit,
+        ways: Ways,
+    ) -> Reply:
+        """The hit, and by how much it would be longer with what other hosts have."""
+        answer = _hit_found(m.id, ways, await found)
+        chunk_tokens, lookups = view.chunk_tokens, session.backend.lookups
+        reach = view.num_tokens
+        held = [lookups.held(chain, view.num_tokens) // chunk_tokens for chain in view.chains]
+        for chain, here, chunks in zip(view.chains, view.here, held, strict=True):
+            cluster.used(chain, chunks)
+            more = 0
+            if chunks < min(chain.whole_chunks, view.num_tokens // chunk_tokens):
+                more = await cluster.look(chain, chunks)
+            reach = min(reach, max(here, (chunks + more) * chunk_tokens))
+        reach -= reach % chunk_tokens
+        if reach <= answer.tokens:
+            return answer
+        remote: dict[int, set[int]] = {}
+        looking = search({at: group.rule for at, group in enumerate(view.named)}, reach, chunk_tokens)
+        try:
+            wanted = next(looking)
+            while True:
+                there = {}
+                for at, ends in wanted.items():
+                    group = view.named[at]
+                    asked = [end for end in ends if end not in group.here]
+                    pages = view.pages(group, asked)
+                    lacking = await lookups.missing(pages, patience_s=m.wait_s)
+                    far = await cluster.look_for(pages.part(lacking), reach - answer.tokens)
+                    remote[at] = {asked[lacking[place]] for place in far}
+                    nowhere = {asked[place] for place in lacking} - remote[at]
+                    there[at] = [end for end in ends if end not in nowhere]
+                wanted = looking.send(there)
+        except StopIteration as end:
+            length = int(end.value)
+        if length <= answer.tokens:
+            return answer
+        answer.remote_tokens = length - answer.tokens
+        for group_found, chunks in zip(answer.chains, held, strict=True):
+            ends = range((chunks + 1) * chunk_tokens, length + 1, chunk_tokens)
+            group_found.remote_ends = array.array("I", ends).tobytes()
+        for at, group in enumerate(view.named):
+            needed = remote.get(at, set()).intersection(group.rule.ends(length, chunk_tokens))
+            answer.named[at].remote_ends = array.array("I", sorted(needed)).tobytes()
+        if (way := cluster.way()) is not None:
+            answer.ways = {**answer.ways, CLUSTER: (way.bytes_per_s, way.latency_s, way.backlog_s)}
+        return answer
+
+    def _lookup(self, session: Session, m: p.Lookup) -> Reply | Awaitable[Reply]:
+        wait_s = self._begin_lookup(session, m)
         view = _view(session, m.prompt)
         if m.max_tokens < 0:
             raise Refusal("usage", f"max_tokens is {m.max_tokens}")
@@ -334,10 +415,10 @@ class Service:
         """Find a prompt's pages when those that were promised have come, or are late."""
         stop = _nothing
         if self.cluster is not None and not self._is_agent(session):
-            if view.loose:
-                first, wanted = 0, view.part(session.backend.missing(view))
-            else:
-                first, wanted = session.backend.held(view, m.expect) // view.chunk_tokens, view
+            lookups = session.backend.lookups
+            wanted, first = view, lookups.held(view, m.expect) // view.chunk_tokens
+            if isinstance(view, NamedView):
+                wanted, first = view.part(lookups.missing(view).wait()), 0
             stop = self.cluster.expect(wanted, first, m.expect // view.chunk_tokens - first, m.expect_s)
         session.expected[m.id] = expected
         try:
@@ -356,7 +437,7 @@ class Service:
             return p.Found(m.id, 0, 0, 0, [], 0, 0)
         found = session.backend.find(view, patience_s=wait_s, max_tokens=m.max_tokens)
         ways = dict(session.backend.ways())
-        alone = self.cluster is None or self._is_agent(session) or (view.loose and m.gain <= 0)
+        alone = self.cluster is None or self._is_agent(session) or (view.named and m.gain <= 0)
         if self.cluster is None or alone:
             return _then(found, partial(_found, m.id, ways))
         return self._look_further(self.cluster, view, found, m, ways)
@@ -372,7 +453,7 @@ class Service:
         """And whether other hosts have more of it."""
         answer = _found(m.id, ways, await found)
         chunks = answer.tokens // view.chunk_tokens
-        if view.loose:
+        if isinstance(view, NamedView):
             here = set(array.array("I", answer.positions))
             lacking = [at for at in range(view.whole_chunks) if at not in here]
             there = await cluster.look_for(view.part(lacking), m.gain)
@@ -442,7 +523,7 @@ class Service:
         pages = 0
         try:
             left = max(ends - time.monotonic(), 0.0)
-            sending = await session.backend.send(lease, m.first, count, wait_s=left)
+            sending = await session.backend.reading.send(lease, m.first, count, wait_s=left)
             pages = len(sending.frames)
         finally:
             session.note_sent(nbytes - pages * page_bytes)
@@ -495,18 +576,19 @@ class Service:
             if cluster is None or not cluster.publishes(view, elsewhere=elsewhere):
                 return told
             shared, chunks = view, min(m.first + m.count, view.whole_chunks)
-            if view.loose:  # a save of no pages is about all that it names
+            if isinstance(view, NamedView):  # a save of no pages is about all that it names
                 shared = view.part(range(m.first, chunks)) if m.count else view
                 chunks = shared.whole_chunks
             if told.reservation:
                 session.sharing[told.reservation] = shared, chunks
             elif elsewhere:  # it is here already, as far as it is
-                if view.loose:
-                    lacking = set(session.backend.missing(shared))
+                lookups = session.backend.lookups
+                if isinstance(shared, NamedView):
+                    lacking = set(lookups.missing(shared).wait())
                     shared = shared.part([at for at in range(chunks) if at not in lacking])
                     chunks = shared.whole_chunks
                 else:
-                    chunks = session.backend.held(view, chunks * view.chunk_tokens) // view.chunk_tokens
+                    chunks = lookups.held(view, chunks * view.chunk_tokens) // view.chunk_tokens
                 cluster.committed(shared, chunks)
             return told
 
@@ -603,7 +685,7 @@ class Service:
                 raise tokens
             return p.Pinned(m.id, tokens)
 
-        return _then(session.backend.pin_or_refuse(view, undo=m.undo), pinned)
+        return _then(session.backend.lookups.pin(view, undo=m.undo), pinned)
 
     def _unpin(self, session: Session, m: p.Unpin) -> p.Unpinned:
         if session.tenant:
@@ -741,14 +823,82 @@ def _view(session: Session, part: p.PromptPart) -> PromptView:
     keys = cast(Sequence[PageKey], struct.unpack(f"{KEY_BYTES}s" * whole, part.keys))
     if part.loose and not (registration.identity.whole_pages and len(part.tokens) == whole * width):
         raise Refusal("usage", "loose pages are whole, and of a layout whose pages are found whole")
-    if part.loose or not part.path:
-        return PromptView(registration, keys, part.tokens, loose=part.loose, depth=part.known)
+    if part.loose:
+        return NamedView(registration, keys, part.tokens, depth=part.known)
+    if not part.path:
+        return ChainView(registration, keys, part.tokens)
     path = client.path(part.path)
     if part.known > len(path.pages):
         raise Refusal("path", f"path {part.path} has {len(path.pages)} chunks, not {part.known}")
     if path.pages and path.pages[0].identity != registration.identity.digest:
         raise Refusal("path", f"path {part.path} is one of another identity")
-    return PromptView(registration, keys, part.tokens, path=path, path_number=part.path, known=part.known)
+    return ChainView(registration, keys, part.tokens, path=path, path_number=part.path, known=part.known)
+
+
+def _hit_view(session: Session, m: p.FindHit) -> HitView:
+    """A hit as a message asks for it. Raises :class:`Refusal` when that does not fit together."""
+    client = session.client
+    if len(m.chains) != len(m.here) or not 0 < len(m.chains) + len(m.named) <= p.MAX_GROUPS:
+        raise Refusal(
+            "usage", f"{len(m.chains)} chains, {len(m.here)} of them here, {len(m.named)} named groups"
+        )
+    chains = [view for part in m.chains if isinstance(view := _view(session, part), ChainView)]
+    named = [
+        NamedGroup(client.registration(part.identity), _rule(part), array.array("I", part.here))
+        for part in m.named
+        if len(part.here) % 4 == 0
+    ]
+    registrations = [*(chain.registration for chain in chains), *(group.registration for group in named)]
+    sizes = {each.chunk_tokens for each in registrations}
+    whole = [group.registration.identity.whole_pages for group in named]
+    if len(sizes) != 1 or len(named) != len(m.named) or not all(whole) or len(chains) < len(m.chains):
+        raise Refusal("usage", "these layer groups are not those of one model")
+    [chunk_tokens] = sizes
+    names = [m.names[at : at + NAME_BYTES] for at in range(0, len(m.names), NAME_BYTES)]
+    chunks, rest = divmod(m.num_tokens, chunk_tokens)
+    named_fit = not named or (
+        chunk_tokens >= LEAST_NAMED_TOKENS
+        and len(m.names) % NAME_BYTES == 0
+        and chunks <= len(names) <= p.MAX_CHUNKS
+        and (bool(chains) or len(m.tail) >= rest * TOKEN_BYTES)
+    )
+    if m.num_tokens < 0 or any(chain.num_tokens < m.num_tokens for chain in chains) or not named_fit:
+        raise Refusal("usage", f"{m.num_tokens} tokens are not all in the prompt, or have no names")
+    return HitView(chunk_tokens, m.num_tokens, chains, m.here, named, names, m.root, m.tail)
+
+
+def _rule(part: p.NamedPart) -> GroupRule:
+    """Raises :class:`Refusal` for what is no rule of named pages."""
+    try:
+        rule = GroupRule(Past(part.past), part.past_tokens)
+    except (ValueError, UsageError) as error:
+        raise Refusal("usage", str(error)) from error
+    if rule.past is Past.ALL:
+        raise Refusal("usage", "a layer group that needs every token is a chain")
+    return rule
+
+
+def _hit_found(number: int, ways: Ways, hit: HitLease | None) -> p.HitFound:
+    if hit is None:
+        raise StoreClosedError("the store is closed")
+    return p.HitFound(
+        number,
+        hit.tokens,
+        hit.branch,
+        [_group_found(group) for group in hit.chains],
+        [_group_found(group) for group in hit.named],
+        ways=ways,
+    )
+
+
+def _group_found(group: GroupLease) -> p.GroupFound:
+    lease = group.lease
+    path, known = (lease.handle.number, lease.handle.chunks) if lease.handle is not None else (0, 0)
+    return p.GroupFound(lease.number, lease.tokens, list(lease.runs), path, known)
+
+
+def _told(ways: Mapping[str, Way]) -> Ways:
+    return {tier: (way.bytes_per_s, way.latency_s, way.backlog_s) for tier, way in ways.items()}
 
 
 def _found(number: int, ways: Mapping[str, Way], lease: Lease | None) -> p.Found:
@@ -756,11 +906,12 @@ def _found(number: int, ways: Mapping[str, Way], lease: Lease | None) -> p.Found
         raise StoreClosedError("the store is closed")
     if not isinstance(lease, LocalLease) or not lease.number:
         return p.Found(number, 0, 0, 0, [], 0, 0)
-    told = {tier: (way.bytes_per_s, way.latency_s, way.backlog_s) for tier, way in ways.items()}
     path, known = (lease.handle.number, lease.handle.chunks) if lease.handle is not None else (0, 0)
     positions = array.array("I", lease.positions).tobytes()
     runs = list(lease.runs)
-    return p.Found(number, lease.tokens, lease.tail_tokens, lease.number, runs, path, known, positions, told)
+    return p.Found(
+        number, lease.tokens, lease.tail_tokens, lease.number, runs, path, known, positions, _told(ways)
+    )
 
 
 def _reserved(number: int, start: int, reservation: Reservation | None) -> p.Reserved:

@@ -52,7 +52,7 @@ HELP: Mapping[str, str] = {
     "disk": "The disk tier's directory (without one, pages live as long as the daemon)",
     "disk_bytes": "Cap on everything under that directory",
     "disk_write_budget": "Bytes of pages that may be written there a day (0: any number)",
-    "disk_codec": f"How pages are kept there: {', '.join(codec.NAMES)} (the last three: not bit for bit)",
+    "disk_codec": f"How pages are kept there: {', '.join(codec.NAMES)}",
     "page_bytes": "The size most pages will have: shares the disk out",
     "policy": f"Which page leaves a full tier next: {', '.join(POLICIES)}",
     "lease_s": "How long a lookup holds its pages",

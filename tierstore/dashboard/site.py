@@ -27,7 +27,7 @@ from importlib import resources
 from pathlib import Path
 
 from tierstore.errors import UsageError
-from tierstore.wire.local_address import is_loopback
+from tierstore.wire.local_address import foreign_host, is_loopback
 
 PAGE = "/dashboard/"
 MOST_BODY_BYTES = 1024
@@ -94,6 +94,7 @@ class Site:
     """
 
     def __init__(self, host: str, token: str | None, *, title: str, how: str) -> None:
+        self._host = host
         self._loopback = is_loopback(host)
         self._token = token
         self._title = title
@@ -105,10 +106,8 @@ class Site:
 
     def refusal(self, request: WebRequest) -> WebAnswer | None:
         """For requests that no path of this server is for: those that name another host."""
-        host = request.headers.get("host", "")
-        if self._loopback and host and not is_loopback(_host_name(host)):
-            return _text(421, f"this is not {_host_name(host)}: ask for localhost or 127.0.0.1")
-        return None
+        name = foreign_host(self._host, request.headers.get("host", ""))
+        return None if name is None else _text(421, f"this is not {name}: ask for localhost or 127.0.0.1")
 
     def strange(self, request: WebRequest) -> WebAnswer | None:
         """The refusal of a request that names another host, or that a web page elsewhere has made."""
@@ -189,14 +188,6 @@ def read_token(file: Path | None) -> str | None:
     if len(token) < _MIN_TOKEN:
         raise UsageError(f"{file}: the page's token has {len(token)} characters, give at least {_MIN_TOKEN}")
     return token
-
-
-def _host_name(host: str) -> str:
-    """Without its port."""
-    try:
-        return (urllib.parse.urlsplit(f"//{host}").hostname or "") if "@" not in host else ""
-    except ValueError:
-        return ""
 
 
 def _same_site(request: WebRequest) -> bool:

@@ -23,7 +23,7 @@ from tierstore.policy import (
 )
 
 _HBM = Tier.HBM  # a name that is found faster
-_PAGES_A_TICK = 64  # of a prompt of loose pages, to be older than those before them. Callers save 128 at once
+_PAGES_A_TICK = 64  # of a prompt of named pages, to be older than those before them. Callers save 128 at once
 
 
 class EvictionQueues:
@@ -363,7 +363,7 @@ class Index:
             for page in pages:
                 page.hits += 1
 
-    def touch_loose(self, depths: Mapping[Page, int], *, hit: bool) -> None:
+    def touch_named(self, depths: Mapping[Page, int], *, hit: bool) -> None:
         """:meth:`touch` for pages without a chain, each with the number of pages that come before it in its
         prompt. No tree says that those behind leave first, and the pages of a prompt come in several
         requests: so a page counts as used a little earlier than the ones before it."""
@@ -435,9 +435,10 @@ class Index:
     def pin(self, page: Page) -> None:
         page.pins += 1
 
-    def unpin(self, page: Page) -> None:
-        assert page.pins > 0, f"{page} is not pinned"
-        page.pins -= 1
+    def unpin(self, page: Page, times: int = 1) -> None:
+        """Undo ``times`` calls of :meth:`pin`."""
+        assert page.pins >= times, f"{page} is not pinned {times} times"
+        page.pins -= times
         self._let_go(page)
 
     def hold(self, page: Page) -> None:

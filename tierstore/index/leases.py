@@ -62,6 +62,15 @@ class Leases:
         self.open += 1
         heapq.heappush(self._by_end, (lease.ends, next(self._order), lease))
 
+    def joined(self, one: PageLease, other: PageLease) -> PageLease:
+        """One lease on what both hold, until the later end of the two."""
+        if one.released or other.released:
+            return other if one.released else one
+        both = self.take([*one.held, *other.held], max(one.ends, other.ends) - self._clock())
+        self.release(one)
+        self.release(other)
+        return both
+
     def release(self, lease: PageLease) -> None:
         """End a lease; repeating it does nothing."""
         if not lease.released:

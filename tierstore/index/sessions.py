@@ -28,17 +28,17 @@ from tierstore.types import Hint, checked_session
 NOBODY = 0
 MOST_SESSIONS = 1 << 14
 _MOST_ENDS = 8  # of one session: it may go several ways at once
-_MOST_LOOSE = 4096
+_MOST_NAMED = 4096
 _FORGOTTEN_S = 3600.0
 
 
 class _Session:
-    __slots__ = ("ends", "last_s", "loose", "number")
+    __slots__ = ("ends", "last_s", "named", "number")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.ends: list[Page] = []  # the last one saved last
-        self.loose: dict[Page, None] = {}  # likewise, of pages that follow nothing
+        self.named: dict[Page, None] = {}  # likewise, of pages that follow nothing
         self.last_s = 0.0
 
 
@@ -89,15 +89,15 @@ class Sessions:
         ends = [end for end in map(_held, session.ends) if end is not page and not _is_before(end, page)]
         session.ends = [*ends[-_MOST_ENDS + 1 :], page]
 
-    def saved_loose(self, tenant: str, name: str | None, pages: Sequence[Page]) -> None:
+    def saved_named(self, tenant: str, name: str | None, pages: Sequence[Page]) -> None:
         """A save of a session has come to pages that follow nothing: each is remembered by itself."""
         session = self._sessions.get((tenant, name)) if name is not None else None
         if session is not None:
             for page in pages:
-                session.loose.pop(page, None)
-                session.loose[page] = None
-            while len(session.loose) > _MOST_LOOSE:
-                del session.loose[next(iter(session.loose))]
+                session.named.pop(page, None)
+                session.named[page] = None
+            while len(session.named) > _MOST_NAMED:
+                del session.named[next(iter(session.named))]
 
     def finish(self, tenant: str, name: str) -> int:
         """The session is over and forgotten: the pages that nobody else has used leave first. Returns how
@@ -110,7 +110,7 @@ class Sessions:
         for end in map(_held, session.ends):
             own.update(dict.fromkeys(own_pages(end, session.number)))
         own.update(
-            (page, None) for page in session.loose if any(page.copies) and page.session == session.number
+            (page, None) for page in session.named if any(page.copies) and page.session == session.number
         )
         self.give_hint(list(own), PageHint(Reuse.DONE))
         return len(own)
@@ -119,7 +119,7 @@ class Sessions:
         """Let go of pages that have left the tree."""
         for session in self._sessions.values():
             session.ends = list(dict.fromkeys(map(_held, session.ends)))
-            session.loose = {page: None for page in session.loose if any(page.copies)}
+            session.named = {page: None for page in session.named if any(page.copies)}
 
     def _forget(self, now_s: float) -> None:
         while self._sessions:
@@ -163,10 +163,10 @@ class HintTracker:
         session: str | None,
         tenant: str = "",
         *,
-        loose: bool = False,
+        named: bool = False,
     ) -> None:
         self._sessions = sessions
-        self._loose = loose
+        self._named = named
         self._hint = hint if hint is not None and hint.for_policy else None
         self._session = session
         self._tenant = tenant
@@ -194,8 +194,8 @@ class HintTracker:
     def saved(self, pages: Sequence[Page]) -> None:
         """These pages, one behind the other, are stored or about to be, and have been noted as used."""
         last = pages[-1] if pages else self._parent
-        if self._loose:
-            self._sessions.saved_loose(self._tenant, self._session, pages)
+        if self._named:
+            self._sessions.saved_named(self._tenant, self._session, pages)
         elif self._number != NOBODY and last is not None:
             self._sessions.saved(self._tenant, self._session, last)
         if self._hint is not None:

@@ -39,7 +39,6 @@ had come), compression (a matter of the codecs of tiers; packs carry raw bytes).
 from tierstore.packs.format import Manifest, PackError
 from tierstore.packs.hashing import PageHash
 from tierstore.packs.importing import Imported, import_pack, import_part, require_identity
-from tierstore.packs.mounted import MountedPack, mount
 from tierstore.packs.reading import Block, PackReader, open_pack, verify_pack
 from tierstore.packs.signing import Signer, Trust
 from tierstore.packs.writing import Exported, export_pack
@@ -49,7 +48,6 @@ __all__ = [
     "Exported",
     "Imported",
     "Manifest",
-    "MountedPack",
     "PackError",
     "PackReader",
     "PageHash",
@@ -58,7 +56,6 @@ __all__ = [
     "export_pack",
     "import_pack",
     "import_part",
-    "mount",
     "open_pack",
     "require_identity",
     "verify_pack",

@@ -17,7 +17,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import msgspec
 import numpy as np
@@ -50,6 +50,11 @@ MOST_FOLLOWING = 63
 _MOST_LAYOUT_CHARS = 1 << 16
 _IDENTITY_FIELDS = {field.name for field in fields(Identity)}
 
+# msgspec compares the number of entries that an index declares with these before it makes any.
+_Bytes: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=MOST_INDEX_BYTES)]
+_Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=_MOST_LAYOUT_CHARS)]
+_Fields: TypeAlias = Annotated[dict[_Text, _Text], msgspec.Meta(max_length=64)]
+
 
 class PackError(TierStoreError):
     """This is no pack, or one that is damaged, cut off, not signed by the right key, or of another model."""
@@ -60,8 +65,8 @@ class PackedPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     one, and their pages are there; the pages of the others follow one another in the pack. ``loose``: its
     pages follow nothing (:meth:`Prompt.with_names`)."""
 
-    tokens: bytes
-    keys: bytes
+    tokens: _Bytes
+    keys: _Bytes
     like: int = -1
     shared: int = 0
     loose: bool = False
@@ -72,9 +77,9 @@ class PackedPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
 
 
 class _Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    identity: dict[str, str]
+    identity: _Fields
     prompts: Annotated[list[PackedPrompt], msgspec.Meta(min_length=1, max_length=MOST_PROMPTS)]
-    following: list[dict[str, str]] = []
+    following: Annotated[list[_Fields], msgspec.Meta(max_length=MOST_FOLLOWING)] = []
 
 
 @dataclass(frozen=True)

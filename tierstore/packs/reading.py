@@ -142,10 +142,6 @@ class PackReader:
         reader.leaves_cache = self.leaves_cache
         return reader
 
-    def dup(self) -> int:
-        """Another descriptor of the pack's file."""
-        return os.dup(self._file.fileno())
-
     async def _read_block(self, number: int, wanted: Wanted, before: asyncio.Future[_Raw] | None) -> _Raw:
         manifest = self.manifest
         if before is not None:

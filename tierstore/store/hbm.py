@@ -125,7 +125,7 @@ class HbmTier:
         if not here:
             return PageLease()
         lease = self._lease(here.values(), lease_s)
-        self.index.touch_loose({page: request.depth + at for at, page in here.items()}, hit=True)
+        self.index.touch_named({page: request.depth + at for at, page in here.items()}, hit=True)
         return lease
 
     def _lease(self, pages: Iterable[Page], lease_s: float) -> PageLease:
@@ -148,7 +148,7 @@ class HbmTier:
         Returns the pages by position, each under a lease for whoever copies it; fewer when one cannot be
         held, and then nothing behind it either. ``tail_key`` is that of the partial tail. Takes the lock."""
         held: dict[int, Page] = {}
-        tracker = HintTracker(self.sessions, hints.hint, hints.session, loose=request.loose)
+        tracker = HintTracker(self.sessions, hints.hint, hints.session, named=request.loose)
         with self.lock, self._let_go_on_error(held):
             self.require_open()
             root = page = self.root(request, group)
@@ -168,7 +168,7 @@ class HbmTier:
                     held[chunk - first] = page
             if request.loose:
                 depths = {page: request.depth + first + at for at, page in held.items()}
-                self.index.touch_loose(depths, hit=False)
+                self.index.touch_named(depths, hit=False)
             else:
                 self.index.touch(list(held.values()), hit=False)
             tracker.saved(list(held.values()))
@@ -178,7 +178,7 @@ class HbmTier:
     def supersede(self, request: LookupRequest, group: int, hints: SaveHints) -> None:
         """Pass a hint on to a request's named pages, and let those leave that are done by it, as soon as
         nothing holds them. Takes the lock."""
-        tracker = HintTracker(self.sessions, hints.hint, hints.session, loose=True)
+        tracker = HintTracker(self.sessions, hints.hint, hints.session, named=True)
         with self.lock:
             self.require_open()
             tracker.begin(self.root(request, group))

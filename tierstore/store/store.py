@@ -569,7 +569,8 @@ class Store:
         return self._pins.pin(prompt)
 
     def unpin(self, prompt: Prompt | TokenIds) -> int:
-        """Undo one :meth:`pin` of the same prompt; returns the tokens that were pinned."""
+        """Undo the newest :meth:`pin` of exactly this prompt by the same tenant. Returns the tokens that this
+        pin has kept, 0 where there was none. Pins of other prompts on the same pages stay."""
         self._require_open()
         return self._pins.unpin(prompt)
 

@@ -7,8 +7,10 @@ Subclass :class:`BackendTests` and say how a backend is opened, as for
 from __future__ import annotations
 
 import ctypes
+import random
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import pytest
@@ -17,14 +19,17 @@ import xxhash
 from tierstore import Identity
 from tierstore.backend import (
     Backend,
+    HitRequest,
     KnownPrompt,
     Lease,
     LookupRequest,
+    NamedGroup,
     Registration,
     Reservation,
     SaveHints,
 )
-from tierstore.keys import Prompt
+from tierstore.groups import GroupRule, Past, longest_of_pages
+from tierstore.keys import Prompt, page_name
 from tierstore.testing.store import CHUNK, SPEC, TOKENS, new_identity, pages_of, wait_until
 from tierstore.transfer import TransferState
 
@@ -43,6 +48,94 @@ def request_of(identity: Identity, tokens: Sequence[int]) -> LookupRequest:
     prompt = Prompt(identity, tokens, chunk_tokens=CHUNK)
     data = prompt.token_bytes
     return LookupRequest(identity, SPEC.page_bytes, CHUNK, data, len(data), list(prompt.keys))
+
+
+class Model:
+    """A model of several layer groups, and one prompt: which pages there could be, and their bytes."""
+
+    def __init__(self, identity: Identity, rng: random.Random, number: int) -> None:
+        self.model = replace(identity, adapter=f"model {number}")
+        self.tokens = [rng.randrange(1000) for _ in range(rng.randrange(2 * CHUNK, 12 * CHUNK))]
+        others = [GroupRule.window(rng.choice([0, 5, CHUNK, 40])), GroupRule.state(), GroupRule.chunked(48)]
+        self.rules = [GroupRule.all(), *rng.sample(others, rng.randrange(1, 4))]
+        self._rng = rng
+        self._identities = [
+            replace(self.model, codec=f"group {at}", layout=_layout(rule))
+            for at, rule in enumerate(self.rules)
+        ]
+        self._chain = Prompt(self._identities[0], self.tokens, chunk_tokens=CHUNK)
+        names: list[bytes] = []
+        for chunk in self._chain.chunks():
+            names.append(page_name(names[-1] if names else self.model.digest, chunk))
+        self._names = names
+
+    def request(self, num_tokens: int) -> HitRequest:
+        """The prompt's first tokens; the caller has nothing himself."""
+        data = self._chain.token_bytes
+        chain = LookupRequest(
+            self._identities[0], SPEC.page_bytes, CHUNK, data, len(data), list(self._chain.keys)
+        )
+        named = [
+            NamedGroup(Registration(identity, SPEC.page_bytes, CHUNK), rule)
+            for identity, rule in zip(self._identities[1:], self.rules[1:], strict=True)
+        ]
+        tail = self._chain.tail
+        return HitRequest(CHUNK, num_tokens, [chain], [0], named, self._names, self.model.digest, tail)
+
+    def page(self, group: int, end: int) -> bytes:
+        """The page of a group that ends at a token."""
+        seed = xxhash.xxh3_64_intdigest(f"{self._identities[group].digest!r} {self.tokens[:end]}".encode())
+        return random.Random(seed).randbytes(SPEC.page_bytes)
+
+    def save_some(self, tests: BackendTests, backend: Backend) -> list[set[int]]:
+        """Save a random prefix of the chain, and random pages of the others. Where they end, by group: a hit
+        may end inside of a page of the chain anywhere."""
+        saved = self._rng.choice([len(self.tokens), self._rng.randrange(len(self.tokens) + 1)])
+        whole = saved // CHUNK
+        request = self.request(len(self.tokens))
+        for known in request.registrations:
+            backend.introduce(known)
+        tests.save(backend, request.chains[0].cut(whole * CHUNK), self._pages(0, whole))
+        held = [set(range(1, whole * CHUNK + 1))]
+        ends = [*range(CHUNK, len(self.tokens) + 1, CHUNK), len(self.tokens)]
+        for at, group in enumerate(request.named, 1):
+            some = sorted(set(self._rng.sample(ends, self._rng.randrange(len(ends) + 1))))
+            some = some if self._rng.random() < 0.7 else sorted({*some, *ends[:whole]})
+            tests.save(backend, request.pages(group, some), [self.page(at, end) for end in some])
+            held.append(set(some))
+        return held
+
+    def save_all(self, tests: BackendTests, backend: Backend) -> None:
+        request = self.request(len(self.tokens))
+        chain = request.chains[0]
+        backend.introduce(chain.registration)
+        tests.save(backend, chain, self._pages(0, chain.num_chunks))
+        for at, group in enumerate(request.named, 1):
+            ends = list(group.rule.ends(len(self.tokens), CHUNK))
+            backend.introduce(group.registration)
+            if ends:
+                tests.save(backend, request.pages(group, ends), [self.page(at, end) for end in ends])
+
+    def here(self, request: HitRequest, held: Sequence[set[int]]) -> list[set[int]]:
+        """Give the caller some pages of his own. Where they end, by group."""
+        leading = self._rng.choice([0, 0, self._rng.randrange(len(self.tokens) // CHUNK + 1)])
+        here = [set(range(1, leading * CHUNK + 1))]
+        request.here = [leading * CHUNK]
+        named = []
+        for group in request.named:
+            ends = {end for end in range(CHUNK, len(self.tokens), CHUNK) if self._rng.random() < 0.2}
+            here.append(ends)
+            named.append(replace(group, here=sorted(ends)))
+        request.named = named
+        return here
+
+    def _pages(self, group: int, count: int) -> list[bytes]:
+        return [self.page(group, min((at + 1) * CHUNK, len(self.tokens))) for at in range(count)]
+
+
+def _layout(rule: GroupRule) -> str:
+    spec = SPEC if rule.past is Past.ALL else replace(SPEC, hashed=True)
+    return spec.describe()
 
 
 class BackendTests:
@@ -110,6 +203,54 @@ class BackendTests:
             assert list(located.checksums) == [xxhash.xxh3_64_intdigest(page) for page in pages]
         located.release()
         return pages
+
+    # -- several layer groups ------------------------------------------------------------------------
+
+    def test_the_longest_hit_of_all_groups_is_leased_exactly(
+        self, backend: Backend, identity: Identity
+    ) -> None:
+        """Against :func:`~tierstore.groups.longest_of_pages`, for random pages that are held: below HBM, in
+        memory or on disk only, and by the caller."""
+        rng = random.Random(7)
+        for round_ in range(24):
+            model = Model(identity, rng, round_)
+            request = model.request(rng.randrange(1, len(model.tokens) + 1))
+            held = model.save_some(self, backend)
+            if round_ % 3 == 1:
+                assert backend.flush(_WAIT_S)
+                backend.evict("host", None)
+            here = model.here(request, held)
+            there = [pages | own for pages, own in zip(held, here, strict=True)]
+            branch = min(request.num_tokens, max(there[0], default=0))
+            expected = longest_of_pages(list(zip(model.rules, there, strict=True)), branch, CHUNK)
+            hit = backend.find_hit(request, patience_s=_WAIT_S).wait(_WAIT_S)
+            assert hit is not None
+            assert hit.tokens == expected
+            for at, group in enumerate(hit.groups):
+                needed = [end for end in model.rules[at].ends(expected, CHUNK) if end not in here[at]]
+                if not at and needed:  # a chain is leased from its beginning
+                    needed = list(model.rules[at].ends(expected, CHUNK))
+                assert group.lease.pages == len(needed)
+                pages = self.read(backend, group.lease, 0, len(needed)) if needed else []
+                assert pages == [model.page(at, end) for end in needed]
+                backend.release(group.lease)
+
+    def test_a_hit_goes_on_where_a_chain_has_a_handle(self, backend: Backend, identity: Identity) -> None:
+        model = Model(identity, random.Random(3), 0)
+        model.save_all(self, backend)
+        request = model.request(len(model.tokens))
+        first = backend.find_hit(request, patience_s=_WAIT_S).wait(_WAIT_S)
+        assert first is not None
+        assert first.tokens == first.branch == len(model.tokens)
+        handle = first.chains[0].lease.handle
+        assert handle is not None
+        chain = request.chains[0]
+        chain.known, chain.common = KnownPrompt(b"", chain.data, chain.keys, handle), handle.chunks
+        again = backend.find_hit(request, patience_s=_WAIT_S).wait(_WAIT_S)
+        assert again is not None
+        assert again.tokens == first.tokens
+        for group in (*first.groups, *again.groups):
+            backend.release(group.lease)
 
     # -- reading and writing -------------------------------------------------------------------------
 

@@ -196,6 +196,10 @@ class FaultyIO(FileIO):
         self._begin("size", self._paths[fd])
         return self._inner.size(fd)
 
+    def available(self, fd: int) -> int:
+        self._begin("available", self._paths[fd])
+        return self._inner.available(fd)
+
     def forget(self, fd: int, offset: int, nbytes: int) -> None:
         self._begin("forget", self._paths[fd], offset, nbytes)
         self._inner.forget(fd, offset, nbytes)

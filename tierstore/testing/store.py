@@ -660,16 +660,16 @@ _prompts = st.sampled_from(range(len(PROMPTS)))
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """A store beside dictionaries, one for each layer group: the prompts up to the end of each page that is
-    held, and their pins. (Only a model of one group has its pins played: what those of several are on depends
-    on what was held at the time.)"""
+    """A store beside a model of it: of each layer group the prompts up to the end of each page that is held,
+    and the pins."""
 
     def __init__(self, open_store: OpenStore, layout: Layout) -> None:
         super().__init__()
         self.layout = layout
         self.store = open_store(layout, identity=new_identity(layout.spec), pools=layout.pools(24))
         self.room = layout.room(self.store)
-        self.held: list[dict[tuple[int, ...], int]] = [{} for _ in layout.groups]
+        self.held: list[set[tuple[int, ...]]] = [set() for _ in layout.groups]
+        self.pinned: dict[int, list[tuple[int, int]]] = {}  # by prompt: (hit, branch) of pins, newest last
         self.owned: list[Sequence[Sequence[int]]] = []  # HBM pages that the engine has not released, by group
         self.hits: list[tuple[Hit, int]] = []
 
@@ -707,8 +707,7 @@ class StoreMachine(RuleBasedStateMachine):
         if first and not self.layout.groups[group].named and tuple(tokens[: first * CHUNK]) not in held:
             return 0
         ends = [min((at + 1) * CHUNK, len(tokens)) for at in range(first, first + count)]
-        for end in ends:
-            held.setdefault(tuple(tokens[:end]), 0)
+        held.update(tuple(tokens[:end]) for end in ends)
         return ends[-1] - first * CHUNK if ends else 0
 
     # -- what an engine does -------------------------------------------------------------------------
@@ -797,24 +796,23 @@ class StoreMachine(RuleBasedStateMachine):
         with self.store.lookup(PROMPTS[which]) as hit:
             assert hit.prefetch().wait(_WAIT_S) == hit.tokens
 
-    @precondition(lambda self: self.layout.single)
+    def whole_hit(self, tokens: Sequence[int]) -> int:
+        """The longest hit of whole chunks."""
+        whole = self.expected(tokens[: len(tokens) // CHUNK * CHUNK])
+        return whole if whole % CHUNK == 0 else self.whole_hit(tokens[:whole])
+
     @rule(which=_prompts)
     def pin(self, which: int) -> None:
-        tokens, [held] = PROMPTS[which], self.held
-        whole = self.expected(tokens) // CHUNK * CHUNK
-        assert self.store.pin(tokens) == whole
-        for end in range(CHUNK, whole + 1, CHUNK):
-            held[tuple(tokens[:end])] += 1
+        whole = self.whole_hit(PROMPTS[which])
+        assert self.store.pin(PROMPTS[which]) == whole
+        if whole:
+            branch = self.branch(PROMPTS[which]) // CHUNK * CHUNK
+            self.pinned.setdefault(which, []).append((whole, branch))
 
-    @precondition(lambda self: self.layout.single)
     @rule(which=_prompts)
     def unpin(self, which: int) -> None:
-        tokens, [held] = PROMPTS[which], self.held
-        ends = range(CHUNK, self.expected(tokens) // CHUNK * CHUNK + 1, CHUNK)
-        pinned = [tuple(tokens[:end]) for end in ends if held[tuple(tokens[:end])]]
-        assert self.store.unpin(tokens) == len(pinned) * CHUNK
-        for page in pinned:
-            held[page] -= 1
+        pins = self.pinned.get(which, [])
+        assert self.store.unpin(PROMPTS[which]) == (pins.pop()[0] if pins else 0)
 
     @rule(count=st.integers(0, 30))
     def evict_hbm(self, count: int) -> None:
@@ -844,10 +842,12 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.store.flush(_WAIT_S)
         while sum(self.store.evict(tier) for tier in self.store.stats().tiers):
             pass  # a page's last copy waits for the pages below it, which may be in another tier
-        for group, held in enumerate(self.held):
-            pinned = [page for page, pins in held.items() if pins]
-            self.held[group] = {
-                page: pins for page, pins in held.items() if any(each[: len(page)] == page for each in pinned)
+        for group, held in zip(self.layout.groups, self.held, strict=True):
+            held &= {
+                tuple(PROMPTS[which][:end])
+                for which, pins in self.pinned.items()
+                for whole, branch in pins
+                for end in group.rule.ends(whole if group.named else branch, CHUNK)
             }
 
     @invariant()
@@ -855,10 +855,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.check()
 
     def teardown(self) -> None:
-        for page, pins in list(self.held[0].items()):
-            for _ in range(pins):
-                self.store.unpin(page)
-        self.held[0] = dict.fromkeys(self.held[0], 0)
+        for which, pins in self.pinned.items():
+            for _ in pins:
+                self.store.unpin(PROMPTS[which])
+        self.pinned.clear()
         self.drop_everything()
         assert self.layout.room(self.store) == self.room
         self.store.close()

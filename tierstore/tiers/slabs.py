@@ -65,6 +65,7 @@ class SlabAllocator:
         self.unit_bytes = unit_bytes
         self.used_bytes = 0  # in slots
         self._owner: list[Slab | None] = [None] * (capacity_bytes // unit_bytes)
+        self._limit = len(self._owner)  # units from here on are given to no slab any more
         self._taken = bytearray(len(self._owner))  # for each unit whether no slab may be put there
         self._open: dict[int, dict[int, Slab]] = {}  # slot_bytes -> slabs with a free slot, by first unit
         self._shapes: dict[int, tuple[int, int]] = {}
@@ -150,8 +151,9 @@ class SlabAllocator:
         if len(slab.free) == slab.slots:
             self._open.get(size, {}).pop(slab.start, None)
             self._owner[slab.start : slab.start + slab.units] = [None] * slab.units
-            if not slab.held:
-                self._taken[slab.start : slab.start + slab.units] = bytes(slab.units)
+            usable = max(min(slab.units, self._limit - slab.start), 0)
+            if not slab.held or usable < slab.units:
+                self._taken[slab.start : slab.start + usable] = bytes(usable)
 
     def hold(self, start: int, units: int) -> None:
         """Hand out nothing of units ``start … start + units``, nor of the slabs that reach into them, so that
@@ -164,6 +166,8 @@ class SlabAllocator:
     def unhold(self, start: int, units: int) -> None:
         """Undo :meth:`hold`: what has not become empty is a slab like any other again."""
         for slab in self._slabs_in(start, units):
+            if slab.start + slab.units > self._limit:
+                continue
             slab.held = False
             if slab.free:
                 self._open.setdefault(slab.slot_bytes, {})[slab.start] = slab
@@ -173,7 +177,13 @@ class SlabAllocator:
             (at for at in range(start + units, self.units) if self._owner[at] is not None), self.units
         )
         for unit in range(first, last):
-            self._taken[unit] = self._owner[unit] is not None
+            self._taken[unit] = unit >= self._limit or self._owner[unit] is not None
+
+    def limit(self, units: int) -> None:
+        """Put no new slab, and no new page, behind the first ``units``. Pages that are there stay."""
+        self._limit = min(units, self._limit)
+        self.capacity_bytes = self._limit * self.unit_bytes
+        self.hold(self._limit, self.units - self._limit)
 
     def _slabs_in(self, start: int, units: int) -> Iterator[Slab]:
         return (slab for slab in dict.fromkeys(self._owner[start : start + units]) if slab is not None)

@@ -13,6 +13,7 @@ import socket
 import stat
 import struct
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from tierstore.errors import StoreUnavailableError
 
@@ -73,3 +74,22 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def foreign_host(served_at: str, host: str) -> str | None:
+    """Return the name in the ``Host`` header of a request if the server at ``served_at`` must not answer it.
+
+    A web page elsewhere can have its own name resolve to 127.0.0.1 (DNS rebinding) and would read the answers
+    of a server at loopback. So such a server answers only requests that name a loopback address, or none.
+    None for a request that may be answered.
+
+    >>> foreign_host("127.0.0.1", "evil.example:8000"), foreign_host("127.0.0.1", "localhost:8000")
+    ('evil.example', None)
+    """
+    if not host or not is_loopback(served_at):
+        return None
+    try:
+        name = (urlsplit(f"//{host}").hostname or "") if "@" not in host else ""
+    except ValueError:
+        name = ""
+    return None if is_loopback(name) else name

@@ -17,20 +17,29 @@ is answered with :class:`Refused`, or by disconnecting when not even its id can 
 from __future__ import annotations
 
 import struct
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
-VERSION = b"\x02"
+VERSION = b"\x03"
 
 MAX_MESSAGE_BYTES = 64 << 20  # of one message with its payload frames: a prompt of 1M tokens needs 5 MB
 MAX_CHUNKS = 1 << 17  # in one prompt
+MAX_GROUPS = 64  # layer groups of a model
 MAX_IDENTITY_BYTES = 4096
 MAX_LIST_BYTES = 1 << 20  # of identities in one answer
 MAX_FETCH_BYTES = 16 << 20  # asked for in one Fetch, or sent in one Write; more of them may be under way
 
 MOST_WAIT_S = 600.0  # of any request
 MOST_EXPECT_S = 10.0  # that a lookup waits for pages that somebody has promised
+
+# What a field may hold at most: a message that holds more is malformed. msgspec compares the number of
+# entries with these before it makes any. Requests of a real client stay far below.
+Text: TypeAlias = Annotated[str, Meta(max_length=1 << 16)]
+Payload: TypeAlias = Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)]
+IdentityFields: TypeAlias = Annotated[dict[Text, Text], Meta(max_length=64)]
+Numbers: TypeAlias = Annotated[list[int], Meta(max_length=MAX_CHUNKS)]
 
 PING_S = 1.0  # a client without an arena socket says Ping at least this often …
 SILENCE_S = 5.0  # … and is taken for dead, as is a daemon that does not answer it, after this
@@ -53,14 +62,14 @@ class Hello(Message):
     """The first message of a connection. ``token`` is what the arena's socket gave (empty: another host)."""
 
     id: int
-    token: bytes = b""
-    client: str = ""  # for people: what it is and its process id
+    token: Payload = b""
+    client: Text = ""  # for people: what it is and its process id
 
 
 class Welcome(Message):
     id: int
     session: int
-    server: str  # version, for people
+    server: Text  # version, for people
     lease_s: float  # how long a lease lasts, from the daemon's answer on
     reserve_bytes: int  # how much a client may hold in reservations at once
     cluster: bool = False  # whether pages of other hosts can be brought
@@ -70,10 +79,10 @@ class Register(Message):
     """Name an identity (its fields; the daemon adds the tenant) and the size of its pages."""
 
     id: int
-    identity: dict[str, str]
+    identity: IdentityFields
     page_bytes: int
     chunk_tokens: int
-    model_name: str = ""  # what people call the model: not part of the identity
+    model_name: Text = ""  # what people call the model: not part of the identity
 
 
 class Registered(Message):
@@ -101,8 +110,8 @@ class Refused(Message):
     ``busy``, ``internal``."""
 
     id: int
-    kind: str
-    message: str
+    kind: Text
+    message: Text
 
 
 # -- prompts: what Lookup, Reserve, Pin and Unpin begin with -------------------------------------------
@@ -116,8 +125,8 @@ class PromptPart(Message):
     in which they leave."""
 
     identity: int
-    keys: bytes
-    tokens: bytes
+    keys: Payload
+    tokens: Payload
     path: int = 0  # 0: none
     known: int = 0
     loose: bool = False
@@ -138,8 +147,8 @@ class Lookup(Message):
     prompt: PromptPart
     max_tokens: int
     wait_s: float
-    released: list[int] = []
-    declined: dict[str, int] = {}
+    released: Numbers = []
+    declined: Annotated[dict[Text, int], Meta(max_length=256)] = {}
     expect: int = 0
     expect_s: float = 0.0
     gain: int = 0
@@ -165,13 +174,71 @@ class Found(Message):
     tokens: int
     tail_tokens: int
     lease: int
-    tiers: list[tuple[str, int]]
+    tiers: Annotated[list[tuple[Text, int]], Meta(max_length=MAX_CHUNKS)]
     path: int
     known: int
-    positions: bytes = b""
-    ways: dict[str, tuple[float, float, float]] = {}
+    positions: Payload = b""
+    ways: Annotated[dict[Text, tuple[float, float, float]], Meta(max_length=256)] = {}
     remote: int = 0
-    remote_positions: bytes = b""
+    remote_positions: Payload = b""
+
+
+class NamedPart(msgspec.Struct, array_like=True):
+    """A layer group whose pages are found by name: what a hit needs of it is the rule's of ``past``
+    (:class:`tierstore.groups.Past`) and ``past_tokens``. The client has the pages that end at the tokens
+    ``here`` (uint32) itself."""
+
+    identity: int
+    past: Text
+    past_tokens: int
+    here: Payload = b""
+
+
+class FindHit(Message):
+    """The longest hit of the first ``num_tokens`` tokens that all layer groups of a model support. ``chains``
+    is the prompt as each group keeps it that needs every token; the client has the first ``here[i]`` tokens
+    of ``chains[i]`` itself. ``named`` are the other groups. ``names`` (32 bytes each) are those of the
+    pages of all whole chunks, ``root`` is what the first one was chained behind, and ``tail`` are the tokens
+    behind the last whole chunk. The other fields are those of :class:`Lookup`."""
+
+    id: int
+    chains: Annotated[list[PromptPart], Meta(max_length=MAX_GROUPS)]
+    here: Annotated[list[int], Meta(max_length=MAX_GROUPS)]
+    named: Annotated[list[NamedPart], Meta(max_length=MAX_GROUPS)]
+    names: Payload
+    root: Payload
+    tail: Payload
+    num_tokens: int
+    wait_s: float
+    released: Numbers = []
+    declined: Annotated[dict[Text, int], Meta(max_length=256)] = {}
+
+
+class GroupFound(msgspec.Struct, array_like=True):
+    """What a hit needs of one layer group and the client does not have. The pages of ``lease`` lie in
+    ``tiers``, as in :class:`Found`: the first ``tokens`` tokens of a chain, or the pages that the group's
+    rule names, in prompt order. ``path`` and ``known`` are those of :class:`Found`. Other hosts seem to have
+    the pages that end at the tokens ``remote_ends`` (uint32)."""
+
+    lease: int
+    tokens: int
+    tiers: Annotated[list[tuple[Text, int]], Meta(max_length=MAX_CHUNKS)]
+    path: int = 0
+    known: int = 0
+    remote_ends: Payload = b""
+
+
+class HitFound(Message):
+    """The hit has ``tokens`` tokens; the groups that need every token reach to ``branch``. With what other
+    hosts seem to have it would be ``remote_tokens`` longer. ``ways`` is as in :class:`Found`."""
+
+    id: int
+    tokens: int
+    branch: int
+    chains: Annotated[list[GroupFound], Meta(max_length=MAX_GROUPS)]
+    named: Annotated[list[GroupFound], Meta(max_length=MAX_GROUPS)]
+    remote_tokens: int = 0
+    ways: Annotated[dict[Text, tuple[float, float, float]], Meta(max_length=256)] = {}
 
 
 class Bring(Message):
@@ -220,8 +287,8 @@ class Located(Message):
     (likewise) are the XXH3-64 of what was saved, 0 where it is not known."""
 
     id: int
-    offsets: bytes
-    checksums: bytes = b""
+    offsets: Payload
+    checksums: Payload = b""
 
 
 class Fetch(Message):
@@ -239,7 +306,7 @@ class Fetched(Message):
 
     id: int
     pages: int
-    checksums: bytes  # XXH3-64 of each (uint64, little-endian)
+    checksums: Payload  # XXH3-64 of each (uint64, little-endian)
 
 
 class Suspect(Message):
@@ -252,7 +319,7 @@ class Suspect(Message):
 class Release(Message):
     """One-way: these leases are not needed any more."""
 
-    leases: list[int]
+    leases: Numbers
 
 
 # -- writing -------------------------------------------------------------------------------------------
@@ -262,7 +329,7 @@ class HintPart(Message):
     """What the client knows of the future of pages; see :class:`tierstore.types.Hint`."""
 
     ttl_s: float | None = None
-    reuse: str | None = None
+    reuse: Text | None = None
     priority: int = 0
     elsewhere: bool = False
 
@@ -277,7 +344,7 @@ class Reserve(Message):
     first: int
     count: int
     hint: HintPart | None = None
-    session: str = ""
+    session: Text = ""
 
 
 class Reserved(Message):
@@ -288,8 +355,8 @@ class Reserved(Message):
 
     id: int
     reservation: int  # 0: nothing to write
-    positions: bytes
-    offsets: bytes
+    positions: Payload
+    offsets: Payload
     stored_tokens: int
     path: int = 0
     known: int = 0
@@ -314,8 +381,8 @@ class Commit(Message):
 
     id: int
     reservation: int
-    done: bytes
-    checksums: bytes
+    done: Payload
+    checksums: Payload
 
 
 class Committed(Message):
@@ -327,7 +394,7 @@ class Finish(Message):
     """A session, as it was named in :class:`Reserve`, is over: what only it has used leaves first."""
 
     id: int
-    session: str
+    session: Text
 
 
 class Finished(Message):
@@ -361,7 +428,7 @@ class Unpin(Message):
     """Undo all pins of a tenant (empty: of clients without one; nil: of everybody). Not for tenants."""
 
     id: int
-    tenant: str | None
+    tenant: Text | None
 
 
 class Unpinned(Message):
@@ -373,7 +440,7 @@ class Evict(Message):
     """Let up to ``pages`` pages leave ``tier`` (-1: all that may)."""
 
     id: int
-    tier: str
+    tier: Text
     pages: int
 
 
@@ -399,13 +466,13 @@ class Identities(Message):
     digests, from behind ``after`` on; to a client with a tenant, its own."""
 
     id: int
-    after: bytes = b""
+    after: Payload = b""
 
 
 class IdentitiesAnswer(Message):
     id: int
-    identities: list[dict[str, str]]  # their fields, the tenant as the client would name it
-    more: bytes = b""  # ask for what is ``after`` this; empty: that was all
+    identities: Annotated[list[IdentityFields], Meta(max_length=1 << 16)]  # the tenant as the client names it
+    more: Payload = b""  # ask for what is ``after`` this; empty: that was all
 
 
 class Stats(Message):
@@ -414,7 +481,7 @@ class Stats(Message):
 
 class StatsAnswer(Message):
     id: int
-    json: bytes  # as printed by ``tierstore stats --json``
+    json: Payload  # as printed by ``tierstore stats --json``
 
 
 Request: TypeAlias = (
@@ -423,6 +490,7 @@ Request: TypeAlias = (
     | Register
     | Ping
     | Lookup
+    | FindHit
     | Bring
     | Prefetch
     | Load
@@ -448,6 +516,7 @@ Answer: TypeAlias = (
     | Pong
     | Refused
     | Found
+    | HitFound
     | Brought
     | Prefetched
     | Located

@@ -2,8 +2,8 @@
 
 ::
 
-    place ─ body ─ token ids? ─ who holds it? ─ prefill, if that is worth it ─ decode ─ bytes as they come
-    429/503 413/408/400                          late, failed: without it       503
+    body ─ place ─ token ids? ─ who holds it? ─ prefill, if that is worth it ─ decode ─ bytes as they come
+    413/408/400 429/503                          late, failed: without it       503
 
 A task listens for the client's end all the time. When it hangs up, or its time is over, what is under way at
 an engine is cancelled by closing the connection, which is how engines learn of it.
@@ -97,9 +97,12 @@ class Proxy:
         self._tokenize_at = 0.0
         self._watching: asyncio.Task[None] | None = None
 
+        # A web page elsewhere has no key, and a proxy with one may have a name of its own.
+        host = settings.address[0] if settings.api_key is None else None
+
         def endpoint(name: str, handler: Handler, *, public: bool = False) -> Endpoint:
             key = None if public else settings.api_key
-            return Endpoint(name, handler, self.metrics, api_key=key, error_of=_api_error)
+            return Endpoint(name, handler, self.metrics, api_key=key, host=host, error_of=_api_error)
 
         self.app = Starlette(
             routes=[
@@ -186,8 +189,9 @@ class Proxy:
         await self._generate(exchange, Api.CHAT)
 
     async def _generate(self, exchange: Exchange, api: Api) -> None:
+        body = await exchange.body(self.settings.max_body_bytes)  # slow senders take no place
         with self.admission.place() as place:
-            asked = Asked.parse(api, await exchange.body(self.settings.max_body_bytes))
+            asked = Asked.parse(api, body)
             place.take(asked.prompt.length if asked.prompt is not None else 0)
             await self._bound(exchange, self._answer(exchange, asked))
             self.metrics.request_s.observe(exchange.seconds)
@@ -285,14 +289,15 @@ class Proxy:
     async def _ask_prefill(
         self, body: bytes, path: str, tokens: int, headers: Mapping[str, str]
     ) -> _Prefilled:
-        """The engine with the shortest queue, or the next one where that cannot be reached, or ends."""
+        """Ask the engine with the shortest queue, and the next one where that is busy, fails or cannot be
+        reached."""
         way = Way.NO_PREFILL
         for at in rank_prefill([engine.load for engine in self._prefill], self._turn):
             engine = self._prefill[at]
             try:
                 with engine.under_way(tokens):
                     async with engine.ask("POST", path, body, headers) as answer:
-                        if answer.status_code == 503:
+                        if _passes(answer.status_code):
                             way = Way.REFUSED
                             continue
                         if answer.status_code != 200:
@@ -311,10 +316,15 @@ class Proxy:
     async def _first_that_answers(
         self, exchange: Exchange, ranked: Sequence[int], question: _Question
     ) -> int:
-        """Pass the answer of the first engine through that gives one: which it was. Another one is asked
-        where one cannot be reached or is about to end, and once where one ended before it began to answer
-        (once: what it was asked may be why). Raises :class:`ApiError` (503)."""
+        """Pass the answer of the first engine through that gives one, and return which it was.
+
+        The next engine is asked where one is busy (429), fails (5xx) or cannot be reached. Where one broke
+        off before it began to answer, one other is asked: the request may be the cause. If all that answered
+        said the same, the client gets the last of these answers. Raises :class:`ApiError`: 429 where all that
+        answered were busy, and 503.
+        """
         problems: list[str] = []
+        refused: set[int] = set()
         broken = 0
         for at in ranked:
             engine = self._decode[at]
@@ -325,10 +335,13 @@ class Proxy:
                     async with engine.ask(
                         question.method, question.path, question.body, question.headers
                     ) as answer:
-                        if answer.status_code != 503 or at == ranked[-1]:
+                        status = answer.status_code
+                        if _passes(status):
+                            refused.add(status)
+                        if not _passes(status) or (at == ranked[-1] and refused == {status}):
                             await self._pass_through(exchange, answer, question.headers[_REQUEST_ID])
                             return at
-                        problems.append(f"{engine.url} answers 503")
+                        problems.append(f"{engine.url} answers {status}")
             except UpstreamError as error:
                 if exchange.status:
                     self.metrics.cut_off.inc()
@@ -337,7 +350,8 @@ class Proxy:
                 broken += error.sent
                 if broken > 1:
                     break
-        raise ApiError(503, f"no decode engine answers: {'; '.join(problems)}", retry_after_s=1)
+        status = 429 if refused == {429} else 503
+        raise ApiError(status, f"no decode engine answers: {'; '.join(problems)}", retry_after_s=1)
 
     async def _pass_through(self, exchange: Exchange, answer: httpx.Response, request_id: str) -> None:
         """Raises :class:`UpstreamError` where it ends too early, or does not end; the client's connection is
@@ -352,6 +366,11 @@ class Proxy:
                 raise UpstreamError(f"{answer.url} answers with more than {most} bytes", sent=True)
             await exchange.part(part, more=True)
         await exchange.part(b"", more=False)
+
+
+def _passes(status: int) -> bool:
+    """Whether an engine that answers so may be passed over for another: it is busy, or it has failed."""
+    return status == 429 or status >= 500
 
 
 def _upwards(request: Request) -> dict[str, str]:

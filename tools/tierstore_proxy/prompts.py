@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore_engine.server.errors import bad_request
+from tierstore_engine.server.http import decode_json
 
 # As vLLM's own proxies ask a prefill engine: it is to compute for somebody else, and nobody computed for it.
 _FOR_DECODE: Mapping[str, object] = {
@@ -70,11 +71,9 @@ class Asked:
         """Raises :class:`~tierstore_engine.server.errors.ApiError` (400) for what is no JSON object. Anything
         else that may be wrong with it the engine says itself."""
         try:
-            fields = msgspec.json.decode(body)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise bad_request(f"the body is not JSON: {error}") from None
-        if not isinstance(fields, dict):
-            raise bad_request("the body must be a JSON object")
+            fields = decode_json(body, dict[str, Any])
+        except msgspec.ValidationError:
+            raise bad_request("the body must be a JSON object") from None
         return cls(api, body, fields, _prompt(api, fields))
 
     @property

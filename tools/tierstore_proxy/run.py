@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 import sys
+from collections.abc import Sequence
 from typing import TextIO
 
-from tierstore_engine.server.http import listen_at, serve_app
+from tierstore.descriptors import raise_limit
+from tierstore_engine.server.http import listening_at, serve_app
 from tierstore_proxy.app import Proxy
 from tierstore_proxy.settings import ProxySettings
 
@@ -20,14 +21,22 @@ def run(settings: ProxySettings, *, err: TextIO | None = None) -> None:
     """Serve until SIGTERM or SIGINT. Raises :class:`~tierstore.errors.UsageError` with one line to show."""
     err = err or sys.stderr
     logging.basicConfig(level=logging.WARNING, format=_LOG_FORMAT, stream=err)
-    with contextlib.closing(listen_at(*settings.address)) as listener:
-        asyncio.run(_serve(settings, listener, err))
+    raise_limit()
+    with listening_at(*settings.address) as listening:
+        asyncio.run(_serve(settings, listening, err))
 
 
-async def _serve(settings: ProxySettings, listener: socket.socket, err: TextIO) -> None:
+async def _serve(settings: ProxySettings, listening: Sequence[socket.socket], err: TextIO) -> None:
     proxy = Proxy(settings)
     proxy.start()
     try:
-        await serve_app(proxy.app, listener, drain=proxy.drain, announce="tierstore-proxy at", err=err)
+        await serve_app(
+            proxy.app,
+            listening,
+            drain=proxy.drain,
+            announce="tierstore-proxy at",
+            err=err,
+            descriptors=2,  # and one to the engine
+        )
     finally:
         await proxy.close()

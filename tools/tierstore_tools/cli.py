@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from tierstore.arguments import json_object
 from tierstore.command_line import one_line_errors
 from tierstore.errors import UsageError
 from tierstore.units import parse_size
@@ -335,7 +336,7 @@ def vllm(
                 host_bytes=parse_size(host_bytes),
                 disk_bytes=parse_size(disk_bytes),
                 disk_bytes_per_s=rates.get("disk"),
-                options=_json_object("--options", options),
+                options=json_object("--options", options),
             ),
             json=json,
         )
@@ -746,18 +747,6 @@ def handover_plan(
 
     numbers, answers = _lengths("--engines", engines), _lengths("--answer", answer)
     run(numbers, answers, Requests(tokens, answers[0], ttft_s, itl_s), read_costs(costs), json=json)
-
-
-def _json_object(option: str, text: str) -> dict[str, Any]:
-    import json
-
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise UsageError(f"{option} is no JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UsageError(f"{option} takes a JSON object, not {text}")
-    return value
 
 
 def _read_text(path: Path) -> str:

@@ -14,6 +14,7 @@ SGLang's own threads call this: one asks, one reads, one writes; the scheduler m
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -34,9 +35,8 @@ from tierstore.groups import GroupRule, page_ranges, served_lengths
 from tierstore.keys import Identity, Prompt
 from tierstore.spec import KVSpec
 from tierstore_connectors.common.guard import Breaker, ErrorLog, guarded
-from tierstore_connectors.sglang.config import Settings
+from tierstore_connectors.sglang.config import SAMPLE, Settings
 from tierstore_connectors.sglang.identity import (
-    ARGUMENTS,
     model_digest,
     pages_named,
     pool_identity,
@@ -75,16 +75,19 @@ class TierStoreHiCache(HiCacheStorage):
         self._stats = _Transfers()
         self._queries = Queries()
         self.errors = ErrorLog(_log)
-        known = runtime_context.get_server_args()
-        arguments = {name: value for name in ARGUMENTS if (value := getattr(known, name, None)) is not None}
+        arguments = _arguments()
         if storage_config.should_split_heads:
             raise UsageError("tierstore keeps no pages that are split by heads: leave tp_lcm_size out")
         seed = arguments.get("random_seed")
         shared = storage_config.is_mla_model and storage_config.tp_size > 1
         self._weights = WeightsWatch(_weight_version, lambda n: epoch_of(n, shared=shared, seed=seed))
-        namespace = self._settings.namespace
-        self._revision = weights_revision(arguments, namespace)
-        self._model = model_digest(sglang.__version__, arguments, namespace)
+        namespace, sampled = self._settings.namespace, self._settings.hash_weights == SAMPLE
+        self._revision = weights_revision(arguments, namespace, sampled=sampled)
+        self._model = model_digest(sglang.__version__, arguments, namespace, sampled=sampled)
+        if arguments.get("hicache_host_memory_mode") == "buffer_only":
+            _forget_what_did_not_come()
+        if arguments.get("enable_lora"):
+            _watch_adapters(server=epoch_of(0, shared=True, seed=seed))
 
     # -- pools ---------------------------------------------------------------------------------------
 
@@ -125,6 +128,7 @@ class TierStoreHiCache(HiCacheStorage):
             mover_threads=settings.threads,
             keys=settings.keys,
             server_key=settings.server_key,
+            wait_s=0,
         )
 
     def _place(self, name: str) -> _Place:
@@ -418,6 +422,47 @@ class _Transfers:
         metrics.backup_pgs.extend(pages for pages, _ in saves)
         metrics.backup_bandwidth.extend(rate for _, rate in saves)
         return metrics
+
+
+def _arguments() -> dict[str, Any]:
+    """SGLang's arguments as it has resolved them: what a user left out is what was chosen for it."""
+    known = runtime_context.get_server_args()
+    resolved = getattr(known, "resolved_dict", None)  # from 0.5.22 on; before, it changed the object itself
+    return dict(resolved() if resolved is not None else vars(known))
+
+
+def _forget_what_did_not_come() -> None:
+    """Have SGLang save pages again that a query found and a read did not.
+
+    With a staging area only, SGLang remembers which pages are stored and saves these no more. Of a model with
+    one pool it does not forget those that a read has missed: they left, or were damaged, after the query.
+    Every rank does this at the same step, with the number of pages that all of them have."""
+    from sglang.srt.mem_cache.buffer_mode.pipeline import BufferModePipeline
+
+    stage = BufferModePipeline.stage_completed_prefetch
+    if hasattr(stage, "__wrapped__"):
+        return  # done before, in this process
+
+    @functools.wraps(stage)
+    def staging(self: Any, request: Any, num_tokens: int, hash_value: list[str]) -> Any:
+        cache = self._cache
+        came = num_tokens // cache.page_size
+        late = cache.ongoing_prefetch[request].operation.deadline_expired  # then they may still be there
+        result = stage(self, request, num_tokens, hash_value)
+        if came < len(hash_value) and not late:
+            cache.storage_existence_cache.pool(_KV).invalidate_beyond(hash_value, came)
+        return result
+
+    BufferModePipeline.stage_completed_prefetch = staging
+
+
+def _watch_adapters(*, server: str) -> None:
+    """Tell adapters apart by their files; ``server`` stands for this server alone."""
+    from tierstore_connectors.sglang.adapters import ADAPTERS  # imports SGLang's LoRA, which is large
+
+    # Where this storage is attached to a server that runs, its adapters' files may be others by now.
+    at_start = runtime_context.get_server_args().hicache_storage_backend is not None
+    ADAPTERS.watch((runtime_context.get_lora().lora_paths or ()) if at_start else (), server=server)
 
 
 def _weight_version() -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tierstore.daemon.settings import default_listen
+from tierstore.errors import UsageError
 from tierstore_connectors.common.options import checked_options
 
 # SGLang's own keys, which a backend is given, too.
@@ -17,6 +18,9 @@ _OF_SGLANG = frozenset(
 )
 
 
+WHOLE, SAMPLE = "whole", "sample"
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """``store`` is the daemon's address, ``keys`` and ``server_key`` are the files for ``tcp://``.
@@ -24,7 +28,8 @@ class Settings:
     identifies.
 
     ``lookup_s`` is the longest that a query waits for the daemon, ``load_s`` a read and ``save_s`` a write:
-    then it has what has come by then. ``threads`` copy.
+    then it has what has come by then. ``threads`` copy. ``hash_weights`` is ``whole`` or ``sample``: how much
+    of the model's large files tells weights apart.
     """
 
     store: str = field(default_factory=default_listen)
@@ -35,6 +40,11 @@ class Settings:
     load_s: float = 10.0
     save_s: float = 10.0
     threads: int = 2
+    hash_weights: str = WHOLE
+
+    def __post_init__(self) -> None:
+        if self.hash_weights not in (WHOLE, SAMPLE):
+            raise UsageError(f"hash_weights must be {WHOLE!r} or {SAMPLE!r}, got {self.hash_weights!r}")
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any] | None) -> Settings:

@@ -25,7 +25,8 @@ class Settings:
     and ``load_s`` for its blocks. ``fence_s`` is the longest that a step waits for saves which read blocks
     that it is going to write; then they are given up. ``ahead``: how many waiting requests are looked up
     before vLLM asks for them. ``threads`` copy, in each worker. ``handover_s`` is the longest that an engine
-    which goes on with a prompt of this one waits for its pages.
+    which goes on with a prompt of this one waits for its pages. ``hash_weights`` is "whole", or "sample"
+    where reading all weight files once takes too long.
     """
 
     store: str = field(default_factory=default_listen)
@@ -41,6 +42,7 @@ class Settings:
     ahead: int = 32
     threads: int = 2
     handover_s: float = HANDOVER_S
+    hash_weights: str = "whole"
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> Settings:
@@ -50,6 +52,11 @@ class Settings:
             raise UsageError(
                 f"kv_connector_extra_config: handover_s is {MOST_HANDOVER_S:g} seconds at most, not "
                 f"{settings.handover_s:g}"
+            )
+        if settings.hash_weights not in ("whole", "sample"):
+            raise UsageError(
+                'kv_connector_extra_config: hash_weights must be "whole" or "sample", got '
+                f"{settings.hash_weights!r}"
             )
         return settings
 

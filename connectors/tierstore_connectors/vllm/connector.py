@@ -11,6 +11,7 @@ import logging
 import os
 import uuid
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -35,10 +36,11 @@ from tierstore_connectors.common.counters import Counters, added
 from tierstore_connectors.common.guard import ErrorLog, guarded
 from tierstore_connectors.vllm.config import Settings
 from tierstore_connectors.vllm.groups import read_groups
-from tierstore_connectors.vllm.identity import hashes_are_private
+from tierstore_connectors.vllm.identity import Weights, hashes_are_private, weights_revision
 from tierstore_connectors.vllm.layout import UnsupportedError
 from tierstore_connectors.vllm.orders import LoadReport, Shard, StepWork
 from tierstore_connectors.vllm.scheduler import SchedulerHalf
+from tierstore_connectors.vllm.watch import watch_engines
 from tierstore_connectors.vllm.worker import Results, WorkerHalf
 
 # vLLM's MultiConnector looks for the statistics' class by name only.
@@ -166,6 +168,8 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None
         self._caches: Mapping[str, Any] = {}
+        self._weights: Future[Weights] | None = None  # None until the worker's start
+        self._changed = False  # the weights may have, and nothing has been forgotten yet
         self._orphans: set[str] = set()  # loads that no half of ours could take
         self._invalid: set[int] = set()
         self._errors_counted = 0
@@ -205,6 +209,12 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
                     "the start",
                     "vLLM's block hashes are others in each process: set PYTHONHASHSEED=0 for all engines, "
                     "or nothing is found again after a restart or by another engine",
+                )
+            if lacking := watch_engines(TierStoreConnector):
+                self.errors.warn(
+                    "the start",
+                    f"this vLLM has no {', '.join(lacking)}: after a change of the weights, reset the cache "
+                    "with reset_connector=True",
                 )
             transfer = config.kv_transfer_config
             self._scheduler = SchedulerHalf(
@@ -253,7 +263,25 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_nothing)
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Begin to identify the weights. vLLM warms its kernels up meanwhile, and asks for the handshake's
+        metadata then: what the worker keeps is known from there on."""
         if self._settings is None:
+            return
+        self._caches = kv_caches
+        if self._weights is None:
+            settings = self._settings
+            hashing = ThreadPoolExecutor(1, thread_name_prefix="tierstore-weights")
+            self._weights = hashing.submit(
+                weights_revision,
+                self._vllm_config,
+                settings.namespace,
+                sampled=settings.hash_weights == "sample",
+            )
+            hashing.shutdown(wait=False)
+
+    def _attach(self) -> None:
+        """Have a worker's half for the tensors that vLLM has registered."""
+        if self._settings is None or self._weights is None or self._worker is not None:
             return
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
@@ -261,15 +289,18 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
         tensors, pipeline = get_tp_group(), get_pp_group()
         rank = Rank(tensors.rank_in_group, tensors.world_size, pipeline.rank_in_group, pipeline.world_size)
-        self._caches = kv_caches
         try:
+            weights = self._weights.result()
+            if weights.files is not None:
+                _log.info("tierstore: identified the model by %s", weights.files)
             kept = register_groups(
                 self._vllm_config,
                 vllm.__version__,
                 self._settings.namespace,
+                weights.revision,
                 self._groups,
                 self._kv_cache_config.num_blocks,
-                kv_caches,
+                self._caches,
                 rank,
             )
             groups = self._groups
@@ -289,10 +320,11 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(_nothing)
     def restore_kv_caches(self) -> None:
         """vLLM has woken up."""
-        self.register_kv_caches(dict(self._caches))
+        self._attach()
 
     @guarded(_nothing)
     def get_handshake_metadata(self) -> WorkerShard | None:
+        self._attach()
         return WorkerShard(self._worker.shard) if self._worker is not None else None
 
     @guarded(_nothing)
@@ -390,16 +422,37 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
         except TierStoreError as error:
             self.errors.warn("the start", f"runs without the cache: {error}")
 
+    def _trusted(self) -> SchedulerHalf | None:
+        """The scheduler's half, after it has forgotten what may be of other weights. Until that succeeds
+        nothing is found and nothing is saved."""
+        if self._changed and self._scheduler is not None:
+            self._scheduler.forget_everything(uuid.uuid4().hex)
+        self._changed = False
+        return self._scheduler
+
+    def weights_changed(self) -> None:
+        """The engine computes with other weights from now on, or may do so: what has been stored is not found
+        any more (:mod:`tierstore_connectors.vllm.watch`)."""
+        self._changed = True
+
+    @guarded(_nothing)
+    def adapter_loads(self, adapter: Any) -> None:
+        """vLLM is about to load a LoRA adapter, before any request has come for it."""
+        if self._scheduler is not None:
+            self._scheduler.adapter_loads(adapter)
+
     @guarded(_nothing)
     def on_new_request(self, request: Any) -> None:
-        if self._scheduler is not None:
-            self._scheduler.arrived(request)
+        scheduler = self._trusted()
+        if scheduler is not None:
+            scheduler.arrived(request)
 
     @guarded(lambda self, request, num_computed_tokens: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self._scheduler is None:
+        scheduler = self._trusted()
+        if scheduler is None:
             return 0, False
-        tokens = self._scheduler.matched(request, num_computed_tokens)
+        tokens = scheduler.matched(request, num_computed_tokens)
         return tokens, bool(tokens)
 
     def _not_allocated(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -426,9 +479,10 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_no_work)
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
-        if self._scheduler is None:
+        scheduler = self._trusted()
+        if scheduler is None:
             return StepMetadata(StepWork())
-        return StepMetadata(self._scheduler.work(scheduler_output))
+        return StepMetadata(scheduler.work(scheduler_output))
 
     @guarded(_nothing)
     def update_connector_output(self, connector_output: Any) -> None:
@@ -458,7 +512,8 @@ class TierStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda self: False)
     def reset_cache(self) -> bool | None:
-        """What has been stored so far is not found any more, by this engine: its weights may have changed."""
-        if self._scheduler is not None:
-            self._scheduler.forget_everything(uuid.uuid4().hex)
+        """What has been stored so far is not found any more, by this engine. If this fails, it is tried again
+        before anything is looked up."""
+        self.weights_changed()
+        self._trusted()
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from tierstore_connectors.common.facts import host_device
 from tierstore_connectors.vllm.copies import Blocks, HostBlocks
 from tierstore_connectors.vllm.groups import Group, Groups
-from tierstore_connectors.vllm.identity import model_digest, page_identity, weights_revision
+from tierstore_connectors.vllm.identity import model_digest, page_identity
 from tierstore_connectors.vllm.layout import PageLayout, TensorShape, UnsupportedError, page_layout
 from tierstore_connectors.vllm.orders import GroupPages
 from tierstore_connectors.vllm.worker import WorkerGroup
@@ -35,12 +36,14 @@ def register_groups(
     config: Any,
     version: str,
     namespace: str,
+    revision: str,
     groups: Groups,
     num_blocks: int,
     caches: Mapping[str, Any],
     rank: Rank,
 ) -> dict[int, WorkerGroup]:
-    """``config`` is vLLM's, ``caches`` are its KV tensors by layer. Raises :class:`UnsupportedError` for
+    """``config`` is vLLM's, ``revision`` identifies the weights, ``caches`` are the KV tensors by
+    layer. Raises :class:`UnsupportedError` for
     anything that is not understood."""
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
@@ -52,8 +55,9 @@ def register_groups(
             f"KV caches that are not all tensors on one device: {sorted(map(str, devices))}"
         )
     device = devices.pop()
-    model = model_digest(config, version, _backends(config, groups), _device_name(device), namespace)
-    revision = weights_revision(config, namespace)
+    model = model_digest(
+        config, version, _backends(config, groups), _device_name(device), namespace, os.environ
+    )
     blocks_on = _blocks_on(device)
     kept = {}
     for group in groups.groups:

@@ -39,7 +39,13 @@ from tierstore_connectors.vllm.groups import (
     state_blocks,
     writable_blocks,
 )
-from tierstore_connectors.vllm.identity import AdapterVersions, chunk_keys, request_salt
+from tierstore_connectors.vllm.identity import (
+    AdapterVersions,
+    MediaContents,
+    Secret,
+    chunk_keys,
+    request_salt,
+)
 from tierstore_connectors.vllm.layout import UnsupportedError
 from tierstore_connectors.vllm.lookup import Lookups, PromptLookup
 from tierstore_connectors.vllm.orders import (
@@ -67,12 +73,13 @@ class TrackedRequest:
     itself. ``known`` chunks have been sent to the workers, ``saved`` need not be saved (any more). ``loads``
     have been promised. ``resumable``: where there are states, the store has (or gets) all of them at the end
     of this chunk of the prompt, and needs none of before. ``stale``: some of its KV was computed before
-    everything was forgotten, and nothing of it may be saved. ``uncached``: it is unknown which weights it is
-    computed with. ``promise`` is another engine's, until it was waited for."""
+    everything was forgotten, and nothing of it may be saved. ``uncached``: it is unknown which adapter or
+    image it is computed with. ``promise`` is another engine's, until it was waited for."""
 
     request: Any  # vLLM's
     options: RequestOptions
-    secret: bytes
+    secret: Secret
+    media: int
     keys: list[PageKey] = field(default_factory=list)
     lookup: PromptLookup | None = None
     looked_up: bool = False
@@ -90,7 +97,9 @@ class TrackedRequest:
     promise: Promise | None = None
 
     @classmethod
-    def of(cls, request: Any, adapters: AdapterVersions) -> tuple[TrackedRequest, Sequence[str]]:
+    def of(
+        cls, request: Any, adapters: AdapterVersions, media: MediaContents, hash_tokens: int
+    ) -> tuple[TrackedRequest, Sequence[str]]:
         """Return it, and what a person should know about it."""
         options, problem = RequestOptions.parse(
             request.kv_transfer_params, prompt_tokens=request.num_prompt_tokens
@@ -98,19 +107,25 @@ class TrackedRequest:
         problems = [problem] if problem else []
         lora, uncached = request.lora_request, False
         adapter: tuple[str, ...] = ()
-        if lora is not None:
-            try:
+        features = request.mm_features or ()
+        contents: Sequence[tuple[int, str]] = ()
+        try:
+            if lora is not None:
                 adapter = (lora.lora_name, lora.lora_path, adapters.version(lora))
-            except UnsupportedError as error:
-                problems.append(str(error))
-                uncached = True
-        salt = request_salt(adapter, request.cache_salt)
-        return cls(request, options, salt, uncached=uncached, promise=options.promise), problems
+            contents = media.digests(features, hash_tokens)
+        except UnsupportedError as error:
+            problems.append(str(error))
+            uncached = True
+        secret = request_salt(adapter, request.cache_salt, contents)
+        tracked = cls(request, options, secret, len(features), uncached=uncached, promise=options.promise)
+        return tracked, problems
 
     def update_keys(self, groups: Groups) -> int:
         """Have a key for each chunk that vLLM has hashed; how many there are."""
         per_chunk = groups.chunk_tokens // groups.hash_tokens
         hashes = self.request.block_hashes
+        if len(self.request.mm_features or ()) != self.media:
+            self.uncached = True  # a streaming session has got more images
         if len(hashes) // per_chunk > len(self.keys):
             self.keys += chunk_keys(hashes, self.secret, per_chunk, len(self.keys))
         return len(self.keys)
@@ -178,6 +193,7 @@ class SchedulerHalf:
         self._clock = clock
         self._may_load, self._may_save = loads, saves
         self._adapters = AdapterVersions()
+        self._media = MediaContents()
         self._unasked: dict[str, TrackedRequest] = {}  # have come, and were not looked up
         self._ahead: set[str] = set()  # were asked for, and vLLM has not given them blocks yet
         self._tracked: dict[str, TrackedRequest] = {}
@@ -207,6 +223,7 @@ class SchedulerHalf:
         for tracked in self._tracked.values():
             tracked.release()
         self._tracked.clear()
+        self._adapters.close()
         self.lookups.close()
 
     def forget_everything(self, epoch: str) -> None:
@@ -219,6 +236,13 @@ class SchedulerHalf:
             tracked.held = tracked.saved = tracked.resumable = 0
             tracked.stale = tracked.request.num_computed_tokens > 0
         self.lookups.renew()
+
+    def adapter_loads(self, adapter: Any) -> None:
+        """vLLM loads this adapter: its files of this moment are what requests are computed with."""
+        try:
+            self._adapters.version(adapter)
+        except UnsupportedError as error:
+            self.errors.warn("an adapter", str(error))
 
     # -- finding -------------------------------------------------------------------------------------
 
@@ -326,7 +350,9 @@ class SchedulerHalf:
     def _track(self, request: Any) -> TrackedRequest:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            tracked, problems = TrackedRequest.of(request, self._adapters)
+            tracked, problems = TrackedRequest.of(
+                request, self._adapters, self._media, self.groups.hash_tokens
+            )
             for problem in problems:
                 self.errors.warn("a request", problem)
             self._tracked[request.request_id] = tracked

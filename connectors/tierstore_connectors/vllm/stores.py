@@ -67,6 +67,7 @@ class Stores:
                 server_key=settings.server_key,
                 reach=self._reach,
                 model_name=settings.model_name,
+                wait_s=0,
             )
         return store
 

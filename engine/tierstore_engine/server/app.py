@@ -2,7 +2,7 @@
 
 A generation request goes like this, and whatever happens its place and its sequences are given back::
 
-    place ─ body ─ parse ─ prompts (on another thread) ─ tokens of the queue ─ engine ─ answer
+    body ─ place ─ parse ─ prompts (on another thread) ─ tokens of the queue ─ engine ─ answer
     429/503 413/408  400     400                          429                  400       200, or events
 
 While the engine works a task listens for the client's end, and a timer runs. Both end the same way: the
@@ -62,7 +62,7 @@ from tierstore_engine.tokenizer import Tokenizer
 
 SESSION_HEADER = "x-session-id"
 
-_STATS_S = 2.0
+_POOL_S = 5.0  # for the engine to say between two steps how large its pool is
 
 _log = logging.getLogger(__name__)
 
@@ -196,8 +196,9 @@ class Server:
 
         def endpoint(name: str, handler: Handler, *, public: bool = False) -> Endpoint:
             key = None if public else settings.api_key
-            checked = handler if handler == self._dashboard else self._for_this_host(handler)
-            return Endpoint(name, checked, self.metrics, api_key=key, error_of=_api_error)
+            # A web page elsewhere has no key, and a server with one may have a name of its own.
+            host = settings.host if settings.api_key is None and handler != self._dashboard else None
+            return Endpoint(name, handler, self.metrics, api_key=key, host=host, error_of=_api_error)
 
         page = endpoint("dashboard", self._dashboard, public=True)  # the site asks for the key itself
         self.app = Starlette(
@@ -216,21 +217,6 @@ class Server:
             ],
             exception_handlers={HTTPException: not_routed},
         )
-
-    def _for_this_host(self, handler: Handler) -> Handler:
-        """``handler``, unless the request names another host than a loopback address that nobody needs a key
-        for: a web page whose name was made to lead here (DNS rebinding) would be answered otherwise."""
-        if self.settings.api_key is not None:
-            return handler  # which such a page has not; and the server may have a name of its own
-
-        async def checked(exchange: Exchange) -> None:
-            request = exchange.request
-            refusal = self._site.refusal(WebRequest(request.method, request.url.path, dict(request.headers)))
-            if refusal is not None:
-                raise ApiError(refusal.status, refusal.body.decode().strip())
-            await handler(exchange)
-
-        return checked
 
     async def drain(self) -> bool:
         """Answer 503 from now on and wait for what is under way. False when it has to be cut off."""
@@ -256,8 +242,9 @@ class Server:
         await exchange.reply(200, self._model_object())
 
     async def _tokenize(self, exchange: Exchange) -> None:
+        body = await exchange.body(self.settings.max_body_bytes)  # slow senders take no place
         with self.admission.place():
-            request = parse(await exchange.body(self.settings.max_body_bytes), TokenizeRequest)
+            request = parse(body, TokenizeRequest)
             self._check_model(request.model)
             tokens = await asyncio.to_thread(self._tokens_of, request)
             document = {"count": len(tokens), "max_model_len": self._positions, "tokens": tokens}
@@ -275,7 +262,11 @@ class Server:
             wanted = parse(await exchange.body(MOST_BODY_BYTES), PoolRequest).bytes
             size = await self.engine.call(lambda engine: engine.resize_pool(wanted))
         else:
-            size = await self.engine.call(lambda engine: engine.pool_size())
+            try:
+                size = await asyncio.wait_for(self.engine.call(lambda engine: engine.pool_size()), _POOL_S)
+            except asyncio.TimeoutError:
+                why = f"the engine has been at one step for more than {_POOL_S:g} s: ask again"
+                raise ApiError(503, why, retry_after_s=1) from None
         document = {
             "bytes": size.nbytes,
             "target_bytes": size.target_bytes,
@@ -311,9 +302,11 @@ class Server:
             await exchange.reply(200, {"status": "ok"})
 
     async def _metrics(self, exchange: Exchange) -> None:
-        engine = await asyncio.wait_for(self.engine.call(lambda engine: engine.stats()), _STATS_S * 10)
+        """The engine's numbers are from before the step that it computes: a scrape waits for no step."""
         store = await asyncio.to_thread(self._store.stats)
-        snapshot = Snapshot(engine, store, self.admission.requests, self.admission.tokens, self.engine.errors)
+        snapshot = Snapshot(
+            self.engine.stats, store, self.admission.requests, self.admission.tokens, self.engine.errors
+        )
         text = await asyncio.to_thread(self.metrics.text, snapshot)
         await exchange.send(Response(text, headers={"content-type": CONTENT_TYPE_LATEST}))
 
@@ -380,8 +373,9 @@ class Server:
         answers: type[Answer],
         plan_of: Callable[[R, str | None], Plan],
     ) -> None:
+        body = await exchange.body(self.settings.max_body_bytes)
         with self.admission.place() as place:
-            request = parse(await exchange.body(self.settings.max_body_bytes), kind)
+            request = parse(body, kind)
             self._check_model(request.model)
             session = _session(exchange.request, request)
             answer = answers(

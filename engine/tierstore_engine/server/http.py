@@ -10,8 +10,9 @@ import hmac
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Protocol, TextIO, TypeAlias
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Protocol, TextIO, TypeAlias, TypeVar
 
 import msgspec
 import uvicorn
@@ -19,15 +20,18 @@ from prometheus_client import Counter
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tierstore.errors import UsageError
+from tierstore.wire.listener import tcp_sockets
+from tierstore.wire.local_address import foreign_host
 from tierstore_engine.heap import freeze_heap
-from tierstore_engine.server.errors import ApiError
+from tierstore_engine.server.connections import BODY_S, BoundedServer, most_served
+from tierstore_engine.server.errors import ApiError, bad_request
 
 JSON = "application/json"
 
-_BODY_S = 30.0  # for a body to arrive
+T = TypeVar("T")
+
 _DISCARDED_BODIES = 32  # of a body that is too large, read so that its sender can hear the answer
 
 
@@ -39,7 +43,7 @@ class Exchange:
         self.status = 0  # once it has been sent
         self.ended = False  # once the last part has
         self._receive = receive
-        self._send = send
+        self._asgi_send = send
         self._scope = scope
         self._started = time.monotonic()
 
@@ -70,9 +74,9 @@ class Exchange:
     async def any_body(self, limit: int) -> bytes:
         """Of any kind. Raises :class:`ApiError` for a body that is too large (413) or too slow (408)."""
         try:
-            body = await asyncio.wait_for(self._read(limit), _BODY_S)
+            body = await asyncio.wait_for(self._read(limit), BODY_S)
         except asyncio.TimeoutError:
-            raise ApiError(408, f"the body did not arrive within {_BODY_S:g} s") from None
+            raise ApiError(408, f"the body did not arrive within {BODY_S:g} s") from None
         if body is None:
             raise ApiError(413, f"the body is larger than the {limit} bytes that are taken")
         return body
@@ -94,6 +98,14 @@ class Exchange:
         if error.status in (408, 413):
             headers["connection"] = "close"  # what is left of the body is not read
         await self.reply(error.status, error.body, headers)
+
+    async def _send(self, message: Message) -> None:
+        """Raises :class:`ClientDisconnect`. An ASGI server may raise :class:`OSError` here once the client
+        has left; an ``OSError`` from anywhere else is an error of the handler."""
+        try:
+            await self._asgi_send(message)
+        except OSError as error:
+            raise ClientDisconnect from error
 
     async def send(self, response: Response) -> None:
         self.status, self.ended = response.status_code, True
@@ -133,8 +145,12 @@ class Counts(Protocol):
 
 
 class Endpoint:
-    """An ASGI application for one route: every error is an answer, and every answer is counted. With
-    ``api_key`` requests must have it. ``error_of`` makes an answer of what ``handler`` raises."""
+    """An ASGI application for one route: every error is an answer, and every answer is counted.
+
+    With ``api_key`` a request must carry it. With ``host``, the address that the server listens at, a request
+    that names another host gets 421 (:func:`~tierstore.wire.local_address.foreign_host`). ``error_of`` turns
+    what ``handler`` raises into an answer.
+    """
 
     def __init__(
         self,
@@ -144,7 +160,9 @@ class Endpoint:
         *,
         api_key: str | None,
         error_of: Callable[[Exception], ApiError],
+        host: str | None = None,
     ) -> None:
+        self._host = host
         self._name = name
         self._handler = handler
         self._counts = counts
@@ -154,10 +172,12 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send)
         try:
+            if self._host is not None:
+                require_host(exchange.request, self._host)
             if self._api_key is not None:
                 require_key(exchange.request, self._api_key)
             await self._handler(exchange)
-        except (ClientDisconnect, OSError):
+        except ClientDisconnect:
             self._counts.hang_ups.inc()
         except Exception as error:  # noqa: BLE001  # whatever it is, the client gets an answer
             if not exchange.status:
@@ -177,6 +197,25 @@ def require_key(request: Request, api_key: str) -> None:
         raise ApiError(401, "this server wants an API key: send Authorization: Bearer KEY")
 
 
+def require_host(request: Request, served_at: str) -> None:
+    """Raises :class:`ApiError` (421) for a request that names another host than this one."""
+    for host in request.headers.getlist("host"):
+        name = foreign_host(served_at, host)
+        if name is not None:
+            raise ApiError(421, f"this is not {name}: ask for localhost or 127.0.0.1")
+
+
+def decode_json(body: bytes, kind: type[T]) -> T:
+    """Return ``body`` as a ``kind``. Raises :class:`ApiError` (400) for what is no JSON in UTF-8, and
+    :class:`msgspec.ValidationError` for JSON of another type."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError:
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad_request(f"the body is not JSON: {error}") from None
+
+
 async def not_routed(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = "does not exist" if error.status_code == 404 else f"does not take {request.method}"
@@ -184,39 +223,34 @@ async def not_routed(request: Request, error: Exception) -> Response:
     return Response(msgspec.json.encode(body), error.status_code, error.headers, JSON)
 
 
-def listen_at(host: str, port: int) -> socket.socket:
-    """A listening socket, made before anything else is done: an address in use is said at once. Port 0 is any
-    free one. Raises :class:`UsageError`."""
+@contextmanager
+def listening_at(host: str, port: int) -> Iterator[list[socket.socket]]:
+    """Sockets bound before anything else is done: an address in use is said at once. Port 0 is any free one.
+    Raises :class:`UsageError`."""
+    sockets = tcp_sockets(host, port)
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise UsageError(f"cannot listen at {host}: {error.strerror or error}") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise UsageError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
-    return listener
+        yield sockets
+    finally:
+        for each in sockets:
+            each.close()
 
 
 async def serve_app(
     app: ASGIApp,
-    listener: socket.socket,
+    listening: Sequence[socket.socket],
     *,
     drain: Callable[[], Awaitable[None]],
     announce: str,
     err: TextIO,
+    descriptors: int = 1,
 ) -> None:
     """Serve until SIGTERM or SIGINT, and then until ``drain`` is through; a second signal ends at once. A
-    line that begins with ``announce`` says on ``err`` where it listens."""
+    line that begins with ``announce`` says on ``err`` where it listens. A request takes so many
+    ``descriptors``, its connection's included."""
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
+        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1, ws="none"
     )
-    http = uvicorn.Server(config)
+    http = BoundedServer(config, listening, most_served(descriptors))
     ending: list[asyncio.Task[None]] = []
 
     async def end() -> None:
@@ -236,12 +270,12 @@ async def serve_app(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal)  # in place of uvicorn's, which would not drain
         freeze_heap()
-        host, port = listener.getsockname()[:2]
+        host, port = listening[0].getsockname()[:2]
         name = f"[{host}]" if ":" in host else host
         print(f"{announce} http://{name}:{port}/v1", file=err, flush=True)
 
     announcing = asyncio.create_task(announce_address())
     try:
-        await http.serve(sockets=[listener])
+        await http.serve()
     finally:
         announcing.cancel()

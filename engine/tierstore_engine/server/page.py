@@ -21,12 +21,12 @@ from tierstore.stats import StoreStats
 from tierstore_engine.engine import EngineStats
 from tierstore_engine.outputs import Completion
 from tierstore_engine.server.admission import Admission
-from tierstore_engine.stepping import EngineClosedError, EngineThread
+from tierstore_engine.stepping import EngineThread
 
 _LATELY_S = 60.0
 _MOST_REQUESTS = 4096  # of the last minute, that are kept
 _MOST_GAPS = 16384  # between tokens
-_ENGINE_S = 5.0  # for it to come between two steps
+_LONG_STEP_S = 5.0
 _TIERS = ("hbm", "host", "disk")
 _PLOTS = (
     Plot("queue", "Requests", Unit.COUNT, ("waiting", "running")),
@@ -104,21 +104,17 @@ class EnginePage:
         self._store = store
         self._admission = admission
         self._started = time.monotonic()
-        self._last: EngineStats | None = None
         self._moments: deque[_Moment] = deque()
 
     async def look(self) -> Sample:
-        """What is true now. Raises :class:`EngineClosedError` where nothing was ever known."""
-        trouble = await self._ask_engine()
-        if self._last is None:
-            raise EngineClosedError("the engine has not answered yet")
+        """Return what is true now, of the engine from before the step that it computes."""
         store = await asyncio.to_thread(self._store)
         lately = self.lately
         now = _Moment(
             time.monotonic(),
-            self._last,
+            self._engine.stats,
             store,
-            trouble,
+            self._trouble(),
             lately.prompt_tokens,
             dict(lately.cached_tokens),
             lately.ttft_s(),
@@ -130,14 +126,14 @@ class EnginePage:
             self._moments.popleft()
         return await asyncio.to_thread(self._sample, now, before, self._moments[0])
 
-    async def _ask_engine(self) -> Condition | None:
-        """Take its stats. What is wrong with it, or None."""
-        try:
-            self._last = await asyncio.wait_for(self._engine.call(lambda engine: engine.stats()), _ENGINE_S)
-        except EngineClosedError:
+    def _trouble(self) -> Condition | None:
+        """Return what is wrong with the engine, or None."""
+        if self._engine.failed is not None:
             return Condition("engine", State.BAD, "has failed and does not go on: restart the server")
-        except asyncio.TimeoutError:
-            return Condition("engine", State.WARNING, f"has been at one step for more than {_ENGINE_S:g} s")
+        since = self._engine.stepping_since
+        if since is not None and time.monotonic() > since + _LONG_STEP_S:
+            text = f"has been at one step for more than {_LONG_STEP_S:g} s"
+            return Condition("engine", State.WARNING, text)
         return None
 
     def _sample(self, now: _Moment, before: _Moment | None, minute_ago: _Moment) -> Sample:

@@ -13,12 +13,18 @@ from tierstore.errors import UsageError
 from tierstore.types import HANDOVER_S, MOST_HANDOVER_S, Hint, Promise, Reuse
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.server.errors import ApiError, bad_request
+from tierstore_engine.server.http import decode_json
 
 R = TypeVar("R", bound="GenerationRequest")
 P = TypeVar("P", bound="GenerationRequest | TokenizeRequest | PoolRequest")
 
+# Every string, list and map has a bound. A prompt of a million tokens stays below.
+Name: TypeAlias = Annotated[str, Meta(max_length=1 << 12)]
+Text: TypeAlias = Annotated[str, Meta(max_length=1 << 26)]
+TemplateArguments: TypeAlias = Annotated[dict[Name, Name | bool | int | float | None], Meta(max_length=256)]
 Count: TypeAlias = Annotated[int, Meta(ge=1, le=1 << 20)]
 TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
+TokenIds: TypeAlias = Annotated[list[TokenId], Meta(max_length=1 << 21)]
 Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
 Stop: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 TopLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=20)]
@@ -85,7 +91,7 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     ``priority`` (lower ones come first) and ``kv_transfer_params`` are not OpenAI's; vLLM has them, too.
     ``ttft_slo_s`` is this server's: a request whose first token cannot be there by then is refused."""
 
-    model: str
+    model: Name
     n: Count = 1
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -97,11 +103,11 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     ignore_eos: bool = False
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[str, Bias], Meta(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[Name, Bias], Meta(max_length=1024)] | None = None
     max_tokens: Count | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
+    user: Name | None = None
     kv_transfer_params: KVTransferParams | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] = 0
     ttft_slo_s: Annotated[float, Meta(gt=0, le=86400)] | None = None
@@ -172,7 +178,7 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
     """``POST /v1/completions``. A prompt is text or token ids; several are answered one after the other in
     ``choices``."""
 
-    prompt: str | list[str | TokenId | list[TokenId]]
+    prompt: Text | Annotated[list[Text | TokenId | TokenIds], Meta(max_length=1 << 21)]
     best_of: Count | None = None
     logprobs: TopLogprobs | None = None
 
@@ -209,16 +215,16 @@ class CompletionRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=T
 class TextPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
     """The one kind of content that a text model reads."""
 
-    text: str
+    text: Text
 
 
 class Message(Struct, forbid_unknown_fields=True, kw_only=True):
     """One turn. What OpenAI's client sends back of an answer is taken, as far as it is text."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_call_id: str | None = None
+    content: Text | Annotated[list[TextPart], Meta(max_length=1 << 16)] | None = None
+    name: Name | None = None
+    tool_call_id: Name | None = None
     refusal: None = None
     annotations: None = None
     audio: None = None
@@ -232,6 +238,9 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
         return self.content or ""
 
 
+Messages: TypeAlias = Annotated[list[Message], Meta(min_length=1, max_length=1 << 16)]
+
+
 class ResponseFormat(Struct, forbid_unknown_fields=True):
     type: Literal["text"] = "text"
 
@@ -239,12 +248,12 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
 class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
     """``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Messages
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     response_format: ResponseFormat | None = None
-    chat_template_kwargs: dict[str, str | bool | int | float | None] | None = None
+    chat_template_kwargs: TemplateArguments | None = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -259,10 +268,10 @@ class ChatRequest(GenerationRequest, forbid_unknown_fields=True, kw_only=True):
 class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """``POST /tokenize``, as with vLLM: the token ids that a prompt, or a chat, would have."""
 
-    model: str
-    prompt: str | None = None
-    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
-    chat_template_kwargs: dict[str, str | bool | int | float | None] | None = None
+    model: Name
+    prompt: Text | None = None
+    messages: Messages | None = None
+    chat_template_kwargs: TemplateArguments | None = None
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
@@ -281,13 +290,11 @@ class PoolRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 def parse(body: bytes, kind: type[P]) -> P:
     """Raises :class:`ApiError` (400) with one sentence that names the field."""
     try:
-        request = msgspec.json.decode(body, type=kind)
+        request = decode_json(body, kind)
     except msgspec.ValidationError as error:
         sentence, _, place = str(error).partition(" - at `$")
         field = place.rstrip("`").lstrip(".") or None
         raise bad_request(f"{field}: {sentence}" if field else sentence, param=field) from None
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise bad_request(f"the body is not JSON: {error}") from None
     request.check()
     return request
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TextIO
 
+from tierstore.descriptors import raise_limit
 from tierstore.errors import TierStoreError, UsageError
-from tierstore.packs import MountedPack
 from tierstore.spec import KVSpec
 from tierstore.units import format_size
 from tierstore_connectors.common.handover import BOTH, Role
@@ -30,7 +30,7 @@ from tierstore_engine.drafting import Drafter, PromptLookup
 from tierstore_engine.engine import Engine
 from tierstore_engine.server.app import Server
 from tierstore_engine.server.chat import ChatTemplate, load_template
-from tierstore_engine.server.http import listen_at, serve_app
+from tierstore_engine.server.http import listening_at, serve_app
 from tierstore_engine.server.settings import ServerSettings
 from tierstore_engine.settings import EngineSettings
 
@@ -64,7 +64,6 @@ class ServeOptions:
     kv_scales: str
     draft: str | None
     draft_tokens: int
-    mounts: tuple[MountedPack, ...] = ()
     role: Role = BOTH
 
 
@@ -73,6 +72,7 @@ def run(options: ServeOptions, *, err: TextIO | None = None) -> None:
     what can be refused is, before weights are read and before a store is opened."""
     err = err or sys.stderr
     logging.basicConfig(level=logging.WARNING, format=_LOG_FORMAT, stream=err)
+    raise_limit()
     opened = open_model(
         options.model,
         device=options.device,
@@ -84,11 +84,10 @@ def run(options: ServeOptions, *, err: TextIO | None = None) -> None:
     spec = opened.config.kv_spec(chunk_tokens=options.chunk_tokens)
     options.engine.check_chunk(spec.chunk_tokens)
     pages = _pool_pages(options, opened, spec)
-    listener = listen_at(options.server.host, options.server.port)
-    with contextlib.closing(listener):
+    with listening_at(options.server.host, options.server.port) as listening:
         engine = _build(options, opened, pages)
         try:
-            asyncio.run(_serve(engine, options, template, listener, err))
+            asyncio.run(_serve(engine, options, template, listening, err))
         finally:
             engine.close()
 
@@ -109,7 +108,6 @@ def _build(options: ServeOptions, opened: OpenModel, pages: int | None) -> Engin
             settings=options.engine,
             drafter=drafter,
             model_name=options.server.model_name,
-            mounts=options.mounts,
             role=options.role,
         )
     except TierStoreError:
@@ -143,7 +141,7 @@ async def _serve(
     engine: Engine,
     options: ServeOptions,
     template: ChatTemplate | None,
-    listener: socket.socket,
+    listening: Sequence[socket.socket],
     err: TextIO,
 ) -> None:
     server = Server(engine, options.server, template)
@@ -154,7 +152,7 @@ async def _serve(
 
     try:
         await serve_app(
-            server.app, listener, drain=drain, announce=f"{options.server.model_name} at", err=err
+            server.app, listening, drain=drain, announce=f"{options.server.model_name} at", err=err
         )
     finally:
         await asyncio.to_thread(server.close)

@@ -30,6 +30,12 @@ WINDOW = 20  # tokens before a hit
 _models = itertools.count()
 
 
+@pytest.fixture(autouse=True)
+def cache_home(tmp_path_factory, monkeypatch):
+    """Where digests of files are remembered: not in the cache of who runs the tests."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
 @dataclass
 class Request:
     """As much of vLLM's request as the connector looks at."""
@@ -39,6 +45,7 @@ class Request:
     kv_transfer_params: dict | None = None
     lora_request: object = None
     cache_salt: str | None = None
+    mm_features: list = field(default_factory=list)
     num_preemptions: int = 0
     num_computed_tokens: int = 0
     block_hashes: list[bytes] = field(default_factory=list)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+from dataclasses import field, make_dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from tierstore_connectors.vllm.config import RequestOptions, Settings
 from tierstore_connectors.vllm.groups import BlockTables, blocks_to_load, read_groups
 from tierstore_connectors.vllm.identity import (
     AdapterVersions,
+    MediaContents,
     chunk_keys,
     hashes_are_private,
     model_digest,
@@ -336,52 +338,124 @@ def test_counts_add_up():
     assert LoadReport({"a": 3}).merge(LoadReport({"a": 2, "b": 1})).failed == {"a": 2, "b": 1}
 
 
+class HfConfig:
+    """A configuration of transformers, as far as the connector looks at it."""
+
+    def __init__(self, architectures, **shape):
+        self.architectures = architectures
+        self.shape = shape
+
+    def to_dict(self):
+        return {"architectures": self.architectures, **self.shape}
+
+
+def config_class(name, **values):
+    """A dataclass of vLLM's configuration with these values."""
+    return make_dataclass(name, [(each, object, field(default=None)) for each in values])(**values)
+
+
 def vllm_config(directory, **changes):
-    hf = SimpleNamespace(
-        architectures=["A"], to_dict=lambda: {"layers": changes.pop("layers", 4), "x": object}
-    )
-    model = SimpleNamespace(
-        model=str(directory),
-        hf_config=hf,
-        dtype="float32",
-        quantization=None,
-        seed=changes.pop("seed", 0),
-        revision=None,
-        model_weights=changes.pop("model_weights", ""),
-    )
-    cache = SimpleNamespace(cache_dtype="auto", prefix_caching_hash_algo="sha256", calculate_kv_scales=False)
-    load = SimpleNamespace(
-        load_format=changes.pop("load_format", "auto"),
-        model_loader_extra_config=changes.pop("model_loader_extra_config", {}),
-    )
-    for name, value in changes.items():
-        setattr(model if name in vars(model) else cache, name, value)
-    return SimpleNamespace(model_config=model, cache_config=cache, load_config=load)
+    """Some of vLLM's configuration. ``changes`` are of fields, wherever they are, or of the model's shape."""
+    shape = {"layers": 4, "rope_scaling": None, **changes.pop("shape", {})}
+    parts = {
+        "model_config": {
+            "model": str(directory),
+            "model_weights": "",
+            "tokenizer": str(directory),
+            "revision": None,
+            "dtype": "float32",
+            "quantization": None,
+            "seed": 0,
+            "max_model_len": 1024,
+            "hf_overrides": {},
+            "served_model_name": "a",
+            "hf_config": HfConfig(changes.pop("architectures", ["LlamaForCausalLM"]), **shape),
+        },
+        "cache_config": {
+            "cache_dtype": "auto",
+            "prefix_caching_hash_algo": "sha256",
+            "calculate_kv_scales": False,
+            "gpu_memory_utilization": 0.9,
+        },
+        "load_config": {"load_format": "auto", "model_loader_extra_config": {}},
+        "scheduler_config": {"max_num_seqs": 8},
+        "parallel_config": {"data_parallel_rank": 0, "master_port": 1, "tensor_parallel_size": 1},
+    }
+    made = {}
+    for part, values in parts.items():
+        values |= {name: changes.pop(name) for name in list(changes) if name in values}
+        made[part] = config_class("".join(map(str.capitalize, part.split("_"))), **values)
+    return config_class("VllmConfig", **made, **{"speculative_config": None, "instance_id": "x", **changes})
 
 
-def test_a_model_is_told_apart_by_all_that_changes_its_kv(tmp_path):
-    def digest(version="1", backends=("b",), device="cpu", namespace="", **changes):
-        return model_digest(vllm_config(tmp_path, **changes), version, list(backends), device, namespace)
+def test_a_model_is_told_apart_by_all_that_may_change_its_kv(tmp_path):
+    def digest(version="1", backends=("b",), device="cpu", namespace="", environment=(), **changes):
+        config = vllm_config(changes.pop("model", tmp_path), **changes)
+        return model_digest(config, version, list(backends), device, namespace, dict(environment))
 
     base = digest()
-    assert digest() == base
-    assert digest(model="/mounted/elsewhere") == base
-    assert digest(seed=1) == base  # of sampling
+    for same in (
+        {"model": "/mounted/elsewhere"},  # the weights are in the revision
+        {"seed": 1},  # of sampling
+        {"max_model_len": 2048},
+        {"gpu_memory_utilization": 0.5},
+        {"max_num_seqs": 9},
+        {"data_parallel_rank": 3},
+        {"master_port": 2},
+        {"instance_id": "y"},
+        {"served_model_name": "b"},
+        {"environment": {"VLLM_PORT": "1", "VLLM_A_SERVICE_HOST": "10.0.0.1", "PATH": "x"}},
+        {"environment": {"VLLM_A_PORT_8000_TCP": "tcp://10.0.0.1:8000", "VLLM_LOGGING_LEVEL": "DEBUG"}},
+    ):
+        assert digest(**same) == base, same
     others = [
         digest(version="2"),
         digest(backends=("c",)),
         digest(device="cpu2"),
         digest(namespace="x"),
-        digest(layers=5),
+        digest(shape={"layers": 5}),
         digest(dtype="bfloat16"),
+        digest(quantization="fp8"),
         digest(cache_dtype="fp8"),
         digest(prefix_caching_hash_algo="xxhash"),
         digest(load_format="dummy"),
         digest(load_format="dummy", seed=1),
+        digest(tensor_parallel_size=2),
+        digest(hf_overrides={"rope_theta": 5.0}),
+        digest(hf_overrides=lambda config: config),
+        digest(hf_overrides=lambda config: None),
+        digest(a_field_of_a_newer_vllm=1),
+        digest(a_field_of_a_newer_vllm=2),
+        digest(environment={"VLLM_USE_DEEP_GEMM": "0"}),
+        digest(environment={"VLLM_OF_A_NEWER_VERSION": "0"}),
+        digest(environment={"NVIDIA_TF32_OVERRIDE": "1"}),
     ]
     assert len({base, *others}) == len(others) + 1
     with pytest.raises(UnsupportedError, match="scales"):
         digest(calculate_kv_scales=True)
+
+
+@pytest.mark.parametrize(
+    ("counts", "changes"),
+    [
+        (False, {}),
+        (False, {"shape": {"rope_parameters": {"rope_type": "llama3", "factor": 8}}}),
+        (False, {"shape": {"rope_parameters": {"full": {"rope_type": "yarn"}, "window": {"rope_theta": 1}}}}),
+        (True, {"shape": {"rope_parameters": {"rope_type": "longrope"}}}),
+        (True, {"shape": {"rope_scaling": {"type": "su"}}}),
+        (True, {"shape": {"rope_scaling": {"rope_type": "dynamic", "factor": 2}}}),
+        (True, {"shape": {"text_config": {"rope_parameters": {"rope_type": "longrope"}}}}),
+        (True, {"shape": {"rope_parameters": {"full": {"rope_type": "longrope"}, "window": {}}}}),
+        (True, {"architectures": ["Llama4ForCausalLM"]}),
+        (True, {"architectures": []}),
+    ],
+)
+def test_the_longest_prompt_counts_where_kv_may_depend_on_it(tmp_path, counts, changes):
+    first, second = (
+        model_digest(vllm_config(tmp_path, max_model_len=most, **changes), "1", ["b"], "cpu", "", {})
+        for most in (4096, 8192)
+    )
+    assert (first != second) is counts
 
 
 def write(path, content, *, time_ns=10**18):
@@ -392,75 +466,114 @@ def write(path, content, *, time_ns=10**18):
     return path
 
 
-@pytest.mark.parametrize(
-    ("name", "others"),
-    [
-        ("model.safetensors", ["model-2.safetensors"]),
-        ("pytorch_model.bin", ["more.pt"]),
-        ("model.gguf", ["b.gguf"]),
-        ("model.tensors", ["b.tensors"]),
-    ],
-)
-def test_other_weights_are_another_revision_wherever_they_are_mounted(tmp_path, name, others):
+def revision(place, namespace="", **changes):
+    return weights_revision(vllm_config(place, **changes), namespace).revision
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "model.gguf", "model.tensors"])
+def test_other_weights_are_another_revision_wherever_they_are_mounted(tmp_path, name):
     here, there = tmp_path / "here", tmp_path / "there"
-    content = bytes(range(256)) * 4000
+    content = bytearray(range(256)) * 16_000
     write(here / name, content)
-    first = weights_revision(vllm_config(here), "")
+    first = revision(here)
     shutil.copytree(here, there)
-    assert weights_revision(vllm_config(there), "") == first  # and the same digest: see the test below
-    write(there / name, content, time_ns=10**18 + 1)
-    assert weights_revision(vllm_config(there), "") != first
-    write(there / name, content + b"x")
-    assert weights_revision(vllm_config(there), "") != first
-    write(there / name, bytes(reversed(content)))  # of a size and a time, as in a reproducible image
-    assert weights_revision(vllm_config(there), "") != first
+    assert revision(there) == first
+    os.utime(there / name, ns=(10**18 + 1, 10**18 + 1))
+    assert revision(there) == first
+    content[2_000_003] ^= 1  # one byte between all samples, at one time, as in a reproducible image
     write(there / name, content)
-    write(there / "notes.txt", b"x")
-    assert weights_revision(vllm_config(there), "") == first
-    for other in others:
-        write(there / other, content)
-    assert weights_revision(vllm_config(there), "") != first
+    assert revision(there) != first
+    sampled = weights_revision(vllm_config(here), "", sampled=True).revision
+    assert sampled != first
+    os.utime(there / name, ns=(10**18, 10**18))
+    assert weights_revision(vllm_config(there), "", sampled=True).revision == sampled  # what the option costs
+
+
+@pytest.mark.parametrize(
+    "other", ["processor_config.json", "generation_config.json", "mmproj.gguf", "code/rope.py", "notes.txt"]
+)
+def test_every_file_beside_the_weights_counts(tmp_path, other):
+    write(tmp_path / "model.safetensors", b"w")
+    seen = {revision(tmp_path)}
+    (tmp_path / other).parent.mkdir(exist_ok=True)
+    for content in (b"1", b"2"):
+        write(tmp_path / other, content)
+        seen.add(revision(tmp_path))
+    assert len(seen) == 3
+    write(tmp_path / "README.md", b"x")
+    assert revision(tmp_path) in seen
+
+
+def test_a_tokenizer_and_a_draft_model_elsewhere_count(tmp_path):
+    write(tmp_path / "model" / "model.safetensors", b"w")
+    write(tmp_path / "tokens" / "tokenizer.json", b"1")
+    before = revision(tmp_path / "model", tokenizer=str(tmp_path / "tokens"))
+    write(tmp_path / "tokens" / "tokenizer.json", b"2")
+    assert revision(tmp_path / "model", tokenizer=str(tmp_path / "tokens")) != before
+
+    def with_draft():
+        draft = vllm_config(tmp_path / "draft").model_config
+        speculative = config_class("SpeculativeConfig", draft_model_config=draft, draft_load_config=None)
+        return revision(tmp_path / "model", speculative_config=speculative)
+
+    write(tmp_path / "draft" / "model.safetensors", b"1")
+    before = with_draft()
+    assert before != revision(tmp_path / "model")
+    write(tmp_path / "draft" / "model.safetensors", b"2")
+    assert with_draft() != before
+    (tmp_path / "draft" / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedError, match="namespace"):
+        with_draft()
 
 
 def test_weights_in_single_and_in_split_files(tmp_path):
-    def revision(place, **changes):
-        return weights_revision(vllm_config(tmp_path / place, **changes), "")
-
     write(tmp_path / "a.gguf", b"a" * 10)
     write(tmp_path / "b.gguf", b"b" * 10)
-    assert revision("a.gguf") != revision("b.gguf")
-    before = revision("a.gguf")
+    assert revision(tmp_path / "a.gguf") != revision(tmp_path / "b.gguf")
+    before = revision(tmp_path / "a.gguf")
     write(tmp_path / "b.gguf", b"c" * 10)
-    assert revision("a.gguf") == before
+    assert revision(tmp_path / "a.gguf") == before
+    write(tmp_path / "mmproj-f16.gguf", b"c" * 10)
+    assert revision(tmp_path / "a.gguf") != before
     for part in (1, 2):
         write(tmp_path / f"m-0000{part}-of-00002.gguf", b"m" * 10)
-    before = revision("m-00001-of-00002.gguf")
+    before = revision(tmp_path / "m-00001-of-00002.gguf")
     write(tmp_path / "m-00002-of-00002.gguf", b"n" * 10)
-    assert revision("m-00001-of-00002.gguf") != before
+    assert revision(tmp_path / "m-00001-of-00002.gguf") != before
     for rank in (0, 1):
         write(tmp_path / f"t-{rank:03}.tensors", b"t" * 10)
-    extra = {"tensorizer_uri": str(tmp_path / "t-%03d.tensors")}
-    config = vllm_config("org/name", load_format="tensorizer", model_loader_extra_config=extra)
-    before = weights_revision(config, "")
+    streamed = {
+        "load_format": "tensorizer",
+        "model_loader_extra_config": {"tensorizer_uri": str(tmp_path / "t-%03d.tensors")},
+    }
+    before = revision("org/name", **streamed)
     write(tmp_path / "t-001.tensors", b"u" * 10)
-    assert weights_revision(config, "") != before
+    assert revision("org/name", **streamed) != before
 
 
 def test_weights_that_nothing_tells_apart_need_a_namespace(tmp_path):
-    remote = vllm_config(tmp_path, model_weights="s3://bucket/model")  # vLLM has fetched all but the weights
-    config = {"tensorizer_uri": "s3://bucket/m.tensors"}
-    streamed = vllm_config("org/name", load_format="tensorizer", model_loader_extra_config=config)
-    for unknown in (vllm_config(tmp_path), vllm_config("org/name"), remote, streamed):
+    write(tmp_path / "config.json", b"{}")
+    extra = {"tensorizer_uri": "s3://bucket/m.tensors"}
+    for place, changes in (
+        (tmp_path, {}),
+        ("org/name", {}),
+        (tmp_path, {"model_weights": "s3://bucket/model"}),  # vLLM has fetched all but the weights
+        ("org/name", {"load_format": "tensorizer", "model_loader_extra_config": extra}),
+    ):
         with pytest.raises(UnsupportedError, match='give kv_connector_extra_config a "namespace"'):
-            weights_revision(unknown, "")
-        assert weights_revision(unknown, "version 1")
+            revision(place, **changes)
+        assert revision(place, "version 1", **changes)
+    fetched = tmp_path.with_name("fetched")  # vLLM's own folder, another one in each process
+    shutil.copytree(tmp_path, fetched)
+    streamed = {"model_weights": "s3://bucket/model"}
+    assert revision(tmp_path, "version 1", **streamed) == revision(fetched, "version 1", **streamed)
     hub = vllm_config("org/name")
     hub.model_config.hf_config._commit_hash = "abc"
-    assert weights_revision(hub, "").endswith("@abc")
+    assert weights_revision(hub, "").revision.endswith("@abc")
     hub.model_config.hf_config._commit_hash = None
     hub.model_config.revision = "0123456789" * 4
-    assert weights_revision(hub, "").endswith(hub.model_config.revision)
-    assert weights_revision(vllm_config("org/name", load_format="dummy"), "")
+    assert weights_revision(hub, "").revision.endswith(hub.model_config.revision)
+    assert revision("org/name", load_format="dummy")
 
 
 def adapter(directory, number=1, name="a"):
@@ -482,8 +595,72 @@ def test_an_adapter_is_known_by_its_files_and_not_after_they_have_changed(tmp_pa
     assert AdapterVersions().version(adapter(tmp_path / "a")) == second
     write(tmp_path / "a" / "adapter_config.json", b'{"lora_alpha": 4}')
     assert AdapterVersions().version(adapter(tmp_path / "a")) != second
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    with pytest.raises(UnsupportedError, match="have changed"):  # the number has another folder
+        versions.version(adapter(tmp_path / "b", number=2))
     with pytest.raises(UnsupportedError, match="is no local directory"):
         versions.version(adapter("org/adapter", number=3))
+
+
+def test_an_adapter_that_had_other_files_for_a_moment_stays_without_the_cache(tmp_path):
+    """vLLM may have loaded it again at that moment (``load_inplace``)."""
+    file = write(tmp_path / "a" / "adapter_model.safetensors", b"1" * 10)
+    versions = AdapterVersions()
+    versions.version(adapter(tmp_path / "a"))
+    kept = file.rename(tmp_path / "kept")
+    write(file, b"2" * 10)
+    with pytest.raises(UnsupportedError, match="have changed"):
+        versions.version(adapter(tmp_path / "a"))
+    kept.rename(file)
+    with pytest.raises(UnsupportedError, match="have changed"):
+        versions.version(adapter(tmp_path / "a"))
+
+
+class Element:
+    def __init__(self, data):
+        self.data = data
+
+
+def feature(name, data, offset=0, modality="image"):
+    position = SimpleNamespace(offset=offset)
+    items = None if data is None else {key: Element(value) for key, value in data.items()}
+    return SimpleNamespace(modality=modality, identifier=name, data=items, mm_position=position)
+
+
+def test_images_are_known_by_what_the_processor_has_made_of_them():
+    first = {"pixels": [1.0, [2, 3]], "size": (4,)}
+    found = MediaContents().digests([feature("a", first, 40), feature("b", {"pixels": [1]})], 16)
+    assert [block for block, _ in found] == [2, 0]
+    [(_, digest), (_, other)] = found
+    assert digest != other
+    assert MediaContents().digests([feature("uuid", first)], 16) == [(0, digest)]  # whatever it is called
+    for changed in ({"pixels": [1.0, [2, 4]], "size": (4,)}, {"pixels": [1.0, 2, 3], "size": (4,)}):
+        assert MediaContents().digests([feature("a", changed)], 16) != [(0, digest)]
+
+
+def test_a_name_with_two_images_goes_without_the_cache():
+    media = MediaContents()
+    assert media.digests([feature("uuid", {"pixels": [1]})], 16) == media.digests(
+        [feature("uuid", {"pixels": [1]})], 16
+    )
+    for pixels in (2, 1):  # vLLM's encoder may have kept either
+        with pytest.raises(UnsupportedError, match="multi_modal_uuids"):
+            media.digests([feature("uuid", {"pixels": [pixels]})], 16)
+    assert media.digests([feature("other", {"pixels": [2]})], 16)
+
+
+@pytest.mark.parametrize("data", [None, {"pixels": None}, {"address": 3, "monotonic_id": 1}])
+def test_images_that_the_scheduler_does_not_see_go_without_the_cache(data):
+    with pytest.raises(UnsupportedError, match="does not see"):
+        MediaContents().digests([feature("a", data)], 16)
+
+
+def test_prompts_with_different_images_share_the_text_before_them():
+    hashes = [bytes([at]) * 32 for at in range(8)]
+    text = chunk_keys(hashes, request_salt((), None), 2)
+    one, other = (chunk_keys(hashes, request_salt((), None, [(3, image)]), 2) for image in ("x", "y"))
+    assert text[0] == one[0] == other[0]
+    assert all(len({*keys}) == 3 for keys in zip(text[1:], one[1:], other[1:], strict=True))
 
 
 def test_configurations_are_made_plain_and_the_processor_has_a_name():

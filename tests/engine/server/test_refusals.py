@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
 import re
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,13 +19,17 @@ pytest.importorskip("uvicorn")
 
 import httpx
 import openai
+from starlette.types import Message
 
 from tierstore.errors import UsageError
 from tierstore_engine.build import LoadedModel
 from tierstore_engine.engine import Engine
+from tierstore_engine.server.errors import ApiError
+from tierstore_engine.server.http import Endpoint, Exchange
+from tierstore_engine.server.metrics import ServerMetrics
 from tierstore_engine.server.settings import ServerSettings
 
-from .live import Live, wait_for
+from .live import WAIT_S, Live, wait_for
 
 EngineOf = Callable[..., Engine]
 Serve = Callable[..., Live]
@@ -55,6 +61,15 @@ BAD: list[tuple[str, Any, int, str]] = [
     ("completions", b"", 400, "not JSON"),
     ("completions", b"{", 400, "not JSON"),
     ("completions", b"\xff\xfe", 400, "not JSON"),
+    ("completions", b'{"model": "tiny", "prompt": "\xff"}', 400, "not JSON: 'utf-8' codec can't decode"),
+    ("completions", b'{"model": "tiny", "prompt": "a", "\xc3": 1}', 400, "not JSON: 'utf-8' codec"),
+    ("completions", '{"model": "tiny", "prompt": "a"}'.encode("utf-16"), 400, "not JSON"),
+    (
+        "chat/completions",
+        b'{"model": "tiny", "messages": [{"role": "user", "content": "\x80"}]}',
+        400,
+        "not JSON",
+    ),
     ("completions", b"[" * 100_000, 400, "Expected `object`"),
     ("completions", b'{"model":"tiny","prompt":' + b"[" * 100_000, 400, ""),
     ("completions", [], 400, "Expected `object`, got `array`"),
@@ -247,6 +262,80 @@ def test_a_request_that_takes_too_long(
     live = serve(engine_of(tiny), request_s=0.05)
     with pytest.raises(openai.APIError, match=r"longer than the 0\.05 s"):
         list(live.client.completions.create(**_client(LONG), stream=stream))
+
+
+def test_a_long_step_keeps_no_scrape_waiting(
+    tiny: LoadedModel, engine_of: EngineOf, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Probes and metrics answer with what was true before the step; the pool's size is asked for again."""
+    monkeypatch.setattr("tierstore_engine.server.app._POOL_S", 0.1)
+    monkeypatch.setattr("tierstore_engine.server.page._LONG_STEP_S", 0.0)
+    live = serve(engine_of(tiny))
+    post(live, "completions", {**GOOD, "max_tokens": 1})
+    begun, done = threading.Event(), threading.Event()
+    compute = live.own_engine.model.compute
+
+    def slowly(step: Any) -> Any:
+        begun.set()
+        assert done.wait(WAIT_S)
+        return compute(step)
+
+    live.own_engine.model.compute = slowly  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as threads:
+        asking = threads.submit(post, live, "completions", GOOD)
+        try:
+            assert begun.wait(WAIT_S)
+            text = live.http.get("/metrics").text
+            assert "tierstore_engine_generated_tokens_total 1.0" in text
+            assert "tierstore_engine_running_sequences 1.0" in text or "waiting_sequences 1.0" in text
+            assert live.http.get("/health").status_code == 200
+            assert live.http.get("/v1/models").status_code == 200
+            pool = live.http.get("/pool")
+            assert (pool.status_code, pool.headers["retry-after"]) == (503, "1")
+            with live.http.stream("GET", "/dashboard/feed") as feed:
+                assert any("has been at one step" in line for line in feed.iter_lines())
+        finally:
+            done.set()
+        assert asking.result().status_code == 200
+    assert "tierstore_engine_generated_tokens_total 3.0" in live.http.get("/metrics").text
+
+
+@pytest.mark.parametrize("error", [TimeoutError(), FileNotFoundError("model.json"), ConnectionResetError()])
+def test_an_error_of_a_handler_is_answered_and_no_hang_up(error: OSError) -> None:
+    """An ``OSError`` of a handler is a mistake; only one of the client's connection is a hang-up."""
+
+    async def handler(exchange: Exchange) -> None:
+        raise error
+
+    counts = ServerMetrics()
+    endpoint = Endpoint("broken", handler, counts, api_key=None, error_of=lambda e: ApiError(500, repr(e)))
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(endpoint), base_url="http://here"
+        ) as client:
+            return await client.get("/")
+
+    answer = asyncio.run(ask())
+    assert (answer.status_code, answer.json()["error"]["message"]) == (500, repr(error))
+    assert counts.hang_ups._value.get() == 0
+
+
+def test_a_client_whose_connection_is_lost_has_hung_up() -> None:
+    async def handler(exchange: Exchange) -> None:
+        await exchange.reply(200, {})
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        raise ConnectionResetError
+
+    counts = ServerMetrics()
+    endpoint = Endpoint("lost", handler, counts, api_key=None, error_of=lambda e: ApiError(500, repr(e)))
+    scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "query_string": b""}
+    asyncio.run(endpoint(scope, receive, send))
+    assert counts.hang_ups._value.get() == 1
 
 
 def test_a_step_that_fails_ends_its_requests_and_no_others(live: Live) -> None:

@@ -49,7 +49,7 @@ def test_what_nothing_is_kept_with_is_said(short_directory):  # noqa: F811
     assert str(short_directory) in found["daemon"].advice
 
 
-@pytest.mark.parametrize("extra", ["{", "[]"])
+@pytest.mark.parametrize("extra", ["{", "[]", "[" * 100_000], ids=["open", "array", "deep"])
 def test_what_is_no_config_is_a_clear_error(extra):
     with pytest.raises(UsageError, match="--extra-config"):
         list(sglang.checks(None, extra))

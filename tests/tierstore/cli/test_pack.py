@@ -152,24 +152,3 @@ def test_mistakes_are_one_line(pack, daemon, prompt, tmp_path, directory):
         got, out, err = run("pack", *arguments)
         assert (got, out, err.count("\n")) == (code, "", 1), (arguments, err)
         assert words in err
-
-
-def test_a_mount_takes_what_a_prompt_wants_and_no_more(pack, second, tmp_path):
-    wanted = tmp_path / "wanted.json"
-    wanted.write_text(json.dumps(TOKENS[:100]))
-    public = tmp_path / "me.pub"
-    code, out, err = run("pack", "mount", pack, "--signer", public, "--connect", second.url)
-    assert (code, err) == (0, "")
-    assert out.startswith("can be mounted: 320 tokens of 1 prompts, 20 pages, ")
-    assert pages_at(second.url)[0] == 0
-    code, out, err = run("pack", "mount", pack, "--prompt-file", wanted, "--connect", second.url)
-    assert (code, err) == (0, "")
-    assert out.startswith("96 of 100 tokens are in the store: ")
-    tokens, pages = pages_at(second.url)
-    assert (tokens, pages) == (96, pages_of(TOKENS)[:6])
-
-
-def test_a_mount_fills_a_directory(pack, tmp_path, prompt):
-    code, out, err = run("pack", "mount", pack, "--prompt-file", prompt, "--store", tmp_path / "store")
-    assert (code, err) == (0, "")
-    assert out.startswith("320 of 320 tokens are in the store: ")

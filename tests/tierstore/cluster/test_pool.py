@@ -19,7 +19,7 @@ from tests.tierstore.cluster.hosts import IDENTITY, SPEC, Host, alive, check, pr
 from tierstore.backend import Registration
 from tierstore.cluster import supervisor
 from tierstore.core.clients import MOST_EXPECTED_TOKENS, Client
-from tierstore.core.prompts import PromptView
+from tierstore.core.prompts import ChainView
 from tierstore.keys import Identity, Prompt
 from tierstore.testing.fake_pool import set_faults
 from tierstore.testing.pages import pages_of
@@ -504,7 +504,7 @@ def test_a_host_waits_for_no_more_promised_tokens_than_it_may(pool, monkeypatch)
     def view(number):
         whole = Prompt(IDENTITY, prompt(number), chunk_tokens=16)
         registration = Registration(IDENTITY, SPEC.page_bytes, 16)
-        return PromptView(registration, whole.keys, whole.token_bytes)
+        return ChainView(registration, whole.keys, whole.token_bytes)
 
     async def until(condition):
         while not condition():

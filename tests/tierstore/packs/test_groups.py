@@ -22,7 +22,6 @@ from tierstore.packs import (
     Trust,
     export_pack,
     import_pack,
-    mount,
     open_pack,
     verify_pack,
 )
@@ -100,8 +99,6 @@ def test_hits_are_the_senders(spec, tmp_path, signer):
 def test_what_does_not_go_together_is_one_line(tmp_path, signer):
     packed(GEMMA, sender(GEMMA, tmp_path / "a"), tmp_path / "p.tskv", signer=signer[0])
     data = (tmp_path / "p.tskv").read_bytes()
-    with pytest.raises(UsageError, match="several layer groups"):
-        mount(tmp_path / "p.tskv")
     with c.open_store() as store, pytest.raises(PackError, match="of another model"):
         c.imported(store, data)
     with without_pools(HYBRID, tmp_path / "b") as store:

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
+from tierstore.arguments import json_object
 from tierstore.cli.checks.check import Check, fail, ok, warn
 from tierstore.cli.checks.daemon import checks as daemon_checks
 from tierstore.cli.checks.daemon import numbers
 from tierstore.daemon.settings import default_listen
-from tierstore.errors import UsageError
 
 OLDEST, TRIED = (0, 5, 20), (0, 5, 23)
 _MODULE, _CLASS = "tierstore_connectors.sglang.backend", "TierStoreHiCache"
@@ -43,7 +43,7 @@ def checks(url: str | None, extra: str | None) -> Iterator[Check]:
 
     Raises :class:`UsageError` for a config that is no JSON object, and for an address that is none.
     """
-    config = proposed(url) if extra is None else _parsed(extra)
+    config = proposed(url) if extra is None else json_object("--extra-config", extra)
     version = installed_version()
     yield _version(version)
     yield from _config(config)
@@ -69,16 +69,6 @@ def proposed(url: str | None) -> dict[str, Any]:
         _PREFIX: True,
     }
     return config if url is None else {**config, "store": url}
-
-
-def _parsed(extra: str) -> dict[str, Any]:
-    try:
-        config = json.loads(extra)
-    except ValueError as error:
-        raise UsageError(f"--extra-config is no JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise UsageError("--extra-config is a JSON object")
-    return config
 
 
 def _version(version: str | None) -> Check:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
+from tierstore.arguments import json_object
 from tierstore.cli.checks.check import Check, fail, ok, warn
 from tierstore.cli.checks.daemon import checks as daemon_checks
 from tierstore.cli.checks.daemon import numbers
@@ -89,12 +90,12 @@ def proposed(url: str | None) -> dict[str, Any]:
 
 
 def _parsed(flags: str) -> dict[str, Any]:
-    try:
-        config = json.loads(flags)
-    except ValueError as error:
-        raise UsageError(f"--kv-transfer-config is no JSON: {error}") from error
-    if not isinstance(config, dict) or not isinstance(config.get("kv_connector_extra_config", {}), dict):
-        raise UsageError("--kv-transfer-config is a JSON object, and so is its kv_connector_extra_config")
+    config = json_object("--kv-transfer-config", flags)
+    extra = config.get("kv_connector_extra_config", {})
+    if not isinstance(extra, dict):
+        raise UsageError(
+            f"kv_connector_extra_config in --kv-transfer-config must be a JSON object, got {extra!r}"
+        )
     return config
 
 

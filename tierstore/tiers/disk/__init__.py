@@ -2,7 +2,8 @@
 
 ::
 
-    DIR/lock              flock by the owner, whose process id is in it
+    DIR                   flock by the owner
+    DIR/lock              the owner's process id
     DIR/index.lmdb        the truth: what pages there are (index_db.py), and the payloads of small ones
     DIR/extents/000000 …  the other payloads, one linear space of slots (extents.py, slabs.py)
 
@@ -33,10 +34,11 @@ written down while it is under way (io.py), so that a disk that has stopped answ
 that has nothing to do. ``probe`` finds out whether one that failed is in order again.
 
 **Why the cap holds.** The index's map size and the extent space are fixed at open, and with an allowance
-for the rest they add up to less than the cap (space.py). Neither file can grow past its share. A life with
-a smaller cap cuts the extents, and drops the records that no longer have a place. Where the index's file is
-larger than its new share, a new one is made beside it, with the most recently used pages that find room there
-(opening.py). The cap itself is in the directory too, for fsck to compare with.
+for the rest they add up to less than the cap (space.py). Neither file can grow past its share. When a
+directory is opened with another cap, the policy evicts pages until the others fit. Pages outside the slots of
+the new space are moved, and then the extents are cut (fitting.py). An index file that is larger than its new
+share is written anew, with the pages that the policy keeps (opening.py). The cap itself is in the directory
+too, for fsck to compare with.
 
 **What is read when.** Opening reads the index's facts (56 bytes a page) beside the first lookups, for free
 space and the order of eviction (opening.py, page_table.py). Records are read when a lookup comes by: a link

@@ -9,6 +9,7 @@ import weakref
 from pathlib import Path
 
 from tierstore.errors import StoreUnavailableError, UsageError
+from tierstore.locks import PathLock
 from tierstore.tiers.disk.io import FileIO
 
 _LOCK = "lock"
@@ -16,12 +17,14 @@ INDEX = "index.lmdb"
 _EXTENTS = "extents"
 _DAMAGED = f"{INDEX}.damaged"
 _OURS = {_LOCK, INDEX, f"{INDEX}-lock", f"{INDEX}.new", f"{INDEX}.new-lock", _DAMAGED, _EXTENTS}
+_NO_DIRECTORY_LOCKS = (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)  # network file systems
 
 _held: weakref.WeakSet[StoreDirectory]
 
 
 class StoreInUseError(StoreUnavailableError):
-    """Process ``owner`` owns the directory, or another store in this one."""
+    """Another process owns the directory, or another store in this one. ``owner`` is its process id, or
+    "(unknown)" where the lock file that names it is gone."""
 
     def __init__(self, path: Path, owner: str) -> None:
         super().__init__(f"{path} is in use by process {owner}: stop it, or give another directory")
@@ -29,10 +32,17 @@ class StoreInUseError(StoreUnavailableError):
 
 
 class StoreDirectory:
-    """A directory locked by this process until :meth:`release` or its death, however it dies."""
+    """A directory locked by this process until :meth:`release` or its death, however it dies.
 
-    def __init__(self, path: Path, lock_fd: int) -> None:
+    The lock is on the directory itself: a cleaner of /tmp may remove a file in it, but not a directory that
+    is not empty. The file ``lock`` names the owner, and is locked too: earlier versions lock nothing else.
+    """
+
+    def __init__(self, path: Path, lock: PathLock | None, lock_fd: int) -> None:
+        """``lock`` is None on a file system that cannot lock directories; ``lock_fd`` is -1 where there is no
+        lock file."""
         self.path = path
+        self._lock = lock
         self.index = path / INDEX
         self.new_index = path / f"{INDEX}.new"
         self.damaged_index = path / _DAMAGED  # set aside by fsck, until the next opening
@@ -50,17 +60,16 @@ class StoreDirectory:
         try:
             _refuse_strangers(path)
             path.mkdir(parents=True, exist_ok=True, mode=0o700)
-            fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            return cls(path, *_lock(path, make=True))
         except OSError as error:
             raise StoreUnavailableError(
                 f"cannot use {path} as a store directory: {error.strerror}; give one that this user can write"
             ) from error
-        return cls(path, _lock(path, fd))
 
     @classmethod
     def visit(cls, path: Path, *, make_lock: bool = False) -> StoreDirectory:
-        """Lock a store that is there, and change nothing: no file is made, none is written. One without a
-        lock file has no owner, since every owner makes one; with ``make_lock`` it is made here too.
+        """Lock a store that is there, and change nothing: no file is made, none is written. With
+        ``make_lock`` the lock file is made where there is none, for :meth:`sign`.
 
         Raises :class:`UsageError` when there is no store in ``path``, and :class:`StoreUnavailableError` when
         it cannot be read or is owned by another process (or by a store in this one).
@@ -68,7 +77,7 @@ class StoreDirectory:
         try:
             if not (path / INDEX).is_file():
                 raise UsageError(f"{path} holds no store: give a directory that a store was opened in")
-            return cls(path, _lock(path, _open_lock(path, make=make_lock)))
+            return cls(path, *_lock(path, make=make_lock))
         except OSError as error:
             raise StoreUnavailableError(f"cannot read the store in {path}: {error.strerror}") from error
 
@@ -105,9 +114,12 @@ class StoreDirectory:
     def release(self) -> None:
         """Give the directory up. Idempotent."""
         fd, self._lock_fd = self._lock_fd, -1
+        lock, self._lock = self._lock, None
         _held.discard(self)
         if fd >= 0:
             os.close(fd)
+        if lock is not None:
+            lock.release()
 
 
 def extent_number(path: Path) -> int | None:
@@ -116,30 +128,64 @@ def extent_number(path: Path) -> int | None:
     return int(path.name) if ours and path.is_file() else None
 
 
-def _open_lock(path: Path, *, make: bool) -> int:
-    """The lock of a directory that must stay as it is otherwise; -1 when there is none."""
+def _lock(path: Path, *, make: bool) -> tuple[PathLock | None, int]:
+    """Lock a directory and the lock file in it, which is made if ``make`` says so. Raises
+    :class:`StoreUnavailableError`, and :class:`OSError` for a directory that cannot be opened."""
+    _refuse_links(path)
+    lock: PathLock | None = None
     try:
-        return os.open(path / _LOCK, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if make else 0), 0o600)
+        try:
+            lock = PathLock(path.resolve())
+        except OSError as error:
+            if error.errno not in _NO_DIRECTORY_LOCKS:
+                raise
+        return lock, _lock_file(path / _LOCK, make=make)
+    except BlockingIOError:
+        owner = _owner(path)
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        raise
+    if lock is not None:
+        lock.release()
+    raise StoreInUseError(path, owner)
+
+
+def _lock_file(file: Path, *, make: bool) -> int:
+    """Lock the lock file, and return its descriptor; -1 where there is none and none is made."""
+    if make:
+        return PathLock(file).fd
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         return -1
-    except OSError as error:
-        if error.errno not in (errno.EROFS, errno.EACCES):
-            raise
-        return os.open(path / _LOCK, os.O_RDONLY | os.O_CLOEXEC)
-
-
-def _lock(path: Path, fd: int) -> int:
-    if fd < 0:
-        return fd
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        owner = os.pread(fd, 32, 0).decode(errors="replace").strip()
+    except BaseException:
         os.close(fd)
-        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-            raise StoreUnavailableError(f"cannot lock {path}: {error.strerror}") from error
-        raise StoreInUseError(path, owner or "(unknown)") from None
+        raise
     return fd
+
+
+def _owner(path: Path) -> str:
+    """The process id in the lock file."""
+    try:
+        with open(path / _LOCK, "rb") as file:
+            return file.read(32).decode(errors="replace").strip() or "(unknown)"
+    except OSError:
+        return "(unknown)"
+
+
+def _refuse_links(path: Path) -> None:
+    """Raises :class:`StoreUnavailableError` for a symbolic link among the store's files: what it points to
+    may be anybody's, and would be overwritten."""
+    extents = path / _EXTENTS
+    for entry in (*(path / name for name in _OURS), *(extents.iterdir() if extents.is_dir() else ())):
+        if entry.is_symlink():
+            raise StoreUnavailableError(
+                f"{entry} is a symbolic link: a store keeps its files in its own directory; "
+                "remove the link, or give another directory"
+            )
 
 
 def _refuse_strangers(path: Path) -> None:

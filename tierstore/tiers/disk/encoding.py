@@ -19,8 +19,7 @@ from functools import partial
 
 import xxhash
 
-from tierstore.codec import Codec, allowed, by_name
-from tierstore.errors import UsageError
+from tierstore.codec import Codec
 from tierstore.keys import Identity
 from tierstore.memory import Memory
 from tierstore.tiers.disk.io_threads import IOThreads
@@ -39,16 +38,15 @@ _KEPT_BYTES = 96 * MIB  # of memory: batches that are being written at once
 
 @dataclass(frozen=True, slots=True)
 class PageBytes:
-    """A page to be encoded: its bytes, whose they are, and their XXH3-64, if that is known."""
+    """A page to be encoded: its bytes, and whose they are."""
 
     view: memoryview
     identity: Identity
-    checksum: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """What to write instead of a page. ``checksum`` is that of the page that comes back. ``memory`` is the
+    """What to write instead of a page. ``checksum`` is the page's. ``memory`` is the
     payload's, to be given back (:meth:`PageEncoder.give_back`) when it has been written."""
 
     codec: int
@@ -63,11 +61,10 @@ class Encoded:
 
 
 class PageEncoder:
-    """Encodes by ``codec``, and by the lossless one what that one may not touch. Thread-safe."""
+    """Encodes pages by ``codec``. Thread-safe."""
 
     def __init__(self, codec: Codec, *, inline_bytes: int) -> None:
         self._codec = codec
-        self._stand_in = stand_in(codec)
         self._inline_bytes = inline_bytes  # such pages are in the index, where nothing is encoded
         self._staging = Staging(_KEPT_BYTES)
         self._threads = IOThreads(_THREADS, name="tierstore-encode")
@@ -110,33 +107,22 @@ class PageEncoder:
 
     def _encode(self, page: PageBytes) -> Encoded | None:
         self._yield_processor()
-        codec: Codec | None = self._codec
-        if codec is not None and not allowed(codec, page.identity.codec):
-            codec = self._stand_in
-        if codec is None or page.view.nbytes <= self._inline_bytes:
+        if page.view.nbytes <= self._inline_bytes:
             return None
-        memory = self._staging.take(codec.bound(page.view.nbytes))
-        room = memory.view(0, memory.nbytes)
-        encoded = self._encoded(codec, page, memory, codec.encode(page.view, room, page.identity.layout))
+        memory = self._staging.take(self._codec.bound(page.view.nbytes))
+        nbytes = self._codec.encode(page.view, memory.view(0, memory.nbytes), page.identity.layout)
+        encoded = self._encoded(page, memory, nbytes)
         if encoded is None:
             self._staging.give_back([memory])
         return encoded
 
-    def _encoded(self, codec: Codec, page: PageBytes, memory: Memory, nbytes: int) -> Encoded | None:
+    def _encoded(self, page: PageBytes, memory: Memory, nbytes: int) -> Encoded | None:
         if not nbytes:
             return None
         room = room_for(nbytes, page.view.nbytes)
         if room <= self._inline_bytes or slot_bytes(room) >= slot_bytes(page.view.nbytes):
             return None
-        checksum = xxhash.xxh3_64_intdigest(page.view)
-        if codec.lossy:
-            if page.checksum is not None and checksum != page.checksum:
-                return None  # damaged: the writer finds that out of pages that it writes as they are
-            back = memoryview(bytearray(page.view.nbytes))
-            if not codec.decode(memory.view(0, nbytes), back):
-                return None
-            checksum = xxhash.xxh3_64_intdigest(back)
-        return Encoded(codec.number, nbytes, room, checksum, memory)
+        return Encoded(self._codec.number, nbytes, room, xxhash.xxh3_64_intdigest(page.view), memory)
 
     def _yield_processor(self) -> None:
         """Lower this thread's priority, once. (On Linux a nice value is a thread's.)"""
@@ -144,14 +130,3 @@ class PageEncoder:
             self._own.yields = True
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-
-
-def stand_in(codec: Codec) -> Codec | None:
-    """What keeps the pages that a lossy codec is not for; None where there is none, and they are kept as they
-    are."""
-    if not codec.lossy:
-        return None
-    try:
-        return by_name("lossless")
-    except UsageError:
-        return None

@@ -2,8 +2,9 @@
 
 Byte ``n`` of the space is byte ``n % file_bytes`` of file ``n // file_bytes``. Files are made and grown in
 steps when a write needs them, and never past the capacity; what lies beyond the capacity of this life is cut
-off at open. Each file is open twice: with O_DIRECT, for memory that is aligned, and through the page cache,
-for memory that is not and for disks that read faster that way. The kernel keeps the two coherent.
+off at open, once no page is there any more (fitting.py). Each file is open twice: with O_DIRECT, for memory
+that is aligned, and through the page cache, for memory that is not and for disks that read faster that way.
+The kernel keeps the two coherent.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tierstore.memory import ALIGNMENT
 from tierstore.tiers.disk.io import FileIO, Landed, QueuedRead
 from tierstore.units import MIB
 
 _GROWTH = 128 * MIB  # what ext4 keeps as one extent
+VOLUME_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(slots=True)
@@ -31,10 +34,15 @@ class _File:
 class ExtentFiles:
     """The files in ``directory``. Thread-safe: different ranges may be read and written at once."""
 
-    def __init__(self, directory: Path, *, capacity_bytes: int, file_bytes: int, io: FileIO) -> None:
-        """Open what is there, and cut off what lies beyond ``capacity_bytes``. Raises :class:`OSError`."""
+    def __init__(
+        self, directory: Path, *, capacity_bytes: int, file_bytes: int, io: FileIO, spare_bytes: int = 0
+    ) -> None:
+        """Open what is there. Where the volume is too small for the usual steps, growing leaves
+        ``spare_bytes`` of it free. What lies beyond ``capacity_bytes`` may be read until :meth:`cut`. Raises
+        :class:`OSError`."""
         self.capacity_bytes = capacity_bytes
         self.file_bytes = file_bytes
+        self._spare_bytes = spare_bytes
         self._directory = directory
         self._io = io
         self._growing = threading.Lock()  # guards _files and the sizes in it
@@ -42,7 +50,6 @@ class ExtentFiles:
         self._dirty_lock = threading.Lock()
         self._dirty: set[int] = set()  # numbers of the files written to since they were last synced
         try:
-            self._remove_beyond()
             while (path := self._path(len(self._files))).exists():
                 self._open(path)
         except OSError:
@@ -59,8 +66,20 @@ class ExtentFiles:
         """Bytes the files take on disk."""
         return sum(file.nbytes for file in self._files)
 
+    def cut(self) -> None:
+        """Cut off what lies beyond the capacity. No page may be there. Raises :class:`OSError`."""
+        with self._growing:
+            while len(self._files) > -(-self.capacity_bytes // self.file_bytes):
+                self._close_file(self._files.pop())
+            for path in sorted(self._directory.iterdir(), reverse=True):
+                if path.name.isdigit():
+                    self._cut_file(path, self.capacity_bytes - int(path.name) * self.file_bytes)
+            for file in self._files:
+                file.nbytes = self._io.size(file.cached_fd)
+
     def grow(self, end: int) -> None:
-        """See to it that bytes 0 … ``end`` of the space have blocks on disk. Raises :class:`OSError`."""
+        """See to it that bytes 0 … ``end`` of the space have blocks on disk. Raises :class:`OSError`, with an
+        error number of :data:`VOLUME_FULL` where the volume has no room for them."""
         assert end <= self.capacity_bytes, (
             f"{end} is beyond the {self.capacity_bytes} bytes of the extent space"
         )
@@ -137,9 +156,24 @@ class ExtentFiles:
     def close(self) -> None:
         files, self._files = self._files, []
         for file in files:
-            self._io.close(file.cached_fd)
-            if file.direct_fd is not None:
-                self._io.close(file.direct_fd)
+            self._close_file(file)
+
+    def _cut_file(self, path: Path, most: int) -> None:
+        if most <= 0:
+            self._io.unlink(path)
+            self._io.sync_directory(self._directory)
+        elif path.stat().st_size > min(most, self.file_bytes):
+            fd = self._io.open(path, os.O_RDWR)
+            try:
+                self._io.truncate(fd, min(most, self.file_bytes))
+                self._io.sync(fd)  # else a power loss could bring back more than the cap allows
+            finally:
+                self._io.close(fd)
+
+    def _close_file(self, file: _File) -> None:
+        self._io.close(file.cached_fd)
+        if file.direct_fd is not None:
+            self._io.close(file.direct_fd)
 
     def _path(self, number: int) -> Path:
         return self._directory / f"{number:06d}"
@@ -164,27 +198,24 @@ class ExtentFiles:
     def _grow_file(self, number: int, nbytes: int) -> None:
         file = self._files[number]
         most = min(self.file_bytes, self.capacity_bytes - number * self.file_bytes)
-        nbytes = min(-(-nbytes // _GROWTH) * _GROWTH, most)
-        self._io.allocate(file.cached_fd, file.nbytes, nbytes - file.nbytes)
-        file.nbytes = nbytes
+        wanted = min(-(-nbytes // _GROWTH) * _GROWTH, most)
+        while True:
+            try:
+                self._io.allocate(file.cached_fd, file.nbytes, wanted - file.nbytes)
+                break
+            except OSError as error:
+                if error.errno not in VOLUME_FULL:
+                    raise
+                self._io.truncate(file.cached_fd, file.nbytes)  # give back what it got of that
+                room = min(
+                    self._io.available(file.cached_fd) - self._spare_bytes, (wanted - file.nbytes) // 2
+                )
+                wanted = file.nbytes + room // ALIGNMENT * ALIGNMENT
+                if wanted < nbytes:
+                    raise
+        file.nbytes = wanted
         with self._dirty_lock:
             self._dirty.add(number)
-
-    def _remove_beyond(self) -> None:
-        for path in sorted(self._directory.iterdir(), reverse=True):
-            if not path.name.isdigit():
-                continue
-            most = self.capacity_bytes - int(path.name) * self.file_bytes
-            if most <= 0:
-                self._io.unlink(path)
-                self._io.sync_directory(self._directory)
-            elif path.stat().st_size > min(most, self.file_bytes):
-                fd = self._io.open(path, os.O_RDWR)
-                try:
-                    self._io.truncate(fd, min(most, self.file_bytes))
-                    self._io.sync(fd)  # else a power loss could bring back more than the cap allows
-                finally:
-                    self._io.close(fd)
 
     def _write_some(self, file: _File, offset: int, views: Sequence[memoryview], direct: bool) -> int:
         if direct and file.direct_fd is not None:

@@ -74,6 +74,7 @@ from tierstore.tiers.disk.records import (
 _Entry: TypeAlias = "tuple[bytes, bytes | memoryview]"  # of a tree: key, value
 
 REMOVED_AT_ONCE = 64  # pages, when space is so short that a large transaction does not fit
+_FORGOTTEN_AT_ONCE = 1024  # pages, where it is not
 FREE_PER_PAGE = 500  # page numbers that one page of LMDB's free list holds
 
 
@@ -543,10 +544,19 @@ class IndexDB:
     def forget(self, serials: Sequence[int]) -> None:
         """Delete pages whatever their records say, durably."""
         with _os_errors():
-            for start in range(0, len(serials), REMOVED_AT_ONCE):
-                with self._env.begin(write=True) as txn:
-                    for serial in serials[start : start + REMOVED_AT_ONCE]:
-                        Writing(txn, self._trees).delete(serial)
+            for start in range(0, len(serials), _FORGOTTEN_AT_ONCE):
+                some = serials[start : start + _FORGOTTEN_AT_ONCE]
+                try:
+                    self._delete(some)
+                except lmdb.MapFullError:
+                    for at in range(0, len(some), REMOVED_AT_ONCE):
+                        self._let_turns_pass()
+                        self._delete(some[at : at + REMOVED_AT_ONCE])
+
+    def _delete(self, serials: Sequence[int]) -> None:
+        with self._env.begin(write=True) as txn:
+            for serial in serials:
+                Writing(txn, self._trees).delete(serial)
 
     def relocate(self, moved: Sequence[tuple[PageRecord, int]]) -> None:
         """Give pages new places (in extents), durably: each record as it is to be, and the place it had.

@@ -178,7 +178,7 @@ class IndexFile:
 
     @contextmanager
     def _open(self) -> Iterator[None]:
-        self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             self._page_bytes = int.from_bytes(os.pread(self._fd, 4, _PAGE_SIZE_AT), "little")
             if self._page_bytes not in _PAGE_SIZES:
@@ -389,6 +389,15 @@ def _nodes_of(numbers: _Numbers, pages: npt.NDArray[np.uint8], kind: int) -> _No
     sizes += sizes % 2
     _require((key_bytes <= _MOST_KEY_BYTES) & (pointer + sizes <= page_bytes), numbers[page])
     _require(np.add.reduceat(sizes, ends - counts) == page_bytes - upper, numbers)
+    # No two pointers lead to one node, and each node ends where another one or the page ends. LMDB deletes
+    # from a page by moving what lies before a node: one that is listed twice would take another one along.
+    begins = np.zeros(len(data) // 2 + 1, np.bool_)
+    begins[start // 2] = True
+    _require(begins[(np.arange(len(numbers)) * page_bytes + upper) // 2], numbers)
+    if np.count_nonzero(begins) != len(start):
+        raise _Damage("an entry of a page of it is listed twice")
+    begins[np.arange(page_bytes, len(data) + 1, page_bytes) // 2] = True
+    _require(begins[(start + sizes) // 2], numbers[page])
     return _Nodes(data, page, start, key_bytes, flags, low)
 
 

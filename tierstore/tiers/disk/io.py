@@ -159,7 +159,7 @@ class FileIO:
 
     def open(self, path: Path, flags: int) -> int:
         """A file descriptor, closed on exec; a file made by this is 0600."""
-        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def close(self, fd: int) -> None:
         os.close(fd)
@@ -198,6 +198,11 @@ class FileIO:
 
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
+
+    def available(self, fd: int) -> int:
+        """Bytes that the file system of ``fd`` has left for this user."""
+        volume = os.fstatvfs(fd)
+        return volume.f_bavail * volume.f_frsize
 
     def forget(self, fd: int, offset: int, nbytes: int) -> None:
         """Drop a range from the page cache."""
@@ -329,6 +334,10 @@ class TrackedIO(FileIO):
     def size(self, fd: int) -> int:
         with self._calls.call():
             return self._inner.size(fd)
+
+    def available(self, fd: int) -> int:
+        with self._calls.call():
+            return self._inner.available(fd)
 
     def forget(self, fd: int, offset: int, nbytes: int) -> None:
         with self._calls.call():

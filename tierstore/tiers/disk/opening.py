@@ -12,20 +12,24 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace as replace_struct
 
 from tierstore import codec as codecs
 from tierstore.codec import Codec
 from tierstore.errors import StoreUnavailableError, UsageError
 from tierstore.memory import ALIGNMENT
+from tierstore.policy import Policy
 from tierstore.tiers.disk.calibration import Calibration, calibrate
 from tierstore.tiers.disk.directory import INDEX, StoreDirectory
-from tierstore.tiers.disk.encoding import stand_in
 from tierstore.tiers.disk.extents import ExtentFiles
+from tierstore.tiers.disk.fitting import Fitted, evict_down_to, fit
 from tierstore.tiers.disk.index_db import ENCODED_FORMAT, FORMAT, Change, IndexDB, Serials
 from tierstore.tiers.disk.index_file import DamagedIndexError, IndexFile, check_index, stored_format
 from tierstore.tiers.disk.io import FileIO
@@ -40,7 +44,8 @@ from tierstore.tiers.disk.space import (
     tree_headroom,
     unit_bytes,
 )
-from tierstore.units import KIB
+from tierstore.tiers.slabs import SlabAllocator, slot_bytes
+from tierstore.units import KIB, format_size
 
 _log = logging.getLogger(__name__)
 
@@ -56,9 +61,16 @@ class ScannedPages:
     lost: Sequence[int]
 
 
-def scan_index(index_db: IndexDB, space: Space) -> ScannedPages:
-    """Read the facts of every page and claim the places they name. Raises :class:`OSError`, and
-    :class:`DamagedIndexError` for facts that are not in order."""
+class _Facts(NamedTuple):
+    """Of every page in the index, in order of serials."""
+
+    facts: npt.NDArray[np.void]
+    parents: npt.NDArray[np.int64]  # the row of each one's parent; -1: a root
+    good: npt.NDArray[np.bool_]  # whether a lookup can come to it
+
+
+def _read_facts(index_db: IndexDB) -> _Facts:
+    """Raises :class:`OSError`, and :class:`DamagedIndexError` for facts that are not in order."""
     facts = index_db.facts()
     facts = facts[facts["serial"] < _SERIALS]  # any other key is damage
     serials = facts["serial"].astype(np.int64)
@@ -67,7 +79,13 @@ def scan_index(index_db: IndexDB, space: Space) -> ScannedPages:
     parents = parent_rows(facts)
     roots = np.fromiter(index_db.roots(), np.int64)
     rooted = (parents >= 0) | np.isin(facts["parent"].astype(np.int64), roots)
-    good = reachable(parents, rooted & (facts["parent"] < facts["serial"]))
+    return _Facts(facts, parents, reachable(parents, rooted & (facts["parent"] < facts["serial"])))
+
+
+def scan_index(index_db: IndexDB, space: Space) -> ScannedPages:
+    """Read the facts of every page and claim the places they name. Raises as :func:`_read_facts`."""
+    facts, parents, good = _read_facts(index_db)
+    serials = facts["serial"].astype(np.int64)
     rows = np.flatnonzero(good)
     claimed = space.claim(facts["place"][rows].tolist(), facts["nbytes"][rows].tolist())
     good[rows] = claimed
@@ -85,6 +103,7 @@ class IndexScan:
         Damage is logged unless the scan is ``waited_for``: then the caller reports :attr:`error`."""
         self.page_table: PageTable | None = None
         self.error: Exception | None = None
+        self.lost_pages = 0
         self._index_db = index_db
         self._space = space
         self._check = check
@@ -103,6 +122,7 @@ class IndexScan:
                 self._check.check_payloads()
             scan = scan_index(self._index_db, self._space)
             self._forget(scan.lost)
+            self.lost_pages = len(scan.lost)
             self.page_table = scan.page_table
         except DamagedIndexError as error:
             self.error = error
@@ -125,6 +145,7 @@ _MOVING_FORMAT = 1000 + FORMAT  # earlier versions marked an index so whose page
 _EMPTY_MAP_BYTES = 1 << 20
 _EMPTY_INDEX = 96 * KIB  # what an index without pages takes, with its lock file
 _BATCH_PAGES = 1024  # copied at a time to an index that is made smaller
+_NEXT_TRY = 63 / 64  # of what found room in an index that was too small
 _SPARE = 32 * KIB  # for LMDB's lists of free pages
 _QUICKLY_SCANNED = 50_000  # pages: a tenth of a second, which opening may take
 
@@ -138,7 +159,9 @@ class StoreMeta(msgspec.Struct, kw_only=True):
     unit_bytes: int
     file_bytes: int
     calibration: Calibration | None = None
-    capacity_bytes: int | None = None  # the cap of the last life
+    capacity_bytes: int | None = None  # the cap of the last life …
+    extent_bytes: int | None = None  # … and the extent space, in whose slots the pages are …
+    moving: bool = False  # … but for those that this life has moved to the slots of another one
     codecs: list[str] = []  # that pages may be kept by: each has to be at hand
 
 
@@ -154,12 +177,21 @@ class OpenedParts:
     space: Space
     scan: IndexScan
     serials: Serials
+    fitted: Fitted
 
 
 def open_parts(
-    path: Path, layout: Layout, *, inline_bytes: int, io_threads: int, io: FileIO, codec: Codec | None = None
+    path: Path,
+    layout: Layout,
+    *,
+    inline_bytes: int,
+    io_threads: int,
+    io: FileIO,
+    policy: Policy,
+    codec: Codec | None = None,
 ) -> OpenedParts:
-    """Lock and open ``path``, whose index is checked before LMDB opens it. ``codec`` is going to be used.
+    """Lock and open ``path``, whose index is checked before LMDB opens it. ``policy`` says which pages leave
+    where there are too many for ``layout``. ``codec`` is going to be used.
 
     Raises :class:`StoreUnavailableError` for a directory that cannot be used; one that is refused stays as
     it is.
@@ -169,7 +201,7 @@ def open_parts(
         refuse_other_formats(directory)
         index = check_index(directory.index) if stored_format(directory.index) is not None else None
         directory.sign()
-        return _Opening(directory, layout, inline_bytes, io_threads, io, index, codec).parts()
+        return _Opening(directory, layout, inline_bytes, io_threads, io, index, policy, codec).parts()
     except OSError as error:
         directory.release()
         raise StoreUnavailableError(
@@ -225,8 +257,10 @@ class _Opening:
         io_threads: int,
         io: FileIO,
         index: IndexFile | None,
+        policy: Policy,
         codec: Codec | None,
     ) -> None:
+        self._policy = policy
         self._codec = codec
         self._directory = directory
         self._layout = layout
@@ -235,6 +269,8 @@ class _Opening:
         self._io = io
         self._index = index  # as it was found: checked but for its payloads
         self._taken_before = directory.allocated_bytes()
+        self._unit_before: int | None = None
+        self._fitted: Fitted | None = None  # None: nothing had to be
 
     def parts(self) -> OpenedParts:
         self._directory.extents.mkdir(exist_ok=True, mode=0o700)
@@ -251,11 +287,21 @@ class _Opening:
                 capacity_bytes=self._layout.extent_bytes,
                 file_bytes=meta.file_bytes,
                 io=self._io,
+                spare_bytes=self._layout.index_bytes,
             )
             opened.callback(extents.close)
             payloads = Payloads(extents, io_threads=self._io_threads)
             opened.callback(payloads.close)
+            self._drop_removed_codecs(index_db, meta)
+            if len(index_db) and self._is_resized(meta):
+                index_db.close()
+                self._fit(meta, extents, payloads)
+                index_db = self._open_index(opened)
+            extents.cut()
             space, scan = self._scan(index_db, meta)
+            if self._fitted is not None:
+                scan.wait()
+                self._fitted = replace(self._fitted, lost_pages=scan.lost_pages)
             if self._directory.index.stat().st_size > self._layout.index_bytes:
                 scan.wait()
                 if scan.page_table is None:
@@ -270,15 +316,18 @@ class _Opening:
             if meta.calibration is not None:
                 payloads.read_mode = meta.calibration.mode
             meta.capacity_bytes = self._layout.capacity_bytes
-            used = [] if self._codec is None else [self._codec, stand_in(self._codec)]
-            names = [codec.name for codec in used if codec is not None]
-            meta.codecs = list(dict.fromkeys([*meta.codecs, *names]))
+            meta.extent_bytes = self._layout.extent_bytes
+            meta.moving = False
+            if self._codec is not None and self._codec.name not in meta.codecs:
+                meta.codecs.append(self._codec.name)
             index_db.put_meta(_encoded(meta), encoded=bool(meta.codecs))
             # The files' names, too, must outlive a power loss.
             self._io.sync_directory(self._directory.path)
             self._io.sync_directory(self._directory.path.parent)
             opened.pop_all()
-        return OpenedParts(self._directory, meta, index_db, extents, payloads, space, scan, serials)
+        fitted = self._fitted or Fitted()
+        self._log_fitted(fitted)
+        return OpenedParts(self._directory, meta, index_db, extents, payloads, space, scan, serials, fitted)
 
     def _open_index(self, opened: ExitStack) -> IndexDB:
         index_db = IndexDB(self._directory.index, map_bytes=self._layout.index_bytes)
@@ -291,6 +340,7 @@ class _Opening:
         unit = unit_bytes(self._layout.extent_bytes, meta.unit_bytes if meta else None)
         if meta is not None:
             require_codecs(meta, self._directory.path)
+            self._unit_before = meta.unit_bytes
             meta.unit_bytes = unit
             return meta
         return StoreMeta(
@@ -322,60 +372,116 @@ class _Opening:
                 raise scan.error
         return space, scan
 
+    def _drop_removed_codecs(self, index_db: IndexDB, meta: StoreMeta) -> None:
+        """Forget the pages of removed codecs. The scan forgets the pages behind them."""
+        removed = [name for name in meta.codecs if name in codecs.REMOVED]
+        if not removed:
+            return
+        if self._index is not None:  # no page may leave before
+            self._index.check_payloads()
+            self._index = None
+        numbers = set(codecs.REMOVED.values())
+        serials = [serial for serial, record in index_db.scan() if record and record.codec in numbers]
+        index_db.forget(serials)
+        meta.codecs = [name for name in meta.codecs if name not in removed]
+        _log.warning(
+            "disk tier: removed %d pages from %s: earlier versions kept them by a lossy disk codec (%s)",
+            len(serials),
+            self._directory.path,
+            ", ".join(removed),
+        )
+
+    def _is_resized(self, meta: StoreMeta) -> bool:
+        """Whether pages lie in slots of another space than this life's, as far as that is known."""
+        slots = (meta.extent_bytes, self._unit_before)
+        return meta.moving or slots != (self._layout.extent_bytes, meta.unit_bytes)
+
+    def _fit(self, meta: StoreMeta, extents: ExtentFiles, payloads: Payloads) -> None:
+        """See fitting.py. Raises :class:`OSError` and :class:`DamagedIndexError`."""
+        if self._index is not None:
+            self._index.check_payloads()
+            self._index = None  # it is going to change
+        # As large as it was: what leaves is deleted in it, which takes room.
+        with IndexDB(self._directory.index, map_bytes=0) as index_db:
+            found = _read_facts(index_db)
+            # Whoever opens it after a crash has to look where pages are, whatever its capacity is.
+            index_db.put_meta(_encoded(replace_struct(meta, moving=True)), encoded=bool(meta.codecs))
+            room = self._layout.extent_bytes
+            space = SlabAllocator(room, unit_bytes=meta.unit_bytes) if room >= slot_bytes(1) else None
+            self._fitted = fit(index_db, found.facts[found.good], extents, payloads, space, self._policy)
+
+    def _log_fitted(self, fitted: Fitted) -> None:
+        if fitted == Fitted():
+            return
+        _log.log(
+            logging.WARNING if fitted.evicted_pages or fitted.lost_pages else logging.INFO,
+            "disk tier: %s has a capacity of %s now: %d pages left that found no room (by the policy %s), "
+            "%d could not be read or moved, %d were moved",
+            self._directory.path,
+            format_size(self._layout.capacity_bytes),
+            fitted.evicted_pages,
+            self._policy.name,
+            fitted.lost_pages,
+            fitted.moved_pages,
+        )
+
     def _shrink_index(self, old: IndexDB, meta: StoreMeta, page_table: PageTable) -> None:
         """Replace an index whose file is larger than its share. (LMDB's file never shrinks.)
 
-        The new file holds the most recently used pages, as many as find room beside the old one. Both count
-        against the larger of this cap and the last one. Until the new file takes its name, the old one is the
-        index, unchanged. Raises :class:`OSError`.
+        The new file holds the pages that the policy evicts last, as many as find room beside the old one.
+        Both files count against the larger of this cap and the last one. The old file is the index,
+        unchanged, until the new one takes its name. Takes pages out of ``page_table``. Raises
+        :class:`OSError`.
         """
         most_bytes = max(meta.capacity_bytes or self._taken_before, self._layout.capacity_bytes)
-        serials = page_table.latest_first()
-        kept = 0
+        before = len(page_table)
         if most_bytes - self._directory.allocated_bytes() >= _EMPTY_INDEX:
-            with IndexDB(self._directory.new_index, map_bytes=self._layout.index_bytes) as new:
-                new.put_meta(_encoded(meta), encoded=bool(meta.codecs))
-                new.apply(Change(roots=old.roots(), next_serial=old.next_serial, tick=old.tick))
-                kept = self._copy_pages(old, new, serials, page_table, most_bytes)
+            total = sum(index_cost(nbytes, place) for place, nbytes in page_table.places().values())
+            while (copied := self._write_index(old, meta, page_table, most_bytes)) < total:
+                self._directory.remove_leftovers(self._io)
+                total = evict_down_to(int(copied * _NEXT_TRY), total, page_table, self._policy)
             old.close()
             self._io.rename(self._directory.new_index, self._directory.index)
             self._io.sync_directory(self._directory.path)
             self._directory.remove_leftovers(self._io)
+            kept = len(page_table)
         else:
             old.close()
             self._io.unlink(self._directory.index)
             make_index(self._directory, self._io)
-        if kept < len(serials):
-            _log.warning(
-                "disk tier: the index of %s was made smaller: %d of %d pages found room",
-                self._directory.path,
-                kept,
-                len(serials),
-            )
+            kept = 0
+        if kept < before:
+            fitted = self._fitted or Fitted()
+            self._fitted = replace(fitted, evicted_pages=fitted.evicted_pages + before - kept)
 
-    def _copy_pages(
-        self, old: IndexDB, new: IndexDB, serials: Sequence[int], page_table: PageTable, most_bytes: int
-    ) -> int:
-        """Copy pages in this order, as long as there is room. Returns how many."""
+    def _write_index(self, old: IndexDB, meta: StoreMeta, page_table: PageTable, most_bytes: int) -> int:
+        """Write a new index with the pages of ``page_table``, as long as there is room. Returns the cost of
+        those that are in it (:func:`index_cost`)."""
         places = page_table.places()
+        serials = sorted(places)  # leaves are filled up when serials ascend, and halved otherwise
         ends = np.cumsum([index_cost(nbytes, place) for place, nbytes in map(places.__getitem__, serials)])
         done = copied = 0
-        while copied < len(serials):
-            free = most_bytes - self._directory.allocated_bytes() - _SPARE
-            room = min(
-                free - tree_headroom(new.usage.tree_bytes + free // 4), index_room(new.map_bytes, new.usage)
-            )
-            # A quarter of the room at a time: what a page takes is only known when it is there.
-            end = max(int(np.searchsorted(ends, done + room // 4, side="right")), copied + 1)
-            batch = serials[copied : min(end, copied + _BATCH_PAGES)]
-            cost = int(ends[copied + len(batch) - 1]) - done
-            if cost > room:
-                break
-            used = {serial: page_table.use(serial) for serial in batch}
-            new.apply(Change(added=old.pages(batch), used=used, next_serial=old.next_serial, tick=old.tick))
-            copied += len(batch)
-            done += cost
-        return copied
+        with IndexDB(self._directory.new_index, map_bytes=self._layout.index_bytes) as new:
+            new.put_meta(_encoded(meta), encoded=bool(meta.codecs))
+            new.apply(Change(roots=old.roots(), next_serial=old.next_serial, tick=old.tick))
+            while copied < len(serials):
+                free = most_bytes - self._directory.allocated_bytes() - _SPARE
+                room = min(
+                    free - tree_headroom(new.usage.tree_bytes + free // 4),
+                    index_room(new.map_bytes, new.usage),
+                )
+                # A quarter of the room at a time: what a page takes is only known when it is there.
+                end = max(int(np.searchsorted(ends, done + room // 4, side="right")), copied + 1)
+                batch = serials[copied : min(end, copied + _BATCH_PAGES)]
+                cost = int(ends[copied + len(batch) - 1]) - done
+                if cost > room:
+                    break
+                used = {serial: page_table.use(serial) for serial in batch}
+                change = Change(added=old.pages(batch), used=used, next_serial=old.next_serial, tick=old.tick)
+                new.apply(change)
+                copied += len(batch)
+                done += cost
+        return done
 
     def _calibrate(self, payloads: Payloads, extents: ExtentFiles) -> Calibration | None:
         try:
@@ -399,13 +505,13 @@ def decode_meta(stored: bytes, path: Path) -> StoreMeta:
 def require_codecs(meta: StoreMeta, path: Path) -> None:
     """Raises :class:`StoreUnavailableError` where pages may be kept by a codec that cannot be had here."""
     for name in meta.codecs:
-        if name not in codecs.NAMES:
+        if name not in (*codecs.NAMES, *codecs.REMOVED):
             raise StoreUnavailableError(
                 f"{path} has pages kept by the codec {name!r}, which this tierstore does not know: "
                 "upgrade it, or give another directory"
             )
-        if name == "lossless":
-            continue  # is read everywhere
+        if name == "lossless" or name in codecs.REMOVED:
+            continue  # is read everywhere, and nowhere
         try:
             codecs.by_name(name)
         except UsageError as error:

@@ -189,7 +189,9 @@ class PageBuffer:
         if self._pieces is None:
             self.checksum = xxhash.xxh3_64_intdigest(self.view)
         else:
-            self.checksum = self._pieces.add(start, min(stop, self.view.nbytes))
+            whole = self._pieces.add(start, min(stop, self.view.nbytes))
+            if whole is not None:  # another thread may have ended the page before this one comes back
+                self.checksum = whole
 
 
 class _PieceHash:

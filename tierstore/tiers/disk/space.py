@@ -66,9 +66,11 @@ def split(capacity_bytes: int, *, page_bytes: int, inline_bytes: int) -> Layout:
         least = _LEAST_INDEX + 2 * page_bytes
     else:
         pages = room // slot_bytes(page_bytes)
-        records = max(pages * _RECORD_SHARE, room // _LEAST_RECORDS_FRACTION)
+        records = pages * _RECORD_SHARE
+        least = room // _LEAST_RECORDS_FRACTION
+        trees = max(records + tree_headroom(records), least + min(least, _MOST_TREE_HEADROOM))
         payload = min(room // _SLACK_FRACTION, _MOST_SLACK)
-        index = min(records + min(records, _MOST_TREE_HEADROOM) + payload, room // 2)
+        index = min(trees + payload, room // 2)
         least = _LEAST_INDEX
     index = _round_down(max(index, least))
     extents = _round_down((room - index) * _BLOCK_MAP_FRACTION // (_BLOCK_MAP_FRACTION + 1))
@@ -388,6 +390,13 @@ class Space:
         """Nobody reads any more from the place that a page was moved away from."""
         with self._lock:
             self._free(place, self._vacant.pop(place))
+
+    def limit(self, end: int) -> None:
+        """The extent space ends at byte ``end`` for this life: its volume has no room for more. New pages go
+        before it, and pages behind it stay until they leave."""
+        with self._lock:
+            if self._slots is not None and end < self._slots.units * self._slots.unit_bytes:
+                self._slots.limit(end // self._slots.unit_bytes)
 
     # -- making room ---------------------------------------------------------------------------------
 

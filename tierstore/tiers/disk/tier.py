@@ -20,9 +20,11 @@ import xxhash
 
 from tierstore.codec import NONE, by_name
 from tierstore.keys import Identity
+from tierstore.policy import DEFAULT_POLICY, POLICIES
 from tierstore.tiers.disk.calibration import Presence, try_out
 from tierstore.tiers.disk.child_filter import ChildFilter
 from tierstore.tiers.disk.encoding import PageEncoder
+from tierstore.tiers.disk.extents import VOLUME_FULL
 from tierstore.tiers.disk.index_db import Change, identity_of
 from tierstore.tiers.disk.io import FileIO, InFlightCalls, QueuedIO, TrackedIO
 from tierstore.tiers.disk.io_threads import IOThreads
@@ -128,6 +130,7 @@ class DiskTier:
         self._scan = parts.scan
         self.child_filter = ChildFilter(parts.index_db, in_flight)  # what need not be looked for in the index
         self.serials = parts.serials
+        self.fitted = parts.fitted  # what a change of capacity took at open
         self._unsynced = Unsynced()
         self._commit_lock = threading.Lock()
         self._closed = False
@@ -146,6 +149,7 @@ class DiskTier:
         inline_bytes: int = 16 * KIB,
         io_threads: int = 8,
         codec: str = NONE,
+        policy: str = DEFAULT_POLICY,
         io: FileIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> DiskTier:
@@ -154,7 +158,9 @@ class DiskTier:
         ``capacity_bytes`` caps everything under it. ``page_bytes`` is the size this life will mostly write;
         pages of ``inline_bytes`` and less live in the index. ``io_threads`` requests are in flight per batch.
         ``codec`` (a name of :mod:`tierstore.codec`) is for those that :attr:`encoder` is asked to encode.
-        Any of these may differ from life to life: pages that no longer fit are dropped.
+        Any of these may differ from life to life: where there are too many pages those leave that ``policy``
+        (a name of :data:`tierstore.policy.POLICIES`) lets leave first, and others are moved
+        (:attr:`fitted` says how many).
 
         Raises :class:`~tierstore.errors.UsageError` for a capacity below one page or an unknown codec, and
         :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
@@ -164,7 +170,13 @@ class DiskTier:
         in_flight = InFlightCalls(clock)
         watched = TrackedIO(io or QueuedIO(), in_flight)
         parts = open_parts(
-            directory, layout, inline_bytes=inline_bytes, io_threads=io_threads, io=watched, codec=chosen
+            directory,
+            layout,
+            inline_bytes=inline_bytes,
+            io_threads=io_threads,
+            io=watched,
+            policy=POLICIES[policy](),
+            codec=chosen,
         )
         encoder = PageEncoder(chosen, inline_bytes=inline_bytes) if chosen is not None else None
         return cls(parts, layout, in_flight, encoder)
@@ -287,7 +299,12 @@ class DiskTier:
             if record.place == INLINE:
                 record.checksum = xxhash.xxh3_64_intdigest(view)
         outside = [page for page in pages if page[0].place != INLINE]
-        self._payloads.write(outside)
+        try:
+            self._payloads.write(outside)
+        except OSError as error:
+            if error.errno in VOLUME_FULL:  # pages leave from now on, instead of new ones failing
+                self.space.limit(self._extents.allocated_bytes)
+            raise
         self._unsynced.written([record.place for record, _ in outside], begun)
 
     def read(self, pages: Sequence[tuple[PageRecord, memoryview]], *, encoded: bool = False) -> ReadBatch:

@@ -142,6 +142,22 @@ def _mla() -> Any:
     return DeepseekV2ForCausalLM(config)
 
 
+def _phi3_longrope() -> Any:
+    """Other rotary factors where the longest prompt is beyond 1024 tokens."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    shape: dict[str, Any] = {
+        name: value for name, value in _BASE.items() if name not in ("head_dim", "max_position_embeddings")
+    }
+    config = Phi3Config(
+        **shape,
+        max_position_embeddings=4096,
+        original_max_position_embeddings=1024,
+        rope_scaling={"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16},
+    )
+    return Phi3ForCausalLM(config)
+
+
 def _small() -> Any:
     """Large enough that prefill costs far more than an engine's own work per step: 26 M parameters."""
     return _llama(
@@ -170,6 +186,7 @@ _KINDS: dict[str, Callable[[], Any]] = {
     "tiny-mla": _mla,
     "tiny-llama4": _llama4,
     "tiny-qwen3-next": _qwen3_next,
+    "tiny-phi3-longrope": _phi3_longrope,
     "small": _small,
     "small-text": lambda: _text(_small()),
 }

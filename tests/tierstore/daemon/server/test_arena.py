@@ -158,15 +158,12 @@ def test_a_client_cannot_cut_the_arena_short_for_the_others(start, connect):
     assert client.load(found.lease, 4) == [page_bytes(tokens[: 16 * n]) for n in (1, 2, 3, 4)]
 
 
-def test_an_operator_needs_none_of_the_connections_that_engines_have_taken(start, monkeypatch):
+def test_an_operator_needs_none_of_the_connections_that_engines_have_taken(start, connect, monkeypatch):
     monkeypatch.setattr("tierstore.daemon.arena._MOST_CONNECTIONS", 3)
     daemon = start(pages=16)
-    path = f"{daemon.url.removeprefix('ipc://')}.arena"
-    engines = [ArenaConnection(path) for _ in range(3)]
-    daemon.wait_for(lambda stats: stats.server.arena_connections == 3)
+    for _ in range(3):
+        connect(daemon.url, line=True)
     with Operator(daemon.url) as operator:
         stats = operator.stats()
     assert stats.server.arena_connections == 3
     assert stats.ready
-    for engine in engines:
-        engine.close()

@@ -14,10 +14,14 @@ from hypothesis import strategies as st
 
 from tests.tierstore.daemon.server.client import IDENTITY, page_bytes, part, prompt_of
 from tierstore.daemon.server import _id, _tag
+from tierstore.keys import Identity
+from tierstore.spec import KVSpec
 from tierstore.wire import messages as p
 
 TOKENS = list(range(5 * 16))
 PROMPT = prompt_of(TOKENS)
+STATES = Identity(model="test", layout=KVSpec.opaque(8192, chunk_tokens=16).describe())
+NAMED = [p.NamedPart(1, "state", 0, b"\x10\0\0\0"), p.NamedPart(1, "window", 20)]
 SEEDS = [
     p.Hello(1, b"t" * 16, "x"),
     p.Hello(1),
@@ -26,6 +30,9 @@ SEEDS = [
     p.Ping(3),
     p.Lookup(4, part(PROMPT), 80, 0.0),
     p.Lookup(4, part(PROMPT, path=1, known=2), 80, 0.01, [1, 2]),
+    p.FindHit(4, [part(PROMPT)], [16], NAMED, bytes(5 * 32), bytes(32), b"", 80, 0.0),
+    p.FindHit(4, [part(PROMPT, path=1, known=2)], [0], [], b"", b"", b"", 77, 0.01, [1, 2]),
+    p.FindHit(4, [], [], NAMED, bytes(4 * 32), bytes(32), bytes(40), 74, 0.0),
     p.Prefetch(5, 1, 0.0),
     p.Load(6, 1, 0, 5, 0.0),
     p.Fetch(7, 1, 0, 5, 0.0),
@@ -109,8 +116,9 @@ def campaign(start, connect, messages: int, seed: int) -> float:
         connect(daemon.url, line=True),
         connect(daemon.url, line=True, hello=False),
     ]
-    rude[2].register()
-    rude[0].register()
+    for each in (rude[0], rude[2]):
+        each.register()
+        assert each.register(STATES) == 1
     rng = random.Random(seed)
     started = time.monotonic()
     sent = 0

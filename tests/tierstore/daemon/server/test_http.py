@@ -92,6 +92,17 @@ def test_a_port_that_answers_says_whether_engines_are_served(daemon, monkeypatch
         pass
 
 
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), TimeoutError(), RuntimeError("odd")])
+def test_an_error_of_the_daemon_is_an_answer(daemon, monkeypatch, error):
+    def fails():
+        raise error
+
+    monkeypatch.setattr(daemon.http, "_stats", fails)
+    assert get(daemon, "/healthz") == (500, "the daemon made a mistake; its log says more\n")
+    monkeypatch.undo()
+    assert get(daemon, "/healthz")[0] == 200
+
+
 @pytest.mark.parametrize(
     "request_",
     [

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+import time
 
 import pytest
 
+from tierstore import KVSpec
+from tierstore.testing.opening import open_store
+from tierstore.tiers.disk import FileIO
+from tierstore.tiers.disk.space import Shortage
 from tierstore.units import KIB, MIB
 
 
@@ -111,7 +117,7 @@ def test_pages_that_find_no_room_beside_a_full_index_leave_when_it_is_made_small
     newest = max(shelf.saved)
     shelf.reopen(capacity_bytes=4 * MIB)
     assert max(sizes(shelf.path)) <= 4 * MIB
-    assert "pages found room" in caplog.text
+    assert "left that found no room" in caplog.text
     assert shelf.saved.keys() <= set(range(newest - 64, newest + 1))
     shelf.verify()
     assert shelf.save([16 * KIB] * 8)
@@ -136,3 +142,57 @@ def test_a_rebuild_that_was_interrupted_changes_nothing(open_shelf):
     shelf.tier = type(shelf.tier).open(shelf.path, **shelf.options)
     shelf.verify()
     assert not list(shelf.path.glob("*.new*"))
+
+
+class SmallVolume(FileIO):
+    """The files of a volume of ``nbytes``."""
+
+    def __init__(self, path, nbytes):
+        self._path, self._nbytes = path, nbytes
+
+    def available(self, fd):
+        return max(self._nbytes - sizes(self._path)[0], 0)
+
+    def allocate(self, fd, offset, nbytes):
+        if nbytes > self.available(fd):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().allocate(fd, offset, nbytes)
+
+
+def test_a_volume_that_is_a_little_smaller_than_the_cap_holds_what_fits(open_shelf, path):
+    """A volume is never quite as large as it is called."""
+    shelf = open_shelf(capacity_bytes=32 * MIB, page_bytes=64 * KIB, io=SmallVolume(path, 30 * MIB))
+    assert len(shelf.save([64 * KIB] * 16)) == 16
+    full = False
+    while shelf.tier.space.shortage(64 * KIB) is Shortage.NONE:
+        try:
+            shelf.save([64 * KIB] * 16)
+        except OSError as error:
+            assert not full, "the space that is left is known after the first failure"
+            full = error.errno == errno.ENOSPC
+    assert full
+    assert sum(record.nbytes for record, _ in shelf.saved.values()) > 26 * MIB
+    shelf.remove([record for record, _ in list(shelf.saved.values())[:200]])
+    assert len(shelf.save([64 * KIB] * 16)) == 16  # pages that leave make room for new ones
+    assert len(shelf.save([100_000] * 16)) > 0
+    shelf.verify()
+    shelf.tier.check()
+    shelf.reopen()
+    shelf.verify()
+
+
+def test_a_store_on_a_small_volume_goes_on_with_the_newest_pages(tmp_path):
+    spec = KVSpec.uniform(layers=2, kv_heads=1, head_dim=64, dtype="float16")
+    io = SmallVolume(tmp_path / "kv", 12 * MIB)
+    with open_store(tmp_path / "kv", spec, host_bytes=4 * MIB, disk_bytes=16 * MIB, io=io) as store:
+        tokens: list[int] = []
+        deadline = time.monotonic() + 120
+        number = 0
+        while number < 60 or store.lookup(tokens).by_tier.get("disk", 0) < 512:
+            assert time.monotonic() < deadline, store.stats().health_line
+            tokens = list(range(10_000 * number, 10_000 * number + 512))
+            store.save(tokens, [bytes([number % 256]) * spec.page_bytes] * 8).wait(60)
+            store.flush(10)
+            store.evict("host")
+            number += 1
+        assert store.stats().tiers["disk"].used_bytes > 6 * MIB

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import lmdb
 import pytest
 
-from tierstore.errors import StoreUnavailableError
+from tierstore.errors import StoreUnavailableError, TierStoreError
 from tierstore.tiers.disk import DiskTier
+from tierstore.tiers.disk.fsck import fsck
 from tierstore.tiers.disk.index_db import ENCODED_FORMAT, FORMAT
 from tierstore.units import KIB, MIB
 
@@ -54,6 +57,67 @@ def test_a_second_opener_is_told_who_the_first_is(open_shelf, path):
     assert f"in use by process {os.getpid()}: stop it" in other.stderr
     assert fingerprint(path) == before
     shelf.verify()
+
+
+def test_a_removed_lock_file_lets_no_second_owner_in(open_shelf, path):
+    """Cleaners of /tmp remove old files from directories in use, LMDB's lock among them."""
+    shelf = open_shelf()
+    shelf.save([64 * KIB])
+    for name in ("lock", "index.lmdb-lock"):
+        (path / name).unlink()
+    with pytest.raises(StoreUnavailableError, match=r"in use by process \(unknown\)"):
+        open_tier(path)
+    code = "import sys, pathlib\nfrom tierstore.tiers.disk.fsck import fsck\nfsck(pathlib.Path(sys.argv[1]))"
+    other = subprocess.run(
+        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False
+    )
+    assert other.returncode == 1
+    assert "in use by process" in other.stderr
+    shelf.verify()
+    shelf.reopen()
+    shelf.verify()
+
+
+def test_an_owner_that_locks_the_file_only_is_respected(path):
+    """Earlier versions do not lock the directory."""
+    open_tier(path).close()
+    with open(path / "lock", "r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.truncate()
+        file.write(b"4711\n")
+        file.flush()
+        with pytest.raises(StoreUnavailableError, match="in use by process 4711"):
+            open_tier(path)
+        with pytest.raises(StoreUnavailableError, match="in use by process 4711"):
+            fsck(path)
+    open_tier(path).close()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["lock", "index.lmdb", "index.lmdb-lock", "index.lmdb.new", "index.lmdb.damaged", "extents/000000"],
+)
+@pytest.mark.parametrize("there", [True, False])
+def test_a_symbolic_link_among_the_files_is_refused_and_not_followed(path, tmp_path, name, there):
+    precious = tmp_path / "precious"
+    if there:
+        precious.write_bytes(b"precious" * 1000)
+    (path / "extents").mkdir(parents=True)
+    (path / "lock").touch()
+    (path / name).unlink(missing_ok=True)
+    (path / name).symlink_to(precious)
+    for use in (open_tier, partial(fsck, repair=True)):
+        with pytest.raises(TierStoreError, match=r"is a symbolic link|holds no store"):
+            use(path)
+    assert precious.exists() == there
+    assert not there or precious.read_bytes() == b"precious" * 1000
+
+
+def test_a_directory_may_be_named_by_a_symbolic_link(path, tmp_path):
+    path.mkdir()
+    (tmp_path / "link").symlink_to(path)
+    with open_tier(tmp_path / "link"), pytest.raises(StoreUnavailableError, match="in use"):
+        open_tier(path)
 
 
 def test_a_forked_child_does_not_hold_the_directory(open_shelf, path):

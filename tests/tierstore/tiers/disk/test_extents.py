@@ -46,6 +46,8 @@ def test_files_are_made_as_they_are_needed_and_never_past_the_capacity(open_exte
 def test_what_lies_beyond_a_smaller_capacity_is_cut_off(open_extents, tmp_path):
     open_extents().grow(3 * MIB)
     extents = open_extents(capacity_bytes=1 * MIB + 8 * KIB)
+    assert extents.allocated_bytes == 3 * MIB  # what lies there can be read, and moved
+    extents.cut()
     assert sizes(tmp_path) == {"000000": FILE, "000001": 8 * KIB}
     assert extents.allocated_bytes == 1 * MIB + 8 * KIB
 

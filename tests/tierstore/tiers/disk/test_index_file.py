@@ -14,6 +14,7 @@ from tests.tierstore.tiers.disk import damaged_opener
 from tests.tierstore.tiers.disk.test_directory import fingerprint
 from tierstore.errors import StoreUnavailableError
 from tierstore.tiers.disk import DiskTier
+from tierstore.tiers.disk.fsck import fsck
 from tierstore.tiers.disk.index_file import DamagedIndexError, check_index
 from tierstore.units import KIB, MIB
 
@@ -145,3 +146,24 @@ def test_a_damaged_payload_page_in_a_large_index_stops_writing_and_nothing_else(
     assert shelf.tier.page_table is None
     assert "tierstore fsck --repair" in caplog.text
     shelf.verify()
+
+
+def test_a_page_that_lists_an_entry_twice_is_damage(copy):
+    """LMDB would move other entries when it deletes this one, and fsck would make the damage worse."""
+    index = copy / "index.lmdb"
+    data = bytearray(index.read_bytes())
+    found = 0
+    for at in leaf_pages(index):
+        first = int.from_bytes(data[at + 16 : at + 18], "little")
+        second = int.from_bytes(data[at + 18 : at + 20], "little")
+        nodes = (int.from_bytes(data[at + 12 : at + 14], "little") - 16) // 2
+        sizes = [bytes(data[at + node : at + node + 8]) for node in (first, second)]
+        if nodes > 2 and sizes[0] == sizes[1]:  # equal heads: equal sizes
+            data[at + 16 : at + 18] = second.to_bytes(2, "little")
+            found += 1
+    assert found
+    index.write_bytes(data)
+    with pytest.raises(DamagedIndexError, match=r"listed twice|not what was written"):
+        check_index(index)
+    assert fsck(copy, repair=True).clean
+    damaged_opener.open_store(copy).close()

@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from tierstore.codec import REMOVED
 from tierstore.errors import StoreUnavailableError
+from tierstore.memory import ALIGNMENT
 from tierstore.tiers.disk.directory import INDEX, StoreDirectory
 from tierstore.tiers.disk.fsck.examination import (
     Examination,
@@ -153,7 +155,8 @@ class _Check:
             require_codecs(self._meta, self._directory.path)
             records = read_records(index_db)
             files = ExtentFileSet.of(self._directory, self._meta.file_bytes)
-            possible = np.flatnonzero(~impossible(records.rows))
+            removed = np.isin(records.rows["codec"], list(REMOVED.values()))
+            possible = np.flatnonzero(~impossible(records.rows) & ~removed)
             with self._scrub(records.rows[possible], files) as scrub:
                 self._found = found = Examination(take_inventory(index_db, records), self._findings)
                 found.compare()
@@ -165,12 +168,18 @@ class _Check:
                     "place",
                     "its record names a place that is not on a block's border",
                 )
+                found.condemn(
+                    np.flatnonzero(removed),
+                    Category.ORPHANED,
+                    "codec",
+                    "it is kept by a disk codec that tierstore no longer has",
+                )
                 self._take_verdicts(found, possible, scrub, index_db)
             rows = records.rows
         found.drop_unreachable()
         reachable = np.flatnonzero(found.good)
         found.condemn(
-            reachable[misplaced(rows[reachable], self._meta.unit_bytes)],
+            reachable[misplaced(rows[reachable], ALIGNMENT if self._meta.moving else self._meta.unit_bytes)],
             Category.MISPLACED,
             "place",
             "its place is no slot for a page of its size, or is another page's",

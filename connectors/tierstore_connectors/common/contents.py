@@ -1,0 +1,310 @@
+"""Digests of files by all of their bytes: weights, adapters, and what lies beside them.
+
+Names, sizes and times do not tell files apart: images are built with one time for all files, and two
+fine-tunes of one model have equal sizes. So every byte counts. Hashing runs in threads, at about 1 GB/s each.
+
+A digest is remembered in a cache file, so that only the first start of an engine hashes. An entry is found by
+device, inode, size, both times of the file (the kernel sets ``st_ctime``; programs cannot), and a sample of
+its bytes. The cache file is trusted only as far as this user alone can have written it. Without a usable
+cache file each start hashes. Of several processes that need the same files one hashes, and the others wait.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each file, evenly spaced
+_SAMPLED_FROM = 1 << 20
+_PART_BYTES = 64 << 20  # one thread's work
+_BUFFER_BYTES = 1 << 20
+_MOST_THREADS = 8
+_MOST_ENTRIES, _MOST_CACHE_BYTES = 8192, 4 << 20
+_SETTLED_NS = 2_000_000_000  # a file may change again within one tick of its file system's clock
+_WAIT_S = 600.0  # for another process that hashes the same files
+_RETRIES = 3
+# Files in a model's folder that no engine computes with. Names with a leading dot do not count either.
+_DOCUMENTS = frozenset({".md", ".rst", ".pdf", ".png", ".jpg", ".jpeg", ".svg", ".gif"})
+_PAPERS = ("license", "notice", "readme")
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """The digest of some files. ``hashed_bytes`` of their ``nbytes`` were hashed now, within ``seconds``; the
+    others were remembered or sampled."""
+
+    digest: str
+    files: int
+    nbytes: int
+    hashed_bytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        gb, hashed = self.nbytes / 1e9, self.hashed_bytes / 1e9
+        return f"{self.files} files ({gb:.2f} GB, {hashed:.2f} GB of them hashed) in {self.seconds:.2f} s"
+
+
+def contents(files: Mapping[str, Path], *, remembered: Path | None, sampled: bool = False) -> Contents:
+    """Return the digest of these files: of their names (the keys) and all of their bytes.
+
+    ``remembered`` is the cache file, usually :func:`default_cache`; None hashes every time. With ``sampled``,
+    files of 1 MiB and more count by size, modification time and a sample only. Raises
+    :class:`OSError` for a file that cannot be read, or that changes each time it is read.
+
+    Any thread and any process may call it. It blocks: for weights, call it on a thread of its own."""
+    began = time.monotonic()
+    hashes = _Hashes(remembered)
+    ordered = sorted(files.items())
+    found = [_Digest(path, sampled=sampled) for _, path in ordered]
+    hashes.fill(found)
+    whole = hashlib.sha256()
+    for (name, _), each in zip(ordered, found, strict=True):
+        whole.update(msgspec.json.encode([name, each.size, each.value]))
+    return Contents(
+        whole.hexdigest()[:32],
+        len(found),
+        sum(each.size for each in found),
+        hashes.hashed_bytes,
+        time.monotonic() - began,
+    )
+
+
+def model_files(folder: Path) -> dict[str, Path]:
+    """Every file of a model's folder and of the folders in it, by its name from there, but for hidden files
+    and documents (README, LICENSE, pictures). Raises :class:`OSError`."""
+    found: dict[str, Path] = {}
+    seen: set[tuple[int, int]] = set()
+
+    def visit(place: Path, name: str) -> None:
+        status = place.stat()
+        if (status.st_dev, status.st_ino) in seen:
+            return  # a link that leads back
+        seen.add((status.st_dev, status.st_ino))
+        for each in sorted(place.iterdir()):
+            if each.name.startswith("."):
+                continue
+            if each.is_dir():
+                visit(each, f"{name}{each.name}/")
+            elif each.is_file() and not _is_document(each):
+                found[f"{name}{each.name}"] = each
+
+    visit(folder, "")
+    return found
+
+
+def default_cache() -> Path | None:
+    """Where digests are remembered: ``$XDG_CACHE_HOME/tierstore/contents.json``, or below ``~/.cache``. None
+    if this user has no home."""
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        return None
+    return base / "tierstore" / "contents.json"
+
+
+def _is_document(file: Path) -> bool:
+    return file.suffix.lower() in _DOCUMENTS or file.stem.lower().startswith(_PAPERS)
+
+
+class _Digest:
+    """One file, and its digest once that is known. ``status`` and ``sample`` find it in the cache file."""
+
+    def __init__(self, path: Path, *, sampled: bool) -> None:
+        self.path = path
+        self.value = ""
+        self.look()
+        if sampled and self.size >= _SAMPLED_FROM:
+            self.value = f"sample-{self.times[0]}-{self.sample}"
+
+    def look(self) -> None:
+        """Note the file's status and sample of now."""
+        with _opened(self.path) as fd:
+            status = os.fstat(fd)
+            self.size = status.st_size
+            self.times = (status.st_mtime_ns, status.st_ctime_ns)
+            self.sample = _sample(fd, self.size)
+            self.key = msgspec.json.encode(
+                [status.st_dev, status.st_ino, self.size, *self.times, self.sample]
+            ).decode()
+            # In file systems that are images the time of change comes from the image, and may be that of
+            # another image at the same place.
+            image = bool(os.fstatvfs(fd).f_flag & os.ST_RDONLY) and self.times[0] == self.times[1]
+        self.lasting = not image and time.time_ns() - max(self.times) > _SETTLED_NS
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(f"{path} is not a regular file")
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _sample(fd: int, size: int) -> str:
+    digest = hashlib.sha256()
+    last = max(size - _SAMPLE_BYTES, 0)
+    for at in sorted({last * at // (_SAMPLES - 1) for at in range(_SAMPLES)}):
+        digest.update(os.pread(fd, _SAMPLE_BYTES, at))
+    return digest.hexdigest()
+
+
+def _hash_part(path: Path, start: int) -> bytes:
+    """The digest of one part of a file; shorter at its end."""
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(_BUFFER_BYTES))
+    with _opened(path) as fd:
+        at, stop = start, start + _PART_BYTES
+        while at < stop:
+            count = os.preadv(fd, [buffer[: stop - at]], at)
+            if not count:
+                break
+            digest.update(buffer[:count])
+            at += count
+    return digest.digest()
+
+
+class _Hashes:
+    """The digests that a cache file remembers, and those that are missing there."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self.hashed_bytes = 0
+
+    def fill(self, files: Sequence[_Digest]) -> None:
+        """Give each of these files its digest."""
+        unknown = [each for each in files if not each.value]
+        if not unknown or not (missing := self._find(unknown)):
+            return
+        with _one_at_a_time(self._file, missing):
+            missing = self._find(missing)
+            self._hash(missing)
+            self._remember([each for each in missing if each.lasting])
+
+    def _find(self, files: Sequence[_Digest]) -> list[_Digest]:
+        """Take what is remembered. Returns the files that are not."""
+        known = _read(self._file)
+        for each in files:
+            each.value = known.get(each.key, "")
+        return [each for each in files if not each.value]
+
+    def _hash(self, files: Sequence[_Digest]) -> None:
+        threads = min(max(len(os.sched_getaffinity(0)) // 2, 1), _MOST_THREADS)
+        with ThreadPoolExecutor(threads, thread_name_prefix="tierstore-hash") as pool:
+            for _ in range(_RETRIES):
+                parts = [
+                    [
+                        pool.submit(_hash_part, each.path, at)
+                        for at in range(0, max(each.size, 1), _PART_BYTES)
+                    ]
+                    for each in files
+                ]
+                changed = []
+                for each, several in zip(files, parts, strict=True):
+                    each.value = hashlib.sha256(b"".join(part.result() for part in several)).hexdigest()
+                    self.hashed_bytes += each.size
+                    before, lasting = each.key, each.lasting
+                    each.look()
+                    if each.key != before:
+                        changed.append(each)
+                    each.lasting = lasting and each.key == before
+                if not changed:
+                    return
+                files = changed  # read them again
+        raise OSError(f"{files[0].path} changes while it is read")
+
+    def _remember(self, files: Sequence[_Digest]) -> None:
+        """Add to the cache file, with what other processes have added. A file that cannot be written costs a
+        hash at the next start."""
+        if self._file is None or not files:
+            return
+        known = _read(self._file)
+        for each in files:
+            known.pop(each.key, None)  # the latest are kept
+            known[each.key] = each.value
+        kept = dict(list(known.items())[-_MOST_ENTRIES:])
+        with suppress(OSError):
+            _replace(self._file, msgspec.json.encode({"version": 1, "digests": kept}))
+
+
+class _Cache(msgspec.Struct):
+    version: int
+    digests: dict[str, str]
+
+
+def _read(file: Path | None) -> dict[str, str]:
+    """What the cache file holds; nothing if it is missing, damaged, or if somebody else could write it."""
+    if file is None:
+        return {}
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return {}
+    try:
+        status = os.fstat(fd)
+        private = status.st_uid == os.geteuid() and not status.st_mode & 0o022
+        if not private or not stat.S_ISREG(status.st_mode) or status.st_size > _MOST_CACHE_BYTES:
+            return {}
+        cache = msgspec.json.decode(os.read(fd, _MOST_CACHE_BYTES), type=_Cache)
+    except (OSError, msgspec.DecodeError):
+        return {}
+    finally:
+        os.close(fd)
+    return cache.digests if cache.version == 1 else {}
+
+
+def _replace(file: Path, data: bytes) -> None:
+    """Write the file whole, readable by this user only."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd, scratch = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")
+    try:
+        with open(fd, "wb") as opened:
+            opened.write(data)
+        os.replace(scratch, file)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(scratch)
+        raise
+
+
+@contextmanager
+def _one_at_a_time(file: Path | None, missing: Sequence[_Digest]) -> Iterator[None]:
+    """Wait while another process hashes these files. It is a matter of speed only: without a lock, or when
+    the other takes too long, both hash."""
+    keys = "".join(each.key for each in missing).encode()
+    place = int.from_bytes(hashlib.sha256(keys).digest()[:4], "big")
+    try:
+        if file is None:
+            raise FileNotFoundError
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        fd = os.open(file.with_suffix(".lock"), flags, 0o600)
+    except OSError:
+        yield
+        return
+    try:
+        until = time.monotonic() + _WAIT_S
+        while time.monotonic() < until:
+            try:
+                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+                break
+            except BlockingIOError:
+                time.sleep(0.05)
+            except OSError:
+                break  # a file system without locks
+        yield
+    finally:
+        os.close(fd)

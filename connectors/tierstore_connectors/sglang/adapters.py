@@ -1,0 +1,109 @@
+"""LoRA adapters by their contents: an adapter's pages are found after a restart, and another one's are not.
+
+SGLang names an adapter by an id, which a request's cache key ends with. The id of an adapter that the server
+starts with is made from its name and path, so other files at the same path would get the pages of the old
+ones. The id of one that is loaded later is random, so its pages would never be found again. Here the key ends
+with a digest of all bytes of the adapter's files instead.
+
+The digest is taken when SGLang loads the adapter. A server to which the storage is attached later has loaded
+adapters already, and their files may have changed since: their keys are good for this server only.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from sglang.srt.lora.lora_manager import LoRAManager
+from sglang.srt.managers.schedule_batch import Req
+
+from tierstore.errors import UsageError
+from tierstore_connectors.sglang.identity import contents_of
+
+_log = logging.getLogger("sglang.tierstore")
+
+
+class Adapters:
+    """The digests of the adapters that this process has loaded, by SGLang's ids. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._digests: dict[str, str] = {}
+        self._watching = False
+
+    def watch(self, started_with: Iterable[Any], *, server: str) -> None:
+        """Give requests' keys the digests from now on. ``started_with`` are SGLang's references to adapters
+        that were loaded a moment ago; ``server`` stands for this server alone, for those whose files are not
+        known. Repeating it is harmless."""
+        for each in started_with:
+            self._note(str(each.lora_id), str(each.lora_path), server)
+        with self._lock:
+            if self._watching:
+                return
+            self._watching = True
+        LoRAManager.load_lora_weights = self._loading(LoRAManager.load_lora_weights)
+        Req.__init__ = self._naming(Req.__init__, server)
+
+    def _note(self, lora_id: str, path: str, server: str) -> None:
+        with self._lock:
+            if lora_id in self._digests:
+                return
+        found = digest_of_adapter(path) or _of_server(server, lora_id)
+        with self._lock:
+            self._digests[lora_id] = found
+
+    def _loading(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        """Take the digest of files that are the same before and after they were loaded."""
+
+        @functools.wraps(load)
+        def loading(manager: Any, lora_ref: Any) -> Any:
+            before = digest_of_adapter(str(lora_ref.lora_path))
+            result = load(manager, lora_ref)
+            if before is not None and before == digest_of_adapter(str(lora_ref.lora_path)):
+                with self._lock:
+                    self._digests[str(lora_ref.lora_id)] = before
+            return result
+
+        return loading
+
+    def _naming(self, make: Callable[..., None], server: str) -> Callable[..., None]:
+        """Have a request's key end with the digest of its adapter."""
+
+        @functools.wraps(make)
+        def naming(request: Any, *arguments: Any, **options: Any) -> None:
+            make(request, *arguments, **options)
+            lora_id = request.lora_id
+            if lora_id is not None and request.extra_key.endswith(lora_id):
+                with self._lock:
+                    found = self._digests.get(lora_id) or _of_server(server, lora_id)
+                request.extra_key = request.extra_key.removesuffix(lora_id) + found
+
+        return naming
+
+
+ADAPTERS = Adapters()
+"""Those of this process: SGLang's classes are changed once in it."""
+
+
+def digest_of_adapter(path: str) -> str | None:
+    """Return the digest of an adapter's files, of a folder or of a repository that was fetched before; None,
+    and a line in the log, where they cannot be read."""
+    folder = Path(path)
+    try:
+        if not folder.is_dir():
+            folder = Path(snapshot_download(path, local_files_only=True))
+        return contents_of(folder)
+    except (OSError, ValueError, UsageError) as error:
+        _log.warning("tierstore: pages of the adapter %s are not found after a restart: %s", path, error)
+        return None
+
+
+def _of_server(server: str, lora_id: str) -> str:
+    """A name that no adapter has anywhere else; as long as SGLang's ids are."""
+    return hashlib.sha256(f"{server} {lora_id}".encode()).hexdigest()[:32]

@@ -1,0 +1,129 @@
+"""HTTP connections of uvicorn under the rule of :mod:`tierstore.wire.listener`.
+
+uvicorn takes any number of connections, and lets one be silent for ever. So connections are accepted here,
+and uvicorn is given each with a place: it waits until a whole request has come, body included, and again
+behind the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import uvicorn
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tierstore.descriptors import limit
+from tierstore.wire.listener import Listener, Place, Places
+from tierstore_engine.server.errors import ApiError
+
+BODY_S = 30.0  # for a body to arrive
+PROBES = frozenset({"/health", "/metrics"})  # they are answered however many requests there are
+_MOST_SERVED = 1024
+_OTHERS = 128  # descriptors, of everything that is no connection
+_MOST_HEAD_BYTES = 64 << 10
+_RETRY_S = 1
+
+
+def most_served(descriptors: int) -> int:
+    """Return how many connections may be served, where each takes so many descriptors."""
+    return max(min(_MOST_SERVED, (limit() - _OTHERS) // descriptors), 1)
+
+
+class BoundedServer(uvicorn.Server):
+    """uvicorn, for connections that are accepted here. ``served`` is how many there may be with a request."""
+
+    def __init__(self, config: uvicorn.Config, listening: Sequence[socket.socket], served: int) -> None:
+        super().__init__(config)
+        self._listening = listening
+        self._served = served
+        self._entering: set[asyncio.Task[None]] = set()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._protocol = _with_place(self.config.http_protocol_class)
+        self._listener = Listener(self._listening, Places(self._served), self._enter)
+        await super().startup([])
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._listener.close()
+        await super().shutdown([])
+
+    def _enter(self, connection: socket.socket, place: Place) -> None:
+        task = asyncio.get_running_loop().create_task(self._connect(connection, place))
+        self._entering.add(task)
+        task.add_done_callback(self._entering.discard)
+
+    async def _connect(self, connection: socket.socket, place: Place) -> None:
+        def protocol() -> asyncio.Protocol:
+            made: asyncio.Protocol = self._protocol(
+                place, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+            return made
+
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(protocol, connection)
+        except OSError:
+            connection.close()
+            place.leave()
+
+
+def _with_place(base: type[Any]) -> type[Any]:
+    """uvicorn's protocol class, which is one of two, for a connection that has a place."""
+
+    class WithPlace(base):  # type: ignore[misc]
+        def __init__(self, place: Place, **options: Any) -> None:
+            super().__init__(**options)
+            self._place = place
+            self._head_bytes = 0  # since the last request
+            self._served_app: ASGIApp = options["config"].loaded_app
+            self.app: ASGIApp = self._serve
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is None or self.cycle.response_complete:
+                self._head_bytes += len(data)
+                if self._head_bytes > _MOST_HEAD_BYTES:
+                    self.transport.abort()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._place.leave()
+            super().connection_lost(exc)
+
+        async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+            self._head_bytes = 0
+            probe = scope["path"] in PROBES
+            body = any(name in (b"content-length", b"transfer-encoding") for name, _ in scope["headers"])
+
+            def whole() -> None:
+                if not self._place.served and not self._place.serve(probe=probe):
+                    raise ApiError(
+                        503,
+                        "as many connections are served as may be: try again in a moment",
+                        retry_after_s=_RETRY_S,
+                    )
+
+            async def received() -> Message:
+                message = await receive()
+                if message["type"] == "http.request" and not message.get("more_body"):
+                    whole()
+                return message
+
+            try:
+                if body:
+                    self._place.wait(BODY_S)
+                else:
+                    whole()
+                await self._served_app(scope, received, send)
+            except ApiError as error:
+                headers = {"retry-after": str(_RETRY_S)}
+                answer = Response(msgspec.json.encode(error.body), error.status, headers, "application/json")
+                await answer(scope, receive, send)
+            finally:
+                if not self.transport.is_closing():
+                    self._place.wait()
+
+    return WithPlace

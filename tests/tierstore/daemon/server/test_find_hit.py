@@ -1,0 +1,139 @@
+"""One message asks for the longest hit of all layer groups, and what does not fit together is refused."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+
+from tests.tierstore.daemon.server.client import (
+    CHUNK_TOKENS,
+    PAGE_BYTES,
+    offsets,
+    page_bytes,
+    part,
+    prompt_of,
+    sums_of,
+)
+from tierstore.keys import Identity, Prompt, page_name
+from tierstore.spec import KVSpec
+from tierstore.wire import messages as p
+
+TOKENS = list(range(100, 100 + 5 * CHUNK_TOKENS + 7))
+PROMPT = prompt_of(TOKENS)
+ROOT = bytes(32)
+STATES = Identity(model="test", layout=KVSpec.opaque(PAGE_BYTES, chunk_tokens=CHUNK_TOKENS).describe())
+
+
+def names() -> list[bytes]:
+    known: list[bytes] = []
+    for chunk in PROMPT.chunks():
+        known.append(page_name(known[-1] if known else ROOT, chunk))
+    return known
+
+
+def find(**changes):
+    """A question that fits together, but for ``changes``."""
+    fields = {
+        "id": 0,
+        "chains": [part(PROMPT)],
+        "here": [0],
+        "named": [p.NamedPart(1, "state", 0)],
+        "names": b"".join(names()),
+        "root": ROOT,
+        "tail": PROMPT.tail,
+        "num_tokens": len(TOKENS),
+        "wait_s": 5.0,
+    }
+    return p.FindHit(**{**fields, **changes})
+
+
+@pytest.fixture
+def daemon(start):
+    return start(disk=True, pages=64)
+
+
+@pytest.fixture
+def client(daemon, connect):
+    client = connect(daemon.url)
+    assert client.register() == 0
+    assert client.register(STATES) == 1
+    client.save(TOKENS)
+    return client
+
+
+def save_states(client, ends):
+    known = names()
+    saved = [known[end // CHUNK_TOKENS - 1] for end in ends if end % CHUNK_TOKENS == 0]
+    saved += [page_name(known[-1], PROMPT.tail) for end in ends if end == len(TOKENS)]
+    prompt = Prompt.named_pages(STATES, saved, chunk_tokens=CHUNK_TOKENS)
+    states = p.PromptPart(1, b"".join(prompt.keys), prompt.token_bytes, loose=True)
+    reserved = client.ask(p.Reserve(0, states, 0, len(ends)))
+    pages = [page_bytes([end]) for end in ends]
+    for offset, page in zip(offsets(reserved.offsets), pages, strict=True):
+        client.arena.map[offset : offset + PAGE_BYTES] = page
+    done = np.arange(len(ends), dtype=np.uint32).tobytes()
+    assert client.ask(p.Commit(0, reserved.reservation, done, sums_of(pages))).pages == len(ends)
+
+
+@pytest.mark.parametrize(
+    ("states", "hit"), [([], 0), ([16], 16), ([16, 48], 48), ([16, 87], 87), ([80, 87], 87), ([64], 64)]
+)
+def test_a_hit_ends_where_there_is_a_state(client, states, hit):
+    if states:
+        save_states(client, states)
+    found = client.ask(find())
+    assert isinstance(found, p.HitFound), found
+    assert (found.tokens, found.branch) == (hit, len(TOKENS))
+    [chain], [state] = found.chains, found.named
+    assert chain.tokens == hit
+    assert state.tokens == (CHUNK_TOKENS if hit else 0)
+    assert bool(chain.lease) == bool(state.lease) == bool(hit)
+    assert client.ask(find(num_tokens=40)).tokens == max((end for end in states if end <= 40), default=0)
+
+
+def test_a_lookup_of_all_groups_is_one_message(daemon, client):
+    save_states(client, [48])
+    before = daemon.stats()
+    assert client.ask(find()).tokens == 48
+    after = daemon.stats()
+    assert after.service.requests["FindHit"] == before.service.requests.get("FindHit", 0) + 1
+    assert "Lookup" not in after.service.requests
+    assert after.store.counters["lookups"] == before.store.counters["lookups"] + 1
+    assert after.store.counters["hit_tokens"]["host"] == before.store.counters["hit_tokens"]["host"] + 48
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"chains": [part(PROMPT, 7)]}, "identity"),
+        ({"named": [p.NamedPart(7, "state", 0)]}, "identity"),
+        ({"here": []}, "usage"),
+        ({"chains": [], "here": [], "named": []}, "usage"),
+        ({"named": [p.NamedPart(1, "state", 0)] * 64}, "usage"),
+        ({"named": [p.NamedPart(1, "window", -1)]}, "usage"),
+        ({"named": [p.NamedPart(1, "all", 0)]}, "usage"),
+        ({"named": [p.NamedPart(1, "tomorrow", 0)]}, "usage"),
+        ({"named": [p.NamedPart(1, "state", 0, b"\x10")]}, "usage"),
+        ({"named": [p.NamedPart(0, "state", 0)]}, "usage"),  # whose pages are not found whole
+        ({"names": bytes(31)}, "usage"),
+        ({"names": bytes(4 * 32)}, "usage"),
+        ({"num_tokens": len(TOKENS) + 1}, "usage"),
+        ({"num_tokens": -1}, "usage"),
+        ({"chains": [], "here": [], "tail": b""}, "usage"),
+        ({"wait_s": -1.0}, "usage"),
+    ],
+)
+def test_a_question_that_does_not_fit_together_is_refused(client, changes, kind):
+    refused = client.ask(find(**changes))
+    assert isinstance(refused, p.Refused), refused
+    assert refused.kind == kind
+    assert isinstance(client.ask(find()), p.HitFound)
+
+
+def test_groups_of_other_chunks_are_not_of_one_model(client):
+    other = client.ask(p.Register(0, asdict(Identity(model="x", layout=STATES.layout)), PAGE_BYTES, 32))
+    refused = client.ask(find(named=[p.NamedPart(other.identity, "state", 0)]))
+    assert isinstance(refused, p.Refused)
+    assert refused.kind == "usage"

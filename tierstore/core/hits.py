@@ -1,0 +1,141 @@
+"""The search for the longest hit that all layer groups of a prompt support, over what a core holds.
+
+Groups that need every token are asked first: the shortest of their prefixes is the *branch*, and no hit is
+longer. The pages of the other groups are found by name, and :func:`tierstore.groups.search` says which names
+are worth asking for. Most names are answered from the tree. Where the disk may have a page that the tree
+lacks, the search stops, so that the caller can read the disk without the lock and go on.
+
+Everything here needs the state's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tierstore.backend import NamedGroup
+from tierstore.core.prompts import ChainView, Found, NamedView
+from tierstore.core.state import StoreState
+from tierstore.groups import Search, search
+from tierstore.index.leases import PageLease
+from tierstore.keys import KEY_BYTES, PageKey, name_at, padded_name
+
+
+@dataclass(slots=True)
+class HitView:
+    """A :class:`~tierstore.backend.HitRequest`, as a client says it: ``chains`` may refer to what the client
+    has asked before."""
+
+    chunk_tokens: int
+    num_tokens: int
+    chains: Sequence[ChainView]
+    here: Sequence[int]
+    named: Sequence[NamedGroup]
+    names: Sequence[bytes]
+    root: bytes
+    tail: bytes
+
+    def pages(self, group: NamedGroup, ends: Sequence[int]) -> NamedView:
+        """The pages of a group that end at these tokens."""
+        names = [name_at(end, self.chunk_tokens, self.names, self.root, self._chunk) for end in ends]
+        keys = [PageKey(name[:KEY_BYTES]) for name in names]
+        tokens = b"".join([padded_name(name, self.chunk_tokens) for name in names])
+        return NamedView(group.registration, keys, tokens)
+
+    def _chunk(self, index: int) -> bytes:
+        return self.chains[0].chunk(index)[1] if self.chains else self.tail
+
+
+class HitSearch:
+    """One search. ``found`` returns what the tree has of a chain's first tokens. ``length`` is the length of
+    the hit, None until it is known. By then ``founds`` is what the tree has of each chain, and ``branch`` is
+    the shortest of these."""
+
+    def __init__(self, state: StoreState, view: HitView, found: Callable[[ChainView, int], Found]) -> None:
+        self.view = view
+        self.branch = 0
+        self.length: int | None = None
+        self.founds: Sequence[Found] = ()
+        self.looks: list[Callable[[], PageLease]] = []
+        """The looks at the disk that the search has stopped for. Empty where it has only stopped because it
+        took long."""
+        self._state = state
+        self._found = found
+        self._here = [frozenset(group.here) for group in view.named]
+        self._looked: list[set[int]] = [set() for _ in view.named]
+        self._looked_for_chains = False
+        self._concluding = False
+        self._changes = -1  # of the index, when ``founds`` was made
+        self._search: Search | None = None
+        self._wanted: Mapping[int, Sequence[int]] = {}
+
+    def go_on(self, most: int) -> bool:
+        """Search until ``length`` is known. False when the search has stopped before: for the disk, or
+        because ``most`` names were asked for."""
+        self.looks = []
+        if self.length is not None:
+            return True
+        if self._search is None:
+            self._find_chains()
+            if not self._looked_for_chains:
+                self._looked_for_chains = True
+                pairs = zip(self.view.chains, self.founds, strict=True)
+                self.looks = [
+                    chain.bringing(self._state, self.view.num_tokens)
+                    for chain, found in pairs
+                    if found.look_on_disk
+                ]
+                if self.looks:
+                    return False
+        self.length = self._search_names(self.branch, most)
+        return self.length is not None
+
+    def conclude(self) -> int:
+        """The hit's length by what is in the tree now, without another look at the disk."""
+        if self.length is not None and self._changes == self._state.index.changes:
+            return self.length
+        self._find_chains()
+        limit = self.branch if self.length is None else min(self.length, self.branch)
+        self._search, self._concluding = None, True
+        length = None
+        while length is None:
+            length = self._search_names(limit, self.view.num_tokens)
+        self.length = length
+        return length
+
+    def _find_chains(self) -> None:
+        self._changes = self._state.index.changes
+        self.founds = [self._found(chain, self.view.num_tokens) for chain in self.view.chains]
+        pairs = zip(self.founds, self.view.here, strict=True)
+        reached = (max(found.tokens, here) for found, here in pairs)
+        self.branch = min([*reached, self.view.num_tokens])
+
+    def _search_names(self, limit: int, most: int) -> int | None:
+        """The hit's length; None when the search has stopped before it was known."""
+        try:
+            if self._search is None:
+                rules = {at: group.rule for at, group in enumerate(self.view.named)}
+                self._search = search(rules, limit, self.view.chunk_tokens)
+                self._wanted = next(self._search)
+            asked = 0
+            while asked <= most:
+                held = {at: self._held(at, ends) for at, ends in self._wanted.items()}
+                if self.looks:
+                    return None
+                asked += sum(map(len, self._wanted.values()))
+                self._wanted = self._search.send(held)
+        except StopIteration as end:
+            return int(end.value)
+        return None
+
+    def _held(self, at: int, ends: Sequence[int]) -> list[int]:
+        """Those of a group's pages that there are. A look at the disk for the others is noted, once."""
+        here, looked = self._here[at], self._looked[at]
+        asked = [end for end in ends if end not in here]
+        pages = self.view.pages(self.view.named[at], asked)
+        found = pages.find(self._state, pages.num_tokens)
+        missing = {asked[position] for position in pages.missing(found, pages.num_tokens)}
+        if found.look_on_disk and not self._concluding and not looked.issuperset(missing):
+            self.looks.append(pages.bringing(self._state, pages.num_tokens))
+        looked |= missing
+        return [end for end in ends if end not in missing]

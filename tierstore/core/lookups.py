@@ -1,0 +1,358 @@
+"""Lookups: what is held of a prompt, under a lease.
+
+A lookup is answered at once, under the state's lock, when all that it needs is in memory. A look at the disk
+is done on the caller's thread, or on one of the core's threads if clients in other processes share the core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TypeVar
+
+from tierstore.backend import GroupLease, HitLease, Lease
+from tierstore.core.arrivals import Waiter
+from tierstore.core.clients import Client, LocalLease, Refusal
+from tierstore.core.core import Core
+from tierstore.core.hits import HitSearch, HitView
+from tierstore.core.prompts import Found, NamedView, PromptView
+from tierstore.index import LABELS
+from tierstore.index.leases import PageLease
+from tierstore.transfer import Transfer, TransferState
+
+R = TypeVar("R")
+
+_NAMES_AT_ONCE = 512  # pages looked for by name under one hold of the lock: a millisecond or two
+_PIN_LOOK_S = 10.0
+
+
+class Lookups:
+    """What one client of ``core`` asks for. Thread-safe. ``owner`` is what its handles belong to."""
+
+    def __init__(self, core: Core, client: Client, owner: object) -> None:
+        self.core = core
+        self.client = client
+        self._owner = owner
+        self._state = core.state
+
+    # -- the questions -------------------------------------------------------------------------------
+
+    def find(self, view: PromptView, limit: int, *, patience_s: float) -> Transfer[Lease | None]:
+        """Lease what is held of the first ``limit`` tokens: see :meth:`~tierstore.backend.Backend.find`."""
+        state = self._state
+        if self.core.disk is not None:
+            state.stall_detector.poll()
+        with state.lock:
+            if state.closed:
+                return Transfer.completed(None)
+            self._begin(leases=1)
+            found = self.found(view, limit)
+            if not found.look_on_disk:
+                return Transfer.completed(self._lease(view, found, limit))
+
+        def after() -> Lease | None:
+            return self._lease(view, self.found(view, limit), limit)
+
+        return self._after_disk(view.bringing(state, limit), patience_s, after, otherwise=None)
+
+    def find_hit(self, view: HitView, *, patience_s: float) -> Transfer[HitLease | None]:
+        """See :meth:`~tierstore.backend.Backend.find_hit`."""
+        state = self._state
+        search = HitSearch(state, view, self.found)
+        if self.core.disk is not None:
+            state.stall_detector.poll()
+        with state.lock:
+            if state.closed:
+                return Transfer.completed(None)
+            self._begin(leases=len(view.chains) + len(view.named))
+            if search.go_on(_NAMES_AT_ONCE):
+                return Transfer.completed(self._lease_hit(search))
+        return self._after_disk(
+            partial(self._search, search), patience_s, partial(self._lease_hit, search), otherwise=None
+        )
+
+    def expect(self, view: PromptView, limit: int, *, wait_s: float) -> Transfer[None]:
+        """Wait for promised pages of the first ``limit`` tokens."""
+        state, client, arrivals = self._state, self.client, self.core.arrivals
+        ended = False
+
+        def settle(_: TransferState) -> None:
+            nonlocal ended
+            with state.lock:
+                ended = True
+                client.expecting.pop(transfer, None)
+                arrivals.forget(waiter)
+
+        def look() -> None:
+            with state.lock:
+                over = state.closed or client.ended or (not ended and not self._waits(view, limit, waiter))
+            if over:
+                transfer.finish()
+
+        waiter = Waiter(look)
+        transfer: Transfer[None] = Transfer(settle, pages=0, nbytes=0, deadline_s=wait_s)
+        with state.lock:
+            if state.closed:
+                return Transfer.completed(None)
+            if not client.may_expect(view.num_tokens) or not self._waits(view, limit, waiter):
+                return Transfer.completed(None)  # more are not waited for: they are looked up as they are
+            client.expecting[transfer] = view.num_tokens
+            on_disk = self.core.disk is not None and self.may_be_on_disk(view)
+        if on_disk:  # the promise may be about what follows pages that are on disk only
+            try:
+                bring = view.bringing(state, limit)
+                looked = self._after_disk(bring, wait_s, lambda: None, otherwise=None)
+            except BaseException:
+                transfer.cancel()
+                raise
+            transfer.watch(looked)
+            looked.on_end(look)
+        return transfer
+
+    def pin(self, view: PromptView, *, undo: bool = False) -> Transfer[int | Refusal]:
+        """Keep the held whole chunks of a prompt, or undo that. The result is their tokens, or why more may
+        not be pinned."""
+        state, pins, tenant = self._state, self.core.pins, self.client.tenant
+        limit = view.num_tokens // view.chunk_tokens * view.chunk_tokens
+        name = view.name()
+
+        def set_pins() -> int | Refusal:
+            try:
+                return pins.pin(tenant, name, view.pinned(self.found(view, limit))) * view.chunk_tokens
+            except Refusal as refusal:
+                return refusal
+
+        with state.lock:
+            state.require_open()
+            if undo:
+                return Transfer.completed(pins.unpin(tenant, name) * view.chunk_tokens)
+            if not self.found(view, limit).look_on_disk:
+                return Transfer.completed(set_pins())
+        return self._after_disk(view.bringing(state, limit), _PIN_LOOK_S, set_pins, otherwise=0)
+
+    def held(self, view: PromptView, tokens: int) -> int:
+        """How many of the first ``tokens`` tokens of a prompt are in the tree. Nothing is leased or counted.
+        Raises :class:`Refusal`."""
+        with self._state.lock:
+            return self.found(view, min(tokens, view.num_tokens)).tokens
+
+    def missing(self, view: NamedView, *, patience_s: float = 0.0) -> Transfer[Sequence[int]]:
+        """Which of these pages are in no tier that answers, after a look at the disk that takes at most
+        ``patience_s`` seconds. Nothing is leased or counted. Raises :class:`Refusal`."""
+        state, limit = self._state, view.num_tokens
+
+        def missing() -> Sequence[int]:
+            return view.missing(self.found(view, limit), limit)
+
+        with state.lock:
+            if not patience_s or state.closed or not self.may_be_on_disk(view):
+                return Transfer.completed(missing())
+        return self._after_disk(view.bringing(state, limit), patience_s, missing, otherwise=())
+
+    # -- in the tree (under the lock) ------------------------------------------------------------------
+
+    def found(self, view: PromptView, limit: int) -> Found:
+        """What is in the tree of the first ``limit`` tokens. Forgets a path whose pages have left."""
+        found = view.find(self._state, limit)
+        if found is None:
+            self.spell_out(view)
+            found = view.find(self._state, limit)
+            assert found is not None, "nothing is remembered of a prompt that is spelled out"
+        return found
+
+    def may_be_on_disk(self, view: PromptView) -> bool:
+        """Whether a look at the disk could find more of it."""
+        if view.head_left:
+            self.spell_out(view)
+        return view.may_be_on_disk(self._state)
+
+    def spell_out(self, view: PromptView) -> None:
+        """Go on without what is remembered of a prompt."""
+        self.client.forget_path(view.spell_out())
+
+    def _begin(self, *, leases: int) -> None:
+        """Raises :class:`Refusal` when the client may not hold so many leases more."""
+        self.core.forget_gone()
+        if self.core.shared:
+            self.client.require_room(leases)
+
+    def _waits(self, view: PromptView, limit: int, waiter: Waiter) -> bool:
+        """Have ``waiter`` wait for the first page that the first ``limit`` tokens lack; False where they lack
+        none."""
+        try:
+            missing = view.missing(self.found(view, limit), limit)
+        except Refusal:
+            return False
+        if missing:
+            page = view.registration.identity.digest, view.chunk(missing[0])[0]
+            self.core.arrivals.wait_for(page, waiter)
+        return bool(missing)
+
+    # -- leases (under the lock) -----------------------------------------------------------------------
+
+    def _lease(self, view: PromptView, found: Found, limit: int) -> LocalLease:
+        """Lease what was found, and count it."""
+        self._count_lookup(limit)
+        lease = self._lease_found(view, found, limit)
+        self._count_hit(lease.runs, lease.tokens, view.chunk_tokens)
+        return lease
+
+    def _lease_hit(self, search: HitSearch) -> HitLease:
+        """Lease what the longest hit needs, and count it."""
+        view = search.view
+        tokens = search.conclude()
+        self._count_lookup(view.num_tokens)
+        chains = []
+        for chain, here, found in zip(view.chains, view.here, search.founds, strict=True):
+            lease = LocalLease(0, 0, 0, (), 0.0)
+            if here < tokens:
+                needed = found if found.tokens == tokens else self.found(chain, tokens)
+                lease = self._lease_found(chain, needed, view.num_tokens, known=found)
+            chains.append(GroupLease(lease))
+        named = []
+        for group in view.named:
+            ends = [end for end in group.rule.ends(tokens, view.chunk_tokens) if end not in group.here]
+            pages = view.pages(group, ends)
+            found = self.found(pages, pages.num_tokens)
+            named.append(GroupLease(self._lease_found(pages, found, pages.num_tokens), ends))
+        first = next((each.lease for each in (*chains, *named) if each.lease.tokens), None)
+        if first is not None:
+            self._count_hit(first.runs, min(first.tokens, tokens), view.chunk_tokens)
+        return HitLease(tokens, search.branch, chains, named)
+
+    def _lease_found(
+        self, view: PromptView, found: Found, limit: int, *, known: Found | None = None
+    ) -> LocalLease:
+        """Lease what was found of a prompt's first ``limit`` tokens, and note its use. The client may refer
+        to ``known`` (None: the same) afterwards."""
+        state, core = self._state, self.core
+        if core.defer is None:
+            self._note_use(view, limit, found)
+        else:
+            core.defer(partial(self._note_use_later, view, limit, found))
+        if not found.pages or self.client.ended:
+            return LocalLease(0, 0, 0, (), 0.0)
+        runs = []
+        start = 0
+        for tier, end in found.runs:
+            runs.append((LABELS[tier], end - start))
+            start = end
+        lease = LocalLease(
+            0,
+            found.tokens,
+            len(found.pages),
+            runs,
+            state.clock() + core.lease_s,
+            view.remember(self._owner, self.client, known or found, state.index.changes),
+            found.positions,
+            page_bytes=view.registration.page_bytes,
+            tail_tokens=found.tail_tokens,
+            held=found.pages,
+            hold=state.leases.take(view.held(found), core.lease_s),
+            chunk_tokens=view.chunk_tokens,
+        )
+        return self.client.keep(lease)
+
+    def _count_lookup(self, tokens: int) -> None:
+        self._state.leases.expire()
+        self._state.counters.lookups += 1
+        self._state.counters.lookup_tokens += tokens
+        self.core.lookup_tokens[self.client.tenant] += tokens
+
+    def _count_hit(self, runs: Sequence[tuple[str, int]], tokens: int, chunk_tokens: int) -> None:
+        """Count a hit of so many tokens, the pages of which lie in these tiers."""
+        for label, pages in runs:
+            in_tier = min(pages * chunk_tokens, tokens)
+            self._state.counters.hit_tokens[label] += in_tier
+            self.core.hit_tokens[self.client.tenant, label] += in_tier
+            tokens -= in_tier
+
+    def _note_use(self, view: PromptView, limit: int, found: Found) -> None:
+        """Note a lookup for the curve, and the use of what it has found."""
+        view.touch(self._state.access_log, found)
+        page_bytes = view.registration.page_bytes
+        self.core.curve.looked_up(view.all_keys(), limit, found.tokens, view.chunk_tokens, page_bytes)
+        if self._state.unload_idle() and self.core.defer is not None:
+            self.core.defer(self._unload_later)
+
+    def _note_use_later(self, view: PromptView, limit: int, found: Found) -> None:
+        with self._state.lock:
+            if not self._state.closed:
+                self._note_use(view, limit, found)
+
+    def _unload_later(self) -> None:
+        with self._state.lock:
+            if not self._state.closed and self._state.unload_idle() and self.core.defer is not None:
+                self.core.defer(self._unload_later)
+
+    # -- looks at the disk -----------------------------------------------------------------------------
+
+    def _search(self, search: HitSearch) -> PageLease:
+        """Search to the end, without the lock where the disk is read, and hold what the disk had."""
+        state = self._state
+        hold = PageLease()
+        while True:
+            with state.lock:
+                if state.closed or search.go_on(_NAMES_AT_ONCE):
+                    return hold
+            for bring in search.looks:
+                brought = bring()
+                with state.lock:
+                    hold = state.leases.joined(hold, brought)
+            state.yield_lock()
+
+    def _after_disk(
+        self, bring: Callable[[], PageLease], wait_s: float, then: Callable[[], R], *, otherwise: R
+    ) -> Transfer[R]:
+        """``bring`` into the tree what the disk has of a prompt, then do what is to be done ``then``, under
+        the lock. When the look takes longer than ``wait_s`` it goes on, for the sake of the next lookup, and
+        then() does with what is in memory. ``otherwise`` is the result when the store is closed meanwhile."""
+        state, threads = self._state, self.core.threads
+        if threads is None:
+            hold = bring()
+            with state.lock:
+                try:
+                    return Transfer.completed(then())
+                finally:
+                    state.leases.release(hold)
+        client = self.client
+        with state.lock:
+            client.require_patience()
+            client.waiting += 1
+        holds: list[PageLease] = []
+        ended = False
+
+        def settle(outcome: TransferState) -> R:
+            nonlocal ended
+            with state.lock:
+                ended = True
+                client.waiting -= 1
+                try:
+                    unwanted = outcome is TransferState.CANCELLED or state.closed or client.ended
+                    return otherwise if unwanted else then()
+                except Refusal:
+                    return otherwise
+                finally:
+                    for hold in holds:
+                        state.leases.release(hold)
+
+        transfer: Transfer[R] = Transfer(settle, pages=0, nbytes=0, deadline_s=wait_s)
+
+        def look() -> None:
+            hold = bring()
+            with state.lock:
+                if ended:
+                    state.leases.release(hold)
+                else:
+                    holds.append(hold)
+            transfer.finish()
+
+        looking = threads.submit(look)
+        # Where the disk is slow, what has not begun must not pile up.
+        transfer.on_end(partial(_cancel, looking))
+        return transfer
+
+
+def _cancel(work: Future[None]) -> None:
+    work.cancel()

@@ -1,0 +1,244 @@
+"""Writing pages under a reservation.
+
+All is decided when a client reserves: which pages are new and which slots they get. A reservation is never
+taken back from a living client; what it may hold is bounded instead.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from tierstore import copying, memory
+from tierstore.backend import Reservation, SaveHints
+from tierstore.core.clients import Client, LocalReservation, Refusal
+from tierstore.core.core import Core
+from tierstore.core.lookups import Lookups
+from tierstore.core.prompts import PromptView
+from tierstore.core.reservations import ReservationBuilder
+from tierstore.errors import StoreClosedError
+from tierstore.index import Page
+from tierstore.index.leases import PageLease
+from tierstore.mover import Priority
+from tierstore.transfer import Transfer
+
+_log = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+_AT_ONCE = 64  # pages decided under one hold of the lock: about a millisecond
+_INLINE_BYTES = 64 << 10  # frames of less are copied on the caller's thread
+
+
+class Writing:
+    """What one client of ``core`` saves. Thread-safe. ``owner`` is what its handles belong to."""
+
+    def __init__(self, core: Core, client: Client, lookups: Lookups, owner: object) -> None:
+        self.core = core
+        self.client = client
+        self._lookups = lookups
+        self._owner = owner
+        self._state = core.state
+
+    def reserve(
+        self,
+        view: PromptView,
+        first: int,
+        count: int,
+        *,
+        hints: SaveHints,
+    ) -> Transfer[Reservation | None]:
+        """See :meth:`~tierstore.backend.Backend.reserve`."""
+        state = self._state
+        with state.lock:
+            if state.closed:
+                return Transfer.completed(None)
+            self.core.forget_gone()
+            look = self._lookups.may_be_on_disk(view)
+            if not look and count <= _AT_ONCE:
+                return Transfer.completed(
+                    self._begin(view, first, count, hints).result(self.core.arena_address)
+                )
+        return self._work(partial(self._reserve_in_steps, view, first, count, hints, look=look), None)
+
+    def write(self, reservation: Reservation, first: int, frames: Sequence[memoryview]) -> Transfer[bool]:
+        """The bytes of positions ``first …`` have come in ``frames``. They are copied on the mover's threads;
+        the checksums are those of what was copied."""
+        assert isinstance(reservation, LocalReservation), "the reservation is of another backend"
+        addresses = reservation.addresses or ()
+        copies = [
+            (to, memory.address_of(frame, writable=False))
+            for to, frame in zip(addresses[first : first + len(frames)], frames, strict=True)
+        ]
+        reservation.copying += 1
+
+        def copy(frames: Sequence[memoryview]) -> None:  # an argument: their memory lives as long as this
+            checksums = copying.copy_and_hash(copies, reservation.page_bytes)
+            with self._state.lock:
+                positions = reservation.positions[first : first + len(checksums)]
+                reservation.arrived.update(zip(positions, checksums, strict=True))
+                reservation.copying -= 1
+                if reservation.ended:
+                    self._give_up(reservation)
+
+        if sum(frame.nbytes for frame in frames) <= _INLINE_BYTES:
+            copy(frames)
+            return Transfer.completed(True)
+        transfer: Transfer[bool] = Transfer(lambda _: True, pages=0, nbytes=0)
+
+        def task() -> None:
+            copy(frames)
+            transfer.finish()
+
+        self.core.mover.submit(Priority.SAVE, task)
+        return transfer
+
+    def commit(self, reservation: Reservation, checksums: dict[int, int]) -> Transfer[int]:
+        assert isinstance(reservation, LocalReservation), "the reservation is of another backend"
+        with self._state.lock:
+            if self.client.reservations.get(reservation.number) is not reservation:
+                return Transfer.completed(0)
+            self._end(reservation)
+            if not self.client.local:
+                # Its sender may have written over a page before it was sent: what has come decides.
+                arrived = reservation.arrived
+                intact = {at: known for at, known in checksums.items() if arrived.get(at) == known}
+                self._state.counters.torn_pages += len(checksums) - len(intact)
+                checksums = intact
+            at_once = len(reservation.pages) <= _AT_ONCE
+            committed = self._commit(reservation, checksums, 0, _AT_ONCE) if at_once else 0
+        if at_once:
+            self.core.arrivals.wake()
+            return Transfer.completed(committed)
+        return self._work(partial(self._commit_in_steps, reservation, checksums), 0)
+
+    def abort(self, reservation: Reservation) -> None:
+        with self._state.lock:
+            self._abort(reservation)
+
+    def _reserve_in_steps(
+        self, view: PromptView, first: int, count: int, hints: SaveHints, *, look: bool
+    ) -> Reservation | None:
+        state = self._state
+        hold = PageLease()
+        if look:  # what is there and not in the tree must not be stored a second time
+            hold = view.bringing(state, view.num_tokens)()
+        try:
+            with state.lock:
+                if view.head_left:
+                    self._lookups.spell_out(view)
+                builder = self._begin(view, first, count, hints)
+            while builder.unfinished:
+                state.yield_lock()
+                with state.lock:
+                    self._step(builder)
+            with state.lock:
+                return builder.result(self.core.arena_address)
+        finally:
+            with state.lock:
+                state.leases.release(hold)
+
+    def _begin(self, view: PromptView, first: int, count: int, hints: SaveHints) -> ReservationBuilder:
+        """Begin to find or make pages and to give slots to the new ones. Under the lock."""
+        state = self._state
+        registration = view.registration
+        state.identities.setdefault(registration.identity.digest, registration.identity)
+        builder = ReservationBuilder(
+            state,
+            self.core.quotas,
+            self._owner,
+            self.client,
+            view,
+            range(first, first + count),
+            reserve_bytes=self.core.reserve_bytes,
+            hints=hints,
+        )
+        tokens = min(first + count, view.whole_chunks) * view.chunk_tokens
+        self.core.curve.saved(view.all_keys(), tokens, view.chunk_tokens, registration.page_bytes)
+        self._step(builder)
+        return builder
+
+    def _step(self, builder: ReservationBuilder) -> None:
+        try:
+            builder.step(_AT_ONCE)
+        except BaseException:  # what it has reserved is given back
+            builder.give_up()
+            self._abort(builder.reservation)
+            raise
+
+    def _commit_in_steps(self, reservation: LocalReservation, checksums: dict[int, int]) -> int:
+        committed = 0
+        for start in range(0, len(reservation.pages), _AT_ONCE):
+            with self._state.lock:
+                committed += self._commit(reservation, checksums, start, start + _AT_ONCE)
+            self.core.arrivals.wake()
+            self._state.yield_lock()
+        return committed
+
+    def _commit(self, reservation: LocalReservation, checksums: dict[int, int], start: int, stop: int) -> int:
+        state = self._state
+        committed: list[Page] = []
+        given_up: list[Page] = []
+        for position, page in zip(
+            reservation.positions[start:stop], reservation.pages[start:stop], strict=True
+        ):
+            if position not in checksums:
+                given_up.append(page)
+                continue
+            page.checksum = checksums[position]
+            committed.append(page)
+        state.fills.complete(committed)
+        self.core.arrivals.committed(committed)
+        state.counters.saved_pages += len(committed)
+        if self.core.write_behind is not None:
+            if self.core.write_worth(self.client.tenant).is_given():
+                self.core.write_behind.enqueue(committed)
+            else:
+                state.counters.disk_declined_pages += len(committed)
+        self._free(given_up)
+        return len(committed)
+
+    def _abort(self, reservation: Reservation) -> None:
+        held = self.client.reservations.get(reservation.number)
+        if held is not None:
+            self._end(held)
+            self._give_up(held)
+
+    def _end(self, reservation: LocalReservation) -> None:
+        self.client.end_reservation(reservation.number)
+        reservation.ended = True
+
+    def _give_up(self, reservation: LocalReservation) -> None:
+        """Give slots back, once nothing of ours writes to them any more. Under the lock."""
+        if not reservation.copying:
+            self._free(reservation.pages)
+
+    def _free(self, pages: Sequence[Page]) -> None:
+        self._state.fills.give_up(reversed(pages))
+        self._state.counters.not_stored_pages += len(pages)
+
+    def _work(self, work: Callable[[], R], otherwise: R) -> Transfer[R]:
+        """Have something done that takes long: here, or on a thread where others are not to wait for it."""
+        if self.core.threads is None:
+            return Transfer.completed(work())
+        results: list[R] = []
+        transfer: Transfer[R] = Transfer(lambda _: results[0] if results else otherwise, pages=0, nbytes=0)
+
+        def task() -> None:
+            try:
+                results.append(work())
+            except (StoreClosedError, Refusal) as error:
+                _log.debug("a request could not be done: %s", error)
+            finally:
+                transfer.finish()
+
+        self.core.threads.submit(task).add_done_callback(lambda _: transfer.finish())
+        return transfer
+
+    def end(self) -> None:
+        """The client has gone: take its reservations back. Under the lock."""
+        for reservation in list(self.client.reservations.values()):
+            self._end(reservation)
+            self._give_up(reservation)

@@ -1,0 +1,117 @@
+"""Watches over the TCP connections that libzmq accepts, for the rule of :mod:`tierstore.wire.listener`.
+
+libzmq accepts by itself, so that pages go from its thread to the network without another copy. Its monitor
+says what it has accepted. A connection ends when its socket is shut down: libzmq believes that the client did
+it. A descriptor's number may be used again at any time, so a connection is known by its inode as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+from typing import Any, NamedTuple
+
+import zmq
+
+from tierstore.descriptors import in_reserve
+from tierstore.wire.listener import Place, Places, SlowLog, shut_down
+
+_EVENT = struct.Struct("=hi")
+_MONITORED = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPT_FAILED)
+
+
+class Connection(NamedTuple):
+    """A connection that libzmq serves."""
+
+    fd: int
+    inode: int
+
+    @classmethod
+    def at(cls, fd: int) -> Connection | None:
+        """The connection with this descriptor; None where it has ended."""
+        try:
+            return cls(fd, os.fstat(fd).st_ino)
+        except OSError:
+            return None
+
+    def hang_up(self) -> None:
+        """End the connection, if it has not ended."""
+        if Connection.at(self.fd) == self:
+            with contextlib.suppress(OSError):
+                end = socket.socket(fileno=self.fd)
+                shut_down(end)
+                end.detach()  # closing it is libzmq's business
+
+
+class TcpGate:
+    """The connections of a ZMQ socket that is bound to TCP, at most ``most`` of them. Make it before the
+    socket is bound. Belongs to the running event loop."""
+
+    def __init__(self, context: zmq.Context[Any], socket_: zmq.Socket[Any], most: int) -> None:
+        self.places = Places(most)
+        self._entered: dict[Connection, Place] = {}
+        self._by_fd: dict[int, Connection] = {}
+        self._logs = SlowLog()
+        self._loop = asyncio.get_running_loop()
+        address = f"inproc://tierstore-monitor-{id(self)}"
+        self._monitored = socket_
+        self._monitor = context.socket(zmq.PAIR)
+        self._monitor.linger = 0
+        self._monitor.rcvhwm = 0  # libzmq's thread must never wait for this one
+        socket_.monitor(address, _MONITORED)
+        self._monitor.connect(address)
+        self._fd = self._monitor.fd
+        self._loop.add_reader(self._fd, self._read)
+        self._loop.call_soon(self._read)
+
+    def place(self, connection: Connection) -> Place:
+        """Return a connection's place."""
+        self._read()  # its first message may come before the monitor's
+        known = self._entered.get(connection)
+        return known if known is not None else self._enter(connection)
+
+    def close(self) -> None:
+        """Watch no more. Call it before the socket is closed."""
+        self._loop.remove_reader(self._fd)
+        self._monitored.disable_monitor()
+        self._monitor.close(0)
+        for place in self._entered.values():
+            place.leave()
+        self._entered.clear()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                event, *_ = self._monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.ZMQError:
+                return
+            kind, value = _EVENT.unpack(event[: _EVENT.size])
+            if kind == zmq.EVENT_ACCEPTED:
+                if (connection := Connection.at(value)) is not None:
+                    self._enter(connection)
+            elif kind == zmq.EVENT_DISCONNECTED:
+                self._leave(value)
+            else:
+                self._logs.warning("a connection could not be accepted: %s", os.strerror(value))
+                self.places.make_room()
+
+    def _enter(self, connection: Connection) -> Place:
+        known = self._entered.get(connection)
+        if known is not None:
+            return known
+        self._leave(connection.fd)
+        if in_reserve(connection.fd) and not self.places.make_room():
+            self._logs.warning("a connection was refused: few file descriptors are free (ulimit -n)")
+            self.places.refused += 1
+            connection.hang_up()
+        place = self._entered[connection] = self.places.enter(connection.hang_up)
+        self._by_fd[connection.fd] = connection
+        return place
+
+    def _leave(self, fd: int) -> None:
+        connection = self._by_fd.pop(fd, None)
+        if connection is not None:
+            self._entered.pop(connection).leave()

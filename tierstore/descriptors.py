@@ -1,0 +1,64 @@
+"""File descriptors: how many this process may have, and whether there is room for more.
+
+A process without a free descriptor cannot accept, open or connect, and libzmq aborts it. So the programs of
+this project raise their soft limit at the start, listeners stop in front of a reserve that stays free for
+files, and clients look for room before they make ZMQ's sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+
+from tierstore.errors import StoreUnavailableError
+
+_MOST = 1 << 20  # where the hard limit is higher, or there is none
+_RESERVE = 64
+_RESERVE_SHARE = 8  # of a low limit
+
+
+def limit() -> int:
+    """Return how many descriptors this process may have."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MOST if soft == resource.RLIM_INFINITY else soft
+
+
+def raise_limit() -> int:
+    """Raise the soft limit to the hard one. Return the limit from now on."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):  # a sandbox may forbid it
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return limit()
+
+
+def in_reserve(fd: int) -> bool:
+    """Return whether a descriptor just opened lies in the reserve. The kernel gives the lowest free number:
+    all below it are in use."""
+    most = limit()
+    return fd >= most - min(_RESERVE, most // _RESERVE_SHARE)
+
+
+def have_room(count: int) -> bool:
+    """Return whether ``count`` descriptors are free now, by opening them."""
+    opened: list[int] = []
+    try:
+        for _ in range(count):
+            opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    finally:
+        for fd in opened:
+            os.close(fd)
+    return True
+
+
+def require_room(count: int, what: str) -> None:
+    """Raise :class:`StoreUnavailableError` unless ``count`` descriptors are free."""
+    if not have_room(count):
+        raise StoreUnavailableError(
+            f"{what} needs {count} file descriptors, and fewer are free of the {limit()} that this process "
+            "may have: raise the limit (ulimit -n, LimitNOFILE=)"
+        )

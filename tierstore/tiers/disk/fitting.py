@@ -1,0 +1,348 @@
+"""Making a directory's pages fit into another extent space than they were written to, at open.
+
+A life with another capacity has other slots: there are fewer, and slabs of other shapes or units put them
+elsewhere. The pages that are worth least leave by the policy, until the others fit. Those of them that lie in
+slots of the new space stay, and the others move to free ones. After that the extents are cut.
+
+**A crash** finds each page in its old place or in its new one: a payload is written to bytes that no record
+names, and its record changes after the sync. The next opening begins anew with what it finds, whatever its
+capacity is. So a page may move only to where no page that has yet to move still is (:class:`_Schedule`).
+
+**Rejected**: dropping what lies beyond the new end (what is written first lies in front, so it is the newest
+and most used pages that went, and with a parent all that comes after it); giving up the old slots' shapes
+lazily (two layouts in one space, for good).
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from msgspec.structs import replace
+
+from tierstore.memory import Memory
+from tierstore.policy import Policy
+from tierstore.tiers.disk.extents import ExtentFiles
+from tierstore.tiers.disk.index_db import IndexDB
+from tierstore.tiers.disk.page_table import PageTable, parent_rows, reachable
+from tierstore.tiers.disk.payloads import PageRead, Payloads
+from tierstore.tiers.disk.records import INLINE, PageRecord, Removal
+from tierstore.tiers.disk.space import index_cost
+from tierstore.tiers.slabs import SlabAllocator, slot_bytes
+from tierstore.units import MIB
+
+_log = logging.getLogger(__name__)
+
+_AT_ONCE = 16 * MIB  # moved with one commit
+_EVICTED_AT_ONCE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """What opening a directory with another capacity took."""
+
+    evicted_pages: int = 0  # left by the policy, or are larger than the space
+    moved_pages: int = 0
+    lost_pages: int = 0  # could not be read, or found no place to move to, and what comes after them
+
+
+class _Found(NamedTuple):
+    """A page in the extents, as the index has it."""
+
+    place: int
+    nbytes: int
+    serial: int
+
+    @property
+    def size(self) -> int:
+        return slot_bytes(self.nbytes)
+
+
+def fit(
+    index_db: IndexDB,
+    facts: npt.NDArray[np.void],
+    extents: ExtentFiles,
+    payloads: Payloads,
+    space: SlabAllocator | None,
+    policy: Policy,
+) -> Fitted:
+    """Let pages leave and move until all that are left lie in slots of ``space``, which is empty (None: there
+    are none). ``facts`` are those of the pages that can be reached, and the extents are not cut yet.
+
+    Raises :class:`OSError` for a disk that fails; nothing is lost then, and the next opening goes on.
+    """
+    kept = _kept(facts, space, policy)
+    evicted = facts["serial"][~kept].tolist()
+    index_db.forget(evicted)
+    if space is None:
+        return Fitted(evicted_pages=len(evicted))
+    pages, overlapping = _in_order(facts[kept])
+    index_db.forget(overlapping)
+    schedule = _Schedule(_arrange(space, pages))
+    if schedule.pages:
+        _log.info("disk tier: %d pages are being moved within %s", schedule.pages, index_db.path.parent)
+    moved = _Mover(index_db, extents, payloads).move(schedule)
+    return Fitted(evicted_pages=len(evicted), moved_pages=moved)
+
+
+# -- who leaves ----------------------------------------------------------------------------------------
+
+
+def _kept(facts: npt.NDArray[np.void], space: SlabAllocator | None, policy: Policy) -> npt.NDArray[np.bool_]:
+    """Which pages stay. Others would not fit into ``space``, were it empty, or come after such pages."""
+    parents = parent_rows(facts)
+    inline = facts["place"] == INLINE
+    sizes = np.unique(facts["nbytes"][~inline])
+    fitting = [size for size in sizes.tolist() if space is not None and space.shape(size)[1]]
+    kept = reachable(parents, inline | np.isin(facts["nbytes"], fitting))
+    if space is not None:
+        # Of those in the extents alone: that others leave the index gains no slot.
+        evicted = _evict(PageTable(facts[kept & ~inline]), space, policy)
+        kept = reachable(parents, kept & ~np.isin(facts["serial"].astype(np.int64), evicted))
+    return kept
+
+
+def _evict(page_table: PageTable, space: SlabAllocator, policy: Policy) -> list[int]:
+    """Take pages out of the table until the others would fit into an empty space. Returns their serials."""
+    sizes = Counter(slot_bytes(nbytes) for _, nbytes in page_table.places().values())
+
+    def leaves(removal: Removal) -> None:
+        sizes[slot_bytes(removal.nbytes)] -= 1
+
+    return _evict_while(page_table, policy, partial(_lacking_bytes, sizes, space), leaves)
+
+
+def evict_down_to(most: int, total: int, page_table: PageTable, policy: Policy) -> int:
+    """Take pages out of the table until the index needs ``most`` bytes for the others, by the measure of
+    :func:`~tierstore.tiers.disk.space.index_cost`. It needs ``total`` now. Returns what it needs then."""
+
+    def leaves(removal: Removal) -> None:
+        nonlocal total
+        total -= index_cost(removal.nbytes, removal.place)
+
+    _evict_while(page_table, policy, lambda: total - most, leaves)
+    return total
+
+
+def _evict_while(
+    page_table: PageTable, policy: Policy, lacking: Callable[[], int], leaves: Callable[[Removal], None]
+) -> list[int]:
+    """Take pages out of the table, the policy's worst first, while ``lacking()`` says that room is short, in
+    bytes. ``leaves`` is called with each. Returns their serials."""
+    evicted: list[int] = []
+    ends = 0  # of the order, one after the other
+    while (nbytes := lacking()) > 0 and ends < 2:
+        # In steps: a page's slab may have more room that is of no use than another's.
+        serials = page_table.next_to_leave(policy, _EVICTED_AT_ONCE, nbytes=max(nbytes // 4, 1))
+        ends = 0 if serials else ends + 1
+        for serial in serials:
+            assert not page_table.children(serial), f"page {serial} leaves before those below it"
+            leaves(page_table.remove(serial))
+        evicted += serials
+    return evicted
+
+
+def _lacking_bytes(sizes: Mapping[int, int], space: SlabAllocator) -> int:
+    """How much larger ``space`` would have to be for so many pages by slot bytes; not positive: it does."""
+    units = 0
+    for size, pages in sizes.items():
+        slab_units, slots = space.shape(size)
+        units += -(-pages // slots) * slab_units
+    return (units - space.units) * space.unit_bytes
+
+
+def _in_order(facts: npt.NDArray[np.void]) -> tuple[list[_Found], list[int]]:
+    """The pages in the extents in order of their places, and the serials of those that lie where others do:
+    that is damage."""
+    pages: list[_Found] = []
+    overlapping: list[int] = []
+    end = 0
+    columns = (facts[name][facts["place"] != INLINE].tolist() for name in ("place", "nbytes", "serial"))
+    for page in sorted(itertools.starmap(_Found, zip(*columns, strict=True))):
+        if page.place >= end:
+            pages.append(page)
+            end = page.place + page.size
+        else:
+            overlapping.append(page.serial)
+    return pages, overlapping
+
+
+# -- where they go -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrangement:
+    """Pages that have to move, in order of their places, and free slots for all of them by slot bytes."""
+
+    moving: Sequence[_Found]
+    targets: Mapping[int, Sequence[int]]
+    space: SlabAllocator  # that has the targets, and the slots of those that stay
+
+
+def _arrange(space: SlabAllocator, pages: Sequence[_Found]) -> _Arrangement:
+    """Find slots for pages (in order of their places) that fit into ``space``. What lies in a slot stays;
+    where that leaves no room for slabs of the others, the emptier half of its slabs moves, too, and so on."""
+    by_slab: dict[int, list[_Found]] = defaultdict(list)  # first unit of a slab → pages in it
+    for page in pages:
+        if space.claim(page.place, page.nbytes):
+            slab = space.slab_of(page.place // space.unit_bytes)
+            assert slab is not None
+            by_slab[slab.start].append(page)
+    fullest = sorted(by_slab.values(), key=lambda inside: -sum(page.size for page in inside))
+    keeping = len(fullest)
+    while True:
+        space = SlabAllocator(space.capacity_bytes, unit_bytes=space.unit_bytes)
+        staying = {page for inside in fullest[:keeping] for page in inside}
+        for page in staying:
+            claimed = space.claim(page.place, page.nbytes)
+            assert claimed, f"page {page.serial} lay in a slot before"
+        moving = [page for page in pages if page not in staying]
+        wanted = Counter(page.size for page in moving)
+        by_need = sorted(wanted, key=lambda size: -space.shape(size)[0])  # large slabs find no gaps
+        targets = {size: space.allocate_many(size, wanted[size]) for size in by_need}
+        if not keeping or all(len(targets[size]) == wanted[size] for size in wanted):
+            return _Arrangement(moving, targets, space)
+        keeping //= 2
+
+
+class _Schedule:
+    """Which page may move where, and when: a slot is *ready* once no page that has yet to move lies in it."""
+
+    def __init__(self, arrangement: _Arrangement) -> None:
+        self._space = arrangement.space
+        self._blocked: dict[_Found, list[int]] = defaultdict(list)  # page → targets that it lies in
+        self._blockers: dict[int, int] = {}  # target → pages in it
+        self._sizes: dict[int, int] = {}  # target → its slot bytes, while it is not ready
+        self._ready: dict[int, deque[int]] = defaultdict(deque)  # by slot bytes
+        self._left: dict[int, deque[_Found]] = defaultdict(deque)
+        self._moving = arrangement.moving
+        self._starts = [page.place for page in self._moving]
+        self._ends = [page.place + page.size for page in self._moving]
+        self._gone: set[_Found] = set()  # from their old places
+        for size, targets in arrangement.targets.items():
+            self._offer(size, targets)
+        for page in self._moving:
+            in_the_way = page in self._blocked
+            left = self._left[page.size]
+            (left.appendleft if in_the_way else left.append)(page)
+
+    @property
+    def pages(self) -> int:
+        return len(self._moving)
+
+    def batch(self) -> list[tuple[_Found, int]]:
+        """Pages to move now, and where to. An empty list says that all have moved, or that those
+        that are left are in one another's way."""
+        batch: list[tuple[_Found, int]] = []
+        nbytes = 0
+        for size, left in self._left.items():
+            ready = self._ready[size]
+            if left and not ready:
+                self._offer(size, self._space.allocate_many(size, len(left)))  # to make way, for a while
+            while left and ready and (not batch or nbytes + size <= _AT_ONCE):
+                batch.append((left.popleft(), ready.popleft()))
+                nbytes += size
+        return batch
+
+    def drop_one(self) -> _Found | None:
+        """Take out a page that is in others' way; None when there is none left."""
+        return next((left.popleft() for left in self._left.values() if left), None)
+
+    def has_left(self, page: _Found) -> None:
+        """Its old place is free, durably."""
+        for target in self._blocked.pop(page, ()):
+            self._blockers[target] -= 1
+            if not self._blockers[target]:
+                self._ready[self._sizes.pop(target)].append(target)
+        self._gone.add(page)
+
+    def _offer(self, size: int, targets: Sequence[int]) -> None:
+        for target in targets:
+            inside = self._moving[bisect_right(self._ends, target) : bisect_left(self._starts, target + size)]
+            blocking = [page for page in inside if page not in self._gone]
+            for page in blocking:
+                self._blocked[page].append(target)
+            if blocking:
+                self._blockers[target] = len(blocking)
+                self._sizes[target] = size
+            else:
+                self._ready[size].append(target)
+
+
+# -- moving --------------------------------------------------------------------------------------------
+
+
+class _Mover:
+    """Copies payloads and changes records."""
+
+    def __init__(self, index_db: IndexDB, extents: ExtentFiles, payloads: Payloads) -> None:
+        self._index_db = index_db
+        self._extents = extents
+        self._payloads = payloads
+        self._memory: Memory | None = None
+
+    def move(self, schedule: _Schedule) -> int:
+        """Returns how many pages have moved. The others are in the index no more. Raises :class:`OSError`."""
+        moved = 0
+        while True:
+            batch = schedule.batch()
+            if batch:
+                moved += self._move(batch)
+            elif (page := schedule.drop_one()) is not None:
+                self._index_db.forget([page.serial])
+                batch = [(page, INLINE)]
+            else:
+                return moved
+            for page, _ in batch:
+                schedule.has_left(page)
+
+    def _move(self, batch: Sequence[tuple[_Found, int]]) -> int:
+        copies: list[tuple[PageRecord, memoryview]] = []
+        moved: list[tuple[PageRecord, int]] = []
+        for (page, target), (record, view) in self._read(batch):
+            copies.append((replace(record, place=target), view))
+            moved.append((copies[-1][0], page.place))
+        checksums = [record.checksum for record, _ in copies]
+        self._payloads.write(copies)
+        self._extents.sync()
+        good = [
+            (record, before)
+            for (record, before), checksum in zip(moved, checksums, strict=True)
+            if record.checksum == checksum
+        ]
+        there = {record.serial for record, _ in good}
+        self._index_db.forget([page.serial for page, _ in batch if page.serial not in there])
+        self._index_db.relocate(good)
+        return len(good)
+
+    def _read(
+        self, batch: Sequence[tuple[_Found, int]]
+    ) -> Iterator[tuple[tuple[_Found, int], tuple[PageRecord, memoryview]]]:
+        """The pages that are as they were saved. Raises :class:`OSError` where the disk gave none of them."""
+        total = sum(page.size for page, _ in batch)
+        if self._memory is None or self._memory.nbytes < total:
+            self._memory = Memory(total, shared=False)
+        known: list[tuple[_Found, int]] = []
+        wanted: list[tuple[PageRecord, memoryview]] = []
+        start = 0
+        records = self._index_db.records(page.serial for page, _ in batch)
+        for (page, target), record in zip(batch, records, strict=True):
+            if record is not None and (record.place, record.room) == (page.place, page.nbytes):
+                known.append((page, target))
+                wanted.append((record, self._memory.view(start, record.payload_bytes)))
+                start += page.size
+        read = self._payloads.read(wanted, encoded=True)
+        if read.error is not None and not read.good and read.error.errno != errno.ENOENT:
+            raise read.error  # a disk that does not answer; a file that is not there has no pages
+        for pair, found, outcome in zip(known, wanted, read.outcomes, strict=True):
+            if outcome is PageRead.GOOD:
+                yield pair, found

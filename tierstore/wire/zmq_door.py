@@ -1,0 +1,169 @@
+"""A door for a ZMQ socket that listens: connections are accepted here, and bytes are passed on.
+
+libzmq aborts the process when its listener at ``ipc://PATH`` finds no free descriptor. It also takes any
+number of connections, and they may stay silent. So the socket binds at a private address, which libzmq opens
+to this process only, and :class:`~tierstore.wire.listener.Listener` accepts in its place. Each connection
+costs two more descriptors, and each byte a copy: this is for events and operators, not for pages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+from typing import Any
+
+import zmq
+
+from tierstore.descriptors import in_reserve
+from tierstore.wire.listener import Listener, Place, Places, shut_down
+
+_GREETING_BYTES = 64  # of ZMTP 3
+_LONG = 0x02  # a frame's flag: its length has 8 bytes
+_FRAMES = 2  # the greeting's command, and the first frame behind it
+
+
+class ZmqDoor:
+    """Lets connections at ``listening`` reach ``socket``, at most ``most`` of them. Belongs to the running
+    event loop. Raises :class:`zmq.ZMQError` when the private address cannot be had."""
+
+    def __init__(self, socket_: zmq.Socket[Any], listening: list[socket.socket], most: int) -> None:
+        socket_.setsockopt(zmq.IPC_FILTER_PID, os.getpid())
+        name = f"tierstore-{secrets.token_hex(16)}"
+        socket_.bind(f"ipc://@{name}")
+        self._inside = f"\0{name}"
+        self._loop = asyncio.get_running_loop()
+        self._passing: set[asyncio.Task[None]] = set()
+        self._sides: set[_Side] = set()
+        self.places = Places(most)
+        self._listener = Listener(listening, self.places, self._enter)
+
+    def close(self) -> None:
+        """Accept no more and hang up on everybody. The loop closes the connections in its next round."""
+        self._listener.close()
+        for task in self._passing:
+            task.cancel()
+        for side in list(self._sides):
+            if side.transport is not None:
+                side.transport.abort()
+
+    def _enter(self, connection: socket.socket, place: Place) -> None:
+        inside = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            if in_reserve(inside.fileno()):
+                raise OSError("few file descriptors are free (ulimit -n)")
+            inside.setblocking(False)
+            inside.connect(self._inside)
+        except OSError:
+            inside.close()
+            raise
+        task = self._loop.create_task(self._pass_on(connection, inside, place))
+        self._passing.add(task)
+        task.add_done_callback(self._passing.discard)
+
+    async def _pass_on(self, connection: socket.socket, inside: socket.socket, place: Place) -> None:
+        outer, inner = _Side(self._sides, place), _Side(self._sides)
+        outer.other, inner.other = inner, outer
+        try:
+            await self._loop.connect_accepted_socket(lambda: outer, connection)
+            await self._loop.connect_accepted_socket(lambda: inner, inside)
+            outer.start()
+        except (OSError, asyncio.CancelledError):
+            for each in (connection, inside):
+                shut_down(each)
+                each.close()
+            place.leave()
+
+
+class _Side(asyncio.Protocol):
+    """One of the two connections that belong together. The outer one has a place, and comes first."""
+
+    def __init__(self, sides: set[_Side], place: Place | None = None) -> None:
+        self.other: _Side
+        self._sides = sides  # that are open
+        self.transport: asyncio.Transport | None = None
+        self._place = place
+        self._frames = _Frames() if place is not None else None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self._sides.add(self)
+        if self._place is not None:
+            transport.pause_reading()
+
+    def start(self) -> None:
+        """Read; the other side is there. If this one has gone meanwhile, end the other."""
+        if self.transport is not None:
+            self.transport.resume_reading()
+        else:
+            self.other.end()
+
+    def data_received(self, data: bytes) -> None:
+        if self._frames is not None and self._place is not None and self._frames.enough(data):
+            self._frames = None
+            if not self._place.serve():
+                self.other.end()
+                self.end()
+                return
+        if self.other.transport is not None:
+            self.other.transport.write(data)
+
+    def pause_writing(self) -> None:
+        if self.other.transport is not None:
+            self.other.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self.other.transport is not None:
+            self.other.transport.resume_reading()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.transport = None
+        self._sides.discard(self)
+        if self._place is not None:
+            self._place.leave()
+        self.other.end()
+
+    def end(self) -> None:
+        """Hang up. What is on its way to the outer side may still be read, for some seconds."""
+        if self.transport is None:
+            return
+        if self._place is not None:
+            self.transport.close()
+            self._place.wait()
+        else:
+            self.transport.abort()
+
+
+class _Frames:
+    """Counts the frames behind a ZMTP greeting, as far as is needed to see a first request."""
+
+    def __init__(self) -> None:
+        self._skip = _GREETING_BYTES
+        self._head = b""
+        self._ended = -1  # the greeting is the first thing that ends
+
+    def enough(self, data: bytes) -> bool:
+        """Take more bytes. Return whether the first request has come to its end."""
+        while data:
+            if self._skip:
+                taken = min(self._skip, len(data))
+                self._skip -= taken
+                data = data[taken:]
+                if self._skip:
+                    return False
+                self._ended += 1
+            else:
+                self._head += data[:1]
+                data = data[1:]
+                size = 8 if self._head[0] & _LONG else 1
+                if len(self._head) <= size:
+                    continue
+                self._skip = int.from_bytes(self._head[1:], "big")
+                self._head = b""
+                if not self._skip:
+                    self._ended += 1
+            if self._ended >= _FRAMES:
+                return True
+        return False
