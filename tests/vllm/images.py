@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+import types
 
 from tests.vllm.models import prompt
 from tierstore_tools.vllm.models import IMAGE_TOKEN
@@ -17,10 +18,35 @@ from tierstore_tools.vllm.models import IMAGE_TOKEN
 _TRIES = 200
 
 
+def _anything(name: str) -> type:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return type(name, (), {})
+
+
+def _register_llava() -> None:
+    """Have vLLM know LLaVA without torchvision, which has no build for processors that fits torch's. Its file
+    imports Pixtral's image processor, and with it torchvision, and uses neither here."""
+    from transformers.utils import is_torchvision_available
+
+    if not is_torchvision_available():  # the answer is kept: nothing else takes the module for the real one
+        for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2"):
+            module = sys.modules[name] = types.ModuleType(name)
+            module.__getattr__ = _anything
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.llava import LlavaForConditionalGeneration
+
+    ModelRegistry.register_model("LlavaForConditionalGeneration", LlavaForConditionalGeneration)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        if getattr(sys.modules[name], "__spec__", None) is None:
+            del sys.modules[name]
+
+
 def main(model: str, connector: str, options: str, asks: str) -> None:
     from PIL import Image
     from vllm import LLM, SamplingParams
 
+    _register_llava()
     llm = LLM(
         model=model,
         dtype="float32",

@@ -172,9 +172,10 @@ def _llava() -> Any:
         patch_size=14,
         initializer_range=0.2,
     )
+    shape: dict[str, Any] = dict(_BASE)
     config = LlavaConfig(
         vision_config=sees,
-        text_config=LlamaConfig(**_BASE),
+        text_config=LlamaConfig(**shape),
         image_token_id=IMAGE_TOKEN,
         tie_word_embeddings=False,
     )
