@@ -154,7 +154,13 @@ def _phi3_longrope() -> Any:
         **shape,
         max_position_embeddings=4096,
         original_max_position_embeddings=1024,
-        rope_scaling={"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16},
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10_000.0,
+            "short_factor": [1.0] * 16,
+            "long_factor": [4.0] * 16,
+            "original_max_position_embeddings": 1024,
+        },
     )
     return Phi3ForCausalLM(config)
 
@@ -176,7 +182,7 @@ def _llava() -> Any:
     config = LlavaConfig(
         vision_config=sees,
         text_config=LlamaConfig(**shape),
-        image_token_id=IMAGE_TOKEN,
+        image_token_index=IMAGE_TOKEN,
         tie_word_embeddings=False,
     )
     return LlavaForConditionalGeneration(config)
