@@ -412,7 +412,7 @@ class Engine:
             self.connector.prompt(tokens),
             tokens,
             params,
-            self.tokenizer.detokenizer(),
+            self.tokenizer.detokenizer(tokens),
             max_tokens=self._max_tokens(len(tokens), params.max_new_tokens),
             stop_ids=frozenset((*params.stop_token_ids, *eos)),
             added=added,

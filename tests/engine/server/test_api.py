@@ -162,6 +162,42 @@ def test_chat_streams_add_up(live: Live) -> None:
     assert all(chunk.usage is None for chunk in chunks)
 
 
+def test_tokens_with_one_text_stay_apart(live: Live) -> None:
+    """Parts of characters have one text, and the likelier one has the value there."""
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0, "extra_body": EXTRA}
+    table = live.client.completions.create(prompt="What is é?", logprobs=20, **asked).choices[0].logprobs
+    assert [len(top) for top in table.top_logprobs] == [20] * 12
+    for text, own, top in zip(table.tokens, table.token_logprobs, table.top_logprobs, strict=True):
+        assert top[text] == own == max(top.values())
+    assert any(name.startswith("bytes:\\x") for top in table.top_logprobs for name in top)
+    chat = live.client.chat.completions.create(
+        messages=[{"role": "user", "content": "What is é?"}], logprobs=True, top_logprobs=20, **asked
+    )
+    for entry in chat.choices[0].logprobs.content:
+        assert len({each.token for each in entry.top_logprobs}) == 20
+        assert all(each.bytes is not None for each in entry.top_logprobs)
+        assert entry.token == entry.top_logprobs[0].token
+
+
+@pytest.mark.parametrize("stop", [None, ["e"], ["\n", "a"]])
+def test_offsets_are_in_the_text(stop: list[str] | None, live: Live) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "prompt": [65, 66], "max_tokens": 80, "temperature": 1.5}
+    asked |= {"logprobs": 2, "n": 2, "seed": 5, "stop": stop, "extra_body": EXTRA}
+    whole = live.client.completions.create(**asked)
+    told: list[list[int]] = [[], []]
+    for chunk in live.client.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            told[choice.index] += choice.logprobs.text_offset
+    for choice in whole.choices:
+        table, text = choice.logprobs, choice.text
+        assert table.text_offset == sorted(table.text_offset) == told[choice.index]
+        assert len(table.text_offset) == len(table.tokens)
+        assert max(table.text_offset) <= len(text)
+        for token, start in zip(table.tokens, table.text_offset, strict=True):
+            if token.isascii() and start < len(text):
+                assert text[start : start + len(token)] == token
+
+
 def test_logprobs(live: Live, engine: Engine) -> None:
     [expected] = engine.generate([list(CHAT.encode())], params(logprobs=3))
     answer = live.client.chat.completions.create(
