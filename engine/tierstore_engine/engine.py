@@ -225,7 +225,9 @@ class Engine:
                     f"request {sequence.request_id} may come to {sequence.max_tokens} tokens, and a pool of "
                     f"{format_size(nbytes)} has no room for them: cancel it first, or wait for its end"
                 )
-        return self.connector.resize(nbytes)
+        size = self.connector.resize(nbytes)
+        self._scheduler.room_grew()  # or not: then they wait on
+        return size
 
     def check_bias(self, params: SamplingParams) -> None:
         """Raises :class:`RequestError` for a bias on tokens that the model does not have."""
