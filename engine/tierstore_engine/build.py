@@ -47,7 +47,14 @@ from tierstore_engine.presets import PRESETS, preset
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import Runner
 from tierstore_engine.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
-from tierstore_engine.weights import ModelWeights, digest_weights, load_weights, random_weights, weights_bytes
+from tierstore_engine.weights import (
+    ModelWeights,
+    check_tensors,
+    digest_weights,
+    load_weights,
+    random_weights,
+    weights_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -114,7 +121,9 @@ def open_model(
             f"no model {model!r}: neither a folder nor a preset (presets: {', '.join(PRESETS)})"
         )
     config = with_scales(replace(read_config(folder, dtype=dtype), kv=kv), kv_scales, folder)
-    return OpenModel(config, HFTokenizer(folder), folder, resolve_device(device, config.dtype))
+    tokenizer = HFTokenizer(folder)
+    check_tensors(config, folder)
+    return OpenModel(config, tokenizer, folder, resolve_device(device, config.dtype))
 
 
 def load_model(
