@@ -30,7 +30,8 @@ from tierstore.tiers.hbm import PagePool
 from tierstore.units import format_size
 from tierstore_connectors.bundled import open_connector
 from tierstore_connectors.common.handover import BOTH, Role
-from tierstore_engine.attention.base import make_attention, pages_on_device
+from tierstore_engine.attention import make_attention
+from tierstore_engine.attention.base import pages_on_device
 from tierstore_engine.checkpoint import read_config
 from tierstore_engine.config import DTYPES, ModelConfig
 from tierstore_engine.delta import CpuDeltaStates
@@ -269,7 +270,7 @@ def group_pages(spec: KVSpec, pages: int, settings: EngineSettings) -> list[int]
 
 def make_memory(pool: PagePool, config: ModelConfig) -> Memory:
     """What the layer group of ``pool`` remembers by. Raises what
-    :func:`~tierstore_engine.attention.base.make_attention` does."""
+    :func:`~tierstore_engine.attention.make_attention` does."""
     [group] = pool.spec.groups
     if group.kind is not LayerKind.RECURRENT_STATE:
         return make_attention(pool, config)

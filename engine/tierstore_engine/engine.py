@@ -131,7 +131,7 @@ class Engine:
         self._steps = self._computed_tokens = self._generated_tokens = self._preemptions = 0
         self._drafted_tokens = self._accepted_tokens = self._late_requests = 0
         self._last_progress = time.monotonic()
-        self._thread: EngineThread | None = None
+        self._thread: EngineThread[Engine] | None = None
 
     # -- requests ------------------------------------------------------------------------------------
 
@@ -370,7 +370,7 @@ class Engine:
         """The same for asyncio: any number at a time; the steps run on one thread beside the event loop."""
         if self._thread is None:
             self._thread = EngineThread(self)
-        return self._thread.stream(prompt, params)
+        return self._thread.stream(lambda engine: engine.add(prompt, params))
 
     # -- state ---------------------------------------------------------------------------------------
 
