@@ -24,7 +24,7 @@ from tierstore.planner import Plan
 from tierstore.spec import KVSpec
 from tierstore.stats import StoreStats
 from tierstore.tiers.frames import PoolSize
-from tierstore.tiers.group_pools import bytes_for
+from tierstore.tiers.group_pools import bytes_for, room_for
 from tierstore.tiers.hbm import PagePool
 from tierstore.transfer import Transfer
 from tierstore.types import Hint, Loaded, Promise
@@ -111,6 +111,9 @@ class NoStore(Connector):
 
     def available(self, *, group: int = 0) -> int:
         return self.pools[group].free_pages
+
+    def has_room(self, counts: Sequence[int]) -> bool:
+        return room_for(self.pools, counts, [0] * len(self.pools), lambda group: 0)
 
     def resize(self, nbytes: int) -> PoolSize:
         self.pool.resize(nbytes)
@@ -208,6 +211,10 @@ class StoreConnector(Connector):
     def available(self, *, group: int = 0) -> int:
         return self.store.available_hbm()
 
+    def has_room(self, counts: Sequence[int]) -> bool:
+        [count] = counts
+        return count <= self.store.available_hbm()
+
     def resize(self, nbytes: int) -> PoolSize:
         return self.store.resize_hbm(nbytes)
 
@@ -293,6 +300,9 @@ class GroupedConnector(Connector):
 
     def available(self, *, group: int = 0) -> int:
         return self.store.available_hbm(group=group)
+
+    def has_room(self, counts: Sequence[int]) -> bool:
+        return self.store.has_room_hbm(counts)
 
     def resize(self, nbytes: int) -> PoolSize:
         return self.store.resize_hbm(nbytes)

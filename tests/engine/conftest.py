@@ -20,7 +20,7 @@ from tierstore.store import Store
 from tierstore.tiers.hbm import PagePool
 from tierstore_connectors.bundled import NoStore, StoreConnector
 from tierstore_engine import cli
-from tierstore_engine.attention.base import make_attention
+from tierstore_engine.attention import make_attention
 from tierstore_engine.build import LoadedModel, load_model
 from tierstore_engine.drafting import Drafter
 from tierstore_engine.engine import Engine

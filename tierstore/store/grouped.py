@@ -55,6 +55,7 @@ from tierstore.stats import StoreStats
 from tierstore.store.hit import Hit
 from tierstore.store.store import Store, lookup_all
 from tierstore.tiers.frames import PoolSize
+from tierstore.tiers.group_pools import room_for
 from tierstore.tiers.hbm import PagePool
 from tierstore.tiers.two_level import SmallPages
 from tierstore.tiers.two_level import check as check_pools
@@ -590,6 +591,15 @@ class GroupedStore:
                 whole = books.taken if idle == pool.used_pages else idle // books.per_frame
                 available += whole * self.pools[group].books.per_frame
         return available
+
+    def has_room_hbm(self, counts: Sequence[int]) -> bool:
+        """Return whether :meth:`allocate_hbm` could find so many pages of each group together."""
+        pools = self.pools
+
+        def idle_frames(group: int) -> int:
+            return pools[group].books.emptied_by(self.stores[group].idle_hbm())
+
+        return room_for(pools, counts, [self._idle(group) for group in range(len(pools))], idle_frames)
 
     def _make_room(self, group: int, count: int) -> None:
         """Have the other groups give large pages back, as long as one of them has more idle bytes than
