@@ -17,7 +17,8 @@ import xxhash
 from tierstore import Identity
 from tierstore.backend import Backend, KnownPrompt, Lease, LookupRequest, Reservation, SaveHints
 from tierstore.keys import Prompt
-from tierstore.testing.store import CHUNK, SPEC, TOKENS, new_identity, pages_of, wait_until
+from tierstore.testing.clock import wait_until
+from tierstore.testing.store import CHUNK, SPEC, TOKENS, new_identity, pages_of
 from tierstore.transfer import TransferState
 
 _WAIT_S = 30.0

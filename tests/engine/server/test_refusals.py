@@ -19,11 +19,12 @@ import httpx
 import openai
 
 from tierstore.errors import UsageError
+from tierstore.testing.clock import wait_until
 from tierstore_engine.build import LoadedModel
 from tierstore_engine.engine import Engine
 from tierstore_engine.server.settings import ServerSettings
 
-from .live import Live, wait_for
+from .live import Live
 
 EngineOf = Callable[..., Engine]
 Serve = Callable[..., Live]
@@ -228,7 +229,7 @@ def test_what_would_be_late_is_refused(tiny: LoadedModel, engine_of: EngineOf, s
     ):
         next(iter(stream))
         others = [threads.submit(post, live, "completions", {**GOOD, "prompt": "y" * 800}) for _ in range(8)]
-        wait_for(lambda: live.stats().waiting == 8)
+        wait_until(lambda: live.stats().waiting == 8)
         late = post(live, "completions", {**prompt, "prompt": "z" * 800, "ttft_slo_s": 4 * alone_s})
         assert late.status_code == 429
         assert int(late.headers["retry-after"]) >= 1
@@ -297,7 +298,7 @@ def _bad_requests(live: Live, count: int) -> None:
             stream.close()
         assert post(live, path, body).status_code == status
     live.wait_until_idle()
-    wait_for(lambda: _descriptors() <= before + 4)
+    wait_until(lambda: _descriptors() <= before + 4)
     assert live.server.admission.requests == live.server.admission.tokens == 0
     assert len(live.server.engine._jobs) == 0
     assert post(live, "completions", GOOD).status_code == 200
