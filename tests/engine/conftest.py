@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 hypothesis.settings.register_profile("engine", deadline=None)
 hypothesis.settings.load_profile("engine")
 
-# These models are so small that a second thread only costs, and on a busy machine it costs a great deal.
-torch.set_num_threads(1)
-
 VOCAB = 320
 PROMPT_TOKENS = 333
 NEW_TOKENS = 64

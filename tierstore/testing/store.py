@@ -23,8 +23,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -53,6 +52,7 @@ from tierstore import (
     UsageError,
 )
 from tierstore.testing import pages
+from tierstore.testing.clock import wait_until
 
 SPEC = KVSpec.uniform(layers=2, kv_heads=1, head_dim=32, dtype="float32", chunk_tokens=16)
 """Pages of 8 KiB for 16 tokens."""
@@ -136,14 +136,6 @@ def read_hbm(store: Store, loaded: Loaded) -> list[bytes]:
     """What a load into HBM has brought."""
     assert store.pool is not None
     return matched(loaded.tokens, [store.pool.array[page].tobytes() for page in loaded.pages])
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Until it holds: what happens behind a caller's back has no other end."""
-    give_up = time.monotonic() + _WAIT_S
-    while not condition():
-        assert time.monotonic() < give_up, "it never happened"
-        time.sleep(0.01)
 
 
 class StoreTests:

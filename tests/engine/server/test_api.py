@@ -16,12 +16,13 @@ pytest.importorskip("uvicorn")
 import openai
 
 from tests.engine.conftest import Stored
+from tierstore.testing.clock import wait_until
 from tierstore_engine.build import LoadedModel
 from tierstore_engine.drafting import PromptLookup
 from tierstore_engine.engine import Engine
 from tierstore_engine.sampling import SamplingParams
 
-from .live import Live, wait_for
+from .live import Live
 
 PROMPT = "The quick brown fox jumps over the lazy dog. "
 MESSAGES: list[Any] = [{"role": "system", "content": "Be short."}, {"role": "user", "content": PROMPT}]
@@ -393,5 +394,5 @@ def test_who_hangs_up_ends_the_request(live: Live) -> None:
         live.client.with_options(timeout=0.05).completions.create(
             model="tiny", prompt="abc" * 100, max_tokens=900, extra_body=EXTRA
         )
-    wait_for(lambda: live.server.metrics.hang_ups._value.get() >= 1)
+    wait_until(lambda: live.server.metrics.hang_ups._value.get() >= 1)
     live.wait_until_idle()
