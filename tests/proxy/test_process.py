@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 
-from tests.engine.server.live import WAIT_S, wait_for
+from tests.engine.server.live import WAIT_S
 from tests.engine.server.processes import Process, ServerProcess
+from tierstore.testing.clock import wait_until
 from tierstore_tools.vllm.daemon import DaemonProcess
 
 TOKENS = 3000
@@ -89,7 +90,7 @@ def test_everything_is_killed_once(
     answers: list[str] = []
     asking = threading.Thread(target=lambda: answers.append(complete(second, 2)))
     asking.start()
-    wait_for(lambda: prefill.metric("computed_tokens_total") > computed)
+    wait_until(lambda: prefill.metric("computed_tokens_total") > computed)
     prefill.end(signal.SIGKILL)
     asking.join(WAIT_S)
     assert answers == [complete(alone, 2)]
@@ -115,7 +116,7 @@ def test_sigterm_lets_requests_finish(
     chunks = iter(stream)
     next(chunks)
     live.popen.send_signal(signal.SIGTERM)
-    wait_for(lambda: live.http.get("/health").json()["status"] == "draining")
+    wait_until(lambda: live.http.get("/health").json()["status"] == "draining")
     assert list(chunks)[-1].choices[0].finish_reason == "length"
     assert live.popen.wait(WAIT_S) == 0
 

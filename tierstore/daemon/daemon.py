@@ -305,10 +305,11 @@ async def run(settings: Settings, reload: Callable[[], Awaitable[Settings]]) -> 
     daemon = Daemon(settings)
     loop = asyncio.get_running_loop()
     ending = asyncio.Event()
-    # Not the loop's own: it gives them up when it closes, and a second signal would kill what ends in order.
+    await daemon.start()
+    # Only now: a signal while it starts ends it at once. And not the loop's own handlers: the loop gives them
+    # up when it closes, and a second signal would kill what ends in order.
     for number in _ENDING:
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(ending.set))
-    await daemon.start()
 
     async def reread() -> None:
         try:
@@ -348,10 +349,14 @@ async def run(settings: Settings, reload: Callable[[], Awaitable[Settings]]) -> 
 
 def _lacking(settings: Settings) -> str:
     """Capacities that this machine does not have; empty where it has them all."""
-    total = memory_bytes().total
+    memory = memory_bytes()
     lacking = []
-    if settings.host_bytes > total:
-        lacking.append(f"host_bytes {format_size(settings.host_bytes)}, memory {format_size(total)}")
+    if settings.host_bytes > memory.total:
+        what = "memory limit of this container" if memory.limit is not None else "memory"
+        lacking.append(
+            f"host_bytes {format_size(settings.host_bytes)}, {what} {format_size(memory.total)} (the daemon "
+            "is killed when the arena fills beyond it)"
+        )
     if settings.disk is not None and settings.disk_bytes > (room := disk_bytes(settings.disk)):
         lacking.append(
             f"disk_bytes {format_size(settings.disk_bytes)}, room at {settings.disk} {format_size(room)}"

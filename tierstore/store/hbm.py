@@ -24,6 +24,7 @@ from tierstore.stats import Counters, TierStats
 from tierstore.store.buffers import HbmPages
 from tierstore.tiers import two_level
 from tierstore.tiers.frames import PoolSize
+from tierstore.tiers.group_pools import room_for
 from tierstore.tiers.hbm import PagePool
 
 NO_MATCH = Match((), 0, 0)
@@ -288,6 +289,17 @@ class HbmTier:
                 whole = books.taken if idle == pool.used_pages else idle // books.per_frame
                 available += whole * own.books.per_frame
         return available
+
+    def has_room(self, counts: Sequence[int]) -> bool:
+        """Return whether :meth:`allocate` could find so many pages of each pool together."""
+        if len(self.pools) == 1:
+            return counts[0] <= self.available(0)
+
+        def idle_frames(group: int) -> int:
+            return self.pools[group].books.emptied_by(self.idle(group))
+
+        idle = [self._idle_pages(group) for group in range(len(self.pools))]
+        return room_for(self.pools, counts, idle, idle_frames)
 
     def evict(self, count: int, group: int) -> int:
         """Let up to ``count`` cached pages of a pool leave, the policy's worst first. Returns how many
