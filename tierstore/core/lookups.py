@@ -110,11 +110,14 @@ class Lookups:
             looked.on_end(look)
         return transfer
 
-    def pin(self, view: PromptView, *, undo: bool = False) -> Transfer[int | Refusal]:
-        """Keep the held whole chunks of a prompt, or undo that. The result is their tokens, or why more may
-        not be pinned."""
+    def pin(
+        self, view: PromptView, *, undo: bool = False, max_tokens: int | None = None
+    ) -> Transfer[int | Refusal]:
+        """Keep the held whole chunks of a prompt's first ``max_tokens`` tokens (None: all), or undo that. The
+        result is their tokens, or why more may not be pinned."""
         state, pins, tenant = self._state, self.core.pins, self.client.tenant
-        limit = view.num_tokens // view.chunk_tokens * view.chunk_tokens
+        limit = view.num_tokens if max_tokens is None else min(max_tokens, view.num_tokens)
+        limit -= limit % view.chunk_tokens
         name = view.name()
 
         def set_pins() -> int | Refusal:
