@@ -292,18 +292,19 @@ class Lookups:
     # -- looks at the disk -----------------------------------------------------------------------------
 
     def _search(self, search: HitSearch) -> PageLease:
-        """Search to the end, without the lock where the disk is read, and hold what the disk had."""
+        """Search to the end, from where the search has stopped: without the lock where the disk is read. Hold
+        what the disk had."""
         state = self._state
         hold = PageLease()
         while True:
-            with state.lock:
-                if state.closed or search.go_on(_NAMES_AT_ONCE):
-                    return hold
             for bring in search.looks:
                 brought = bring()
                 with state.lock:
                     hold = state.leases.joined(hold, brought)
             state.yield_lock()
+            with state.lock:
+                if state.closed or search.go_on(_NAMES_AT_ONCE):
+                    return hold
 
     def _after_disk(
         self, bring: Callable[[], PageLease], wait_s: float, then: Callable[[], R], *, otherwise: R

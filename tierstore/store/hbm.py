@@ -117,7 +117,7 @@ class HbmTier:
         """A lookup has found these pages of a prompt: lease them."""
         if not pages:
             return PageLease()
-        lease = self._lease(pages, lease_s)
+        lease = self.hold(pages, lease_s)
         self.index.touch(pages, hit=True)
         return lease
 
@@ -125,11 +125,12 @@ class HbmTier:
         """:meth:`use` of named pages, by their positions."""
         if not here:
             return PageLease()
-        lease = self._lease(here.values(), lease_s)
+        lease = self.hold(here.values(), lease_s)
         self.index.touch_named({page: request.depth + at for at, page in here.items()}, hit=True)
         return lease
 
-    def _lease(self, pages: Iterable[Page], lease_s: float) -> PageLease:
+    def hold(self, pages: Iterable[Page], lease_s: float) -> PageLease:
+        """Lease pages for the time of one operation, without counting that as a use."""
         self.leases.expire()
         held = [(page, Tier.HBM) for page in pages if page.copies[Tier.HBM] is not None]
         return self.leases.take(held, lease_s)
