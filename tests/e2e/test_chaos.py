@@ -273,7 +273,7 @@ class Campaign:
             for number in range(self.case.prompts):
                 tokens = chaos.prompt_tokens(number, chaos.MOST_PAGES * chaos.CHUNK, monitor.spec)
                 with monitor.lookup(tokens) as hit:
-                    came = chaos.load_and_compare(monitor, hit, number)
+                    came = chaos.load_and_compare(monitor, hit, number, deadline_s=chaos.FOREVER_S)
                 self.tally.pages += chaos.page_count(came, monitor.spec)
                 promised = self.tally.durable.get((model, number), 0) if self.case.roomy else 0
                 what = f"{came} of {promised} tokens of model {model}'s prompt {number} came, of {hit}"
