@@ -247,9 +247,9 @@ class Campaign:
         def gone() -> bool:
             stats = chaos.daemon_stats(self.monitor)
             assert stats is not None, "the daemon is away"
-            return (
-                stats["service"]["sessions"] == len(self.monitors) and stats["store"]["pending_writes"] == 0
-            )
+            service = stats["service"]
+            released = service["leases"] == stats["store"]["pending_writes"] == 0  # leases: one-way messages
+            return released and service["sessions"] == len(self.monitors)
 
         wait_until(gone, WAIT_S)
         assert self.monitor.flush(WAIT_S)
