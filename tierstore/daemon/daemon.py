@@ -304,11 +304,18 @@ async def run(settings: Settings, reload: Callable[[], Awaitable[Settings]]) -> 
     daemon = Daemon(settings)
     loop = asyncio.get_running_loop()
     ending = asyncio.Event()
-    await daemon.start()
-    # Only now: a signal while it starts ends it at once. And not the loop's own handlers: the loop gives them
-    # up when it closes, and a second signal would kill what ends in order.
+    started = False
+
+    def end(*_: object) -> None:
+        if not started:  # opening a large directory can take long, and a kill harms nothing
+            os._exit(0)
+        loop.call_soon_threadsafe(ending.set)
+
+    # Not the loop's own: it gives them up when it closes, and a second signal would kill what ends in order.
     for number in _ENDING:
-        signal.signal(number, lambda *_: loop.call_soon_threadsafe(ending.set))
+        signal.signal(number, end)
+    await daemon.start()
+    started = True
 
     async def reread() -> None:
         try:
