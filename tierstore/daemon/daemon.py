@@ -156,6 +156,7 @@ class Daemon:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.ready = False
+        self.opened = False  # the tiers; from then on it ends in order
         self.core: Core | None = None
         self.service: Service | None = None
         self.server: Server | None = None
@@ -199,6 +200,7 @@ class Daemon:
             stats_json=lambda: msgspec.json.encode(self.stats()),
         )
         self.server = Server(self.service, keys=pair, tenants=tenants)
+        self.opened = True
         for url in urls:
             lock = self._locks.get(url)
             listening = None
@@ -304,10 +306,9 @@ async def run(settings: Settings, reload: Callable[[], Awaitable[Settings]]) -> 
     daemon = Daemon(settings)
     loop = asyncio.get_running_loop()
     ending = asyncio.Event()
-    started = False
 
     def end(*_: object) -> None:
-        if not started:  # opening a large directory can take long, and a kill harms nothing
+        if not daemon.opened:  # opening a large directory can take long, and a kill harms nothing
             os._exit(0)
         loop.call_soon_threadsafe(ending.set)
 
@@ -315,7 +316,6 @@ async def run(settings: Settings, reload: Callable[[], Awaitable[Settings]]) -> 
     for number in _ENDING:
         signal.signal(number, end)
     await daemon.start()
-    started = True
 
     async def reread() -> None:
         try:
