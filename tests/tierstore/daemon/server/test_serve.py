@@ -34,7 +34,7 @@ def serve(tmp_path):
             env=os.environ | environment,
         )
         running.append(process)
-        deadline = time.monotonic() + 15
+        deadline = time.monotonic() + 120
         while wait and not (tmp_path / "s").exists():
             assert process.poll() is None, process.communicate()[1]
             assert time.monotonic() < deadline
