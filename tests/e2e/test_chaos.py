@@ -247,9 +247,9 @@ class Campaign:
         def gone() -> bool:
             stats = chaos.daemon_stats(self.monitor)
             assert stats is not None, "the daemon is away"
-            return (
-                stats["service"]["sessions"] == len(self.monitors) and stats["store"]["pending_writes"] == 0
-            )
+            service = stats["service"]
+            released = service["leases"] == stats["store"]["pending_writes"] == 0  # leases: one-way messages
+            return released and service["sessions"] == len(self.monitors)
 
         wait_until(gone, WAIT_S)
         assert self.monitor.flush(WAIT_S)
@@ -273,7 +273,7 @@ class Campaign:
             for number in range(self.case.prompts):
                 tokens = chaos.prompt_tokens(number, chaos.MOST_PAGES * chaos.CHUNK, monitor.spec)
                 with monitor.lookup(tokens) as hit:
-                    came = chaos.load_and_compare(monitor, hit, number)
+                    came = chaos.load_and_compare(monitor, hit, number, deadline_s=chaos.FOREVER_S)
                 self.tally.pages += chaos.page_count(came, monitor.spec)
                 promised = self.tally.durable.get((model, number), 0) if self.case.roomy else 0
                 what = f"{came} of {promised} tokens of model {model}'s prompt {number} came, of {hit}"

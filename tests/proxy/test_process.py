@@ -21,7 +21,8 @@ from tests.engine.server.processes import Process, ServerProcess
 from tierstore.testing.clock import wait_until
 from tierstore_tools.vllm.daemon import DaemonProcess
 
-TOKENS = 3000
+TOKENS = 400
+LONG = 3000  # tokens that take long enough to be killed in the midst of
 MAIN = "tierstore_proxy.cli"
 
 
@@ -88,12 +89,12 @@ def test_everything_is_killed_once(
 
     computed = prefill.metric("computed_tokens_total")
     answers: list[str] = []
-    asking = threading.Thread(target=lambda: answers.append(complete(second, 2)))
+    asking = threading.Thread(target=lambda: answers.append(complete(second, 2, LONG)))
     asking.start()
     wait_until(lambda: prefill.metric("computed_tokens_total") > computed)
     prefill.end(signal.SIGKILL)
     asking.join(WAIT_S)
-    assert answers == [complete(alone, 2)]
+    assert answers == [complete(alone, 2, LONG)]
     assert second.ways() == {"held or short", "prefill failed"}
     assert complete(second, 3) == complete(alone, 3)
     assert second.ways() == {"held or short", "prefill failed", "no prefill engine is up"}

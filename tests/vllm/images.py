@@ -49,6 +49,7 @@ def main(model: str, connector: str, options: str, asks: str) -> None:
     _register_llava()
     llm = LLM(
         model=model,
+        load_format="dummy",  # transformers 5 calls CLIP's weights by other names than vLLM 0.32
         dtype="float32",
         enforce_eager=True,
         max_model_len=1024,

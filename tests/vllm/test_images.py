@@ -35,7 +35,7 @@ def ask(model, daemon, asks, **options):
     return [json.loads(line.removeprefix("found "))[2] for line in lines]
 
 
-def test_images_are_told_apart_by_their_pixels_and_by_their_processor(model, daemon, tmp_path):
+def test_images_are_told_apart_by_their_pixels(model, daemon):
     place = model(models.LLAVA)
     # A name that a client gives to two images: what vLLM then computes with is its affair, and is not stored.
     first = [[10, "a", None], [10, "a", ALIGNED], [200, "a", None], [200, "a", None], [10, None, ALIGNED]]
@@ -43,7 +43,12 @@ def test_images_are_told_apart_by_their_pixels_and_by_their_processor(model, dae
     # In another life of the engine the name stands for the other image.
     second = [[200, "a", None], [200, "a", ALIGNED], [10, "another name", ALIGNED], [90, "another", None]]
     assert ask(place, daemon, second) == [0, ALIGNED, ALIGNED, 0]
-    assert ask(place, daemon, [[10, None, None]], mm_processor_kwargs={"image_mean": [0, 0, 0]}) == [0]
+
+
+def test_other_processors_make_other_pages(model, daemon, tmp_path):
+    place = model(models.LLAVA)
+    assert ask(place, daemon, [[10, None, None], [10, None, ALIGNED]]) == [0, ALIGNED]
+    assert ask(place, daemon, [[10, None, None]], mm_processor_kwargs={"do_normalize": False}) == [0]
     edited = tmp_path / "edited"
     shutil.copytree(place, edited)
     config = json.loads((edited / "processor_config.json").read_text())

@@ -157,6 +157,7 @@ class Daemon:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.ready = False
+        self.opened = False  # the tiers; from then on it ends in order
         self.core: Core | None = None
         self.service: Service | None = None
         self.server: Server | None = None
@@ -200,6 +201,7 @@ class Daemon:
             stats_json=lambda: msgspec.json.encode(self.stats()),
         )
         self.server = Server(self.service, keys=pair, tenants=tenants)
+        self.opened = True
         for url in urls:
             lock = self._locks.get(url)
             listening = None
@@ -305,11 +307,16 @@ async def run(settings: Settings, reload: Callable[[], Awaitable[Settings]]) -> 
     daemon = Daemon(settings)
     loop = asyncio.get_running_loop()
     ending = asyncio.Event()
-    await daemon.start()
-    # Only now: a signal while it starts ends it at once. And not the loop's own handlers: the loop gives them
-    # up when it closes, and a second signal would kill what ends in order.
+
+    def end(*_: object) -> None:
+        if not daemon.opened:  # opening a large directory can take long, and a kill harms nothing
+            os._exit(0)
+        loop.call_soon_threadsafe(ending.set)
+
+    # Not the loop's own: it gives them up when it closes, and a second signal would kill what ends in order.
     for number in _ENDING:
-        signal.signal(number, lambda *_: loop.call_soon_threadsafe(ending.set))
+        signal.signal(number, end)
+    await daemon.start()
 
     async def reread() -> None:
         try:

@@ -21,9 +21,10 @@ from __future__ import annotations
 import bisect
 import errno
 import itertools
+import operator
 import threading
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from operator import itemgetter
@@ -265,7 +266,6 @@ def _is_serial(key: bytes) -> bool:
 
 FORMAT = 2
 ENCODED_FORMAT = 3  # where a codec may keep pages: earlier versions would take their payloads for pages
-_MOST_MISFILED = 1 << 12  # a leaf has fewer entries, and what a search finds lies in its own leaf
 _SIMILAR_TRIED = 16
 _SERIAL_BYTES = 8
 _MOST_COUNT = 1 << 62  # no serial and no count is beyond
@@ -278,6 +278,19 @@ class IndexUsage:
 
     used_bytes: int  # everything alive
     tree_bytes: int  # of that, what later transactions rewrite; the rest is payload
+
+
+@dataclass(frozen=True, slots=True)
+class Misfiled:
+    """Keys of a tree that are damaged, or that a damaged key hides. ``suspects`` are out of order: a key that
+    is, and where it cannot be told which of two is, both. A search does not find those that are ``astray``.
+    """
+
+    suspects: Set[bytes]
+    astray: Set[bytes]
+
+    def __bool__(self) -> bool:
+        return bool(self.suspects or self.astray)
 
 
 class IndexDB:
@@ -444,32 +457,38 @@ class IndexDB:
             found = list(itertools.islice(cursor.iternext(keys=True, values=False), count))
         return found, found[-1] + b"\0" if len(found) == count else None
 
-    def misfiled(self, tree: bytes) -> set[bytes]:
-        """Damage to keys: those in a tree that a search for them does not find, and those that are out of
-        order. A search may find what a damaged key says (it is there twice then, or between others), so the
-        order is looked at by itself; which of two is wrong cannot be known, so both are named."""
+    def misfiled(self, tree: bytes) -> Misfiled:
+        """Damage to keys. One pass over the tree, and a search for each of its keys."""
         db = self._trees[TREES.index(tree)]
-        wrong: set[bytes] = set()
-        before: deque[bytes] = deque(maxlen=_MOST_MISFILED)
+        keys: list[bytes] = []
+        astray: set[bytes] = set()
         with _os_errors(), self._env.begin(db=db) as txn, txn.cursor() as cursor, txn.cursor() as finder:
             for key in cursor.iternext(keys=True, values=False):
+                keys.append(key)
                 if not finder.set_key(key):
-                    wrong.add(key)
-                elif before and before[-1] >= key:
-                    wrong.add(key)
-                    while before and before[-1] >= key:
-                        wrong.add(before.pop())
-                else:
-                    before.append(key)
-        return wrong
+                    astray.add(key)
+        return Misfiled(_out_of_order(keys), astray)
 
-    def remove_misfiled(self, tree: bytes, keys: Collection[bytes]) -> None:
-        """Delete entries that a search does not find, durably: one look at every entry of the tree."""
+    def refile(self, tree: bytes, misfiled: Misfiled, is_whole: Callable[[bytes, bytes], bool]) -> None:
+        """Put a tree in order, durably: of the suspects those stay that are whole by their values, and what
+        a search does not find is put where it does. One look at every entry of the tree."""
         db = self._trees[TREES.index(tree)]
-        with _os_errors(), self._env.begin(write=True, db=db) as txn, txn.cursor() as cursor:
-            more = cursor.first()
-            while more:
-                more = cursor.delete() if cursor.key() in keys else cursor.next()
+        wrong = misfiled.suspects
+        again: list[_Entry] = []
+        with _os_errors(), self._env.begin(write=True, db=db) as txn:
+            with txn.cursor() as cursor:
+                more = cursor.first()
+                while more:
+                    key, value = cursor.item()
+                    whole = key not in wrong or is_whole(key, value)
+                    if whole and key not in wrong and key not in misfiled.astray:
+                        more = cursor.next()
+                        continue
+                    if whole:
+                        again.append((key, value))
+                    more = cursor.delete()
+            for name, data in again:
+                txn.put(name, data, db=db)
 
     def find(self, parent: int, identity: bytes, chunks: Iterable[tuple[bytes, bytes]]) -> list[PageRecord]:
         """Follow (key, tokens) after (key, tokens) down from ``parent``, as far as there are pages with
@@ -625,6 +644,35 @@ class IndexDB:
         for _ in range(2):
             with self._env.begin(write=True, db=self._meta) as txn:
                 txn.put(b"turn", (txn.id() % 256).to_bytes(1, "big"))
+
+
+def _out_of_order(keys: Sequence[bytes]) -> set[bytes]:
+    """The keys that are not in every longest ascending selection of ``keys``."""
+    if all(itertools.starmap(operator.lt, itertools.pairwise(keys))):
+        return set()
+    number = {key: at for at, key in enumerate(sorted(set(keys)))}
+    ranks = [number[key] for key in keys]
+    before = _ascending(ranks)
+    behind = _ascending([-rank for rank in reversed(ranks)])[::-1]
+    longest = max(before)
+    chosen = [one + other - 1 == longest for one, other in zip(before, behind, strict=True)]
+    rivals = Counter(itertools.compress(before, chosen))
+    return {
+        key
+        for key, length, is_chosen in zip(keys, before, chosen, strict=True)
+        if not is_chosen or rivals[length] > 1
+    }
+
+
+def _ascending(ranks: Sequence[int]) -> list[int]:
+    """For each the length of the longest ascending selection that ends with it."""
+    ends: list[int] = []
+    lengths: list[int] = []
+    for rank in ranks:
+        at = bisect.bisect_left(ends, rank)
+        ends[at : at + 1] = [rank]
+        lengths.append(at + 1)
+    return lengths
 
 
 def _by_serial(facts: npt.NDArray[np.void]) -> npt.NDArray[np.void]:

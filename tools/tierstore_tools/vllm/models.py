@@ -260,8 +260,12 @@ def _write_tokenizer(directory: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    specials = ["<bos>", "<eos>", "<pad>"]
-    names = [*letters, *specials, *(f"<unused{number}>" for number in range(VOCAB - len(letters) - 3))]
+    specials = ["<bos>", "<eos>", "<pad>", "<image>"]
+    names = [
+        *letters,
+        *specials,
+        *(f"<unused{number}>" for number in range(VOCAB - len(letters) - len(specials))),
+    ]
     tokenizer = Tokenizer(models.BPE(vocab={name: at for at, name in enumerate(names)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -287,7 +291,7 @@ def _write_processor(directory: Path) -> None:
     }
     both = {
         "processor_class": "LlavaProcessor",
-        "image_token": "<unused0>",
+        "image_token": "<image>",
         "patch_size": 14,
         "vision_feature_select_strategy": "default",
         "num_additional_image_tokens": 1,

@@ -140,7 +140,7 @@ def connect(request):
             spec,
             identity=identity or Identity.of(spec, model=request.node.nodeid),
             pools=PagePool(spec, hbm_pages) if hbm_pages else None,
-            **{"lookup_s": 5.0, **kwargs},  # a slow machine is not a hung daemon
+            **{"lookup_s": 30.0, **kwargs},  # a slow machine is not a hung daemon
         )
         stores.append(store)
         assert not connected or store.wait_connected(30)

@@ -61,7 +61,11 @@ class Process:
         made = socket.socket(socket.AF_UNIX)
         made.settimeout(5)
         paths = {"ipc": self.path, "ipc arena": f"{self.path}.arena", "ipc events": self.events}
-        made.connect(paths[where])
+        try:
+            made.connect(paths[where])
+        except OSError:
+            made.close()
+            raise
         return made
 
     def health(self) -> int:

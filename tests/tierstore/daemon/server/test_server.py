@@ -369,9 +369,7 @@ def test_a_client_that_does_not_read_costs_a_window_and_nobody_else(start, conne
         slow.tell(p.Fetch(number, found.lease, 0, 4, 30.0))
     daemon.wait_for(lambda stats: stats.service.requests.get("Fetch") == 10)
     daemon.wait_for(lambda stats: stats.service.sending_bytes >= 32 << 20)
-    started = time.monotonic()
-    assert isinstance(other.ask(p.Ping(0)), p.Pong)
-    assert time.monotonic() - started < 10  # the Fetches wait for 30 s
+    assert isinstance(other.ask(p.Ping(0)), p.Pong)  # while the Fetches wait
     assert daemon.stats().service.sending_bytes == 32 << 20
     pages = [slow.hear()[0].pages for _ in range(5)]  # now it reads, and is sent more
     assert pages == [4] * 5
