@@ -20,6 +20,7 @@ from tierstore.arguments import whole_number
 from tierstore.backend import Backend, Lease, LookupRequest
 from tierstore.errors import UsageError
 from tierstore.groups import Group, groups_of, search
+from tierstore.index.leases import PageLease
 from tierstore.keys import Identity, Prompt, TokenIds, encode_tokens
 from tierstore.spec import KVSpec
 from tierstore.store.hbm import HbmTier
@@ -380,9 +381,10 @@ class PartLookup:
                 held = hbm.use_named(here, request, backend.lease_s)
             named = NamedMatch(here, self._asked, others)
             return Part(hbm, backend, group, request, named, held, lease, finder.lookup_s, ends=self._ends)
-        match = hbm.match(request, group.number)
-        with hbm.lock:
-            held = hbm.use(match.pages, backend.lease_s)
+        match, held = hbm.match(request, group.number), PageLease()
+        if match.pages:
+            with hbm.lock:
+                held = hbm.use(match.pages, backend.lease_s)
         return Part(hbm, backend, group, request, match, held, lease, finder.lookup_s, remote_tokens)
 
     def give_up(self) -> None:
