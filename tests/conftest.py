@@ -12,6 +12,10 @@ pytest.register_assert_rewrite("tierstore.testing")  # the conformance suites sa
 for _name in ("CI", "BUILD_NUMBER"):
     os.environ.pop(_name, None)
 
+# The models of the tests are so small that a second thread of torch only costs. On a busy machine its threads
+# wait for one another most of the time. Set before anything imports torch, and inherited by every process.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 
 def pytest_collection_finish() -> None:
     """What is there before the first test stays: tests that ask for a collection (to see that something has

@@ -436,7 +436,9 @@ class Backend(Protocol):
 
     # -- keeping, dropping, seeing -------------------------------------------------------------------
 
-    def pin(self, request: LookupRequest, *, undo: bool = False) -> Transfer[int]:
+    def pin(
+        self, request: LookupRequest, *, undo: bool = False, max_tokens: int | None = None
+    ) -> Transfer[int]:
         """Keep the held whole chunks of a prompt. ``undo`` takes back the newest pin of exactly this prompt
         by the same tenant. The tokens of the pin; 0 where there was nothing to pin or to undo."""
 

@@ -3,6 +3,7 @@ it is."""
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from tierstore.errors import TierStoreError, UsageError
 from tierstore.printable import printable
 
+_NO_THREAD = "can't start new thread"  # what Python says
 _EXTRAS = {
     "torch": "engine",
     "safetensors": "engine",
@@ -30,6 +32,7 @@ def one_line_errors(program: str, *, extra: str = "") -> Iterator[None]:
     """Ends the process with 2 for bad usage and 1 for a run that failed. Anything else raised in the block
     is a bug and keeps its traceback. ``extra`` installs all that ``program`` needs; without one it depends on
     what is missing."""
+    _make_writable()
     try:
         try:
             yield
@@ -54,6 +57,23 @@ def one_line_errors(program: str, *, extra: str = "") -> Iterator[None]:
         _drop_stdout()
         where = f"{error.filename}: " if error.filename is not None else ""
         _fail(program, f"the system refuses: {where}{error.strerror or error}", 1)
+    except MemoryError:
+        _fail(program, "the system refuses: there is not enough memory (see ulimit -v, and the container)", 1)
+    except RuntimeError as error:
+        if str(error) != _NO_THREAD:
+            raise
+        _fail(program, f"the system refuses: {error} (see ulimit -u, and the container's pids limit)", 1)
+
+
+def _make_writable() -> None:
+    """Let output end nothing: a character that the locale has no code for is written escaped, and a stream
+    that was closed before the start (``>&-``) takes all and keeps nothing."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # for good
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def install(extra: str) -> str:

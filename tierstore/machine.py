@@ -5,17 +5,23 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 _MEMINFO = Path("/proc/meminfo")
-_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+_GROUPS = Path("/proc/self/cgroup")
+_GROUP_ROOT = Path("/sys/fs/cgroup")
 _BLOCK_BYTES = 512  # of st_blocks, whatever the file system
 
 
 class MemoryBytes(NamedTuple):
+    """``limit`` is the lowest limit of the control groups (containers) that this process is in; None where
+    none is lower than the machine's memory."""
+
     total: int
     available: int
+    limit: int | None = None
 
 
 def memory_bytes() -> MemoryBytes:
@@ -25,10 +31,38 @@ def memory_bytes() -> MemoryBytes:
         for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", _text(_MEMINFO), re.MULTILINE)
     }
     total, available = figures.get("MemTotal", 0), figures.get("MemAvailable", 0)
-    limit = _text(_CONTAINER_LIMIT).strip()
-    if limit.isdigit() and int(limit) < total:
-        return MemoryBytes(int(limit), min(available, int(limit)))
-    return MemoryBytes(total, available)
+    limits = [(limit, used) for limit, used in _group_limits() if limit < total]
+    if not limits:
+        return MemoryBytes(total, available)
+    left = min(max(limit - used, 0) for limit, used in limits)
+    limit = min(limit for limit, _ in limits)
+    return MemoryBytes(limit, min(available, left), limit)
+
+
+def _group_limits() -> Iterator[tuple[int, int]]:
+    """Limit and use of each control group that this process is in, its parents included. A container may
+    see its own group as the root, under another path than /proc says."""
+    for line in _text(_GROUPS).splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not controllers:  # version 2
+            root, names = _GROUP_ROOT, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            root, names = _GROUP_ROOT / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        group = root / path.lstrip("/")
+        inside = [each for each in (group, *group.parents) if each == root or root in each.parents]
+        for each in inside:
+            limit, used = (_text(each / name).strip() for name in names)
+            if limit.isdigit():
+                yield int(limit), max((int(used) if used.isdigit() else 0) - _cache_bytes(each), 0)
+
+
+def _cache_bytes(group: Path) -> int:
+    """What a group's files in memory take that can be given back."""
+    found = re.search(r"^(?:total_)?inactive_file (\d+)$", _text(group / "memory.stat"), re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def disk_bytes(directory: Path) -> int:

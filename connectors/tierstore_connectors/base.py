@@ -186,6 +186,11 @@ class Connector(ABC):
         """Pages that ``allocate`` could hand out now: free ones and cached ones that nobody uses."""
 
     @abstractmethod
+    def has_room(self, counts: Sequence[int]) -> bool:
+        """Return whether ``allocate`` could hand out so many pages of each group, all of them together.
+        Groups share a memory: ``available`` may say enough for each group alone where this is False."""
+
+    @abstractmethod
     def resize(self, nbytes: int) -> PoolSize:
         """Have ``nbytes`` of memory for pages, of all groups, from now on. More is
         had at once, less as pages become free: those that are cached leave, those in use stay. Raises

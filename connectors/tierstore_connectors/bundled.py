@@ -16,7 +16,7 @@ from tierstore.planner import Plan
 from tierstore.spec import KVSpec
 from tierstore.stats import StoreStats
 from tierstore.tiers.frames import PoolSize
-from tierstore.tiers.group_pools import bytes_for
+from tierstore.tiers.group_pools import bytes_for, room_for
 from tierstore.tiers.hbm import PagePool
 from tierstore.transfer import Transfer
 from tierstore.types import Hint, Loaded, Promise
@@ -103,6 +103,9 @@ class NoStore(Connector):
 
     def available(self, *, group: int = 0) -> int:
         return self.pools[group].free_pages
+
+    def has_room(self, counts: Sequence[int]) -> bool:
+        return room_for(self.pools, counts, [0] * len(self.pools), lambda group: 0)
 
     def resize(self, nbytes: int) -> PoolSize:
         self.pool.resize(nbytes)
@@ -197,6 +200,9 @@ class StoreConnector(Connector):
 
     def available(self, *, group: int = 0) -> int:
         return self.store.available_hbm(group=group)
+
+    def has_room(self, counts: Sequence[int]) -> bool:
+        return self.store.has_room_hbm(counts)
 
     def resize(self, nbytes: int) -> PoolSize:
         return self.store.resize_hbm(nbytes)

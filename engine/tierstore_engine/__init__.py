@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from tierstore_engine.build import LoadedModel, build_engine, load_model, open_model
     from tierstore_engine.draft_model import DraftModel
     from tierstore_engine.drafting import Drafter, PromptLookup
-    from tierstore_engine.engine import Engine, EngineStats
+    from tierstore_engine.engine import Engine
     from tierstore_engine.heap import freeze_heap
-    from tierstore_engine.outputs import Completion, FinishReason, RequestMetrics, StepOutput
+    from tierstore_engine.outputs import Completion, EngineStats, FinishReason, RequestMetrics, StepOutput
     from tierstore_engine.sampling import SamplingParams
     from tierstore_engine.settings import EngineSettings
 
@@ -42,9 +42,9 @@ _HOMES = {
     "build": ("LoadedModel", "build_engine", "load_model", "open_model"),
     "draft_model": ("DraftModel",),
     "drafting": ("Drafter", "PromptLookup"),
-    "engine": ("Engine", "EngineStats"),
+    "engine": ("Engine",),
     "heap": ("freeze_heap",),
-    "outputs": ("Completion", "FinishReason", "RequestMetrics", "StepOutput"),
+    "outputs": ("Completion", "EngineStats", "FinishReason", "RequestMetrics", "StepOutput"),
     "sampling": ("SamplingParams",),
     "settings": ("EngineSettings",),
 }

@@ -29,7 +29,8 @@ from tierstore.tiers.hbm import PagePool
 from tierstore.units import format_size
 from tierstore_connectors.bundled import open_connector
 from tierstore_connectors.common.handover import BOTH, Role
-from tierstore_engine.attention.base import make_attention, pages_on_device
+from tierstore_engine.attention import make_attention
+from tierstore_engine.attention.base import pages_on_device
 from tierstore_engine.checkpoint import read_config
 from tierstore_engine.config import DTYPES, ModelConfig
 from tierstore_engine.delta import CpuDeltaStates
@@ -46,7 +47,14 @@ from tierstore_engine.presets import PRESETS, preset
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import Runner
 from tierstore_engine.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer
-from tierstore_engine.weights import ModelWeights, digest_weights, load_weights, random_weights, weights_bytes
+from tierstore_engine.weights import (
+    ModelWeights,
+    check_tensors,
+    digest_weights,
+    load_weights,
+    random_weights,
+    weights_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -113,7 +121,9 @@ def open_model(
             f"no model {model!r}: neither a folder nor a preset (presets: {', '.join(PRESETS)})"
         )
     config = with_scales(replace(read_config(folder, dtype=dtype), kv=kv), kv_scales, folder)
-    return OpenModel(config, HFTokenizer(folder), folder, resolve_device(device, config.dtype))
+    tokenizer = HFTokenizer(folder)
+    check_tensors(config, folder)
+    return OpenModel(config, tokenizer, folder, resolve_device(device, config.dtype))
 
 
 def load_model(
@@ -256,7 +266,7 @@ def group_pages(spec: KVSpec, pages: int, settings: EngineSettings) -> list[int]
 
 def make_memory(pool: PagePool, config: ModelConfig) -> Memory:
     """What the layer group of ``pool`` remembers by. Raises what
-    :func:`~tierstore_engine.attention.base.make_attention` does."""
+    :func:`~tierstore_engine.attention.make_attention` does."""
     [group] = pool.spec.groups
     if group.kind is not LayerKind.RECURRENT_STATE:
         return make_attention(pool, config)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Set
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -14,12 +15,23 @@ from safetensors import SafetensorError, safe_open
 
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.errors import ModelError
-from tierstore_engine.families import config_from_hf, token_ids
+from tierstore_engine.families import check_quantisation, config_from_hf, token_ids, unread_tensors
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+QUANTISATION_FILES = (
+    "hf_quant_config.json",
+    "quantize_config.json",
+    "quant_config.json",
+    "quantization_config.json",
+    "quanto_qmap.json",
+    "quant_model_description.json",
+)
+"""Files beside ``config.json`` that tools which quantise weights write."""
+
+_READ_DTYPES = ("BF16", "F16", "F32", "F64")
 
 
 def read_config(folder: Path, *, dtype: str | None = None) -> ModelConfig:
@@ -36,7 +48,17 @@ def read_config(folder: Path, *, dtype: str | None = None) -> ModelConfig:
         generation = _read_json(folder / GENERATION_FILE)
         if token_ids(generation.get("eos_token_id")):
             raw["eos_token_id"] = generation["eos_token_id"]
+    for name in QUANTISATION_FILES:
+        if (folder / name).is_file():
+            check_quantisation({"quantization_config": _quantisation(folder / name)}, name)
     return config_from_hf(raw, dtype=dtype)
+
+
+def _quantisation(file: Path) -> Mapping[str, Any]:
+    """Return what such a file says. Any object in one says that weights are quantised."""
+    raw = _read_json(file)
+    inner = raw.get("quantization")
+    return inner if isinstance(inner, dict) else raw or {"quant_method": "quantised"}
 
 
 class Checkpoint:
@@ -60,11 +82,45 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._files
 
+    def account_for(self, names: Set[str], *, unread: Set[str] = frozenset()) -> None:
+        """Check that the checkpoint holds the tensors ``names``, in dtypes that are read, and no others but
+        those of ``unread`` and those that are known to be useless.
+
+        Raises :class:`ModelError` otherwise: weights that are left out, or read without their scale, would
+        give wrong answers.
+        """
+        useless = [re.compile(each) for each in unread_tensors(_read_json(self._folder / CONFIG_FILE))]
+        others = sorted(self._files.keys() - names - unread)
+        others = [name for name in others if not any(each.fullmatch(name) for each in useless)]
+        for name in sorted(names & self._files.keys()):
+            dtype = self._dtype(name)
+            if dtype not in _READ_DTYPES:
+                raise ModelError(
+                    f"{self._files[name]}: tensor {name} is {dtype}, and weights are read in "
+                    f"{', '.join(_READ_DTYPES)} only: convert them to bfloat16"
+                )
+        if others:
+            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+            raise ModelError(
+                f"{self._files[others[0]]}: tensor {others[0]} ({self._dtype(others[0])}){more} is not part "
+                "of the model that config.json describes: the weights are quantised, or this engine does not "
+                "compute all of them"
+            )
+        for name in sorted(names - self._files.keys()):
+            raise self._missing(name)
+
+    def _dtype(self, name: str) -> str:
+        file = self._files[name]
+        try:
+            return str(self._handle(file).get_slice(name).get_dtype())
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{file}: cannot read tensor {name}: {error}") from error
+
     def read(self, name: str, shape: torch.Size | None = None) -> torch.Tensor:
         """Tensor ``name`` in host memory. Raises :class:`ModelError` when missing or not of ``shape``."""
         file = self._files.get(name)
         if file is None:
-            raise ModelError(f"{self._folder}: tensor {name} is missing from the checkpoint")
+            raise self._missing(name)
         try:
             handle = self._handle(file)
             found = tuple(handle.get_slice(name).get_shape())
@@ -76,6 +132,9 @@ class Checkpoint:
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{file}: cannot read tensor {name}: {error}") from error
         return tensor
+
+    def _missing(self, name: str) -> ModelError:
+        return ModelError(f"{self._folder}: tensor {name} is missing from the checkpoint")
 
     def _handle(self, file: Path) -> Any:
         if file not in self._open:
@@ -94,15 +153,20 @@ def _tensor_files(folder: Path) -> Mapping[str, Path]:
         for file in sorted(set(files.values())):
             if not file.is_file():
                 raise ModelError(f"{index} names {file.name}, which is not in the folder")
+            files |= {name: file for name in _names_in(file) if name not in files}
         return files
     single = folder / WEIGHTS_FILE
     if not single.is_file():
         raise ModelError(f"{folder} has neither {WEIGHTS_FILE} nor {INDEX_FILE} (only safetensors are read)")
+    return dict.fromkeys(_names_in(single), single)
+
+
+def _names_in(file: Path) -> list[str]:
     try:
-        with safe_open(single, framework="pt", device="cpu") as handle:
-            return dict.fromkeys(handle.keys(), single)
+        with safe_open(file, framework="pt", device="cpu") as handle:
+            return list(handle.keys())
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{single} is not a readable safetensors file: {error}") from error
+        raise ModelError(f"{file} is not a readable safetensors file: {error}") from error
 
 
 def _read_json(file: Path) -> Mapping[str, Any]:

@@ -242,13 +242,13 @@ def calibrate(
     dtype: Annotated[str | None, typer.Option(help="float32|bfloat16|float16; default: the model's")] = None,
 ) -> None:
     """Run a text on the CPU and write the largest keys and values of each layer and head: static scales."""
-    from tierstore_engine import kv_scales
+    from tierstore_engine import calibration
     from tierstore_engine.build import load_model, open_model
 
     text = _read_prompt(prompt_file, prompt)
     opened = open_model(model, device="cpu", dtype=dtype)
-    tokens = kv_scales.check_calibration(opened, text, out)
-    kv_scales.write_ranges(opened.config, kv_scales.measure_ranges(load_model(opened), tokens), out)
+    tokens = calibration.check_calibration(opened, text, out)
+    calibration.write_ranges(opened.config, calibration.measure_ranges(load_model(opened), tokens), out)
 
 
 def _read_prompt(file: Path | None, text: str | None) -> str:

@@ -29,7 +29,14 @@ from tierstore_engine.beams import BeamGroup, BeamHypothesis, BeamParams, BeamSe
 from tierstore_engine.drafting import Drafter
 from tierstore_engine.errors import DeadlineError, RequestError
 from tierstore_engine.keeper import PageKeeper
-from tierstore_engine.outputs import Completion, FinishReason, RequestId, StepLogprobs, StepOutput
+from tierstore_engine.outputs import (
+    Completion,
+    EngineStats,
+    FinishReason,
+    RequestId,
+    StepLogprobs,
+    StepOutput,
+)
 from tierstore_engine.prefill_timer import PrefillTimer
 from tierstore_engine.sampling import Choice, SamplingParams
 from tierstore_engine.scheduler import Scheduler, Work
@@ -47,31 +54,6 @@ _STALLED_S = 60.0
 
 class EngineStalledError(TierStoreError):
     """Nothing could be computed for a long time: pages that the engine needs are held by somebody else."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counts since the start, and how many requests are where now.
-
-    Of ``drafted_tokens`` (guessed by a drafter) ``accepted_tokens`` were right. ``shared_pages`` is how many
-    pages more there would be without sharing among forked requests. ``late_requests`` were refused because
-    of their deadlines. ``longest_overtaken_s`` is for how long a request was overtaken, at most
-    (:mod:`tierstore_engine.overtaking`).
-    """
-
-    steps: int
-    computed_tokens: int
-    generated_tokens: int
-    drafted_tokens: int
-    accepted_tokens: int
-    preemptions: int
-    waiting: int
-    admitted: int
-    shared_pages: int
-    available_pages: int
-    total_pages: int
-    late_requests: int
-    longest_overtaken_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +113,7 @@ class Engine:
         self._steps = self._computed_tokens = self._generated_tokens = self._preemptions = 0
         self._drafted_tokens = self._accepted_tokens = self._late_requests = 0
         self._last_progress = time.monotonic()
-        self._thread: EngineThread | None = None
+        self._thread: EngineThread[Engine] | None = None
 
     # -- requests ------------------------------------------------------------------------------------
 
@@ -225,7 +207,9 @@ class Engine:
                     f"request {sequence.request_id} may come to {sequence.max_tokens} tokens, and a pool of "
                     f"{format_size(nbytes)} has no room for them: cancel it first, or wait for its end"
                 )
-        return self.connector.resize(nbytes)
+        size = self.connector.resize(nbytes)
+        self._scheduler.room_grew()  # or not: then they wait on
+        return size
 
     def check_bias(self, params: SamplingParams) -> None:
         """Raises :class:`RequestError` for a bias on tokens that the model does not have."""
@@ -368,7 +352,7 @@ class Engine:
         """The same for asyncio: any number at a time; the steps run on one thread beside the event loop."""
         if self._thread is None:
             self._thread = EngineThread(self)
-        return self._thread.stream(prompt, params)
+        return self._thread.stream(lambda engine: engine.add(prompt, params))
 
     # -- state ---------------------------------------------------------------------------------------
 
@@ -412,7 +396,7 @@ class Engine:
             self.connector.prompt(tokens),
             tokens,
             params,
-            self.tokenizer.detokenizer(),
+            self.tokenizer.detokenizer(tokens),
             max_tokens=self._max_tokens(len(tokens), params.max_new_tokens),
             stop_ids=frozenset((*params.stop_token_ids, *eos)),
             added=added,

@@ -36,15 +36,43 @@ def config_from_hf(raw: Raw, *, dtype: str | None = None) -> ModelConfig:
     for missing or senseless fields.
     """
     architecture = _architecture(raw)
+    check_quantisation(raw, "config.json")
     if raw.get("text_config"):
         raw = {"dtype": raw.get("dtype") or raw.get("torch_dtype"), **raw["text_config"]}
-    quantised = raw.get("quantization_config") or {}
-    if quantised.get("quant_method") in _QUANTISED_WEIGHTS:
-        raise ModelError(
-            f"config.json: {quantised['quant_method']} weights are not read: convert them to bfloat16"
-        )
     config = _READERS[architecture](raw)
     return replace(config, dtype=dtype) if dtype else config
+
+
+def check_quantisation(raw: Raw, file: str) -> None:
+    """Raise :class:`ModelError` if ``raw``, or an object in it, says that weights are quantised. A
+    ``quantization_config`` that is about KV only passes: its scales are for ``--kv-scales checkpoint``."""
+    for name, value in raw.items():
+        if name not in _QUANTISATION:
+            if isinstance(value, Mapping):
+                check_quantisation(value, file)
+        elif value and not (isinstance(value, Mapping) and _quantises_kv_only(value)):
+            given = value if isinstance(value, Mapping) else {}
+            method = given.get("quant_method") or given.get("quant_algo") or "quantised"
+            raise ModelError(f"{file}: {method} weights are not read: convert them to bfloat16 ({name})")
+
+
+def _quantises_kv_only(raw: Raw) -> bool:
+    if "kv_cache_quant_algo" in raw:  # modelopt's
+        return not raw.get("quant_algo")
+    return bool(raw.get("kv_cache_scheme")) and not raw.get("config_groups") and not raw.get("quant_algo")
+
+
+def unread_tensors(raw: Raw) -> Mapping[str, str]:
+    """Return the tensors that a checkpoint may have beside those of its model: patterns of whole names, and
+    why nothing is lost without them. A tensor of any other name is refused."""
+    architecture = _architecture(raw)
+    text = raw.get("text_config") or raw
+    unread = {**_UNREAD, **_UNREAD_OF.get(architecture, {})}
+    layers = int(text.get("num_hidden_layers") or 0)
+    more = range(layers, layers + int(text.get("num_nextn_predict_layers") or 0))
+    if architecture.startswith("DeepseekV3") and more:
+        unread[rf"model\.layers\.({'|'.join(map(str, more))})\..*"] = "layers that predict further tokens"
+    return unread
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
@@ -457,7 +485,22 @@ _READERS: Mapping[str, Callable[[Raw], ModelConfig]] = {
 }
 ARCHITECTURES = tuple(_READERS)
 
-_QUANTISED_WEIGHTS = ("mxfp4", "fp8", "gptq", "awq", "bitsandbytes")
+_QUANTISATION = ("quantization_config", "quantization", "compression_config")
+
+_UNREAD = {
+    r"(.*\.)?rotary_emb\.inv_freq": "RoPE frequencies, which config.json says",
+    r".*\.self_attn\.(attn\.|[kv]_proj\.)?[kv]_scale": "scales of KV, for --kv-scales checkpoint",
+}
+_IMAGES = {
+    r"(model\.)?(vision_tower|vision_model|multi_modal_projector)\..*": "images, which are not computed",
+}
+_FURTHER = {r"mtp\..*": "layers that predict further tokens, which are not computed"}
+_UNREAD_OF: Mapping[str, Mapping[str, str]] = {
+    "Gemma3ForConditionalGeneration": _IMAGES,
+    "Llama4ForConditionalGeneration": _IMAGES,
+    "Qwen3NextForCausalLM": _FURTHER,
+    "NemotronHForCausalLM": _FURTHER,
+}
 
 # What the text part of a Gemma 3 that takes images leaves out of its config.json.
 _GEMMA3_DEFAULTS = {

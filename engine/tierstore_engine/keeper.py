@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -65,11 +65,6 @@ class PageKeeper:
     def available(self) -> int:
         """Pages that could be had now."""
         return self.connector.available()
-
-    @property
-    def has_sides(self) -> bool:
-        """Whether the model has layer groups beside the first."""
-        return bool(self._sides)
 
     def evict_idle(self) -> None:
         """Let all that nobody uses leave HBM: where groups share a memory, pages that are used in place may
@@ -131,25 +126,54 @@ class PageKeeper:
 
     def look_up(self, sequence: Sequence) -> Hit:
         """What the store holds of a sequence that waits, under a lease: to be admitted with, or released."""
-        return self.connector.lookup(sequence.prompt, max_tokens=len(sequence.tokens) - 1)
+        most = 0 if sequence.no_load else len(sequence.tokens) - 1
+        return self.connector.lookup(sequence.prompt, max_tokens=most)
 
-    def admit(self, sequence: Sequence, hit: Hit) -> bool:
+    def lacking(self, admitted: Iterable[Sequence]) -> list[int]:
+        """Return how many pages of each group the ``admitted`` sequences still have to take for their tokens.
+
+        Beside the first group a prefill step takes pages that it gives back at once, so only the largest step
+        counts: where there is room for one, the prompts can be computed one after the other.
+        """
+        counts, steps = [0] * (1 + len(self._sides)), [0] * len(self._sides)
+        for sequence in admitted:
+            loading, tokens = sequence.loading, len(sequence.tokens)
+            on_their_way = loading.lacking if loading is not None else 0
+            if loading is not None:
+                counts[0] += min(loading.pages, on_their_way)
+            elif sequence.meeting is not None:
+                counts[0] += sequence.meeting.lacking
+            for number, side in enumerate(self._sides):
+                if loading is not None:
+                    brought = side.brought(sum(loading.by_tier.values()))
+                    held = brought - min(brought, on_their_way)
+                else:
+                    held = side.held(sequence.sides[number]) if sequence.sides else 0
+                kept = side.kept(tokens)
+                counts[1 + number] += max(kept - held, 0)
+                if sequence.remaining > 1 or not sequence.sides:
+                    step = min(sequence.remaining, self._prefill_chunk)
+                    steps[number] = max(steps[number], side.peak(tokens, step) - kept)
+        return [counts[0], *(count + step for count, step in zip(counts[1:], steps, strict=True))]
+
+    def admit(self, sequence: Sequence, hit: Hit, *, beside: Iterable[Sequence] = ()) -> bool:
         """Give a waiting sequence its pages and start loading what the store holds of it: it is *loading* or
-        *running* then. False, and nothing changed but that the hit is released, when there is no room."""
-        if not all(side.room(len(sequence.tokens), self._prefill_chunk) for side in self._sides):
+        *running* then. False, and nothing changed but that the hit is released, when the pages that it needs
+        and those that the sequences ``beside`` it still lack cannot be had together."""
+        plan = self.planned(sequence, hit)
+        in_hbm = hit.by_tier.get("hbm", 0)
+        both = plan.meet > in_hbm
+        loaded = in_hbm if both else plan.tokens
+        total = self.pages_for(len(sequence.tokens))
+        # A page that is whole and in HBM is shared, not copied.
+        shared = min(hit.hbm_pages, loaded // self._chunk)
+        fresh = self._reserve(sequence, total - shared, total - self.pages_for(loaded), beside)
+        if fresh is None:
             hit.release()
             return False
         self.add_save_point(sequence, len(sequence.tokens) - 1)
         if hit.branch - hit.tokens >= self._chunk:
             self.add_save_point(sequence, hit.branch, parts=True)
-        plan = self.planned(sequence, hit)
-        in_hbm = hit.by_tier.get("hbm", 0)
-        both = plan.meet > in_hbm
-        loaded = in_hbm if both else plan.tokens
-        fresh = self._reserve(sequence, hit, loaded)
-        if fresh is None:
-            hit.release()
-            return False
         self.connector.decline(hit, plan)
         if both:
             return self._meet(sequence, hit, plan, fresh)
@@ -167,7 +191,8 @@ class PageKeeper:
             transfer = self.connector.load_part(
                 hit, 0, self.pages_for(loaded), deadline_s=None if loaded == in_hbm else deadline_s, last=True
             )
-            sequence.loading = Loading(transfer, clip_tiers(hit.by_tier, loaded), fresh, started)
+            by_tier = clip_tiers(hit.by_tier, loaded)
+            sequence.loading = Loading(transfer, by_tier, fresh, started, total - shared - len(fresh))
             sequence.state = SequenceState.LOADING
         return True
 
@@ -332,7 +357,11 @@ class PageKeeper:
             side.passed(table, computed)
         if computed in sequence.save_points or (self._checkpoint and computed % self._checkpoint == 0):
             parts = sequence.save_points.get(computed, False)
-            self._save_sides(sequence, computed, hint=hint, session=None if parts else sequence.session)
+            saves = self._save_sides(
+                sequence, computed, hint=hint, session=None if parts else sequence.session
+            )
+            # Pages that a window gives back meanwhile stay where they are until these end.
+            self._parking += [each for each in saves if not each.done]
         return saving
 
     def leave(self, sequence: Sequence, *, save: bool = True) -> None:
@@ -395,15 +424,14 @@ class PageKeeper:
         else:
             time.sleep(timeout_s)
 
-    def _reserve(self, sequence: Sequence, hit: Hit, loaded: int) -> list[int] | None:
-        """Pages for the tokens behind the first ``loaded`` of the hit, if those and the ones that a load of
-        these will need can be had."""
-        total = self.pages_for(len(sequence.tokens))
-        # A page that is whole and in HBM is shared, not copied.
-        shared = min(hit.hbm_pages, loaded // self._chunk)
-        if self.connector.available() < total - shared:
-            return None
-        return self.connector.allocate(total - self.pages_for(loaded))
+    def _reserve(
+        self, sequence: Sequence, needed: int, fresh: int, beside: Iterable[Sequence]
+    ) -> list[int] | None:
+        """Take ``fresh`` pages for a sequence that needs ``needed`` in all. None where these, its pages in
+        the other groups and what the sequences ``beside`` it lack cannot be had together."""
+        counts = self.lacking([*beside, sequence])
+        counts[0] += needed
+        return self.connector.allocate(fresh) if self.connector.has_room(counts) else None
 
     def _publish(self, sequence: Sequence, stop: int, *, hint: Hint | None = None) -> Transfer[int] | None:
         first = sequence.saved_pages

@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 
 from tierstore.errors import UsageError
-from tierstore.spec import LayerKind
-from tierstore.tiers.hbm import COMPLETED, PagePool
-from tierstore_engine.attention.base import Span
 from tierstore_engine.checkpoint import Checkpoint
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.errors import ModelError
 from tierstore_engine.kv_format import CODES, Ranges
-from tierstore_engine.step import Step
-
-if TYPE_CHECKING:
-    from tierstore_engine.build import LoadedModel, OpenModel
 
 DYNAMIC, CHECKPOINT = "dynamic", "checkpoint"
-
-_STEP_TOKENS = 512
 
 # Where quantisers write the scale of a layer's plane: one float, for FP8 e4m3.
 _NAMES = ("self_attn.{plane}_scale", "self_attn.{plane}_proj.{plane}_scale", "self_attn.attn.{plane}_scale")
 
 
-class _Calibration(msgspec.Struct, forbid_unknown_fields=True):
+class Calibration(msgspec.Struct, forbid_unknown_fields=True):
     """The file that a calibration writes. ``model`` is the configuration's digest."""
 
     model: str
@@ -50,55 +38,9 @@ def with_scales(config: ModelConfig, source: str, folder: Path | None) -> ModelC
     return replace(config, kv=replace(config.kv, ranges=ranges))
 
 
-def check_calibration(opened: OpenModel, text: str, out: Path) -> list[int]:
-    """The tokens of ``text``. Raises :class:`UsageError` before anything is computed in vain."""
-    if {group.kind for group in opened.config.groups} != {LayerKind.FULL_ATTENTION}:
-        raise UsageError("static scales are for models whose layers all keep every token's keys and values")
-    tokens = opened.tokenizer.encode(text)
-    if not 0 < len(tokens) <= opened.config.max_positions:
-        raise UsageError(
-            f"the text has {len(tokens)} tokens: the model takes 1 to {opened.config.max_positions}"
-        )
-    if not out.absolute().parent.is_dir():
-        raise UsageError(f"cannot write {out}: there is no such directory")
-    return tokens
-
-
-def measure_ranges(model: LoadedModel, tokens: Sequence[int]) -> Ranges:
-    """The largest magnitudes of keys and values while ``model`` (on the CPU, its KV as floats) computes
-    ``tokens``. A plane that is all zero has the range 1."""
-    from tierstore_engine.build import make_runner, pages_for_tokens
-    from tierstore_engine.settings import EngineSettings
-
-    config, spec = model.config, model.kv_spec()
-    pool = PagePool(spec, pages_for_tokens(spec, len(tokens)))
-    runner = make_runner(model, [pool], EngineSettings())
-    for start in range(0, len(tokens), _STEP_TOKENS):
-        stop = min(start + _STEP_TOKENS, len(tokens))
-        span = Span((range(pool.num_pages),), start, stop)
-        runner.compute(Step((span,), tokens[start:stop], [stop - start - 1], COMPLETED, spec.chunk_tokens))
-    # The last page's rest is zeros: nothing was in this memory before.
-    shape = (pool.num_pages, config.layers, 2, config.kv_heads, -1)
-    kv = torch.from_numpy(pool.array).view(getattr(torch, config.dtype)).view(shape).float()
-    largest = kv.abs().amax((0, 4))
-    if not largest.isfinite().all():
-        raise ModelError("the model's keys or values are no finite numbers: there is no scale for them")
-    found = largest.where(largest > 0, 1.0).tolist()
-    return tuple(tuple(tuple(heads) for heads in planes) for planes in found)
-
-
-def write_ranges(config: ModelConfig, ranges: Ranges, out: Path) -> None:
-    try:
-        out.write_bytes(
-            msgspec.json.format(msgspec.json.encode(_Calibration(config.digest(), ranges))) + b"\n"
-        )
-    except OSError as error:
-        raise UsageError(f"cannot write {out}: {error.strerror}") from error
-
-
 def _of_file(config: ModelConfig, file: Path) -> Ranges:
     try:
-        found = msgspec.json.decode(file.read_bytes(), type=_Calibration)
+        found = msgspec.json.decode(file.read_bytes(), type=Calibration)
     except OSError as error:
         raise UsageError(f"--kv-scales: cannot read {file}: {error.strerror}") from error
     except msgspec.MsgspecError as error:

@@ -102,6 +102,22 @@ class LookAhead:
         bringing = self._ahead[sequence.request_id].bringing
         return bringing is not None and not bringing.done
 
+    def give_up(self) -> bool:
+        """Give up what is prefetched for those that wait, since the pages that it holds are wanted. Whether
+        there was anything."""
+        held = [ahead for ahead in self._ahead.values() if ahead.transfer is not None]
+        for ahead in held:
+            self._drop(ahead)
+        return bool(held)
+
+    def _drop(self, ahead: _Ahead) -> None:
+        if ahead.transfer is not None:
+            ahead.transfer.cancel()
+            ahead.hit.release()
+            ahead.transfer = None
+        self._bytes -= ahead.nbytes
+        ahead.nbytes = 0
+
     def _begin(self, sequence: Sequence) -> None:
         hit = self._keeper.look_up(sequence)
         plan = self._connector.plan(hit, len(sequence.tokens), block=0)
@@ -120,9 +136,5 @@ class LookAhead:
         if promised is not None:
             promised.cancel()
         ahead = self._ahead.pop(sequence.request_id, None)
-        if ahead is None:
-            return
-        self._bytes -= ahead.nbytes
-        if ahead.transfer is not None:
-            ahead.transfer.cancel()
-            ahead.hit.release()
+        if ahead is not None:
+            self._drop(ahead)

@@ -70,6 +70,11 @@ class Meeting:
         """What to wait for; None when nothing is on its way."""
         return self._on_their_way[0].transfer if self._on_their_way else None
 
+    @property
+    def lacking(self) -> int:
+        """Return how many pages the loads under way may still take from the pool."""
+        return sum(block.stop - block.first for block in self._on_their_way if not block.transfer.done)
+
     def poll(self, front: int) -> bool:
         """Take over what has come, and ask for more, in view of ``front`` tokens that are computed. False
         when pages that did not come cannot be had for computing."""

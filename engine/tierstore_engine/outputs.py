@@ -101,3 +101,28 @@ class StepOutput:
     @property
     def finished(self) -> bool:
         return self.completion is not None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counts since the start, and how many requests are where now.
+
+    Of ``drafted_tokens`` (guessed by a drafter) ``accepted_tokens`` were right. ``shared_pages`` is how many
+    pages more there would be without sharing among forked requests. ``late_requests`` were refused because
+    of their deadlines. ``longest_overtaken_s`` is for how long a request was overtaken, at most
+    (:mod:`tierstore_engine.overtaking`).
+    """
+
+    steps: int
+    computed_tokens: int
+    generated_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
+    preemptions: int
+    waiting: int
+    admitted: int
+    shared_pages: int
+    available_pages: int
+    total_pages: int
+    late_requests: int
+    longest_overtaken_s: float

@@ -6,6 +6,24 @@ oldest request is first in both, with ``cache`` prefills go by what is left to c
 computes it and the others wait for its pages. When decoding runs out of pages the youngest admitted sequence
 gives way. "Old" and "young" are by priority, and then by age.
 
+**The rule of progress.** Every request that was accepted ends, however few pages there are:
+
+1. A request is admitted only where its pages and those that the admitted requests still lack can be had
+   together. While an admitted request waits for pages, no request is admitted.
+2. A request that lacks pages for a prefill step waits while others compute. If nobody can compute, or if it
+   lacks the page of its next token, the *youngest* admitted request is preempted. So the oldest admitted
+   request is never preempted for another one, and it ends.
+3. A preempted request is admitted again only after an admitted request has ended. Until then it would take
+   the pages that it was preempted for. There are two exceptions: a younger request is admitted (that one is
+   preempted first), or no admitted request can go on without it.
+4. If the only admitted request lacks pages, cached pages are in its way, or its own pages are scattered over
+   too many large pages. It is preempted, all cached pages leave HBM, and it starts again alone: no other
+   request is admitted until it ends. If it lacks pages once more, it starts again without the store, so no
+   page is kept beside those in use. The engine accepts only requests whose pages fit an empty pool.
+
+Until a request ends, the number of preemptions is bounded by the requests that are admitted meanwhile for the
+first time, times those that wait.
+
 With ``cache`` a request is admitted shortly before its turn and not as soon as there is a place: what it is
 overtaken by is decided late, and its pages are the cache's until then. A request whose pages do not fit
 stands in nobody's way, as long as it may be overtaken; after that whatever is younger waits, and the youngest
@@ -28,6 +46,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from tierstore.planner import Prefill
 from tierstore_engine.keeper import PageKeeper, wait_briefly
@@ -47,6 +66,8 @@ _LOOKED_AT = 16  # requests that wait for their turn, or have no room, until no 
 _STALE_S = 1.0  # after that one is looked up again
 _PACE_STEPS = 64
 _ANSWERS = 64  # that have ended: how long others may be expected to get
+Room: TypeAlias = tuple[tuple[int, ...], list[int]]
+"""Pages of each layer group that can be had, and those that the admitted sequences lack."""
 _ANY_SPEED = Prefill(1e-4)  # as long as none was measured: what counts is the order
 
 
@@ -142,9 +163,12 @@ class Scheduler:
         self._prefill = prefill
         self._clock = clock
         self._ahead = LookAhead(keeper)
-        self._refused_at: tuple[int, ...] | None = None  # the room when the oldest waiting one was refused
-        self._short = False  # whether a prefill of this plan found no pages in a group beside the first
-        self._stuck = False  # whether the only one there was found no room: what is idle in HBM is in its way
+        self._refused_at: Room | None = None  # when the oldest waiting one was refused
+        # The rule of progress.
+        self._short = False  # whether a sequence found no pages at the last step
+        self._stuck = False  # whether nothing is admitted for want of room: cached pages are in the way
+        self._preempted: set[RequestId] = set()  # since an admitted request ended
+        self._only: RequestId | None = None  # the root of the request beside which nobody is admitted
         self._prompts: dict[RequestId, _Prompt] = {}
         self._turns: dict[RequestId, int] = {}  # of admitted prompts, as they were ordered last
         self._sakes: dict[RequestId, Place] = {}  # whom an admitted prompt is computed for, if not itself
@@ -182,11 +206,20 @@ class Scheduler:
         if sequence in self.admitted:
             self._keeper.leave(sequence, save=save)
             self.admitted.remove(sequence)
-            self._refused_at = None
+            self.room_grew()
         else:
             self.waiting.remove(sequence)
             self._ahead.forget(sequence)
+            self._refused_at, self._stuck = None, False
+        self._preempted.discard(sequence.request_id)
+        if not any(other.root == self._only for other in (*self.admitted, *self.waiting)):
+            self._only = None
         sequence.state = SequenceState.FINISHED
+
+    def room_grew(self) -> None:
+        """Ask again whether those that wait have room: a request has ended, or the pool has become larger."""
+        self._preempted.clear()
+        self._refused_at = None
 
     def expect(self, sequence: Sequence) -> Expectation | None:
         """When a waiting sequence would have its first token if nobody came after it; None as long as nothing
@@ -235,11 +268,11 @@ class Scheduler:
     def plan(self) -> Plan:
         """The next step's work; every token of it has a page. Admits, settles loads and parks on the way."""
         self.ended()
-        self._short = False
         self._settle()
         if self._cleared():
             self._admit_all()
         self._settle()  # what was in HBM has loaded at once
+        self._short = False
         arriving = [s for s in self.admitted if s.partial is not None or self._keeper.arriving(s)]
         plan = Plan(self._work([s for s in self.admitted if s not in arriving]), [])
         arriving = [s for s in arriving if s in self.admitted]  # the others may have parked some
@@ -248,9 +281,9 @@ class Scheduler:
         else:
             plan.batch.extend(self._work(arriving))
         if not plan and self.waiting and self.admitted and all(s.held for s in self.admitted):
-            self._park()  # they wait for one another, and for the pages that they hold
-        if not plan and self._short and not self._keeper.parking:
-            self._park()
+            self._preempt()  # they wait for one another, and for the pages that they hold
+        elif not plan and self._short and not self._keeper.parking and not self._ahead.give_up():
+            self._preempt()
         self._begin(plan)
         return plan
 
@@ -263,14 +296,15 @@ class Scheduler:
                 self._admit_by_cache()
         else:
             self._admit()
-        self._stuck = self._keeper.has_sides and bool(self._blocked or self._refused_at) and not self.admitted
+        self._stuck = bool(self._blocked or self._refused_at) and not self.admitted
 
     def _cleared(self) -> bool:
-        """Whether sequences may be admitted. What is in the way of the only one has to leave HBM first: what
-        it has there itself it loads again, into pages that lie together."""
+        """Whether sequences may be admitted. Where nothing is admitted for want of room, the cached pages
+        leave HBM first. A request loads its own again, into pages that lie together."""
         if self._stuck and not self.admitted:
             if self._keeper.parking:
                 return False  # pages that are being saved cannot leave yet
+            self._ahead.give_up()
             self._keeper.evict_idle()
             self._refused_at = None
         self._stuck = False
@@ -295,8 +329,25 @@ class Scheduler:
         for sequence in [s for s in self.admitted if s.state is SequenceState.LOADING or s.meeting]:
             self._keeper.settle(sequence)
             self._keeper.poll(sequence)
-            if sequence.state is SequenceState.WAITING:
+            if (
+                sequence.state is SequenceState.WAITING
+            ):  # a load came short, and there is no page for the rest
+                alone = len(self.admitted) == 1
                 self._requeue(sequence)
+                if alone:
+                    self._start_over(sequence)
+
+    def _must_wait(self, sequence: Sequence) -> bool:
+        """Whether the rule of progress keeps a request from being admitted now."""
+        if self._only is not None:
+            return sequence.root != self._only
+        if not self.admitted:
+            return False
+        if self._short:
+            return True
+        if sequence.request_id not in self._preempted or self.admitted[-1].place > sequence.place:
+            return False
+        return not all(other.held for other in self.admitted)
 
     def _admit(self) -> None:
         place = 0
@@ -305,12 +356,15 @@ class Scheduler:
             if self._waits(sequence):
                 place += 1
                 continue
-            room = self._keeper.room()
+            if self._must_wait(sequence):
+                break
+            room = self._keeper.room(), self._keeper.lacking(self.admitted)
             if self.admitted and room == self._refused_at:
                 break  # nothing has changed: do not ask the store again at every step
-            if not self._keeper.admit(sequence, self._keeper.look_up(sequence)):
+            if not self._keeper.admit(sequence, self._keeper.look_up(sequence), beside=self.admitted):
                 self._refused_at = room
                 break
+            self._refused_at = None
             self._admitted(sequence)
         self._ahead.look(self.waiting[place:])
 
@@ -451,7 +505,7 @@ class Scheduler:
         sequence, entry = prompt.sequence, prompt.entry
         pages = self._keeper.pages_for(entry.tokens) - prompt.shared_pages
         full = len(self.admitted) >= self._settings.max_sequences
-        if not full and pages <= self._keeper.available():
+        if not full and not self._must_wait(sequence) and pages <= self._keeper.available():
             hit = self._keeper.look_up(sequence)
             held = self._ahead.held(sequence, hit)
             gone = entry.held - held.tokens > self._keeper.chunk_tokens
@@ -460,7 +514,7 @@ class Scheduler:
             if gone:
                 hit.release()
                 return False  # its turn is another one: at the next step
-            if self._keeper.admit(sequence, hit):
+            if self._keeper.admit(sequence, hit, beside=self.admitted):
                 self._admitted(sequence)
                 return True
         self._blocked.add(entry.place)
@@ -494,6 +548,7 @@ class Scheduler:
             # Who waits for pages that somebody else brings would not be admitted: its room would go back.
             prompt.entry.place < youngest
             and self._is_in_line(prompt.entry.place)
+            and not self._must_wait(prompt.sequence)
             and not self._waits(prompt.sequence)
             for prompt in older
         ):
@@ -620,15 +675,31 @@ class Scheduler:
         touched, so work planned before stays valid."""
         while not self._keeper.grow(sequence):
             if self._keeper.parking:
+                self._short = True
                 return False
-            if self._park() is sequence:
+            if not self._ahead.give_up() and self._preempt() is sequence:
                 return False
         return True
+
+    def _preempt(self) -> Sequence:
+        """Take its pages from the youngest, for want of pages. If nobody else is admitted, it starts again
+        alone."""
+        alone = len(self.admitted) == 1
+        youngest = self._park()
+        if alone:
+            self._start_over(youngest)
+        return youngest
+
+    def _start_over(self, sequence: Sequence) -> None:
+        """The only admitted request lacked pages. The second time the store is left out, too."""
+        self._stuck = True
+        if self._only == sequence.root:
+            sequence.no_save = sequence.no_load = True
+        self._only = sequence.root
 
     def _park(self) -> Sequence:
         """Take its pages from the youngest."""
         youngest = self.admitted[-1]
-        self._stuck = self._keeper.has_sides and len(self.admitted) == 1
         self._keeper.leave(youngest)
         youngest.tally.preemptions += 1
         self._requeue(youngest)
@@ -657,6 +728,7 @@ class Scheduler:
 
     def _requeue(self, sequence: Sequence) -> None:
         self.admitted.remove(sequence)
+        self._preempted.add(sequence.request_id)
         self._refused_at = None
         self.add(sequence)
 

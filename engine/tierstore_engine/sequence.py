@@ -54,6 +54,13 @@ class Loading:
     by_tier: dict[str, int]
     fresh: list[int]  # pages already allocated for the tokens behind the hit
     started: float
+    pages: int  # of the first group, that the load takes from the pool
+
+    @property
+    def lacking(self) -> int:
+        """Return how many pages, of all groups together, the load has not brought yet."""
+        progress = self.transfer.progress
+        return 0 if self.transfer.done else progress.pages - progress.pages_done
 
 
 @dataclass(slots=True)
@@ -95,6 +102,7 @@ class Sequence:
         self.promise: Promise | None = None  # of another engine, until it was waited for
         self.submitted_tokens = 0  # in whole chunks, that were given to the store when it left
         self.no_save = False  # whether its pages are kept out of the store
+        self.no_load = False  # whether it is computed from its beginning, whatever the store holds
         self.prompt = prompt  # of all tokens whose KV is computed, and at least of the request's own
         self.tokens = list(tokens)
         self.prompt_tokens = len(self.tokens)

@@ -88,7 +88,13 @@ class SideGroup(ABC):
 
     @abstractmethod
     def peak(self, tokens: int, step: int) -> int:
-        """The most pages that a sequence of ``tokens`` tokens has at a time, in steps of ``step`` at most."""
+        """Return the most pages that a sequence of ``tokens`` tokens has at a time, in steps of ``step`` at
+        most."""
+
+    @abstractmethod
+    def kept(self, tokens: int) -> int:
+        """Return the most pages that a sequence of ``tokens`` tokens has between two steps, and while it
+        decodes."""
 
     @abstractmethod
     def begin(self, table: SideTable, held: GroupPages | None, tokens: int) -> bool:
@@ -128,9 +134,13 @@ class SideGroup(ABC):
         """Whether what a hit of ``tokens`` tokens needs has been published, as far as it needs any."""
         return table.saved_at == tokens or not self._rule.pages(tokens, self._chunk)
 
-    def room(self, tokens: int, step: int) -> bool:
-        """Whether a sequence of ``tokens`` tokens could have all it needs at a time, now."""
-        return self._connector.available(group=self._group) >= self.peak(tokens, step)
+    def held(self, table: SideTable) -> int:
+        """Return how many pages the table has."""
+        return len(table.pages) - table.pages.count(NO_PAGE) + (table.snapshot != NO_PAGE)
+
+    def brought(self, tokens: int) -> int:
+        """Return how many pages a load of ``tokens`` tokens brings."""
+        return len(self._rule.pages(tokens, self._chunk))
 
     def drop(self, table: SideTable) -> None:
         """The sequence is done with all of its pages."""
@@ -159,9 +169,19 @@ class WindowGroup(SideGroup):
     """Sliding windows and attention chunks."""
 
     def peak(self, tokens: int, step: int) -> int:
-        # What a hit at the last chunk's end needs, the chunk that is being written, and a step's.
-        most = self._rule.tokens + 2 * self._chunk + step
-        return -(-min(tokens, most) // self._chunk) + 1
+        # One more than it keeps: the page that a hit ends inside of is copied.
+        return min(self._pages(tokens), self._past + self._pages(self._chunk - 1 + step)) + 1
+
+    def kept(self, tokens: int) -> int:
+        return min(self._pages(tokens), self._past + 1)
+
+    @property
+    def _past(self) -> int:
+        """Pages before the last chunk's end that a hit there needs."""
+        return self._pages(self._rule.tokens)
+
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self._chunk)
 
     def begin(self, table: SideTable, held: GroupPages | None, tokens: int) -> bool:
         needed = self._rule.pages(tokens, self._chunk)
@@ -236,6 +256,9 @@ class StateGroup(SideGroup):
     """Recurrent states."""
 
     def peak(self, tokens: int, step: int) -> int:
+        return 2
+
+    def kept(self, tokens: int) -> int:
         return 2
 
     def begin(self, table: SideTable, held: GroupPages | None, tokens: int) -> bool:

@@ -14,16 +14,31 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from tierstore.errors import TierStoreError
-from tierstore_engine.outputs import RequestId, StepOutput
+from tierstore_engine.outputs import EngineStats, RequestId, StepOutput
 
-if TYPE_CHECKING:
-    from tierstore_engine.engine import Engine, EngineStats, PromptInput
-    from tierstore_engine.sampling import SamplingParams
+
+class Stepped(Protocol):
+    """What the thread needs of an engine: see :class:`tierstore_engine.engine.Engine`."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def step(self) -> list[StepOutput]: ...
+
+    def cancel(self, request_id: RequestId) -> bool: ...
+
+    def cancel_all(self) -> None: ...
+
+    def discard(self, *request_ids: RequestId) -> None: ...
+
+    def stats(self) -> EngineStats: ...
+
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Stepped)
 Delivery: TypeAlias = StepOutput | Exception
 
 _log = logging.getLogger(__name__)
@@ -39,7 +54,7 @@ class Job:
     Iterate it for their outputs, as they come, until all have ended. Belongs to one event loop.
     """
 
-    def __init__(self, thread: EngineThread) -> None:
+    def __init__(self, thread: EngineThread[Any]) -> None:
         self.ids: list[RequestId] = []
         self._thread = thread
         self._loop = asyncio.get_running_loop()
@@ -74,7 +89,7 @@ class Job:
         self._arrived.put_nowait(delivery)
 
 
-class EngineThread:
+class EngineThread(Generic[E]):
     """Runs ``engine`` until :meth:`close`. All methods may be called from any thread.
 
     An error in a step ends all requests with it, and is counted in ``errors``; the next ones may succeed (a
@@ -84,7 +99,7 @@ class EngineThread:
     ``stepping_since`` is when that step began, by the monotonic clock; None between two steps.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: E) -> None:
         self.errors = 0
         self.failed: Exception | None = None
         self.stats: EngineStats = engine.stats()
@@ -93,12 +108,12 @@ class EngineThread:
         self._jobs: dict[RequestId, Job] = {}  # the thread's own
         self._changed = threading.Condition()
         # Guarded by _changed: both below.
-        self._calls: deque[Callable[[Engine], object]] = deque()
+        self._calls: deque[Callable[[E], object]] = deque()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="tierstore-engine", daemon=True)
         self._thread.start()
 
-    def post(self, call: Callable[[Engine], object]) -> bool:
+    def post(self, call: Callable[[E], object]) -> bool:
         """Have the thread call ``call(engine)`` before its next step, without waiting for it. False when it
         has ended."""
         with self._changed:
@@ -108,7 +123,7 @@ class EngineThread:
             self._changed.notify()
             return True
 
-    async def call(self, call: Callable[[Engine], T]) -> T:
+    async def call(self, call: Callable[[E], T]) -> T:
         """The result of ``call(engine)``, or what it raised. Raises :class:`EngineClosedError`."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
@@ -117,7 +132,7 @@ class EngineThread:
             if not result.done():  # nobody waits any more
                 set_it()
 
-        def run(engine: Engine) -> None:
+        def run(engine: E) -> None:
             try:
                 value = call(engine)
             except Exception as error:  # noqa: BLE001  # it is the caller's
@@ -129,11 +144,11 @@ class EngineThread:
             raise EngineClosedError("the engine is closed")
         return await result
 
-    async def submit(self, add: Callable[[Engine], list[RequestId]]) -> Job:
+    async def submit(self, add: Callable[[E], list[RequestId]]) -> Job:
         """Add requests: ``add(engine)`` does, and returns their ids. Raises what it raises."""
         job = Job(self)
 
-        def begin(engine: Engine) -> None:
+        def begin(engine: E) -> None:
             job.begin(add(engine))
             self._jobs.update((request_id, job) for request_id in job.ids)
 
@@ -144,9 +159,9 @@ class EngineThread:
             raise
         return job
 
-    async def stream(self, prompt: PromptInput, params: SamplingParams | None) -> AsyncIterator[StepOutput]:
-        """The outputs of one request. Closing the iterator early cancels it."""
-        job = await self.submit(lambda engine: [engine.add(prompt, params)])
+    async def stream(self, add: Callable[[E], RequestId]) -> AsyncIterator[StepOutput]:
+        """The outputs of the request that ``add(engine)`` adds. Closing the iterator early cancels it."""
+        job = await self.submit(lambda engine: [add(engine)])
         try:
             async for output in job:
                 yield output

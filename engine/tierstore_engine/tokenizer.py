@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import codecs
 import copy
+import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +23,12 @@ _MAX_HELD_TOKENS = 8
 
 
 class Detokenizer(ABC):
-    """Turns one sequence's tokens into text as they come, never showing half a character."""
+    """Turns one sequence's tokens into text as they come, never showing half a character.
+
+    ``starts`` says where the tokens begin whose text has come, in characters of the whole text. Tokens that
+    make one character together begin at that character."""
+
+    starts: list[int]
 
     @abstractmethod
     def push(self, token: int) -> str:
@@ -48,14 +55,18 @@ class Tokenizer(ABC):
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of ``tokens``, without special tokens."""
 
-    def token_bytes(self, token: int) -> bytes | None:
-        """The bytes of one token alone, None where it is part of a character and its own are not known."""
-        text = self.decode([token])
-        return None if _REPLACEMENT in text else text.encode()
+    @abstractmethod
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes that one token adds within a text: none for a special token, and for one that is
+        part of a character its own."""
+
+    def token_text(self, token: int) -> str:
+        """Return what one token adds within a text. Parts of characters are replacement characters."""
+        return self.token_bytes(token).decode(errors="replace")
 
     @abstractmethod
-    def detokenizer(self) -> Detokenizer:
-        """A fresh one, for one sequence."""
+    def detokenizer(self, before: Sequence[int] = ()) -> Detokenizer:
+        """Return a fresh one, for the text that follows the tokens ``before``."""
 
 
 class ByteTokenizer(Tokenizer):
@@ -69,10 +80,10 @@ class ByteTokenizer(Tokenizer):
         detokenizer = self.detokenizer()
         return "".join(map(detokenizer.push, tokens)) + detokenizer.flush()
 
-    def token_bytes(self, token: int) -> bytes | None:
-        return bytes((token,)) if token < 256 else super().token_bytes(token)
+    def token_bytes(self, token: int) -> bytes:
+        return bytes((token,)) if token < 256 else self.decode([token]).encode()
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self, before: Sequence[int] = ()) -> Detokenizer:
         return _ByteDetokenizer()
 
 
@@ -87,6 +98,11 @@ class HFTokenizer(Tokenizer):
             self._fast = FastTokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception for a bad file
             raise ModelError(f"{file} is not a readable tokenizer: {error}") from error
+        added = self._fast.get_added_tokens_decoder()
+        self._special = {token for token, each in added.items() if each.special}
+        kinds = _kinds(json.loads(self._fast.to_str())["decoder"])
+        self._byte_level = "ByteLevel" in kinds
+        self._byte_fallback = "ByteFallback" in kinds
 
     def encode(self, text: str, *, begin: bool = True) -> list[int]:
         return list(self._fast.encode(text, add_special_tokens=begin).ids)
@@ -94,29 +110,93 @@ class HFTokenizer(Tokenizer):
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._fast.decode(list(tokens)))
 
-    def detokenizer(self) -> Detokenizer:
-        return _WindowDetokenizer(self)
+    def token_bytes(self, token: int) -> bytes:
+        piece = self._fast.id_to_token(token)
+        if piece is None or token in self._special:
+            return b""
+        if self._byte_level:
+            in_bytes = all(character in _BYTES for character in piece)
+            return bytes(map(_BYTES.__getitem__, piece)) if in_bytes else piece.encode()
+        if self._byte_fallback and _BYTE_PIECE.fullmatch(piece):
+            return bytes((int(piece[3:5], 16),))
+        # Some decoders treat the first token of a text differently: the second one is as within a text.
+        return self.decode([token, token])[len(self.decode([token])) :].encode()
+
+    def detokenizer(self, before: Sequence[int] = ()) -> Detokenizer:
+        return _WindowDetokenizer(self, self._context(before))
+
+    def _context(self, before: Sequence[int]) -> list[int]:
+        """Return the last of the tokens ``before`` that have text, up to the end of a character."""
+        count = _MAX_HELD_TOKENS
+        while True:
+            context = list(before[-count:])
+            while context and (text := self.decode(context)).endswith(_REPLACEMENT):
+                context.pop()
+            if (context and text) or count >= len(before):
+                return context
+            count *= 2
+
+
+def _common(one: str, other: str) -> int:
+    """How many characters two texts have in common at their beginnings."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))
+
+
+def _kinds(decoder: object) -> set[str]:
+    """The types of a decoder in ``tokenizer.json``, and of those that it is made of."""
+    if not isinstance(decoder, dict):
+        return set()
+    parts = (_kinds(each) for each in decoder.get("decoders", ()))
+    return {str(decoder.get("type"))}.union(*parts)
+
+
+def _byte_characters() -> dict[str, int]:
+    """The bytes by the characters that stand for them in a byte-level vocabulary (as in GPT-2): printable
+    ones for themselves, the others in order from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+
+
+_BYTES = _byte_characters()
+_BYTE_PIECE = re.compile("<0x[0-9A-F]{2}>")
 
 
 class _ByteDetokenizer(Detokenizer):
     def __init__(self) -> None:
+        self.starts = []
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._shown = 0
 
     def push(self, token: int) -> str:
-        if token < 256:
-            return self._decoder.decode(bytes((token,)))
-        shown = "" if token < BYTE_VOCAB_SIZE else f"<{token}>"
-        return self.flush() + shown
+        if token >= 256:
+            text = self._decoded(b"", final=True)
+            self.starts.append(self._shown)
+            shown = "" if token < BYTE_VOCAB_SIZE else f"<{token}>"
+            self._shown += len(shown)
+            return text + shown
+        text = self._decoded(bytes((token,)))
+        # It ends the last character that it shows, or begins one that is held, or goes on with that.
+        held = bool(self._decoder.getstate()[0])
+        self.starts.append(self._shown - (0 if held else 1))
+        return text
 
     def flush(self) -> str:
-        text = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
-        return text
+        return self._decoded(b"", final=True)
 
     def copy(self) -> Detokenizer:
         twin = _ByteDetokenizer()
         twin._decoder.setstate(self._decoder.getstate())
+        twin.starts, twin._shown = list(self.starts), self._shown
         return twin
+
+    def _decoded(self, data: bytes, *, final: bool = False) -> str:
+        text = self._decoder.decode(data, final=final)
+        if final:
+            self._decoder.reset()
+        self._shown += len(text)
+        return text
 
 
 class _WindowDetokenizer(Detokenizer):
@@ -124,13 +204,15 @@ class _WindowDetokenizer(Detokenizer):
 
     Decoding token by token would be wrong (a character may span tokens, and some decoders treat the first
     token of a text differently), decoding everything each time would be quadratic. The window begins with
-    the tokens of the last emission, as context.
+    the tokens of the last emission, as context; the first one with the end of the prompt.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
+        self.starts = []
         self._decode = tokenizer.decode
-        self._context: list[int] = []
+        self._context = context
         self._held: list[int] = []
+        self._shown = 0
 
     def push(self, token: int) -> str:
         self._held.append(token)
@@ -140,21 +222,28 @@ class _WindowDetokenizer(Detokenizer):
         unfinished = not text or text.endswith(_REPLACEMENT)
         if unfinished and len(self._held) < _MAX_HELD_TOKENS:
             return ""
-        self._settle()
+        self._settle(text)
         return text
 
     def flush(self) -> str:
         text = self._grown()
-        self._settle()
+        self._settle(text)
         return text
 
     def copy(self) -> Detokenizer:
         twin = copy.copy(self)
-        twin._held = list(self._held)  # the context is replaced, never changed
+        twin._held, twin.starts = list(self._held), list(self.starts)  # the context is replaced
         return twin
 
     def _grown(self) -> str:
         return self._decode(self._context + self._held)[len(self._decode(self._context)) :]
 
-    def _settle(self) -> None:
+    def _settle(self, text: str) -> None:
+        """The held tokens have shown ``text``."""
+        before, whole = len(self._decode(self._context)), self._decode(self._context + self._held)
+        for count in range(len(self._held)):
+            # A token begins behind those characters of the tokens before it that stay.
+            stays = _common(whole, self._decode(self._context + self._held[:count]))
+            self.starts.append(self._shown + min(max(stays - before, 0), len(text)))
+        self._shown += len(text)
         self._context, self._held = self._held, []

@@ -176,6 +176,19 @@ def load_weights(config: ModelConfig, folder: Path, *, device: str) -> ModelWeig
     return weights
 
 
+def check_tensors(config: ModelConfig, folder: Path) -> None:
+    """Check by name and dtype that the model of ``config`` is all that a checkpoint folder holds. Reads no
+    weights.
+
+    Raises :class:`ModelError` for a tensor that is missing, in a dtype that is not read, or not the model's.
+    """
+    with Checkpoint(folder) as checkpoint:
+        stored = _stored_names(checkpoint)
+        names = {stored(slot.name) for slot in slots(config, _allocate(config, "meta"))}
+        tied = {stored("lm_head.weight")} if config.tied_embeddings else set()
+        checkpoint.account_for(names, unread=tied)
+
+
 def _stored_names(checkpoint: Checkpoint) -> Callable[[str], str]:
     """What the checkpoint calls a tensor: in one of a model that takes images, too, the text part's have a
     prefix; Nemotron-H has a backbone."""

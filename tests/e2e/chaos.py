@@ -18,12 +18,26 @@ from multiprocessing.connection import Connection
 import tierstore
 from tierstore import Hit, Store
 from tierstore.keys import Identity
+from tierstore.spec import KVSpec, LayerGroup, LayerKind
 from tierstore.tiers.hbm import PagePool
 from tierstore.wire import messages
 from tierstore_tools.faults.prompts import matches, page_count, pages, prompt_tokens, small_pages
 
-SPEC = small_pages(layers=8)  # 32 KiB: above what the index holds itself, so they go to the extents
-IDENTITY = Identity.of(SPEC, model="chaos")
+
+def _several_groups() -> KVSpec:
+    """Attention, a window and latents in one page of 24 KiB."""
+    full = LayerGroup(LayerKind.FULL_ATTENTION, (0, 1, 2, 3), kv_heads=1, head_dim=32)
+    window = LayerGroup(LayerKind.SLIDING_WINDOW, (4,), kv_heads=1, head_dim=32, window=64)
+    latent = LayerGroup(LayerKind.MLA_LATENT, (5, 6), head_dim=32)
+    return KVSpec((full, window, latent), "float32", 16)
+
+
+MODELS = (
+    small_pages(layers=8),  # 32 KiB: above what the index holds itself, so they go to the extents
+    _several_groups(),
+    small_pages(layers=2),  # 8 KiB: in the index
+)
+CHUNK = 16  # tokens, of all of them
 MOST_PAGES = 12  # of one prompt
 LOOKUP_S = 5.0  # a busy machine is not a hung daemon
 FOREVER_S = 120.0
@@ -39,6 +53,7 @@ class Life:
     """What one client is to be."""
 
     url: str
+    model: int  # of MODELS
     prompts: int  # how many different ones there are
     disk_may_evict: bool
     hbm_pages: int = 0
@@ -57,6 +72,7 @@ class Done:
 class Durable:
     """A flush has said that these tokens of a prompt are on disk, and nothing was ever dropped from there."""
 
+    model: int
     number: int
     tokens: int
 
@@ -77,8 +93,10 @@ Fact = Done | Durable | Failed | Ended
 
 
 def connect(life: Life) -> Store:
-    pool = PagePool(SPEC, life.hbm_pages) if life.hbm_pages else None
-    return tierstore.connect(life.url, SPEC, identity=IDENTITY, pools=pool, lookup_s=LOOKUP_S)
+    spec = MODELS[life.model]
+    pool = PagePool(spec, life.hbm_pages) if life.hbm_pages else None
+    identity = Identity.of(spec, model=f"chaos {life.model}")
+    return tierstore.connect(life.url, spec, identity=identity, pools=pool, lookup_s=LOOKUP_S)
 
 
 def daemon_stats(store: Store) -> dict | None:
@@ -93,20 +111,20 @@ def daemon_stats(store: Store) -> dict | None:
 
 def load_and_compare(store: Store, hit: Hit, number: int, *, deadline_s=None, cancel=False) -> int:
     """Load a hit of prompt ``number`` into buffers; the tokens that came, every byte of them compared."""
-    buffers = [bytearray(b"\xee") * SPEC.page_bytes for _ in range(hit.num_pages)]
+    buffers = [bytearray(b"\xee") * store.spec.page_bytes for _ in range(hit.num_pages)]
     transfer = store.load(hit, buffers, deadline_s=deadline_s)
     cancelled = cancel and transfer.cancel()
     tokens = transfer.wait(FOREVER_S).tokens
     assert tokens <= hit.tokens, f"{tokens} tokens came of a hit of {hit.tokens}"
     assert not cancelled or tokens == 0, "a cancelled load brought something"
-    compare(number, tokens, buffers)
+    compare(store.spec, number, tokens, buffers)
     return tokens
 
 
-def compare(number: int, tokens: int, got: list) -> None:
-    for at in range(page_count(tokens, SPEC)):
-        end = min((at + 1) * SPEC.chunk_tokens, tokens)
-        assert matches(bytes(got[at]), number, end, SPEC), f"wrong bytes: page {at} of prompt {number}"
+def compare(spec: KVSpec, number: int, tokens: int, got: list) -> None:
+    for at in range(page_count(tokens, spec)):
+        end = min((at + 1) * spec.chunk_tokens, tokens)
+        assert matches(bytes(got[at]), number, end, spec), f"wrong bytes: page {at} of prompt {number}"
 
 
 @dataclass
@@ -118,15 +136,19 @@ class Client:
     pinned: list[list[int]] = field(default_factory=list)  # prompts
     compared: int = 0  # pages, by the present action
 
+    @property
+    def spec(self) -> KVSpec:
+        return self.store.spec
+
     def act(self) -> Done | Durable | None:
         """Do one thing. None when the daemon was away before or afterwards."""
         actions = {**_ACTIONS, **(_HBM_ACTIONS if self.store.pool is not None else {})}
         [action] = self.chance.choices(list(actions), list(actions.values()))
         session = self.store.backend.connection.session
         number = self.chance.randrange(self.life.prompts)
-        tokens = self.chance.randint(1, MOST_PAGES * SPEC.chunk_tokens)
+        tokens = self.chance.randint(1, MOST_PAGES * CHUNK)
         self.compared = 0
-        said = getattr(self, f"_{action}")(number, prompt_tokens(number, tokens, SPEC))
+        said = getattr(self, f"_{action}")(number, prompt_tokens(number, tokens, self.spec))
         if session is None or self.store.backend.connection.session is not session:
             return said
         return said or Done(action, self.compared)
@@ -155,7 +177,7 @@ class Client:
             assert transfer.wait(FOREVER_S) <= hit.tokens
 
     def _save(self, number, prompt):
-        transfer = self.store.save(prompt, pages(number, len(prompt), SPEC))
+        transfer = self.store.save(prompt, pages(number, len(prompt), self.spec))
         if self.chance.random() < 0.2:
             transfer.cancel()
         if self.chance.random() < 0.7:
@@ -164,7 +186,7 @@ class Client:
     def _durable(self, number, prompt):
         """Save, flush, and say so if it can be relied on."""
         session = self.store.backend.connection.session
-        saved = self.store.save(prompt, pages(number, len(prompt), SPEC)).wait(FOREVER_S)
+        saved = self.store.save(prompt, pages(number, len(prompt), self.spec)).wait(FOREVER_S)
         flushed = self.store.flush(FOREVER_S)
         stats = daemon_stats(self.store)
         if saved < len(prompt) or not flushed or stats is None:
@@ -175,7 +197,7 @@ class Client:
         dropped = counters["disk_dropped_pages"] + counters["disk_write_errors"]
         if dropped or counters["evicted_pages"]["disk"]:
             return None
-        return Durable(number, len(prompt) // SPEC.chunk_tokens * SPEC.chunk_tokens)
+        return Durable(self.life.model, number, len(prompt) // CHUNK * CHUNK)
 
     def _pin(self, number, prompt):
         if self.pinned:
@@ -193,12 +215,14 @@ class Client:
         if self.chance.random() < 0.15:
             transfer.cancel()
         loaded = transfer.wait(FOREVER_S)
-        compare(number, loaded.tokens, [self.store.pool.array[page].tobytes() for page in loaded.pages])
+        compare(
+            self.spec, number, loaded.tokens, [self.store.pool.array[page].tobytes() for page in loaded.pages]
+        )
         self._count(loaded.tokens)
         self.store.release_hbm(loaded.pages)
 
     def _save_hbm(self, number, prompt):
-        filled = pages(number, len(prompt), SPEC)
+        filled = pages(number, len(prompt), self.spec)
         own = self.store.allocate_hbm(len(filled))
         if own is None:
             return
@@ -210,7 +234,7 @@ class Client:
         self.store.release_hbm(own)
 
     def _count(self, tokens: int) -> None:
-        self.compared += page_count(tokens, SPEC)
+        self.compared += page_count(tokens, self.spec)
 
     def end(self) -> None:
         for _, hit in self.held:
@@ -243,7 +267,7 @@ class Tally:
 
     actions: Counter[str] = field(default_factory=Counter)
     pages: int = 0
-    durable: dict[int, int] = field(default_factory=dict)  # prompt → tokens
+    durable: dict[tuple[int, int], int] = field(default_factory=dict)  # model, prompt → tokens
 
     def hear(self, fact: Fact) -> None:
         if isinstance(fact, Failed):
@@ -253,4 +277,5 @@ class Tally:
             self.pages += fact.pages
         elif isinstance(fact, Durable):
             self.actions["durable"] += 1
-            self.durable[fact.number] = max(self.durable.get(fact.number, 0), fact.tokens)
+            prompt = (fact.model, fact.number)
+            self.durable[prompt] = max(self.durable.get(prompt, 0), fact.tokens)

@@ -20,7 +20,7 @@ from tierstore.store import Store
 from tierstore.tiers.hbm import PagePool
 from tierstore_connectors.bundled import NoStore, StoreConnector
 from tierstore_engine import cli
-from tierstore_engine.attention.base import make_attention
+from tierstore_engine.attention import make_attention
 from tierstore_engine.build import LoadedModel, load_model
 from tierstore_engine.drafting import Drafter
 from tierstore_engine.engine import Engine
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 # The first call of anything in torch takes longer than a test case usually may.
 hypothesis.settings.register_profile("engine", deadline=None)
 hypothesis.settings.load_profile("engine")
-
-# These models are so small that a second thread only costs, and on a busy machine it costs a great deal.
-torch.set_num_threads(1)
 
 VOCAB = 320
 PROMPT_TOKENS = 333

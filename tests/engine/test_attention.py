@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierstore.tiers.hbm import PagePool
-from tierstore_engine.attention import cpu
-from tierstore_engine.attention.base import Attention, BatchLayout, Span, make_attention
+from tierstore_engine.attention import cpu, make_attention
+from tierstore_engine.attention.base import Attention, BatchLayout, Span
 from tierstore_engine.config import ModelConfig
 
 CHUNK = 4

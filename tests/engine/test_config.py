@@ -10,11 +10,11 @@ import pytest
 
 from tierstore.errors import UsageError
 from tierstore_engine.build import open_model
+from tierstore_engine.calibration import check_calibration
 from tierstore_engine.config import RopeConfig
 from tierstore_engine.errors import ModelError
 from tierstore_engine.families import config_from_hf
 from tierstore_engine.kv_format import KVFormat
-from tierstore_engine.kv_scales import check_calibration
 from tierstore_engine.presets import PRESETS, preset
 
 LLAMA: dict[str, Any] = {

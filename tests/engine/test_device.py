@@ -267,7 +267,7 @@ def test_over_a_daemon(
     """Pages go between the device and another process's arena by the same copies as with one of ours."""
     pool = device_pool(tiny, seed)
     identity = Identity.of(pool.spec, model=f"tiny {seed}")
-    store = tierstore.connect(shared_daemon.url, pool.spec, identity=identity, pools=pool, lookup_s=5.0)
+    store = tierstore.connect(shared_daemon.url, pool.spec, identity=identity, pools=pool, lookup_s=30.0)
     store.wait_ready()
     run = run_over(store, tiny, pool)
     try:

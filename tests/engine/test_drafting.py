@@ -16,7 +16,7 @@ from tierstore.errors import UsageError
 from tierstore.tiers.hbm import PagePool
 from tierstore_connectors.base import Connector
 from tierstore_connectors.bundled import NoStore, StoreConnector
-from tierstore_engine.attention.base import make_attention
+from tierstore_engine.attention import make_attention
 from tierstore_engine.build import LoadedModel
 from tierstore_engine.draft_model import DraftModel
 from tierstore_engine.drafting import PromptLookup

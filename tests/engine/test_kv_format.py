@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from tierstore.errors import SpecError, UsageError
 from tierstore.spec import KVSpec
 from tierstore.tiers.hbm import PagePool
-from tierstore_engine.attention import cpu
-from tierstore_engine.attention.base import Attention, BatchLayout, Span, make_attention
+from tierstore_engine.attention import cpu, make_attention
+from tierstore_engine.attention.base import Attention, BatchLayout, Span
 from tierstore_engine.attention.pages import kv_pages
 from tierstore_engine.build import LoadedModel, load_model, open_model
 from tierstore_engine.config import ModelConfig

@@ -194,7 +194,7 @@ def test_requests_side_by_side_with_a_common_beginning(pair, engines):
 
 
 def test_requests_that_give_way_come_back(pair, engines):
-    engine = engines(pair.grouped, pages=(24, 10), max_sequences=8)
+    engine = engines(pair.grouped, pages=(24, 12), max_sequences=8)
     whole = engines(pair.whole, store=False)
     prompts = [prompt(120 + 7 * seed, seed=seed) for seed in range(4)]
     params = SamplingParams(max_new_tokens=170, ignore_eos=True)
@@ -205,7 +205,7 @@ def test_requests_that_give_way_come_back(pair, engines):
 
 def test_the_same_prompt_again_where_it_only_just_fits(pair, engines):
     """Its own pages in HBM are leased then, and no room for others."""
-    engine = engines(pair.grouped, pages=(22, 10))
+    engine = engines(pair.grouped, pages=(22, 8))
     peaks = engine._keeper.side_peaks(288 + 23)
     assert fits(engine.connector.pools, [20, *peaks])
     assert not fits(engine.connector.pools, [26, *peaks])

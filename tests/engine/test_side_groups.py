@@ -102,7 +102,10 @@ def test_a_sequence_has_what_its_next_token_needs_and_no_more(group, steps, fork
             assert NO_PAGE not in [table.pages[place] for place in places]
         computed += step
         side.passed(table, computed)
-        assert len(pages_had(table)) <= peak
+        assert len(pages_had(table)) <= side.kept(computed)
+    assert side.grow(table, computed, computed + 1)  # the next token
+    assert len(pages_had(table)) <= side.kept(computed + 1) <= peak
+    side.trim(table, computed) if group is not STATE else None
     if forks and side.share(table, child):
         assert side.grow(child, computed, computed + 1)
         written = child.pages[-1]

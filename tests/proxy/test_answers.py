@@ -9,7 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.engine.server.live import Live, wait_for
+from tests.engine.server.live import Live
+from tierstore.testing.clock import wait_until
 from tierstore_tools.vllm.daemon import DaemonProcess
 
 from .conftest import LiveProxy
@@ -104,7 +105,7 @@ def test_a_daemon_that_hangs_costs_little(daemon: Daemon, engine: Engine, proxy:
     store.hang()
     expected = complete(engine(), prompt(5)).choices[0].text
     assert complete(live, prompt(5)).choices[0].text == expected
-    wait_for(lambda: store.url in live.http.get("/health").json()["lookups"])
+    wait_until(lambda: store.url in live.http.get("/health").json()["lookups"])
     store.go_on()
 
 
@@ -117,9 +118,9 @@ def test_a_client_that_hangs_up_ends_its_request(daemon: Daemon, engine: Engine,
     )
     next(iter(stream))
     stream.close()
-    wait_for(lambda: live.metric("hang_ups_total") >= 1)
+    wait_until(lambda: live.metric("hang_ups_total") >= 1)
     decode.wait_until_idle()
-    wait_for(lambda: live.proxy.admission.requests == 0)
+    wait_until(lambda: live.proxy.admission.requests == 0)
 
 
 def test_engines_that_are_down_are_left_out(engine: Engine, proxy: Proxy) -> None:
@@ -128,7 +129,7 @@ def test_engines_that_are_down_are_left_out(engine: Engine, proxy: Proxy) -> Non
     live = proxy(decode=(nobody, here.url), prefill=("http://127.0.0.1:19",))
     for seed in range(3):
         assert complete(live, prompt(seed)).choices[0].text == complete(here, prompt(seed)).choices[0].text
-    wait_for(lambda: sum(not each["up"] for each in live.http.get("/health").json()["engines"]) == 2)
+    wait_until(lambda: sum(not each["up"] for each in live.http.get("/health").json()["engines"]) == 2)
     health = live.http.get("/health")
     assert health.status_code == 200
     assert health.json()["status"] == "degraded"
@@ -143,7 +144,7 @@ def test_all_engines_down_is_503(proxy: Proxy) -> None:
     with pytest.raises(openai.InternalServerError, match="no decode engine answers") as error:
         complete(live, "abc")
     assert error.value.status_code == 503
-    wait_for(lambda: live.http.get("/health").status_code == 503)
+    wait_until(lambda: live.http.get("/health").status_code == 503)
     assert live.http.get("/health").json()["status"] == "down"
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.engine.server.live import WAIT_S, Live, wait_for
+from tests.engine.server.live import WAIT_S, Live
+from tierstore.testing.clock import wait_until
 
 from .conftest import LiveProxy
 from .scripted import Received, Script, Scripted, saying, whole
@@ -69,7 +70,7 @@ def test_whatever_a_prefill_engine_does_the_answer_comes(
     assert len(prefill.received) == 1
     assert "kv_transfer_params" not in decode.received[0].fields
     if script is silent:
-        wait_for(lambda: prefill.hang_ups == 1)
+        wait_until(lambda: prefill.hang_ups == 1)
 
 
 def test_what_a_prefill_answers_goes_on_as_it_is(scripted: Fake, proxy: Proxy) -> None:
@@ -167,9 +168,9 @@ def test_a_client_that_hangs_up_while_its_prompt_is_computed(scripted: Fake, pro
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             b"content-length: %d\r\n\r\n%b" % (len(body), body)
         )
-        wait_for(lambda: len(prefill.received) == 1)
-    wait_for(lambda: prefill.hang_ups == 1)
-    wait_for(lambda: live.metric("hang_ups_total") == 1)
+        wait_until(lambda: len(prefill.received) == 1)
+    wait_until(lambda: prefill.hang_ups == 1)
+    wait_until(lambda: live.metric("hang_ups_total") == 1)
     assert decode.received == []
     assert live.metric("requests_in_progress") == 0
 
@@ -274,7 +275,7 @@ def test_time_is_up(scripted: Fake, proxy: Proxy) -> None:
     live = proxy(decode=(decode.url,), request_s=0.3)
     answer = ask(live)
     assert (answer.status_code, answer.json()["error"]["type"]) == (504, "timeout_error")
-    wait_for(lambda: decode.hang_ups == 1)
+    wait_until(lambda: decode.hang_ups == 1)
 
 
 def test_limits_of_what_a_client_sends(scripted: Fake, proxy: Proxy) -> None:
@@ -299,7 +300,7 @@ def test_limits_of_what_a_client_sends(scripted: Fake, proxy: Proxy) -> None:
     assert live.http.post("/v1/nothing").status_code == 404
     first = threading.Thread(target=lambda: ask(live, prompt=[1] * 300))
     first.start()
-    wait_for(lambda: len(decode.received) == 1)
+    wait_until(lambda: len(decode.received) == 1)
     answer = ask(live, prompt=[1])
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
     release.set()

@@ -16,11 +16,13 @@ from typing import Any
 
 import pytest
 
-from tests.engine.server.live import WAIT_S, wait_for
+from tests.engine.server.live import WAIT_S
 from tests.engine.server.processes import Process, ServerProcess
+from tierstore.testing.clock import wait_until
 from tierstore_tools.vllm.daemon import DaemonProcess
 
-TOKENS = 3000
+TOKENS = 400
+LONG = 3000  # tokens that take long enough to be killed in the midst of
 MAIN = "tierstore_proxy.cli"
 
 
@@ -87,12 +89,12 @@ def test_everything_is_killed_once(
 
     computed = prefill.metric("computed_tokens_total")
     answers: list[str] = []
-    asking = threading.Thread(target=lambda: answers.append(complete(second, 2)))
+    asking = threading.Thread(target=lambda: answers.append(complete(second, 2, LONG)))
     asking.start()
-    wait_for(lambda: prefill.metric("computed_tokens_total") > computed)
+    wait_until(lambda: prefill.metric("computed_tokens_total") > computed)
     prefill.end(signal.SIGKILL)
     asking.join(WAIT_S)
-    assert answers == [complete(alone, 2)]
+    assert answers == [complete(alone, 2, LONG)]
     assert second.ways() == {"held or short", "prefill failed"}
     assert complete(second, 3) == complete(alone, 3)
     assert second.ways() == {"held or short", "prefill failed", "no prefill engine is up"}
@@ -115,7 +117,7 @@ def test_sigterm_lets_requests_finish(
     chunks = iter(stream)
     next(chunks)
     live.popen.send_signal(signal.SIGTERM)
-    wait_for(lambda: live.http.get("/health").json()["status"] == "draining")
+    wait_until(lambda: live.http.get("/health").json()["status"] == "draining")
     assert list(chunks)[-1].choices[0].finish_reason == "length"
     assert live.popen.wait(WAIT_S) == 0
 

@@ -134,7 +134,6 @@ def test_the_same_deployment_with_other_ports_names_and_sizes_hits(model, daemon
         log_requests=True,
         served_model_name="another",
         api_key="secret",
-        enable_metrics=True,
         crash_dump_folder=str(tmp_path / "dumps"),
         random_seed=77,
         max_running_requests=7,
@@ -143,7 +142,6 @@ def test_the_same_deployment_with_other_ports_names_and_sizes_hits(model, daemon
         mem_fraction_static=0.25,
         schedule_policy="lpm",
         hicache_ratio=3.0,
-        hicache_host_memory_mode="buffer_only",
         watchdog_timeout=400,
     )
     assert warm[0].stored == 192

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -193,3 +194,34 @@ def test_weights_that_nothing_identifies(tmp_path):
     assert weights_revision({"model_path": "org/model"}, "mine")
     (tmp_path / "model.safetensors").mkdir()
     assert weights_revision({"model_path": "org/model", "revision": "a" * 40}, "")
+
+
+def test_requests_are_named_by_the_files_of_their_adapter(tmp_path):
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    from tests.sglang.engine import write_adapter
+    from tierstore_connectors.sglang.adapters import ADAPTERS, digest_of_adapter
+
+    def key(lora_id, extra_key=None):
+        return Req("r", "", [1, 2, 3], SamplingParams(), lora_id=lora_id, extra_key=extra_key).extra_key
+
+    folder = tmp_path / "adapter"
+    write_adapter(folder, seed=1)
+    first = digest_of_adapter(str(folder))
+    refs = [
+        SimpleNamespace(lora_id="a" * 32, lora_path=str(folder)),
+        SimpleNamespace(lora_id="b" * 32, lora_path=str(tmp_path / "gone")),
+    ]
+    ADAPTERS.watch(refs, server="here")
+    ADAPTERS.watch(refs, server="here")
+    assert (key("a" * 32), key("a" * 32, "salt")) == (first, f"salt{first}")
+    assert (key(None), key(None, "salt")) == (None, "salt")
+    unknown = {key("b" * 32), key("c" * 32)}
+    assert len(unknown - {first, "b" * 32, "c" * 32}) == 2, "each has a name of this server alone"
+    write_adapter(folder, seed=2)  # names, sizes and times are as before
+    assert digest_of_adapter(str(folder)) != first
+    assert key("a" * 32) == first, "SGLang goes on with what it has loaded"
+    moved = folder.rename(tmp_path / "moved")
+    write_adapter(moved, seed=1)
+    assert digest_of_adapter(str(moved)) == first

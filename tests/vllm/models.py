@@ -12,6 +12,7 @@ __all__ = [
     "LLAMA",
     "LLAMA4",
     "LLAMA_6_LAYERS",
+    "LLAVA",
     "MLA",
     "OPT",
     "PHI3_LONGROPE",
@@ -22,6 +23,7 @@ __all__ = [
 
 LLAMA = "tiny"  # 4 layers, one KV cache group: the main oracle, bit-equal in float32
 LLAMA_6_LAYERS = "tiny-6-layers"
+LLAVA = "tiny-llava"  # an image is 16 tokens
 GEMMA = "tiny-gemma"  # 3 layers with a window of 64 tokens, 1 of full attention: 4 KV cache groups
 LLAMA4 = "tiny-llama4"  # 3 layers that attend within chunks of 160 tokens, 1 of full attention
 MLA = "tiny-mla"

@@ -755,7 +755,9 @@ class RemoteBackend:
 
     # -- keeping, dropping, seeing -------------------------------------------------------------------
 
-    def pin(self, request: LookupRequest, *, undo: bool = False) -> Transfer[int]:
+    def pin(
+        self, request: LookupRequest, *, undo: bool = False, max_tokens: int | None = None
+    ) -> Transfer[int]:
         self.introduce(request.registration)
         session = self._session_for(request)
         if session is None:
@@ -764,7 +766,8 @@ class RemoteBackend:
         def tokens(answer: messages.Pinned | None, _: object) -> int:
             return answer.tokens if answer is not None else 0
 
-        message = messages.Pin(0, _part(session, request, None), undo)
+        most = request.num_tokens if max_tokens is None else min(max_tokens, request.num_tokens)
+        message = messages.Pin(0, _part(session, request, None), undo, most)
         return self.connection.call(session, message, messages.Pinned, tokens)
 
     def evict(self, tier: str, pages: int | None) -> int:

@@ -228,10 +228,11 @@ class LocalBackend:
 
     # -- keeping, dropping, seeing -------------------------------------------------------------------
 
-    def pin(self, request: LookupRequest, *, undo: bool = False) -> Transfer[int]:
-        pinned = self.lookups.pin(
-            self._view(request), undo=undo
-        ).wait()  # a store of this process's own waits
+    def pin(
+        self, request: LookupRequest, *, undo: bool = False, max_tokens: int | None = None
+    ) -> Transfer[int]:
+        view = self._view(request)
+        pinned = self.lookups.pin(view, undo=undo, max_tokens=max_tokens).wait()  # an embedded store waits
         return Transfer.completed(0 if isinstance(pinned, Refusal) else pinned)
 
     def evict(self, tier: str, pages: int | None) -> int:

@@ -110,11 +110,14 @@ class Lookups:
             looked.on_end(look)
         return transfer
 
-    def pin(self, view: PromptView, *, undo: bool = False) -> Transfer[int | Refusal]:
-        """Keep the held whole chunks of a prompt, or undo that. The result is their tokens, or why more may
-        not be pinned."""
+    def pin(
+        self, view: PromptView, *, undo: bool = False, max_tokens: int | None = None
+    ) -> Transfer[int | Refusal]:
+        """Keep the held whole chunks of a prompt's first ``max_tokens`` tokens (None: all), or undo that. The
+        result is their tokens, or why more may not be pinned."""
         state, pins, tenant = self._state, self.core.pins, self.client.tenant
-        limit = view.num_tokens // view.chunk_tokens * view.chunk_tokens
+        limit = view.num_tokens if max_tokens is None else min(max_tokens, view.num_tokens)
+        limit -= limit % view.chunk_tokens
         name = view.name()
 
         def set_pins() -> int | Refusal:
@@ -289,18 +292,19 @@ class Lookups:
     # -- looks at the disk -----------------------------------------------------------------------------
 
     def _search(self, search: HitSearch) -> PageLease:
-        """Search to the end, without the lock where the disk is read, and hold what the disk had."""
+        """Search to the end, from where the search has stopped: without the lock where the disk is read. Hold
+        what the disk had."""
         state = self._state
         hold = PageLease()
         while True:
-            with state.lock:
-                if state.closed or search.go_on(_NAMES_AT_ONCE):
-                    return hold
             for bring in search.looks:
                 brought = bring()
                 with state.lock:
                     hold = state.leases.joined(hold, brought)
             state.yield_lock()
+            with state.lock:
+                if state.closed or search.go_on(_NAMES_AT_ONCE):
+                    return hold
 
     def _after_disk(
         self, bring: Callable[[], PageLease], wait_s: float, then: Callable[[], R], *, otherwise: R

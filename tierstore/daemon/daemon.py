@@ -157,6 +157,7 @@ class Daemon:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.ready = False
+        self.opened = False  # the tiers; from then on it ends in order
         self.core: Core | None = None
         self.service: Service | None = None
         self.server: Server | None = None
@@ -200,6 +201,7 @@ class Daemon:
             stats_json=lambda: msgspec.json.encode(self.stats()),
         )
         self.server = Server(self.service, keys=pair, tenants=tenants)
+        self.opened = True
         for url in urls:
             lock = self._locks.get(url)
             listening = None
@@ -305,9 +307,15 @@ async def run(settings: Settings, reload: Callable[[], Awaitable[Settings]]) -> 
     daemon = Daemon(settings)
     loop = asyncio.get_running_loop()
     ending = asyncio.Event()
+
+    def end(*_: object) -> None:
+        if not daemon.opened:  # opening a large directory can take long, and a kill harms nothing
+            os._exit(0)
+        loop.call_soon_threadsafe(ending.set)
+
     # Not the loop's own: it gives them up when it closes, and a second signal would kill what ends in order.
     for number in _ENDING:
-        signal.signal(number, lambda *_: loop.call_soon_threadsafe(ending.set))
+        signal.signal(number, end)
     await daemon.start()
 
     async def reread() -> None:
@@ -348,10 +356,14 @@ async def run(settings: Settings, reload: Callable[[], Awaitable[Settings]]) -> 
 
 def _lacking(settings: Settings) -> str:
     """Capacities that this machine does not have; empty where it has them all."""
-    total = memory_bytes().total
+    memory = memory_bytes()
     lacking = []
-    if settings.host_bytes > total:
-        lacking.append(f"host_bytes {format_size(settings.host_bytes)}, memory {format_size(total)}")
+    if settings.host_bytes > memory.total:
+        what = "memory limit of this container" if memory.limit is not None else "memory"
+        lacking.append(
+            f"host_bytes {format_size(settings.host_bytes)}, {what} {format_size(memory.total)} (the daemon "
+            "is killed when the arena fills beyond it)"
+        )
     if settings.disk is not None and settings.disk_bytes > (room := disk_bytes(settings.disk)):
         lacking.append(
             f"disk_bytes {format_size(settings.disk_bytes)}, room at {settings.disk} {format_size(room)}"

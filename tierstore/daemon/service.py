@@ -685,7 +685,8 @@ class Service:
                 raise tokens
             return p.Pinned(m.id, tokens)
 
-        return _then(session.backend.lookups.pin(view, undo=m.undo), pinned)
+        most = None if m.max_tokens < 0 else m.max_tokens
+        return _then(session.backend.lookups.pin(view, undo=m.undo, max_tokens=most), pinned)
 
     def _unpin(self, session: Session, m: p.Unpin) -> p.Unpinned:
         if session.tenant:

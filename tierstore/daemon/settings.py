@@ -29,6 +29,7 @@ else:
     import tomli as tomllib  # type: ignore[import-not-found]
 
 PREFIX = "TIERSTORE_"
+_OTHERS = frozenset({"TIERSTORE_API_KEY", "TIERSTORE_OPERATOR_KEY"})  # the engine's and the proxy's
 _KUBERNETES = re.compile(
     r"TIERSTORE_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)=.*|PORT(_\d+_(TCP|UDP|SCTP))?=(tcp|udp|sctp)://.*"
     r"|PORT_\d+_(TCP|UDP|SCTP)_(PROTO|PORT|ADDR)=.*)"
@@ -200,6 +201,8 @@ class Settings:
             _require_known(name, f"{file}: ")
             given[name] = _parse(name, value)
         for variable, value in (os.environ if environment is None else environment).items():
+            if variable in _OTHERS:
+                continue
             if variable.startswith(PREFIX) and not _is_kubernetes(variable, value):
                 name = variable.removeprefix(PREFIX).lower()
                 _require_known(name, f"{variable}: ")

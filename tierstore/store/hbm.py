@@ -26,6 +26,7 @@ from tierstore.stats import Counters, StoreStats, TierStats
 from tierstore.store.buffers import HbmPages
 from tierstore.tiers import two_level
 from tierstore.tiers.frames import PoolSize
+from tierstore.tiers.group_pools import room_for
 from tierstore.tiers.hbm import PagePool
 
 NO_MATCH = Match((), 0, 0)
@@ -128,7 +129,9 @@ class HbmTier:
 
     def use(self, pages: Sequence[Page], lease_s: float) -> PageLease:
         """A lookup has found these pages of a prompt: lease them."""
-        lease = self._lease(pages, lease_s)
+        if not pages:
+            return PageLease()
+        lease = self.hold(pages, lease_s)
         self.index.touch(pages, hit=True)
         return lease
 
@@ -136,11 +139,12 @@ class HbmTier:
         """:meth:`use` of named pages, by their positions."""
         if not here:
             return PageLease()
-        lease = self._lease(here.values(), lease_s)
+        lease = self.hold(here.values(), lease_s)
         self.index.touch_named({page: request.depth + at for at, page in here.items()}, hit=True)
         return lease
 
-    def _lease(self, pages: Iterable[Page], lease_s: float) -> PageLease:
+    def hold(self, pages: Iterable[Page], lease_s: float) -> PageLease:
+        """Lease pages for the time of one operation, without counting that as a use."""
         self.leases.expire()
         held = [(page, Tier.HBM) for page in pages if page.copies[Tier.HBM] is not None]
         return self.leases.take(held, lease_s)
@@ -300,6 +304,17 @@ class HbmTier:
                 whole = books.taken if idle == pool.used_pages else idle // books.per_frame
                 available += whole * own.books.per_frame
         return available
+
+    def has_room(self, counts: Sequence[int]) -> bool:
+        """Return whether :meth:`allocate` could find so many pages of each pool together."""
+        if len(self.pools) == 1:
+            return counts[0] <= self.available(0)
+
+        def idle_frames(group: int) -> int:
+            return self.pools[group].books.emptied_by(self.idle(group))
+
+        idle = [self._idle_pages(group) for group in range(len(self.pools))]
+        return room_for(self.pools, counts, idle, idle_frames)
 
     def evict(self, count: int, group: int) -> int:
         """Let up to ``count`` cached pages of a pool leave, the policy's worst first. Returns how many

@@ -261,6 +261,25 @@ class Part:
             self.backend.release(lease)
 
 
+@dataclass(frozen=True, slots=True)
+class RemotePages:
+    """Pages of one layer group that other hosts seem to have: chunks ``first …`` of a request, which end at
+    the tokens ``remote_ends``."""
+
+    backend: Backend
+    request: LookupRequest
+    page_bytes: int
+    first: int
+    remote_ends: Sequence[int]
+
+    def bring(self, deadline_s: float, *, tokens: int | None = None) -> Transfer[int]:
+        """Have those come that a hit of ``tokens`` tokens (None: of any length) needs."""
+        count = sum(tokens is None or end <= tokens for end in self.remote_ends)
+        if not count:
+            return Transfer.completed(0)
+        return self.backend.bring(self.request, self.first, count, wait_s=deadline_s)
+
+
 class Hit:
     """``tokens`` leading tokens of a prompt can be loaded: all layer groups can serve a hit of that length
     (:mod:`tierstore.groups`), and ``parts`` are what it needs of each, as far as it needs anything. The pages
@@ -282,7 +301,7 @@ class Hit:
         *,
         branch: int,
         remote_tokens: int = 0,
-        others: Sequence[Part] = (),
+        others: Sequence[Part | RemotePages] = (),
     ) -> None:
         self._hbm = hbm
         self.backend = backend

@@ -1,30 +1,40 @@
-"""Lookups: what is in HBM, what the backend has, and the longest hit that all layer groups can serve.
+"""Lookups: what is in HBM, what the backend has, and the longest hit that all layer groups support.
 
-The groups with chained pages are asked first. How far all of them go is the *branch*, and the longest hit
-that there can be. What the other groups need of that is asked for next, which mostly is the answer: a prompt
-goes on where an earlier one ended. If it is not, names are asked for from there towards the front, further
-each time, until the longest hit is known (:func:`tierstore.groups.search`). It is a whole number of chunks,
-or ends inside of the branch's own, where all groups have a page that ends at that token.
+For a model with one layer group of chained pages, HBM is matched here and the backend is asked for the rest.
+For a model with several groups, the backend is told which pages are here and finds the longest hit of all
+groups itself (:meth:`Backend.find_hit <tierstore.backend.Backend.find_hit>`): one question, one answer. A hit
+is a whole number of chunks, or it ends inside the chunk that the chains reach, where all groups have a page
+that ends at that token.
 
-Where chains go on at other hosts, or named pages are lacking here, the same search is made once more, with
-what other hosts seem to have counted as held: :meth:`Store.bring <tierstore.Store.bring>` has that come.
+Other hosts may have what would make the hit longer. :meth:`Store.bring <tierstore.Store.bring>` fetches it.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
-from typing import TypeAlias
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from tierstore.arguments import whole_number
-from tierstore.backend import Backend, Lease, LookupRequest
+from tierstore.backend import (
+    Backend,
+    GroupLease,
+    HitLease,
+    HitRequest,
+    Lease,
+    LookupRequest,
+    NamedGroup,
+    Registration,
+)
 from tierstore.errors import UsageError
 from tierstore.groups import Group, groups_of, search
+from tierstore.index import Match, Page
 from tierstore.index.leases import PageLease
 from tierstore.keys import Identity, Prompt, TokenIds, encode_tokens
 from tierstore.spec import KVSpec
 from tierstore.store.hbm import HbmTier
-from tierstore.store.hit import Hit, NamedMatch, Part
+from tierstore.store.hit import Hit, NamedMatch, Part, RemotePages
 from tierstore.store.prompts import PromptCache
 from tierstore.transfer import Transfer, joined
 from tierstore.types import Promise
@@ -47,6 +57,12 @@ class Finder:
         self._layout = spec.describe()  # compared at every lookup
         self._by_layout = {group.spec.describe(): group for group in self.groups}
         self._only = self.groups[0] if len(self.groups) == 1 and not self.groups[0].named else None
+
+    def named_group(self, prompt: Prompt, group: Group, here: Sequence[int]) -> NamedGroup:
+        """A group with named pages, as a model's prompt is asked for. The caller has the pages that end at
+        the tokens ``here``."""
+        identity = prompt.identity.groups[group.number]
+        return NamedGroup(Registration(identity, group.page_bytes, self.chunk_tokens), group.rule, here)
 
     @property
     def chained(self) -> list[Group]:
@@ -162,7 +178,7 @@ class Finder:
         return self.backend.expect(request, wait_s=until_s)
 
 
-Round: TypeAlias = "list[PartLookup]"
+Round: TypeAlias = "list[PartLookup | HitLookup]"
 Rounds: TypeAlias = "Generator[Round, None, Hit]"
 
 
@@ -176,6 +192,7 @@ class Lookup:
         self._finder = finder
         self._ends = ends
         self._asked: Round = []  # all so far
+        self._answered = 0  # of these, in the same order
         self._parts: list[Part] = []  # their answers
         single = finder.single(prompt)
         self._rounds: Rounds
@@ -201,7 +218,7 @@ class Lookup:
         return None
 
     @property
-    def answers(self) -> list[Transfer[Lease | None]]:
+    def answers(self) -> list[Transfer[Any]]:
         """Of the last round, those that are waited for."""
         return [each.answer for each in self._round if each.answer is not None]
 
@@ -217,80 +234,37 @@ class Lookup:
         come."""
         for part in self._parts:
             part.release()
-        for each in self._asked[len(self._parts) :]:
+        for each in self._asked[self._answered :]:
             each.give_up()
 
     # -- what is asked -------------------------------------------------------------------------------
 
     def _one_group(self, group: Group, request: LookupRequest, gain: int) -> Rounds:
-        yield [PartLookup(self._finder, group, request, gain=gain)]
-        part = self._found(self._round)[0]
+        asked = [PartLookup(self._finder, group, request, gain=gain)]
+        yield [*asked]
+        part = self._found(asked)[0]
         tokens, others = part.tokens, [part]
         return self._hit(request.num_tokens, tokens, others, tokens, part.remote_tokens, others)
 
     def _all_groups(self, prompt: Prompt, limit: int | None) -> Rounds:
         finder = self._finder
-        limit = len(prompt) if limit is None else min(limit, len(prompt))
-        yield [PartLookup(finder, group, finder.chain(prompt, group).cut(limit)) for group in finder.chained]
-        chains = self._found(self._round)
-        branch = min((part.tokens for part in chains), default=limit)
-        tokens, named = yield from self._find(prompt, branch)
-        remote_tokens, others = yield from self._find_elsewhere(prompt, chains, limit, tokens)
-        for part in chains:
-            part.shorten(tokens)
-        parts = sorted([*chains, *named], key=lambda part: part.group) if tokens else []
-        for part in self._parts:
-            if part not in parts:
-                part.release()
-        for group in finder.named if tokens else ():
-            prompt.points[group.number] = sorted({*prompt.points.get(group.number, ()), tokens})
-        return self._hit(limit, tokens, parts, branch if chains else tokens, remote_tokens, others)
-
-    def _find(
-        self, prompt: Prompt, branch: int, *, gain: int = 0
-    ) -> Generator[Round, None, tuple[int, list[Part]]]:
-        """The longest hit of at most ``branch`` tokens, and what it needs of the groups with named pages.
-        ``gain``: with what other hosts seem to have, which is worth so many tokens."""
-        finder = self._finder
-        groups = {group.number: group for group in finder.named}
-        looking = search(
-            {number: group.rule for number, group in groups.items()}, branch, finder.chunk_tokens
+        looking = HitLookup(finder, prompt, len(prompt) if limit is None else min(limit, len(prompt)))
+        yield [looking]
+        found = looking.found()
+        self._answered += 1
+        self._parts += found.parts
+        for group in finder.named if found.tokens else ():
+            prompt.points[group.number] = sorted({*prompt.points.get(group.number, ()), found.tokens})
+        return self._hit(
+            looking.limit, found.tokens, found.parts, found.branch, found.remote_tokens, found.others
         )
-        parts: list[Part] = []
-        try:
-            wanted = next(looking)
-            while True:
-                asked = [(groups[number], ends) for number, ends in wanted.items()]
-                yield [
-                    PartLookup(finder, group, finder.pages_at(prompt, group, ends), ends=ends, gain=gain)
-                    for group, ends in asked
-                ]
-                parts = self._found(self._round)
-                wanted = looking.send({part.group: [*part.ends, *part.remote_ends] for part in parts})
-        except StopIteration as end:
-            return int(end.value), parts if end.value else []
 
-    def _find_elsewhere(
-        self, prompt: Prompt, chains: Sequence[Part], limit: int, tokens: int
-    ) -> Generator[Round, None, tuple[int, list[Part]]]:
-        """By how many tokens a hit of ``tokens`` would be longer with what other hosts seem to have, and in
-        what that is."""
-        chunk_tokens = self._finder.chunk_tokens
-        reach = min((part.found + part.remote_tokens for part in chains), default=limit)
-        reach = min(reach, limit) // chunk_tokens * chunk_tokens
-        if not self._finder.backend.remote or reach <= tokens:
-            return 0, []
-        length, parts = yield from self._find(prompt, reach, gain=reach - tokens)
-        if length <= tokens:
-            return 0, []
-        others = [part for part in [*parts, *chains] if any(end <= length for end in part.remote_ends)]
-        return length - tokens, others
-
-    def _found(self, asked: Round) -> list[Part]:
+    def _found(self, asked: Sequence[PartLookup]) -> list[Part]:
         parts = []
         for each in asked:
             parts.append(each.part())
             self._parts.append(parts[-1])
+            self._answered += 1
         return parts
 
     def _hit(
@@ -300,7 +274,7 @@ class Lookup:
         parts: Sequence[Part],
         branch: int,
         remote_tokens: int,
-        others: Sequence[Part],
+        others: Sequence[Part | RemotePages],
     ) -> Hit:
         finder, hbm = self._finder, self._finder.hbm
         hit = Hit(
@@ -394,3 +368,157 @@ class PartLookup:
             lease = answer.wait()
             if lease is not None and lease.tokens:
                 self._finder.backend.release(lease)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundHit:
+    """The longest hit that all groups support: ``parts`` are what it needs of each. Together with ``others``,
+    which other hosts seem to have, it would be ``remote_tokens`` longer."""
+
+    tokens: int
+    branch: int
+    parts: Sequence[Part]
+    remote_tokens: int = 0
+    others: Sequence[RemotePages] = ()
+
+
+class HitLookup:
+    """The request for the hit of all layer groups, from the moment that it is asked to its answer."""
+
+    def __init__(self, finder: Finder, prompt: Prompt, limit: int) -> None:
+        self.limit = limit
+        self.answer: Transfer[HitLease | None] | None = None
+        self._finder = finder
+        self._prompt = prompt
+        self._chains = [finder.chain(prompt, group).cut(limit) for group in finder.chained]
+        self._matches: Sequence[Match] = ()
+        self._here: Mapping[int, Mapping[int, Page]] = {}  # by named group: pages in HBM, by where they end
+        self._held = PageLease()  # on all of these, until the hit is known
+        self._local = 0  # tokens of the hit that HBM alone supports
+        self._branch = 0
+
+    def ask(self, patience_s: float, *, caller_receives: bool) -> None:
+        """Ask for what is below HBM, if there is something to ask for and still time."""
+        finder, hbm, prompt = self._finder, self._finder.hbm, self._prompt
+        groups = zip(self._chains, finder.chained, strict=True)
+        self._matches = [hbm.match(chain, group.number) for chain, group in groups]
+        self._branch = min([*(match.tokens for match in self._matches), self.limit])
+        self._here = {group.number: self._pages_here(group) for group in finder.named}
+        with hbm.lock:
+            chained = (page for match in self._matches for page in match.pages)
+            named = (page for pages in self._here.values() for page in pages.values())
+            self._held = hbm.hold([*chained, *named], finder.lookup_s)
+        self._local = self._longest_here()
+        if self._local == self.limit or patience_s <= 0:
+            return
+        here = [sorted(self._here[group.number]) for group in finder.named]
+        request = HitRequest(
+            finder.chunk_tokens,
+            self.limit,
+            self._chains,
+            [match.tokens for match in self._matches],
+            [finder.named_group(prompt, *each) for each in zip(finder.named, here, strict=True)],
+            prompt.names(self.limit // finder.chunk_tokens) if finder.named else (),
+            prompt.identity.digest,
+            prompt.tail,
+        )
+        self.answer = finder.backend.find_hit(request, patience_s=patience_s)
+
+    def _pages_here(self, group: Group) -> Mapping[int, Page]:
+        """The pages of a group that are in HBM, by where they end: whole ones, and those that end inside the
+        chunk that the prompt or the chains end in."""
+        finder, hbm = self._finder, self._finder.hbm
+        if not hbm.pools or not hbm.published[group.number]:
+            return {}
+        chunk_tokens = finder.chunk_tokens
+        ends = {*range(chunk_tokens, self.limit + 1, chunk_tokens)}
+        for end in (self.limit, self._branch):
+            ends.update(range(end - end % chunk_tokens + 1, end + 1))
+        asked = sorted(ends)
+        found = hbm.match_named(finder.pages_at(self._prompt, group, asked), group.number)
+        return {asked[at]: page for at, page in found.items()}
+
+    def _longest_here(self) -> int:
+        """The longest hit that the pages in HBM support."""
+        rules = {group.number: group.rule for group in self._finder.named}
+        looking = search(rules, self._branch, self._finder.chunk_tokens)
+        try:
+            wanted = next(looking)
+            while True:
+                here = self._here
+                wanted = looking.send(
+                    {group: [end for end in ends if end in here[group]] for group, ends in wanted.items()}
+                )
+        except StopIteration as end:
+            return int(end.value)
+
+    def found(self) -> FoundHit:
+        """What was found; waits for it."""
+        finder, hbm = self._finder, self._finder.hbm
+        found = self.answer.wait() if self.answer is not None else None
+        tokens, branch = self._local, self._branch
+        leases: dict[int, GroupLease] = {}
+        if found is not None:
+            tokens, branch = found.tokens, found.branch
+            leases.update(zip((group.number for group in finder.chained), found.chains, strict=True))
+            leases.update(zip((group.number for group in finder.named), found.named, strict=True))
+            for chain, each in zip(self._chains, found.chains, strict=True):
+                finder.prompts.remember(chain, each.lease.handle)
+        parts = [self._part(group, tokens, leases.get(group.number)) for group in finder.groups if tokens]
+        with hbm.lock:
+            hbm.leases.release(self._held)
+        there = [part for part in parts if part is not None]
+        if found is None or not found.remote_tokens:
+            return FoundHit(tokens, branch, there)
+        others = [
+            pages
+            for group in finder.groups
+            if (pages := self._remote_pages(group, leases[group.number].remote_ends)) is not None
+        ]
+        return FoundHit(tokens, branch, there, found.remote_tokens, others)
+
+    def _part(self, group: Group, tokens: int, found: GroupLease | None) -> Part | None:
+        """What a hit of so many tokens needs of a group; None if that is nothing."""
+        finder, hbm, backend = self._finder, self._finder.hbm, self._finder.backend
+        lease = found.lease if found is not None and found.lease.tokens else None
+        if not group.named:
+            at = finder.chained.index(group)
+            match = self._matches[at]
+            used = match.pages[: -(-min(tokens, match.tokens) // finder.chunk_tokens)]
+            with hbm.lock:
+                held = hbm.use(used, backend.lease_s)
+            part = Part(hbm, backend, group, self._chains[at], match, held, lease, finder.lookup_s)
+            part.shorten(tokens)
+            return part
+        ends = list(group.rule.ends(tokens, finder.chunk_tokens))
+        if not ends:
+            return None
+        request = finder.pages_at(self._prompt, group, ends)
+        pages = self._here[group.number]
+        here = {at: pages[end] for at, end in enumerate(ends) if end in pages}
+        with hbm.lock:
+            held = hbm.use_named(here, request, backend.lease_s)
+        match_ = NamedMatch(here, [at for at in range(len(ends)) if at not in here])
+        return Part(hbm, backend, group, request, match_, held, lease, finder.lookup_s, ends=ends)
+
+    def _remote_pages(self, group: Group, ends: Sequence[int]) -> RemotePages | None:
+        finder = self._finder
+        if not ends:
+            return None
+        if group.named:
+            request, first = finder.pages_at(self._prompt, group, ends), 0
+        else:
+            request = self._chains[finder.chained.index(group)]
+            first = ends[0] // finder.chunk_tokens - 1
+        return RemotePages(finder.backend, request, group.page_bytes, first, ends)
+
+    def give_up(self) -> None:
+        """Give back what is held for the answer, now or when it comes."""
+        hbm, answer = self._finder.hbm, self.answer
+        with hbm.lock:
+            hbm.leases.release(self._held)
+        if answer is not None and not answer.cancel():
+            found = answer.wait()
+            for group in found.groups if found is not None else ():
+                if group.lease.tokens:
+                    self._finder.backend.release(group.lease)

@@ -441,6 +441,15 @@ class Store:
         with self._hbm.lock:
             return self._hbm.available(group)
 
+    def has_room_hbm(self, counts: Sequence[int]) -> bool:
+        """Return whether ``allocate_hbm`` could find so many pages of each group together."""
+        self._hbm.require_process()
+        if len(counts) != len(self.pools):
+            raise UsageError(f"there are {len(self.pools)} pools, and numbers of pages for {len(counts)}")
+        with self._hbm.lock:
+            self._hbm.leases.expire()
+            return self._hbm.has_room(counts)
+
     # -- keeping and dropping ------------------------------------------------------------------------
 
     def evict(self, tier: str, pages: int | None = None, *, group: int | None = None) -> int:

@@ -30,7 +30,8 @@ from tierstore.backend import (
 )
 from tierstore.groups import GroupRule, Past, longest_of_pages
 from tierstore.keys import Prompt, page_name
-from tierstore.testing.store import CHUNK, SPEC, TOKENS, new_identity, pages_of, wait_until
+from tierstore.testing.clock import wait_until
+from tierstore.testing.store import CHUNK, SPEC, TOKENS, new_identity, pages_of
 from tierstore.transfer import TransferState
 
 _WAIT_S = 30.0

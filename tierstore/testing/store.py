@@ -23,8 +23,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import pytest
@@ -54,6 +53,7 @@ from tierstore import (
     UsageError,
 )
 from tierstore.testing import pages
+from tierstore.testing.clock import wait_until
 from tierstore.testing.layouts import LAYOUTS, ByGroup, Layout
 
 SPEC = KVSpec.uniform(layers=2, kv_heads=1, head_dim=32, dtype="float32", chunk_tokens=16)
@@ -93,14 +93,6 @@ def new_identity(spec: KVSpec = SPEC, **fields: str) -> Identity:
 
 def pages_of(tokens: Sequence[int]) -> list[bytes]:
     return pages.pages_of(tokens, SPEC)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    """Until it holds: what happens behind a caller's back has no other end."""
-    give_up = time.monotonic() + _WAIT_S
-    while not condition():
-        assert time.monotonic() < give_up, "it never happened"
-        time.sleep(0.01)
 
 
 class StoreTests:

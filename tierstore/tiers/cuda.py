@@ -175,6 +175,7 @@ class CudaDevice:
         self._driver = driver if driver is not None else open_driver()
         self._quick = _with_gil(self._driver)
         self._context = c_void_p()
+        self._popped = byref(c_void_p())  # made here: an event may outlive the names of this module
         device = c_int()
         self._call_bare("cuInit", 0)
         self._call_bare("cuDeviceGet", byref(device), index)
@@ -289,10 +290,10 @@ class CudaDevice:
         self._call("cuEventSynchronize", event.handle)
 
     def _destroy_event(self, handle: int) -> None:
-        """When the interpreter ends the driver may be gone first, and nobody is there to be told."""
+        """Give an event back. At the interpreter's end the driver may be gone first: errors are ignored."""
         if self._quick.cuCtxPushCurrent_v2(self._context) == 0:
             self._driver.cuEventDestroy_v2(handle)
-            self._quick.cuCtxPopCurrent_v2(byref(c_void_p()))
+            self._quick.cuCtxPopCurrent_v2(self._popped)
 
     # -- copies --------------------------------------------------------------------------------------
 

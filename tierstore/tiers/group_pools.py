@@ -5,7 +5,7 @@ mapped piece by piece, by large pages."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tierstore.errors import UsageError
 from tierstore.spec import KVSpec
@@ -72,6 +72,35 @@ def bytes_for(specs: Sequence[KVSpec], counts: Sequence[int]) -> int:
     pages = cut([spec.page_bytes for spec in specs])
     large = sum(-(-count // per_large) for count, per_large in zip(counts, pages.per_large, strict=True))
     return large * pages.large_bytes
+
+
+def room_for(
+    pools: Sequence[PagePool], counts: Sequence[int], idle: Sequence[int], idle_frames: Callable[[int], int]
+) -> bool:
+    """Return whether so many more pages of each of a model's pools can be had together.
+
+    ``idle`` is the number of cached pages of each pool that may leave. ``idle_frames(group)`` is the number
+    of large pages that these would empty; it is called only where the free large pages are too few.
+
+    >>> from tierstore.spec import LayerGroup, LayerKind
+    >>> full = LayerGroup(LayerKind.FULL_ATTENTION, (0,), 1, 64)
+    >>> window = LayerGroup(LayerKind.SLIDING_WINDOW, (1,), 1, 64, window=128)
+    >>> pools = open_group_pools(KVSpec((full, window), "float16").split(), 16 << 10)
+    >>> [pool.free_pages for pool in pools]
+    [1, 1]
+    >>> room_for(pools, [1, 0], [0, 0], lambda group: 0), room_for(pools, [1, 1], [0, 0], lambda group: 0)
+    (True, False)
+    """
+    missing, spare = 0, []
+    for pool, count, leaving in zip(pools, counts, idle, strict=True):
+        books = pool.books
+        own = books.free_pages - books.frames.free * books.per_frame + leaving
+        missing += -(-max(count - own, 0) // books.per_frame)
+        spare.append(max(own - count, 0) // books.per_frame)
+    free = pools[0].frames.free
+    if missing <= free:
+        return True
+    return missing <= free + sum(min(most, idle_frames(group)) for group, most in enumerate(spare) if most)
 
 
 def fits(pools: Sequence[PagePool], counts: Sequence[int], *, frames: int | None = None) -> bool:

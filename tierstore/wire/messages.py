@@ -412,11 +412,13 @@ class Abort(Message):
 
 
 class Pin(Message):
-    """Keep (or with ``undo`` no longer keep) the held whole chunks of a prompt."""
+    """Keep the held whole chunks of a prompt's first ``max_tokens`` tokens (-1: all). ``undo``: take back the
+    newest pin of exactly this prompt by the same tenant, whatever ``max_tokens`` it had."""
 
     id: int
     prompt: PromptPart
     undo: bool = False
+    max_tokens: int = -1
 
 
 class Pinned(Message):

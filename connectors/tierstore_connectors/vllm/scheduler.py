@@ -506,9 +506,19 @@ class SchedulerHalf:
             end, resumed = computed[request] + tokens, computed[request] if request in begun else 0
             states = self._states(tracked, resumed, end, table) if self.groups.with_states else []
             order = self._save(tracked, end, table, states)
-            if order is not None:
+            if order is not None and self._has_its_adapter(tracked):
                 orders.append(order)
         return orders
+
+    def _has_its_adapter(self, tracked: TrackedRequest) -> bool:
+        """Whether the files of its adapter are those of its arrival. vLLM loads them when it computes."""
+        if tracked.request.lora_request is not None:
+            try:
+                self._adapters.version(tracked.request.lora_request)
+            except UnsupportedError as error:
+                self.errors.warn("a request", str(error))
+                tracked.uncached = True
+        return not tracked.uncached
 
     def _states(
         self, tracked: TrackedRequest, resumed: int, computed: int, table: Callable[[], BlockTable]

@@ -20,10 +20,8 @@ from typing import Generic, TypeVar
 
 import torch
 
-from tierstore.spec import LayerKind
 from tierstore.tiers.hbm import PagePool
 from tierstore_engine.config import ModelConfig
-from tierstore_engine.errors import ModelError
 from tierstore_engine.moving import to_device
 from tierstore_engine.pointwise import Pointwise
 from tierstore_engine.rope import rotate
@@ -153,25 +151,6 @@ class Attention(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """:meth:`attend`, and the logarithm of each softmax denominator, float32 ``[tokens, heads]``: what it
         takes to merge the result with attention over something else."""
-
-
-def make_attention(pool: PagePool, config: ModelConfig) -> Attention:
-    """The backend for the layer group and the device of ``pool``. Raises :class:`ModelError` when there is
-    none, or when it cannot compute this model or cannot be loaded here."""
-    if pool.device == "cpu":
-        from tierstore_engine.attention.cpu import CpuAttention
-
-        return CpuAttention(pool, config)
-    if torch.device(pool.device).type == "cuda":
-        from tierstore_engine.attention.cuda import CudaAttention
-        from tierstore_engine.attention.cuda_latents import CudaLatentAttention
-        from tierstore_engine.kernels.cupy_launcher import CupyLauncher
-
-        [group] = pool.spec.groups
-        kind = CudaLatentAttention if group.kind is LayerKind.MLA_LATENT else CudaAttention
-        launcher = CupyLauncher(pool.device)  # first: it says what is missing
-        return kind(pages_on_device(pool), pool.spec, config, launcher)
-    raise ModelError(f"no attention backend for device {pool.device!r} in this version: use cpu")
 
 
 def pages_on_device(pool: PagePool) -> torch.Tensor:

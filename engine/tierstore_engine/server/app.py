@@ -378,14 +378,16 @@ class Server:
             request = parse(body, kind)
             self._check_model(request.model)
             session = _session(exchange.request, request)
-            answer = answers(
-                self.settings.model_name,
-                self._tokenizer,
-                logprobs=request.wants_logprobs,
-                include_usage=request.include_usage,
-            )
             async with self._watched(exchange) as watch:
                 plan = await asyncio.to_thread(plan_of, request, session)
+                answer = answers(
+                    self.settings.model_name,
+                    self._tokenizer,
+                    prompts=plan.prompts,
+                    n=request.n,
+                    logprobs=request.wants_logprobs,
+                    include_usage=request.include_usage,
+                )
                 job = await self._submit(plan, place)
                 watch.begin(job)
                 choices = _Choices(job.ids, plan.samples)

@@ -10,8 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from tierstore.stats import StoreStats
-from tierstore_engine.engine import EngineStats
-from tierstore_engine.outputs import Completion
+from tierstore_engine.outputs import Completion, EngineStats
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _PREFIX = "tierstore_engine"

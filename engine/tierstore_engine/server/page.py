@@ -18,8 +18,8 @@ from tierstore.dashboard.of_store import percent, short
 from tierstore.dashboard.view import Condition, Meter, Number, Plot, Sample, State, Tile, Unit, View
 from tierstore.printable import printable
 from tierstore.stats import StoreStats
-from tierstore_engine.engine import EngineStats
-from tierstore_engine.outputs import Completion
+from tierstore_engine.engine import Engine
+from tierstore_engine.outputs import Completion, EngineStats
 from tierstore_engine.server.admission import Admission
 from tierstore_engine.stepping import EngineThread
 
@@ -93,7 +93,7 @@ class EnginePage:
         self,
         model_name: str,
         version: str,
-        engine: EngineThread,
+        engine: EngineThread[Engine],
         store: Callable[[], StoreStats | None],
         admission: Admission,
     ) -> None:

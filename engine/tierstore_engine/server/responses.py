@@ -7,10 +7,11 @@ import uuid
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from tierstore_engine.outputs import Completion, RequestMetrics, StepLogprobs, StepOutput, TokenLogprob
-from tierstore_engine.tokenizer import Tokenizer
+from tierstore_engine.tokenizer import Detokenizer, Tokenizer
 
 Json = dict[str, Any]
 
@@ -35,14 +36,26 @@ def usage(prompts: Iterable[RequestMetrics], generated: int) -> Json:
 
 
 class Answer(ABC):
-    """The answer to one request, about ``model``. Choices are numbered as the client sees them."""
+    """The answer to one request, about ``model``. Choices are numbered as the client sees them, ``n`` of each
+    of the ``prompts``."""
 
     prefix: str
     whole_kind: str
     chunk_kind: str
 
-    def __init__(self, model: str, tokenizer: Tokenizer, *, logprobs: bool, include_usage: bool) -> None:
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        *,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        logprobs: bool,
+        include_usage: bool,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._n = n
         self._logprobs = logprobs
         self._include_usage = include_usage
         self._head = {
@@ -73,11 +86,50 @@ class Answer(ABC):
         chunk = {**self._head, "object": self.chunk_kind, "choices": choices}
         return {**chunk, "usage": None} if self._include_usage else chunk
 
+    def _names(self, tokens: Sequence[TokenLogprob]) -> list[str]:
+        """Name each token by its text. Of several tokens with one text, such as parts of characters, the
+        first has it. The others are named by their bytes, or by their ids."""
+        names: list[str] = []
+        for each in tokens:
+            data = self._tokenizer.token_bytes(each.token)
+            by_bytes = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+            wanted = (self._tokenizer.token_text(each.token), *((by_bytes,) if data else ()))
+            names.append(next((name for name in wanted if name not in names), f"token_id:{each.token}"))
+        return names
+
     @abstractmethod
     def _choice(self, index: int, completion: Completion) -> Json: ...
 
     @abstractmethod
     def _piece(self, index: int, output: StepOutput) -> Json: ...
+
+
+@dataclass
+class _Offsets:
+    """Where the tokens of one choice begin in its text. ``waiting`` are those that are not told yet."""
+
+    detokenizer: Detokenizer
+    waiting: list[StepLogprobs] = field(default_factory=list)
+    told: int = 0
+    shown: int = 0  # characters
+
+    def take(
+        self, text: str, entries: Sequence[StepLogprobs], *, ended: bool
+    ) -> list[tuple[StepLogprobs, int]]:
+        """Take in what a step has added; the tokens that begin within the text so far, and where. At the end
+        it is all of them: what a stop string cut off begins at the end of the text."""
+        self.shown += len(text)
+        for entry in entries:
+            self.detokenizer.push(entry.chosen.token)
+            self.waiting.append(entry)
+        if ended:
+            self.detokenizer.flush()
+        starts = self.detokenizer.starts[self.told :]
+        ready = [start for start in starts if ended or start < self.shown]
+        found = [(entry, min(start, self.shown)) for entry, start in zip(self.waiting, ready, strict=False)]
+        self.told += len(found)
+        del self.waiting[: len(found)]
+        return found
 
 
 class TextAnswer(Answer):
@@ -88,13 +140,18 @@ class TextAnswer(Answer):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._offsets: Counter[int] = Counter()  # characters so far, by choice
+        self._offsets: dict[int, _Offsets] = {}  # by choice
+
+    def chunk(self, index: int, output: StepOutput) -> Json | None:
+        piece = self._piece(index, output)
+        seen = output.text or output.finished or (self._logprobs and piece["logprobs"]["tokens"])
+        return self._chunk([piece]) if seen else None
 
     def _choice(self, index: int, completion: Completion) -> Json:
         return {
             "index": index,
             "text": completion.text,
-            "logprobs": self._table(index, completion.logprobs),
+            "logprobs": self._table(index, completion.text, completion.logprobs, ended=True),
             "finish_reason": completion.finish_reason.value,
         }
 
@@ -102,27 +159,27 @@ class TextAnswer(Answer):
         return {
             "index": index,
             "text": output.text,
-            "logprobs": self._table(index, output.logprobs),
+            "logprobs": self._table(index, output.text, output.logprobs, ended=output.finished),
             "finish_reason": output.completion.finish_reason.value if output.completion else None,
         }
 
-    def _table(self, index: int, entries: Sequence[StepLogprobs]) -> Json | None:
+    def _table(self, index: int, text: str, entries: Sequence[StepLogprobs], *, ended: bool) -> Json | None:
         if not self._logprobs:
             return None
-        texts = [self._text(entry.chosen) for entry in entries]
-        offsets = []
-        for text in texts:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(text)
+        offsets = self._offsets.get(index)
+        if offsets is None:
+            detokenizer = self._tokenizer.detokenizer(self._prompts[index // self._n])
+            offsets = self._offsets[index] = _Offsets(detokenizer)
+        found = offsets.take(text, entries, ended=ended)
         return {
-            "tokens": texts,
-            "token_logprobs": [entry.chosen.logprob for entry in entries],
-            "top_logprobs": [{self._text(each): each.logprob for each in entry.top} for entry in entries],
-            "text_offset": offsets,
+            "tokens": [self._tokenizer.token_text(entry.chosen.token) for entry, _ in found],
+            "token_logprobs": [entry.chosen.logprob for entry, _ in found],
+            "top_logprobs": [
+                {name: each.logprob for name, each in zip(self._names(entry.top), entry.top, strict=True)}
+                for entry, _ in found
+            ],
+            "text_offset": [start for _, start in found],
         }
-
-    def _text(self, token: TokenLogprob) -> str:
-        return self._tokenizer.decode([token.token])
 
 
 class ChatAnswer(Answer):
@@ -157,15 +214,14 @@ class ChatAnswer(Answer):
             return None
         return {
             "content": [
-                {**self._entry(entry.chosen), "top_logprobs": [self._entry(each) for each in entry.top]}
+                {
+                    **self._entry(entry.chosen, self._tokenizer.token_text(entry.chosen.token)),
+                    "top_logprobs": list(map(self._entry, entry.top, self._names(entry.top))),
+                }
                 for entry in entries
             ]
         }
 
-    def _entry(self, token: TokenLogprob) -> Json:
+    def _entry(self, token: TokenLogprob, name: str) -> Json:
         data = self._tokenizer.token_bytes(token.token)
-        return {
-            "token": self._tokenizer.decode([token.token]),
-            "logprob": token.logprob,
-            "bytes": list(data) if data is not None else None,
-        }
+        return {"token": name, "logprob": token.logprob, "bytes": list(data)}

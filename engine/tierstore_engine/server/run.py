@@ -84,17 +84,18 @@ def run(options: ServeOptions, *, err: TextIO | None = None) -> None:
     spec = opened.config.kv_spec(chunk_tokens=options.chunk_tokens)
     options.engine.check_chunk(spec.chunk_tokens)
     pages = _pool_pages(options, opened, spec)
+    draft = _open_draft(options, pages)
     with listening_at(options.server.host, options.server.port) as listening:
-        engine = _build(options, opened, pages)
+        engine = _build(options, opened, pages, draft)
         try:
             asyncio.run(_serve(engine, options, template, listening, err))
         finally:
             engine.close()
 
 
-def _build(options: ServeOptions, opened: OpenModel, pages: int | None) -> Engine:
+def _build(options: ServeOptions, opened: OpenModel, pages: int | None, draft: OpenModel | None) -> Engine:
     model = load_model(opened)
-    drafter = _drafter(options, model, pages)
+    drafter = _drafter(options, model, pages, draft)
     try:
         return build_engine(
             model,
@@ -116,15 +117,24 @@ def _build(options: ServeOptions, opened: OpenModel, pages: int | None) -> Engin
         raise
 
 
-def _drafter(options: ServeOptions, model: LoadedModel, pages: int | None) -> Drafter | None:
-    if options.draft is None:
+def _open_draft(options: ServeOptions, pages: int | None) -> OpenModel | None:
+    """The draft model, if the drafter is one."""
+    if options.draft is None or options.draft == PROMPT_LOOKUP:
         return None
-    if options.draft == PROMPT_LOOKUP:
-        return PromptLookup(tokens=options.draft_tokens)
     if pages is None:
         raise UsageError("a draft model needs room beside the model's pages: give --hbm-bytes")
+    return open_model(options.draft, device=options.device, dtype=options.dtype)
+
+
+def _drafter(
+    options: ServeOptions, model: LoadedModel, pages: int | None, draft: OpenModel | None
+) -> Drafter | None:
+    if options.draft == PROMPT_LOOKUP:
+        return PromptLookup(tokens=options.draft_tokens)
+    if draft is None or pages is None:
+        return None
     return build_draft_model(
-        load_model(options.draft, device=options.device, dtype=options.dtype),
+        load_model(draft),
         model,
         pool_pages=pages,
         tokens=options.draft_tokens,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
@@ -56,6 +57,44 @@ def test_an_adapter_whose_files_have_changed_goes_without_the_cache(engine, tmp_
     assert engine().matched(request("f", 1)) == 0
     second.save(request("g", 2), OTHER, 70)  # vLLM has loaded the new ones
     assert engine().matched(request("h", 1)) == 64
+
+
+def test_an_adapter_that_is_replaced_before_it_is_computed_with_is_not_saved(engine, tmp_path):
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(b"old")
+    first = engine()
+    request = Request("a", TOKENS, lora_request=LoRA("adapter", str(tmp_path), 1))
+    assert first.matched(request) == 0
+    weights.rename(tmp_path.with_name("old"))
+    weights.write_bytes(b"new")  # vLLM loads these with the first step
+    first.save(request, TABLE, 70)
+    assert first.errors.counts.pop("a request") == 1
+    for files in (weights, tmp_path.with_name("old")):
+        files.rename(weights)
+        again = Request("b", TOKENS, lora_request=LoRA("adapter", str(tmp_path), 1))
+        assert engine().matched(again) == 0
+
+
+def test_images_under_one_name_are_told_apart(engine):
+    def request(name, pixels, at=20):
+        data = {"pixels": SimpleNamespace(data=pixels)}
+        image = SimpleNamespace(
+            modality="image", identifier="uuid", data=data, mm_position=SimpleNamespace(offset=at)
+        )
+        return Request(name, TOKENS, mm_features=[image])
+
+    first, second = engine(), engine()
+    first.save(request("a", [1, 2]), TABLE, 70)
+    assert engine().matched(request("b", [1, 3])) == 16  # the text before it
+    assert second.matched(request("c", [1, 2])) == 64
+    # vLLM may compute with what it has made of the first image: nothing of either is found or stored here.
+    assert second.matched(request("d", [1, 3])) == 0
+    second.save(request("e", [1, 3]), OTHER, 70)
+    assert second.matched(request("f", [1, 2])) == 0
+    assert second.errors.counts.pop("a request") == 3
+    assert engine().matched(request("g", [1, 3])) == 16
+    first.save(Request("h", TOKENS), TABLE, 70)
+    assert engine().matched(Request("i", TOKENS)) == 64
 
 
 def test_another_engine_loads_what_was_saved(engine):

@@ -406,6 +406,7 @@ def test_a_model_is_told_apart_by_all_that_may_change_its_kv(tmp_path):
         {"served_model_name": "b"},
         {"environment": {"VLLM_PORT": "1", "VLLM_A_SERVICE_HOST": "10.0.0.1", "PATH": "x"}},
         {"environment": {"VLLM_A_PORT_8000_TCP": "tcp://10.0.0.1:8000", "VLLM_LOGGING_LEVEL": "DEBUG"}},
+        {"environment": {"VLLM_PORT_8000_TCP": "tcp://10.0.0.1:8000", "VLLM_SERVICE_PORT": "8000"}},
     ):
         assert digest(**same) == base, same
     others = [

@@ -14,6 +14,7 @@ import openai
 import uvicorn
 from starlette.types import ASGIApp
 
+from tierstore.testing.clock import wait_until
 from tierstore_engine.engine import Engine, EngineStats
 from tierstore_engine.server.app import Server
 from tierstore_engine.server.chat import ChatTemplate
@@ -82,16 +83,7 @@ class Live(LiveApp):
         return nothing and stats.available_pages == stats.total_pages and not self.server.admission.tokens
 
     def wait_until_idle(self) -> None:
-        wait_for(self.idle)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(int(WAIT_S / 0.01)):
-        if condition():
-            return
-        pause.wait(0.01)
-    raise AssertionError("it does not happen")
+        wait_until(self.idle)
 
 
 class _no_signals:

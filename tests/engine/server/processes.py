@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -21,9 +20,7 @@ class ServerProcess:
 
     def __init__(self, main: str, *options: str) -> None:
         command = [sys.executable, "-c", f"from {main} import main; main()", *options]
-        # These models are so small that a second thread only costs.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+        self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self.popen.stderr is not None
         self.first = self.popen.stderr.readline()
         [url] = re.findall(r"http://\S+", self.first)

@@ -16,12 +16,13 @@ pytest.importorskip("uvicorn")
 import openai
 
 from tests.engine.conftest import Stored
+from tierstore.testing.clock import wait_until
 from tierstore_engine.build import LoadedModel
 from tierstore_engine.drafting import PromptLookup
 from tierstore_engine.engine import Engine
 from tierstore_engine.sampling import SamplingParams
 
-from .live import Live, wait_for
+from .live import Live
 
 PROMPT = "The quick brown fox jumps over the lazy dog. "
 MESSAGES: list[Any] = [{"role": "system", "content": "Be short."}, {"role": "user", "content": PROMPT}]
@@ -160,6 +161,42 @@ def test_chat_streams_add_up(live: Live) -> None:
     assert chunks[-1].choices[0].finish_reason == "length"
     assert len({chunk.id for chunk in chunks}) == 1
     assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_tokens_with_one_text_stay_apart(live: Live) -> None:
+    """Parts of characters have one text, and the likelier one has the value there."""
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0, "extra_body": EXTRA}
+    table = live.client.completions.create(prompt="What is é?", logprobs=20, **asked).choices[0].logprobs
+    assert [len(top) for top in table.top_logprobs] == [20] * 12
+    for text, own, top in zip(table.tokens, table.token_logprobs, table.top_logprobs, strict=True):
+        assert top[text] == own == max(top.values())
+    assert any(name.startswith("bytes:\\x") for top in table.top_logprobs for name in top)
+    chat = live.client.chat.completions.create(
+        messages=[{"role": "user", "content": "What is é?"}], logprobs=True, top_logprobs=20, **asked
+    )
+    for entry in chat.choices[0].logprobs.content:
+        assert len({each.token for each in entry.top_logprobs}) == 20
+        assert all(each.bytes is not None for each in entry.top_logprobs)
+        assert entry.token == entry.top_logprobs[0].token
+
+
+@pytest.mark.parametrize("stop", [None, ["e"], ["\n", "a"]])
+def test_offsets_are_in_the_text(stop: list[str] | None, live: Live) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "prompt": [65, 66], "max_tokens": 80, "temperature": 1.5}
+    asked |= {"logprobs": 2, "n": 2, "seed": 5, "stop": stop, "extra_body": EXTRA}
+    whole = live.client.completions.create(**asked)
+    told: list[list[int]] = [[], []]
+    for chunk in live.client.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            told[choice.index] += choice.logprobs.text_offset
+    for choice in whole.choices:
+        table, text = choice.logprobs, choice.text
+        assert table.text_offset == sorted(table.text_offset) == told[choice.index]
+        assert len(table.text_offset) == len(table.tokens)
+        assert max(table.text_offset) <= len(text)
+        for token, start in zip(table.tokens, table.text_offset, strict=True):
+            if token.isascii() and start < len(text):
+                assert text[start : start + len(token)] == token
 
 
 def test_logprobs(live: Live, engine: Engine) -> None:
@@ -357,5 +394,5 @@ def test_who_hangs_up_ends_the_request(live: Live) -> None:
         live.client.with_options(timeout=0.05).completions.create(
             model="tiny", prompt="abc" * 100, max_tokens=900, extra_body=EXTRA
         )
-    wait_for(lambda: live.server.metrics.hang_ups._value.get() >= 1)
+    wait_until(lambda: live.server.metrics.hang_ups._value.get() >= 1)
     live.wait_until_idle()

@@ -15,6 +15,7 @@ pytest.importorskip("uvicorn")
 
 import httpx
 
+from tierstore.testing.clock import wait_until
 from tierstore_connectors.common.handover import Role
 from tierstore_engine.build import LoadedModel, build_engine
 from tierstore_engine.engine import Engine
@@ -22,7 +23,7 @@ from tierstore_engine.settings import EngineSettings
 from tierstore_tools.vllm.daemon import DaemonProcess
 
 from .handing import ASKS, CHUNK, TOKENS, WHOLE, Asked, a_prompt, ask, cached, check_same, promise
-from .live import WAIT_S, Live, wait_for
+from .live import WAIT_S, Live
 from .processes import Process
 
 
@@ -93,7 +94,7 @@ def test_promised_pages_are_waited_for_and_others_go_on(
     prefill, decode = pair
     prompt = a_prompt(10)
     waiting = Asked(decode, prompt, kv_transfer_params=promise())
-    wait_for(lambda: daemon.stats().service.promised_lookups == 1)
+    wait_until(lambda: daemon.stats().service.promised_lookups == 1)
     ask(decode, a_prompt(11))  # is served meanwhile
     assert not waiting.done
     ask(prefill, prompt, max_tokens=1, kv_transfer_params=ASKS)
@@ -136,7 +137,7 @@ def test_a_daemon_that_is_killed_ends_the_wait(
     prompt = a_prompt(40)
     expected = ask(alone, prompt)
     waiting = Asked(decode, prompt, kv_transfer_params=promise(until_s=10.0))
-    wait_for(lambda: daemon.stats().service.promised_lookups == 1)
+    wait_until(lambda: daemon.stats().service.promised_lookups == 1)
     daemon.kill()
     check_same(waiting.answer(), expected)
     assert time.monotonic() - waiting.began < 10
@@ -167,7 +168,7 @@ def test_nothing_is_held_behind_the_answer(pair: tuple[Live, Live], daemon: Daem
         service, store = stats.service, stats.store
         return not (service.leases or service.reservations or service.reserved_bytes or store.open_hits)
 
-    wait_for(free)
+    wait_until(free)
     assert daemon.stats().store.counters["saved_pages"] >= 4 * (WHOLE // CHUNK)
 
 
@@ -211,7 +212,7 @@ def test_the_engine_that_computes_is_killed_in_the_middle(
             for n in range(71, 75)
         ]
         begun = pool.submit(prefill.http.post, "/v1/completions", json={**body, "prompt": prompt})
-        wait_for(lambda: daemon.stats().store.pages >= 1)
+        wait_until(lambda: daemon.stats().store.pages >= 1)
         waiting = Asked(decode, prompt, kv_transfer_params=promise(TOKENS // 64 * 64, until_s=1.0))
         prefill.popen.kill()
         for each in (*others, begun):
@@ -220,4 +221,4 @@ def test_the_engine_that_computes_is_killed_in_the_middle(
     assert cached(answer) < TOKENS - 1
     check_same(answer, ask(alone, prompt))
     prefill.close()
-    wait_for(lambda: daemon.stats().service.reserved_bytes == 0)  # what it was saving
+    wait_until(lambda: daemon.stats().service.reserved_bytes == 0)  # what it was saving

@@ -15,7 +15,9 @@ pytest.importorskip("uvicorn")
 
 import openai
 
-from .live import WAIT_S, wait_for
+from tierstore.testing.clock import wait_until
+
+from .live import WAIT_S
 from .processes import Process
 
 Run = Callable[..., tuple[int, str, str]]
@@ -40,7 +42,7 @@ def test_the_cache_outlives_kill_9(process: Callable[..., Process], tmp_path: Pa
     assert first.cached() == 0
     hbm = first.cached()
     assert hbm > 300
-    wait_for(lambda: first.metric("store_pending_pages") == 0)
+    wait_until(lambda: first.metric("store_pending_pages") == 0)
     first.end(signal.SIGKILL)
     second = process("--store", store)
     assert second.cached() == hbm
@@ -56,7 +58,7 @@ def test_sigterm_lets_requests_finish(process: Callable[..., Process]) -> None:
     chunks = iter(stream)
     next(chunks)
     server.popen.send_signal(signal.SIGTERM)
-    wait_for(lambda: server.http.get("/health").status_code == 503)
+    wait_until(lambda: server.http.get("/health").status_code == 503)
     with pytest.raises(openai.InternalServerError, match="shutting down") as error:
         server.client.completions.create(model="tiny", prompt="abc")
     assert error.value.status_code == 503

@@ -22,6 +22,7 @@ import openai
 from starlette.types import Message
 
 from tierstore.errors import UsageError
+from tierstore.testing.clock import wait_until
 from tierstore_engine.build import LoadedModel
 from tierstore_engine.engine import Engine
 from tierstore_engine.server.errors import ApiError
@@ -29,7 +30,7 @@ from tierstore_engine.server.http import Endpoint, Exchange
 from tierstore_engine.server.metrics import ServerMetrics
 from tierstore_engine.server.settings import ServerSettings
 
-from .live import WAIT_S, Live, wait_for
+from .live import WAIT_S, Live
 
 EngineOf = Callable[..., Engine]
 Serve = Callable[..., Live]
@@ -243,7 +244,7 @@ def test_what_would_be_late_is_refused(tiny: LoadedModel, engine_of: EngineOf, s
     ):
         next(iter(stream))
         others = [threads.submit(post, live, "completions", {**GOOD, "prompt": "y" * 800}) for _ in range(8)]
-        wait_for(lambda: live.stats().waiting == 8)
+        wait_until(lambda: live.stats().waiting == 8)
         late = post(live, "completions", {**prompt, "prompt": "z" * 800, "ttft_slo_s": 4 * alone_s})
         assert late.status_code == 429
         assert int(late.headers["retry-after"]) >= 1
@@ -386,7 +387,7 @@ def _bad_requests(live: Live, count: int) -> None:
             stream.close()
         assert post(live, path, body).status_code == status
     live.wait_until_idle()
-    wait_for(lambda: _descriptors() <= before + 4)
+    wait_until(lambda: _descriptors() <= before + 4)
     assert live.server.admission.requests == live.server.admission.tokens == 0
     assert len(live.server.engine._jobs) == 0
     assert post(live, "completions", GOOD).status_code == 200

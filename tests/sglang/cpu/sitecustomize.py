@@ -34,6 +34,7 @@ def _torch(torch):
 
     torch.cuda.cudart = lambda: Runtime
     torch.cpu.Stream.synchronize = lambda self: None
+    torch.Tensor.pin_memory = lambda self, *_: self
     for name in ("empty", "zeros"):
         setattr(torch, name, _without_pinning(getattr(torch, name)))
 
@@ -43,6 +44,23 @@ def _without_pinning(make):
         return make(*sizes, **options)
 
     return made
+
+
+class _UnpinnedTorch:
+    """PyTorch, for a module that makes pinned tensors."""
+
+    def __init__(self, torch):
+        self._torch = torch
+
+    def __getattr__(self, name):
+        return getattr(self._torch, name)
+
+    def tensor(self, *values, pin_memory=False, **options):
+        return self._torch.tensor(*values, **options)
+
+
+def _lora(module):
+    module.torch = _UnpinnedTorch(module.torch)
 
 
 def _per_layer(src_layers, dst_layers, src_indices, dst_indices, page_size):
@@ -74,6 +92,7 @@ def _host_memory(module):
 
 
 _AFTER = {"torch": _torch, f"{_HOST_POOLS}base": _host_memory}
+_AFTER |= {f"sglang.srt.lora.{name}": _lora for name in ("layers", "mem_pool", "backend.torch_backend")}
 _AFTER |= {f"{_HOST_POOLS}{name}": _host_pool for name in ("mha", "mla", "mamba", "dsa")}
 
 

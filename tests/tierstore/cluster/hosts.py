@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import tierstore
 from tierstore.cli.operator import Operator
 from tierstore.keys import Identity
 from tierstore.spec import KVSpec
+from tierstore.testing.clock import wait_until
 from tierstore.testing.pages import pages_of
 
 SPEC = KVSpec.uniform(layers=2, kv_heads=1, head_dim=32, dtype="float32", chunk_tokens=16)  # 8 KiB pages
@@ -49,18 +49,18 @@ class Host:
     def counts(self):
         return self.stats().cluster.counts
 
-    def wait_for(self, condition, timeout=30.0):
-        """Until ``condition(stats)`` holds."""
-        ends = time.monotonic() + timeout
-        while True:
-            try:
-                stats = self.stats()
-            except tierstore.errors.TierStoreError:
-                stats = None
-            if stats is not None and condition(stats):
-                return stats
-            assert time.monotonic() < ends, stats and (stats.cluster, stats.service)
-            time.sleep(0.02)
+    def wait_for(self, condition):
+        """Until ``condition(stats)`` holds: those stats."""
+        seen = []
+
+        def holds() -> bool:
+            with suppress(tierstore.errors.TierStoreError):
+                seen[:] = [self.stats()]
+                return condition(seen[0])
+            return False
+
+        wait_until(holds)
+        return seen[0]
 
     def wait_online(self):
         """Until both agents speak to the pool."""

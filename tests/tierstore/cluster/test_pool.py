@@ -15,15 +15,15 @@ import time
 import numpy as np
 import pytest
 
-from tests.tierstore.cluster.hosts import IDENTITY, SPEC, Host, alive, check, prompt, published, show
+from tests.tierstore.cluster.hosts import IDENTITY, SPEC, Host, alive, check, prompt, published
 from tierstore.backend import Registration
 from tierstore.cluster import supervisor
 from tierstore.core.clients import MOST_EXPECTED_TOKENS, Client
 from tierstore.core.prompts import ChainView
 from tierstore.keys import Identity, Prompt
+from tierstore.testing.clock import wait_until
 from tierstore.testing.fake_pool import set_faults
 from tierstore.testing.pages import pages_of
-from tierstore.testing.store import wait_until
 from tierstore.transfer import Transfer, TransferState
 from tierstore.types import Hint, Promise
 
@@ -255,10 +255,7 @@ def test_agents_end_with_their_daemon(start):
     assert len(agents) == 4
     one.kill()
     assert other.end() == 0
-    deadline = time.monotonic() + 10
-    while any(map(alive, agents)):
-        assert time.monotonic() < deadline, "an agent outlived its daemon"
-        time.sleep(0.02)
+    wait_until(lambda: not any(map(alive, agents)))
 
 
 def test_a_pool_that_is_not_there_is_a_daemon_without_one(tmp_path):
@@ -290,29 +287,28 @@ def test_a_full_pool_and_one_that_refuses(start, pool):
 
 def test_kills_at_random(start, pool):
     """Agents are killed while pages go back and forth, and the pool does what it likes: no wrong byte, no
-    call that takes long, nothing held at the end."""
+    call that does not end, nothing held at the end."""
     hosts = [start(), start()]
-    ends = time.monotonic() + 8
+    stop = threading.Event()
     failures = []
-    slowest = [0.0]
+    rounds = [0, 0]  # of each worker
 
     def work(host, seed):
         draw = random.Random(seed)
         try:
             with host.store() as store:
-                while time.monotonic() < ends:
+                while not stop.is_set():
                     tokens = prompt(draw.randrange(12), pages=draw.randrange(1, 40))
                     with store.lookup(tokens) as hit:
-                        began = time.monotonic()
                         bringing = store.bring(hit, deadline_s=0.2)
                         if bringing is not None:
                             bringing.wait(60)
-                            slowest[0] = max(slowest[0], time.monotonic() - began)
                     check(store, tokens)
                     if draw.random() < 0.3:
                         store.save(tokens, pages_of(tokens, SPEC)).wait(10)
                     if draw.random() < 0.05:
                         store.evict("host")
+                    rounds[seed] += 1
         except Exception as error:  # noqa: BLE001  # told below
             failures.append(error)
 
@@ -320,24 +316,28 @@ def test_kills_at_random(start, pool):
     for worker in workers:
         worker.start()
     draw = random.Random(7)
-    while time.monotonic() < ends:
-        time.sleep(draw.uniform(0.1, 0.5))
+
+    def one_more_each(after):
+        return failures or all(now > then for now, then in zip(rounds, after, strict=True))
+
+    for _ in range(25):
         fault = draw.choice(["flip", "tear", "refuse", "crash", "late_s", "slow_s", "kill", "none"])
         if fault == "kill":
             for agent in draw.choice(hosts).agents()[:1]:
                 os.kill(agent, signal.SIGKILL)
         set_faults(pool, **({fault: 0.05} if fault.endswith("_s") else {fault: True}))
+        wait_until(lambda after=tuple(rounds): one_more_each(after))
+    set_faults(pool)
+    wait_until(lambda: failures or any(host.counts().get("brought_pages") for host in hosts))
+    stop.set()
     for worker in workers:
         worker.join()
-    set_faults(pool)
     assert not failures
-    assert slowest[0] < 5, "far beyond the deadline"
     for host in hosts:
         host.wait_online()
         stats = host.wait_for(lambda stats: stats.service.reserved_bytes == 0)
         assert stats.service.failed_requests == 0
         assert stats.store.failed_tasks == 0
-    assert any(host.counts().get("brought_pages") for host in hosts), [show(host.stats()) for host in hosts]
 
 
 def test_agents_that_end_leave_nothing_behind(start):
@@ -418,7 +418,7 @@ def test_pages_that_come_from_this_host_end_the_wait_for_the_pool(start):
         other.save(tokens, again=False)
         expected.wait(30)
         assert expected.state is TransferState.DONE
-        other.wait_for(lambda stats: stats.cluster.counts.get("promised_brings") == 1, timeout=8)
+        other.wait_for(lambda stats: stats.cluster.counts.get("promised_brings") == 1)
         assert check(store, tokens) == 128
 
 

@@ -156,15 +156,16 @@ class Engine:
                 request = finder.pages_at(prompt, of, [min((chunk + 1) * CHUNK, len(tokens))])
             else:
                 request = finder.chain(prompt, of).cut((chunk + 1) * CHUNK)
+            data = request.data[: request.nbytes]
             view = store.backend._view(request)
             with state.lock:
-                below = view.pages_in_tree(state)
+                root = view.root(state)
+                below = state.index.tree.descend(root, request.keys, data, request.width)
             with store._hbm.lock:
                 root = store._hbm.root(request, group)
-                tree = store._hbm.index.tree
-                here = tree.descend(root, request.keys, request.data[: request.nbytes], request.width)
+                here = store._hbm.index.tree.descend(root, request.keys, data, request.width)
             count = 1 if of.named else chunk + 1
-            found[chunk] = [pages[-1] for pages in (here, list(below)) if len(pages) == count]
+            found[chunk] = [pages[-1] for pages in (here, below) if len(pages) == count]
         return found
 
     def held(self, group, tokens, chunks) -> dict[int, Tier]:

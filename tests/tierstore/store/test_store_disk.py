@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -226,12 +225,10 @@ def test_what_was_acknowledged_survives_kill_9(open_store, tmp_path):
         assert load_bytes(store, store.lookup(tokens)) == (64, pages_of(tokens))
 
 
-def test_a_store_in_use_is_refused_at_once(open_store, tmp_path):
+def test_a_store_in_use_is_refused(open_store, tmp_path):
     open_store()
-    started = time.monotonic()
     with pytest.raises(StoreUnavailableError, match="in use"):
         tierstore.open(tmp_path / "disk", SPEC, host_bytes=1 << 20, disk_bytes=16 << 20)
-    assert time.monotonic() - started < 2
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import gc
 import re
 import sys
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -406,10 +405,9 @@ def test_changing_the_context_keeps_the_gil() -> None:
         order.clear()
         go.acquire()
         thread = threading.Thread(target=other)
-        thread.start()
-        time.sleep(0.01)  # it waits for the lock by now, or for the GIL with nothing to take from it
         sys.setswitchinterval(1000)
         try:
+            thread.start()  # returns when it has the GIL back: the other thread waits for the lock then
             go.release()
             for _ in range(20_000):
                 calls()

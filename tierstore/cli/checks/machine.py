@@ -40,8 +40,9 @@ def _kernel() -> Check:
 
 
 def _memory() -> Check:
-    total, available = memory_bytes()
-    found = f"{format_size(available)} available of {format_size(total)}"
+    total, available, limit = memory_bytes()
+    of = "of" if limit is None else "of this container's limit of"
+    found = f"{format_size(available)} available {of} {format_size(total)}"
     if available < _LEAST_MEMORY:
         advice = (
             "keep --host-bytes below what is available, or free some: a store that swaps is slower than none"

@@ -41,8 +41,9 @@ share is written anew, with the pages that the policy keeps (opening.py). The ca
 too, for fsck to compare with.
 
 **What is read when.** Opening reads the index's facts (56 bytes a page) beside the first lookups, for free
-space and the order of eviction (opening.py, page_table.py). Records are read when a lookup comes by: a link
-from (parent, key) leads to them. So a store of millions of pages opens at once and costs 76 bytes of memory
+space and the order of eviction (opening.py, page_table.py). Facts have no checksum: what they say of a page's
+parent and place is taken from its record. After that a record is read when a lookup comes by: a link from
+(parent, key) leads to it. So a store of millions of pages opens at once and costs 76 bytes of memory
 each.
 
 **Serials.** The index is keyed by serials, not by page keys: a parent's is always below its children's, and

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import lmdb
 import numpy as np
 import numpy.typing as npt
 
@@ -38,7 +39,10 @@ _PAGE_SIZE_AT = 40  # in the first page
 _BATCH_PAGES = 1024
 _HEAD_BYTES = 16  # of a page: number (8), padding, flags, end of the node pointers, start of the nodes
 _NODE_BYTES = 8  # of a node's head: length of the data (4) or the child's number, flags, length of the key
+_LMDB = (0, 9)
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
+_MAGIC_AT = 16  # in the first page
+_OTHER_VERSIONS = (2, 999)  # of LMDB 1.0, and of its development
 _META = struct.Struct("<16x II QQ 48s 48s QQ")  # magic, version, address, map size, two trees, last page, txn
 _TREE = struct.Struct("<I HH QQQ QQ")  # page size, flags, depth, branches, leaves, overflow, entries, root
 _NO_ROOT = (1 << 64) - 1
@@ -67,8 +71,10 @@ class DamagedIndexError(StoreUnavailableError):
 def stored_format(path: Path) -> int | None:
     """The format of the index at ``path``; None when there is none yet.
 
-    Raises :class:`~tierstore.errors.StoreUnavailableError` when the file is no index, or a damaged one.
+    Raises :class:`~tierstore.errors.StoreUnavailableError` when the file is no index, or a damaged one, and
+    where it cannot be told because of another version of LMDB.
     """
+    _require_lmdb(path)
     if not path.exists() or path.stat().st_size == 0:
         return None
     value = IndexFile(path).get_format()
@@ -86,6 +92,27 @@ def check_index(path: Path) -> IndexFile:
     index = IndexFile(path)
     index.check()
     return index
+
+
+def _require_lmdb(path: Path) -> None:
+    """Raises :class:`StoreUnavailableError` for a binding, or a file, of a version with other pages."""
+    found = ".".join(map(str, lmdb.version()))
+    if lmdb.version()[:2] != _LMDB:
+        raise StoreUnavailableError(
+            f"the package lmdb {lmdb.__version__} comes with LMDB {found}, and tierstore reads the files of "
+            f"LMDB 0.9 only: install lmdb 3.0.0; {path} stays as it is"
+        )
+    if not path.exists():
+        return
+    with open(path, "rb") as file:
+        head = file.read(64)
+    at = head.find(_MAGIC.to_bytes(4, "little"))
+    version = int.from_bytes(head[at + 4 : at + 8], "little")
+    if at >= 0 and (at != _MAGIC_AT or version in _OTHER_VERSIONS):
+        raise StoreUnavailableError(
+            f"{path} was written by another version of LMDB (data version {version}; this tierstore reads "
+            f"{_VERSION}): open it with the tierstore that wrote it, or give another directory"
+        )
 
 
 class _Damage(Exception):

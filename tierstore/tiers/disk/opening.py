@@ -70,20 +70,17 @@ class _Facts(NamedTuple):
 
 
 def _read_facts(index_db: IndexDB) -> _Facts:
-    """Raises :class:`OSError`, and :class:`DamagedIndexError` for facts that are not in order."""
+    """Raises :class:`OSError`."""
     facts = index_db.facts()
     facts = facts[facts["serial"] < _SERIALS]  # any other key is damage
-    serials = facts["serial"].astype(np.int64)
-    if bool((np.diff(serials) <= 0).any()):
-        raise DamagedIndexError(index_db.path, "its tree 'facts' is out of order")
     parents = parent_rows(facts)
-    roots = np.fromiter(index_db.roots(), np.int64)
-    rooted = (parents >= 0) | np.isin(facts["parent"].astype(np.int64), roots)
+    roots = np.fromiter(index_db.roots(), np.uint64)
+    rooted = (parents >= 0) | np.isin(facts["parent"], roots)
     return _Facts(facts, parents, reachable(parents, rooted & (facts["parent"] < facts["serial"])))
 
 
 def scan_index(index_db: IndexDB, space: Space) -> ScannedPages:
-    """Read the facts of every page and claim the places they name. Raises as :func:`_read_facts`."""
+    """Read the facts of every page and claim the places they name. Raises :class:`OSError`."""
     facts, parents, good = _read_facts(index_db)
     serials = facts["serial"].astype(np.int64)
     rows = np.flatnonzero(good)

@@ -30,6 +30,7 @@ _KEPT = struct.Struct("<Q")  # behind the tokens of a page that a codec keeps
 _PLACE = struct.Struct("<8xq")
 _CREATED = struct.Struct("<81xd")
 _CHECKSUM = struct.Struct("<Q")
+_SERIAL_BYTES = 8
 _FACTS = struct.Struct("<QqQQdQ")  # parent, place, room, tick, used_s, hits
 FACTS_BYTES = _FACTS.size
 FACTS_DTYPE = np.dtype(
@@ -180,6 +181,20 @@ def with_use(facts: bytes, use: PageUse) -> bytes:
 def with_place(facts: bytes, place: int) -> bytes:
     """Stored facts of a page that was moved."""
     return facts[:8] + struct.pack("<q", place) + facts[16:]
+
+
+def described(key: bytes, data: bytes) -> bytes | None:
+    """What a stored record says of a page, as a row of ``FACTS_DTYPE`` that knows no use yet; None when the
+    record is damaged. Faster than :func:`decode`: an opening asks for every page."""
+    end = len(data) - _CHECKSUM.size
+    if len(key) != _SERIAL_BYTES or end < _HEAD.size:
+        return None
+    serial = int.from_bytes(key, "big")
+    if _CHECKSUM.unpack_from(data, end)[0] != xxhash.xxh3_64_intdigest(memoryview(data)[:end], serial):
+        return None
+    parent, place, _, _, nbytes, _, codec, created_s, _ = _HEAD.unpack_from(data)
+    room = room_for(_KEPT.unpack_from(data, end - _KEPT.size)[0], nbytes) if codec else nbytes
+    return key + _FACTS.pack(parent, place, room, 0, created_s, 0)
 
 
 def decode_facts(keys_and_values: bytearray) -> npt.NDArray[np.void]:

@@ -6,7 +6,7 @@ import asyncio
 import statistics
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,22 +15,10 @@ from tierstore.errors import TierStoreError, UsageError
 from tierstore.units import format_size
 from tierstore_tools import machine, report
 from tierstore_tools.scenarios import runs
-from tierstore_tools.scenarios.runs import Agreement, BatchRow, LongRow, OnlineRow, Progress, StreamRow
+from tierstore_tools.scenarios.runs import Agreement, Progress, Result, StreamRow
 from tierstore_tools.scenarios.settings import Scenarios
 from tierstore_tools.scenarios.targets import Left, Target, Workshop
 from tierstore_tools.vllm import models
-
-
-@dataclass(slots=True)
-class Result:
-    """``left_out`` could not be had here, ``failed`` did not do what it was to do."""
-
-    batch: list[BatchRow] = field(default_factory=list)
-    longctx: list[LongRow] = field(default_factory=list)
-    online: list[OnlineRow] = field(default_factory=list)
-    stream: list[StreamRow] = field(default_factory=list)
-    left_out: list[Left] = field(default_factory=list)
-    failed: list[Left] = field(default_factory=list)
 
 
 def run(settings: Scenarios, *, json: str | None, plot: Path | None) -> None:

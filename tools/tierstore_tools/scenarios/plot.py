@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import matplotlib
 
 if TYPE_CHECKING:
-    from tierstore_tools.scenarios.command import Result
+    from tierstore_tools.scenarios.runs import Result
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # the backend has to be chosen first

@@ -21,7 +21,7 @@ from tierstore.errors import TierStoreError
 from tierstore_tools.processes import core_seconds, memory_bytes, private_bytes
 from tierstore_tools.scenarios.endpoint import Ask, Endpoint, Reply, connected
 from tierstore_tools.scenarios.load import Arrival, Readers, tokens
-from tierstore_tools.scenarios.targets import Target, reserved_tokens
+from tierstore_tools.scenarios.targets import Left, Target, reserved_tokens
 
 Progress = Callable[[float], None]
 _SAMPLE_S = 0.1
@@ -111,6 +111,18 @@ class StreamRow:
     itl_max_s: float
     jitter_s: float
     memory_bytes: int | None
+
+
+@dataclass(slots=True)
+class Result:
+    """``left_out`` could not be had here, ``failed`` did not do what it was to do."""
+
+    batch: list[BatchRow] = field(default_factory=list)
+    longctx: list[LongRow] = field(default_factory=list)
+    online: list[OnlineRow] = field(default_factory=list)
+    stream: list[StreamRow] = field(default_factory=list)
+    left_out: list[Left] = field(default_factory=list)
+    failed: list[Left] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from tierstore.errors import TierStoreError, UsageError
 
 VOCAB = 320
 PRINTABLE = 94  # token ids below are printable ASCII, one character each
+IMAGE_TOKEN = 259  # stands for an image in a prompt, of the models that see
 _SEED = 20261121
 _POSITIONS = 131_072
 _BASE = {
@@ -153,9 +154,38 @@ def _phi3_longrope() -> Any:
         **shape,
         max_position_embeddings=4096,
         original_max_position_embeddings=1024,
-        rope_scaling={"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16},
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10_000.0,
+            "short_factor": [1.0] * 16,
+            "long_factor": [4.0] * 16,
+            "original_max_position_embeddings": 1024,
+        },
     )
     return Phi3ForCausalLM(config)
+
+
+def _llava() -> Any:
+    """Images of 56 × 56 pixels, 16 tokens each, before a Llama."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    sees = CLIPVisionConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        image_size=56,
+        patch_size=14,
+        initializer_range=0.2,
+    )
+    shape: dict[str, Any] = dict(_BASE)
+    config = LlavaConfig(
+        vision_config=sees,
+        text_config=LlamaConfig(**shape),
+        image_token_index=IMAGE_TOKEN,
+        tie_word_embeddings=False,
+    )
+    return LlavaForConditionalGeneration(config)
 
 
 def _small() -> Any:
@@ -187,6 +217,7 @@ _KINDS: dict[str, Callable[[], Any]] = {
     "tiny-llama4": _llama4,
     "tiny-qwen3-next": _qwen3_next,
     "tiny-phi3-longrope": _phi3_longrope,
+    "tiny-llava": _llava,
     "small": _small,
     "small-text": lambda: _text(_small()),
 }
@@ -220,6 +251,8 @@ def _write(kind: str, directory: Path) -> None:
     partial = directory.with_name(f"{directory.name}.partial")
     model.save_pretrained(partial)
     _write_tokenizer(partial)
+    if hasattr(model.config, "vision_config"):
+        _write_processor(partial)
     partial.rename(directory)  # in one step: a directory that is there is complete
 
 
@@ -227,8 +260,12 @@ def _write_tokenizer(directory: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    specials = ["<bos>", "<eos>", "<pad>"]
-    names = [*letters, *specials, *(f"<unused{number}>" for number in range(VOCAB - len(letters) - 3))]
+    specials = ["<bos>", "<eos>", "<pad>", "<image>"]
+    names = [
+        *letters,
+        *specials,
+        *(f"<unused{number}>" for number in range(VOCAB - len(letters) - len(specials))),
+    ]
     tokenizer = Tokenizer(models.BPE(vocab={name: at for at, name in enumerate(names)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -242,6 +279,25 @@ def _write_tokenizer(directory: Path) -> None:
         "model_max_length": _POSITIONS,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def _write_processor(directory: Path) -> None:
+    images = {
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": 56},
+        "crop_size": {"height": 56, "width": 56},
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.25, 0.25, 0.25],
+    }
+    both = {
+        "processor_class": "LlavaProcessor",
+        "image_token": "<image>",
+        "patch_size": 14,
+        "vision_feature_select_strategy": "default",
+        "num_additional_image_tokens": 1,
+    }
+    (directory / "preprocessor_config.json").write_text(json.dumps(images))
+    (directory / "processor_config.json").write_text(json.dumps(both))
 
 
 if __name__ == "__main__":

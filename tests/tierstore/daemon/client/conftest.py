@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from tests.tierstore.daemon.client.fake_daemon import FakeDaemon
 from tierstore.keys import Identity
 from tierstore.spec import KVSpec
 from tierstore.testing import pages as testing_pages
+from tierstore.testing.clock import wait_until as wait_until
 from tierstore.testing.opening import connect_store
 from tierstore.tiers.hbm import PagePool
 from tierstore.wire import messages
@@ -140,7 +140,7 @@ def connect(request):
             spec,
             identity=identity or Identity.of(spec, model=request.node.nodeid),
             pools=PagePool(spec, hbm_pages) if hbm_pages else None,
-            **{"lookup_s": 5.0, **kwargs},  # a slow machine is not a hung daemon
+            **{"lookup_s": 30.0, **kwargs},  # a slow machine is not a hung daemon
         )
         stores.append(store)
         assert not connected or store.wait_connected(30)
@@ -163,15 +163,6 @@ def daemon_stats(store):
     """All that the daemon tells of itself."""
     answer = store.backend.connection.ask(messages.Stats(0), messages.StatsAnswer)
     return json.loads(answer.json)
-
-
-def wait_until(condition, timeout=60.0):
-    """Seconds until ``condition()`` held. ``timeout`` is for what never comes, not for what comes late."""
-    started = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started < timeout, "never"
-        time.sleep(0.005)
-    return time.monotonic() - started
 
 
 @pytest.fixture

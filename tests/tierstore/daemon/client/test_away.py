@@ -22,12 +22,9 @@ from tests.tierstore.daemon.client.conftest import (
 from tierstore.keys import Prompt
 from tierstore.testing.clock import ManualClock
 
-SLACK_S = 3.0  # that a busy machine adds; who is not given up waits for longer or for good
-
 
 def test_without_a_daemon_everything_is_a_miss(short_directory, connect):
     store = connect(f"ipc://{short_directory}/s", connected=False, hbm_pages=8)
-    started = time.monotonic()
     for _ in range(100):
         assert store.lookup(TOKENS).tokens == 0
     assert store.save(TOKENS, pages_of(TOKENS)).wait(1) == 0
@@ -36,7 +33,6 @@ def test_without_a_daemon_everything_is_a_miss(short_directory, connect):
     assert store.flush(1) is False
     assert not store.wait_connected(0.01)
     assert store.stats().health_line == "the daemon is away"
-    assert time.monotonic() - started < 5  # as long as a single lookup may wait
     # What is in HBM is found all the same.
     pages = store.allocate_hbm(5)
     for page, content in zip(pages, pages_of(TOKENS), strict=True):
@@ -65,7 +61,7 @@ def test_killed_and_started_again(make_daemon, connect):
     assert store.flush(10)
     hit = store.lookup(TOKENS)
     daemon.kill()
-    assert wait_until(lambda: store.backend.connection.session is None) < SLACK_S
+    wait_until(lambda: store.backend.connection.session is None)
     assert load_bytes(store, hit)[0] == 0
     assert store.lookup(TOKENS).tokens == 0
     daemon.start()
@@ -111,18 +107,20 @@ def test_clients_are_served_again_soon_after_the_socket_is_back(make_daemon, con
                     served[which] = time.monotonic()
             time.sleep(0.001)
 
+    def failures():
+        return [store.backend.connection.counters.failed_handshakes for store in stores]
+
     def restart():
         try:
-            wait_until(lambda: all(served), 30)
+            wait_until(lambda: all(served))
             daemon.kill()
-            wait_until(
-                lambda: all(store.backend.connection.counters.failed_handshakes > 4 for store in stores)
-            )
+            wait_until(lambda: min(failures()) > 4)
             daemon.start()
-            wait_until(lambda: listens(f"{daemon.socket}.arena"), 30)
-            back = time.monotonic()
-            wait_until(lambda: all(when > back for when in served), 30)
-            assert time.monotonic() - back < 1 + SLACK_S
+            wait_until(lambda: listens(f"{daemon.socket}.arena"))
+            back, failed = time.monotonic(), failures()
+            wait_until(lambda: all(when > back for when in served))
+            tries = [now - then for now, then in zip(failures(), failed, strict=True)]
+            assert max(tries) <= 2, "one that was under way, and one more"
         finally:
             stop.set()
 
@@ -164,13 +162,13 @@ def test_killed_and_started_again_under_load(make_daemon, connect):
         try:
             for _ in range(3):
                 before = loaded[0]
-                wait_until(lambda before=before: loaded[0] > before + 1000, 30)
+                wait_until(lambda before=before: loaded[0] > before + 1000)
                 daemon.kill()
-                wait_until(lambda: all(store.backend.connection.session is None for store in stores), 5)
+                wait_until(lambda: all(store.backend.connection.session is None for store in stores))
                 daemon.start()
                 assert all(store.wait_connected(30) for store in stores)
             before = loaded[0]
-            wait_until(lambda: loaded[0] > before + 1000, 30)
+            wait_until(lambda: loaded[0] > before + 1000)
         finally:
             stop.set()
 
@@ -188,18 +186,14 @@ def test_a_hung_daemon_costs_no_more_than_the_deadline(make_daemon, connect, sto
     hit = store.lookup(TOKENS)
     stopped(daemon)
     pages = pages_of(TOKENS)
-    started = time.monotonic()
     assert load_bytes(store, hit, deadline_s=0.1)[0] == 0
-    assert time.monotonic() - started < 0.1 + SLACK_S
-    started = time.monotonic()
     assert store.lookup(TOKENS).tokens == 0
-    assert time.monotonic() - started < 0.3 + SLACK_S
     # Once it is known to hang, nobody waits for it any more.
-    started = time.monotonic()
+    late = store.backend.connection.counters.late_requests
     for _ in range(50):
         assert store.lookup(TOKENS).tokens == 0
-        assert store.save(TOKENS, pages).wait(1) == 0
-    assert time.monotonic() - started < 4 * SLACK_S
+        assert store.save(TOKENS, pages).wait() == 0
+    assert store.backend.connection.counters.late_requests <= late + 1  # what the load had asked for
     daemon.signal(18)  # SIGCONT
     wait_until(lambda: store.wait_connected(0))
     wait_until(lambda: store.lookup(TOKENS).tokens == 70)  # on a busy machine not in the first .3 s
@@ -253,7 +247,5 @@ def test_close_does_not_wait_for_a_hung_daemon(make_daemon, connect, stopped):
     store = connect(daemon.url, lookup_s=0.3)
     stopped(daemon)
     transfer = store.save(TOKENS, pages_of(TOKENS))
-    started = time.monotonic()
     store.close()
-    assert time.monotonic() - started < SLACK_S
-    assert transfer.wait(1) == 0
+    assert transfer.wait(0) == 0

@@ -239,7 +239,7 @@ def test_a_restarted_daemons_arena_takes_the_place_of_the_old_one(make_daemon, a
     _, loaded = load(store)
     daemon.kill()
     daemon.start()
-    wait_until(lambda: device.registrations == 2, 30)
+    wait_until(lambda: device.registrations == 2)
     assert device.registered == 2
     assert_loaded(store, loaded)
     held_copies.set()

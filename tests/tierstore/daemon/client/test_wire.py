@@ -105,13 +105,10 @@ def test_who_waits_while_another_receives_is_not_forgotten_when_that_one_ends(fa
     daemon = fake()
     daemon.answers[p.Lookup] = slowly(0.4, lambda m: p.Found(m.id, 0, 0, 0, [], 0, 0))
     store = connect(daemon.url, lookup_s=20.0)
-    took = []
 
     def look_up(after_s):
         time.sleep(after_s)
-        began = time.monotonic()
         store.lookup(TOKENS).release()
-        took.append(time.monotonic() - began)
 
     in_threads(lambda: look_up(0.0), lambda: look_up(0.2))
-    assert max(took) < 10
+    assert store.backend.connection.counters.late_requests == 0

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import pytest
 
 from tests.tierstore.daemon.server.client import PAGE_BYTES, Client, LineClient
 from tierstore.daemon.daemon import Daemon
 from tierstore.daemon.settings import Settings
+from tierstore.testing.clock import wait_until
 from tierstore.wire import keys
 
 
@@ -28,8 +28,8 @@ class RunningDaemon:
     async def _make(self) -> Daemon:
         return Daemon(self.settings)
 
-    def run(self, awaitable, timeout=30):
-        return asyncio.run_coroutine_threadsafe(awaitable, self.loop).result(timeout)
+    def run(self, awaitable):
+        return asyncio.run_coroutine_threadsafe(awaitable, self.loop).result()
 
     @property
     def url(self) -> str:
@@ -43,13 +43,9 @@ class RunningDaemon:
     def stats(self):
         return self.daemon.stats()
 
-    def wait_for(self, condition, timeout=60.0) -> float:
-        """Until ``condition(stats)`` holds. Returns the seconds it took."""
-        started = time.monotonic()
-        while not condition(self.stats()):
-            assert time.monotonic() - started < timeout, self.stats()
-            time.sleep(0.002)
-        return time.monotonic() - started
+    def wait_for(self, condition) -> None:
+        """Until ``condition(stats)`` holds."""
+        wait_until(lambda: condition(self.stats()))
 
     def check(self) -> None:
         """Nothing is held by anybody, and everything agrees."""

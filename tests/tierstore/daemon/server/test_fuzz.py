@@ -168,12 +168,8 @@ def test_a_storm_of_noise_does_not_stop_the_others(start, connect):
     client, noise = connect(daemon.url), connect(daemon.url, hello=False, arena=False)
     client.register()
     data = np.random.default_rng(0).bytes(4096)
-    latencies = []
     for round_ in range(50):
         for at in range(200):
             noise.socket.send_multipart([data[at : at + 7], data[at : at + round_]])
-        started = time.monotonic()
         assert isinstance(client.ask(p.Ping(0)), p.Pong)
-        latencies.append(time.monotonic() - started)
-    assert sorted(latencies)[45] < 0.5
     assert daemon.stats().server.malformed > 0

@@ -25,6 +25,7 @@ from tests.tierstore.daemon.server.client import (
     sums_of,
 )
 from tierstore.errors import StoreUnavailableError, UsageError
+from tierstore.testing.clock import ManualClock
 from tierstore.wire import messages as p
 
 TOKENS = list(range(100, 100 + 5 * CHUNK_TOKENS + 7))
@@ -311,15 +312,17 @@ def test_what_came_over_tcp_is_held_against_its_checksum(start, connect):
 
 
 def test_a_tcp_client_that_falls_silent_is_given_up(start, connect, monkeypatch):
-    monkeypatch.setattr(p, "SILENCE_S", 0.5)
     daemon = start(listen=("tcp://127.0.0.1:0",))
+    clock = ManualClock(daemon.loop.time())
+    monkeypatch.setattr(daemon.loop, "time", clock)
     client = connect(daemon.address)
     client.register()
     assert client.ask(p.Reserve(0, part(prompt_of(TOKENS)), 0, 6)).reservation
     for _ in range(4):
-        time.sleep(0.3)
+        clock.advance(0.6 * p.SILENCE_S)
         assert isinstance(client.ask(p.Ping(0)), p.Pong)
     assert daemon.stats().service.reservations == 1
+    clock.advance(1.1 * p.SILENCE_S)
     daemon.wait_for(lambda stats: stats.service.sessions == 0)
     daemon.check()
     assert client.ask(p.Ping(0)).kind == "session"
@@ -331,7 +334,7 @@ def test_a_tcp_client_that_says_bye_is_gone_at_once(start, connect):
     client.register()
     assert client.ask(p.Reserve(0, part(prompt_of(TOKENS)), 0, 6)).reservation
     client.tell(p.Bye())
-    assert daemon.wait_for(lambda stats: not stats.service.sessions) < p.SILENCE_S / 2
+    daemon.wait_for(lambda stats: not stats.service.sessions)
     assert daemon.stats().server.silent_sessions == 0
     daemon.check()
     assert client.ask(p.Ping(0)).kind == "session"
@@ -366,14 +369,12 @@ def test_a_client_that_does_not_read_costs_a_window_and_nobody_else(start, conne
         slow.tell(p.Fetch(number, found.lease, 0, 4, 30.0))
     daemon.wait_for(lambda stats: stats.service.requests.get("Fetch") == 10)
     daemon.wait_for(lambda stats: stats.service.sending_bytes >= 32 << 20)
-    started = time.monotonic()
-    assert isinstance(other.ask(p.Ping(0)), p.Pong)
-    assert time.monotonic() - started < 10  # the Fetches wait for 30 s
+    assert isinstance(other.ask(p.Ping(0)), p.Pong)  # while the Fetches wait
     assert daemon.stats().service.sending_bytes == 32 << 20
     pages = [slow.hear()[0].pages for _ in range(5)]  # now it reads, and is sent more
     assert pages == [4] * 5
     slow.close()  # what ZMQ held for it is free, and what it waited for is given up
-    daemon.wait_for(lambda stats: stats.service.sessions <= 1, timeout=10)
+    daemon.wait_for(lambda stats: stats.service.sessions <= 1)
     daemon.wait_for(lambda stats: not stats.service.sending_bytes)
 
 

@@ -92,3 +92,8 @@ def test_endpoints_of_events_by_model():
     assert Settings.load({"events": both}, environment={}).events == both
     assert Settings.load({"events": ""}, environment={}).events == {}
     assert Settings.load({"events_anywhere": "TRUE"}, environment={}).events_anywhere is True
+
+
+@pytest.mark.parametrize("variable", ["TIERSTORE_API_KEY", "TIERSTORE_OPERATOR_KEY"])
+def test_variables_of_the_other_programs_are_passed_over(variable):
+    assert Settings.load(environment={variable: "secret"}) == Settings.load(environment={})

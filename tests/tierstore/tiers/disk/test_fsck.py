@@ -351,6 +351,37 @@ def test_an_entry_out_of_order_leaves_with_its_page(path):
     repaired(shelf, lost=serials(report))
 
 
+@pytest.mark.parametrize("tree", ["facts", "pages", "children"])
+def test_a_damaged_key_costs_its_page_and_no_neighbour(path, tree):
+    """A search for other keys goes wrong at a damaged one: half a leaf may seem to be gone."""
+    shelf = Shelf(path, **OPTIONS)
+    for _ in range(10):
+        shelf.save([64 * KIB] * 8)
+    shelf.tier.close()
+    whole = (path / "index.lmdb").read_bytes()
+    record = shelf.saved[sorted(shelf.saved)[40]][0]
+    serial = key(record.serial)
+    entry = link_of(record) if tree == "children" else serial + stored(shelf, tree.encode(), serial)[:24]
+    for bit in [*range(0, 24, 5), *range(56, 64)]:
+        place = 40 * 8 + bit if tree == "children" else bit
+        data = bytearray(whole)
+        start = 0
+        while (at := data.find(entry, start)) >= 0:
+            data[at + place // 8] ^= 1 << place % 8
+            start = at + 1
+        (path / "index.lmdb").write_bytes(data)
+        report = fsck(path, repair=True)
+        assert report.clean
+        assert report.counts[Category.DAMAGED]
+        assert report.good_pages == len(shelf.saved) - 1, (bit, report.counts)
+        assert fsck(path).total(Category.DAMAGED) == 0
+    shelf.tier = DiskTier.open(path, **OPTIONS)
+    assert {each.serial for each in shelf.records()} == shelf.saved.keys() - {record.serial}
+    del shelf.saved[record.serial]
+    shelf.verify()
+    shelf.close()
+
+
 def taken(path):
     """What a directory takes from its file system, itself included."""
     return sum(each.lstat().st_blocks * 512 for each in (path, *path.rglob("*")))

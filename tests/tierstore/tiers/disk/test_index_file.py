@@ -6,6 +6,7 @@ import itertools
 import shutil
 import subprocess
 import sys
+from functools import partial
 
 import lmdb
 import pytest
@@ -16,6 +17,7 @@ from tierstore.errors import StoreUnavailableError
 from tierstore.tiers.disk import DiskTier
 from tierstore.tiers.disk.fsck import fsck
 from tierstore.tiers.disk.index_file import DamagedIndexError, check_index
+from tierstore.tiers.disk.listing import list_store
 from tierstore.units import KIB, MIB
 
 PAGE = 4096
@@ -167,3 +169,30 @@ def test_a_page_that_lists_an_entry_twice_is_damage(copy):
         check_index(index)
     assert fsck(copy, repair=True).clean
     damaged_opener.open_store(copy).close()
+
+
+def test_another_lmdb_is_named_and_no_index_called_damaged(copy, monkeypatch):
+    before = fingerprint(copy)
+    monkeypatch.setattr(lmdb, "version", lambda: (1, 0, 0))
+    for use in (damaged_opener.open_store, fsck, partial(fsck, repair=True), list_store):
+        with pytest.raises(StoreUnavailableError, match=r"LMDB 1\.0\.0") as raised:
+            use(copy)
+        assert not isinstance(raised.value, DamagedIndexError)
+        assert "damaged" not in str(raised.value)
+    assert fingerprint(copy) == before
+    with pytest.raises(StoreUnavailableError, match=r"LMDB 1\.0\.0"):
+        damaged_opener.open_store(copy.with_name("new"))
+    assert not (copy.with_name("new") / "index.lmdb").exists()
+
+
+def test_an_index_of_another_data_version_is_not_called_damaged(copy):
+    index = copy / "index.lmdb"
+    data = bytearray(index.read_bytes())
+    for page in (0, PAGE):
+        data[page + 20 : page + 24] = (2).to_bytes(4, "little")
+    index.write_bytes(data)
+    for use in (damaged_opener.open_store, partial(fsck, repair=True)):
+        with pytest.raises(StoreUnavailableError, match="data version 2") as raised:
+            use(copy)
+        assert not isinstance(raised.value, DamagedIndexError)
+    assert index.read_bytes() == data

@@ -21,6 +21,7 @@ from tierstore.tiers.disk.fsck.examination import (
     impossible,
     misplaced,
     read_records,
+    refile,
     take_inventory,
 )
 from tierstore.tiers.disk.fsck.files import (
@@ -143,6 +144,10 @@ class _Check:
             make_index(self._directory, self._io)
 
     def run(self) -> None:
+        if self._repair:
+            self._directory.sign()
+            with self._mending(map_bytes=0) as index_db:
+                refile(index_db, self._findings)
         with IndexDB(self._directory.index, map_bytes=0, read_only=True) as index_db:
             map_bytes = index_db.map_bytes
             stored = index_db.get_meta(STORE)
@@ -187,17 +192,18 @@ class _Check:
         found.drop_unreachable()
         if self._repair:
             self._watcher.phase("repairing")
-            self._directory.sign()
             if self._findings.total():
-                self._mend_index(found, map_bytes)
+                with self._mending(map_bytes=map_bytes) as index_db:
+                    found.mend(index_db)
             mend_files(self._directory, files, rows[found.good], self._io)
         if self._meta.capacity_bytes is not None:
             check_capacity(self._directory.allocated_bytes(), self._meta.capacity_bytes, self._findings)
 
-    def _mend_index(self, found: Examination, map_bytes: int) -> None:
+    @contextmanager
+    def _mending(self, *, map_bytes: int) -> Iterator[IndexDB]:
         try:
             with IndexDB(self._directory.index, map_bytes=map_bytes) as index_db:
-                found.mend(index_db)
+                yield index_db
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -228,7 +234,6 @@ class _Check:
         self._payload_seconds = max(scrub.seconds, inline_seconds)
         for verdict, why in WHY.items():
             found.condemn(chosen[verdicts == verdict], Category.DAMAGED, "payload", why)
-        found.drop_misfiled_payloads()
         self._verified = _sizes(rows[verdicts == Verdict.GOOD])
 
     def report(self, started: float) -> FsckReport:

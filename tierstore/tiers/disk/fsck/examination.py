@@ -13,7 +13,7 @@ then.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
@@ -23,7 +23,8 @@ import numpy.typing as npt
 from tierstore.keys import TOKEN_BYTES, Identity
 from tierstore.memory import ALIGNMENT
 from tierstore.tiers.disk.fsck.findings import Category, Finding, Findings, PageName
-from tierstore.tiers.disk.index_db import IndexDB
+from tierstore.tiers.disk.index_db import IndexDB, Misfiled, identity_of
+from tierstore.tiers.disk.index_file import DamagedIndexError
 from tierstore.tiers.disk.page_table import parent_rows, reachable
 from tierstore.tiers.disk.records import (
     FACTS_BYTES,
@@ -33,8 +34,11 @@ from tierstore.tiers.disk.records import (
     TICK,
     TREES,
     PageRecord,
+    PageUse,
     decode,
     decode_facts,
+    described,
+    encode_facts,
     link_of,
     stored_tokens,
 )
@@ -59,6 +63,7 @@ ROW_DTYPE = np.dtype(
 LINK_DTYPE = np.dtype([("parent", ">u8"), ("names", "V32"), ("serial", ">u8")])
 PIECE_DTYPE = np.dtype([("serial", ">u8"), ("piece", ">u4")])
 _SERIAL_BYTES = 8
+_REFILINGS = 4  # what hides a key may itself be hidden
 _LARGEST = 1 << 62  # no serial, size or place of a real page is beyond
 
 
@@ -70,7 +75,7 @@ class Records:
     digests: list[bytes]
     damaged: dict[int, int]
     odd: list[tuple[bytes, bytes]]
-    misfiled: set[bytes]
+    misfiled: Misfiled
 
 
 @dataclass(slots=True)
@@ -88,7 +93,7 @@ class Inventory:
     next_serial: int
     tick: int
     odd: list[tuple[bytes, bytes]] = field(default_factory=list)  # (tree, key)
-    misfiled: dict[bytes, set[bytes]] = field(default_factory=dict)  # tree → keys that lookups miss
+    misfiled: dict[bytes, Misfiled] = field(default_factory=dict)  # by tree, where there are any
 
     @property
     def pages(self) -> int:
@@ -97,15 +102,67 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class _Trees:
-    """The trees without the entries that lookups miss."""
+    """The trees without the entries that are out of order and not whole."""
 
     index_db: IndexDB
-    misfiled: dict[bytes, set[bytes]]
+    misfiled: dict[bytes, Misfiled]
 
     def entries(self, tree: bytes) -> Iterator[tuple[bytes, memoryview]]:
+        suspects = self.misfiled[tree].suspects
+        is_whole = whole_entries(self.index_db, tree) if suspects else None
         for key, value in self.index_db.entries(tree):
-            if key not in self.misfiled[tree]:
+            if is_whole is None or key not in suspects or is_whole(key, bytes(value)):
                 yield key, value
+
+
+def refile(index_db: IndexDB, findings: Findings) -> None:
+    """Put every tree in order in which keys are damaged, and say so. Raises :class:`OSError`, and
+    :class:`DamagedIndexError` for a tree that does not come in order."""
+    for tree in (b"pages", *(each for each in TREES if each != b"pages")):  # records tell what is whole
+        misfiled = index_db.misfiled(tree)
+        if misfiled:
+            findings.add(_misfiled(tree, misfiled))
+        for _ in range(_REFILINGS):
+            if not misfiled:
+                break
+            index_db.refile(tree, misfiled, whole_entries(index_db, tree))
+            misfiled = index_db.misfiled(tree)
+        if misfiled:
+            raise DamagedIndexError(index_db.path, f"its tree {tree.decode()!r} is out of order")
+
+
+def whole_entries(index_db: IndexDB, tree: bytes) -> Callable[[bytes, bytes], bool]:
+    """Whether an entry, whose key may be damaged, is what its page's record says. Of pieces and of the
+    store's own facts that cannot be known: False."""
+
+    def is_record(key: bytes, value: bytes) -> bool:
+        return described(key, value) is not None
+
+    def is_of_record(key: bytes, value: bytes) -> bool:
+        serial = int.from_bytes(key[-_SERIAL_BYTES:], "big")
+        record = next(index_db.records([serial]), None)
+        if record is None:
+            return False
+        if tree == b"children":
+            return key == link_of(record)
+        return len(key) == _SERIAL_BYTES and value[:24] == encode_facts(record, PageUse(0, 0.0, 0))[:24]
+
+    def is_root(key: bytes, value: bytes) -> bool:
+        identity = identity_of(value)
+        serial = int.from_bytes(key, "big")
+        return identity is not None and any(
+            record is not None and record.parent == serial and record.identity == identity.digest
+            for _, record in index_db.scan()
+        )
+
+    kinds = {b"pages": is_record, b"facts": is_of_record, b"children": is_of_record, b"roots": is_root}
+    return kinds.get(tree, lambda key, value: False)
+
+
+def _misfiled(tree: bytes, misfiled: Misfiled) -> Finding:
+    count = len(misfiled.suspects | misfiled.astray)
+    why = f"{count} entries of the index's tree {tree.decode()!r} are not where lookups look"
+    return Finding(Category.DAMAGED, "tree", why, name=tree.decode())
 
 
 def take_inventory(index_db: IndexDB, records: Records) -> Inventory:
@@ -277,17 +334,6 @@ class Examination:
         for serial in self.inventory.rows["serial"][rows].tolist():
             self._add(category, what, why, serial)
 
-    def drop_misfiled_payloads(self) -> None:
-        """Pages whose payloads in the index were found, though their keys are out of order, cannot stay."""
-        keys = self.inventory.misfiled.get(b"payload", set())
-        serials = [int.from_bytes(key[:_SERIAL_BYTES], "big") for key in keys]
-        rows = self.inventory.rows
-        inline = (rows["place"] == INLINE) & np.isin(
-            rows["serial"].astype(np.uint64), np.array(serials, np.uint64)
-        )
-        why = "its payload in the index is not where lookups look"
-        self.condemn(np.flatnonzero(self.good & inline), Category.DAMAGED, "payload", why)
-
     def drop_unreachable(self) -> None:
         """Pages whose parents cannot stay, or are not there, cannot stay either."""
         rows = self.inventory.rows
@@ -310,8 +356,6 @@ class Examination:
 
     def mend(self, index_db: IndexDB) -> None:
         """Remove from the index what cannot stay. Raises :class:`OSError`."""
-        for tree, keys in self.inventory.misfiled.items():
-            index_db.remove_misfiled(tree, keys)
         index_db.forget(self.lost())
         index_db.mend(
             [
@@ -332,9 +376,8 @@ class Examination:
         for tree, key in self.inventory.odd:
             name = f"{tree.decode()}: {key[:_MOST_NAMED].hex()}…"
             self._stray(tree, key, "entry", "an entry of the index that no version of tierstore writes", name)
-        for tree, keys in self.inventory.misfiled.items():
-            why = f"{len(keys)} entries of the index's tree {tree.decode()!r} are not where lookups look"
-            self._add(Category.DAMAGED, "tree", why, name=tree.decode())
+        for tree, misfiled in self.inventory.misfiled.items():
+            self.findings.add(_misfiled(tree, misfiled))
 
     def _roots_and_counters(self) -> None:
         inventory = self.inventory

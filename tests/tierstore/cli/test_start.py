@@ -1,0 +1,72 @@
+"""The programs while they start: SIGTERM, closed streams, other programs' variables."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROGRAM = "import sys; from tierstore_start import {0}; sys.argv[0] = '{0}'; {0}()"
+
+
+def start(program, *arguments, **options):
+    return subprocess.Popen([sys.executable, "-c", PROGRAM.format(program), *arguments], **options)
+
+
+def has_handler(pid, number):
+    caught = next(
+        line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt")
+    )
+    return int(caught.split()[1], 16) >> (number - 1) & 1
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "code"),
+    [
+        ("tierstore", ["serve", "--host-bytes=4MiB"], 0),
+        ("engine", ["serve", "--model", "tiny"], 0),
+        ("proxy", ["--decode", "http://127.0.0.1:9"], 0),
+        ("bench", ["longctx"], 143),
+        ("tierstore", ["stats"], 143),
+    ],
+)
+def test_sigterm_ends_a_program_that_has_imported_nothing_yet(tmp_path, program, arguments, code):
+    """Process 1 of a container loses it without a handler: so that comes first."""
+    process = start(program, *arguments, env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)})
+    while not has_handler(process.pid, signal.SIGTERM):
+        assert process.poll() is None
+        time.sleep(0.001)
+    loaded = Path(f"/proc/{process.pid}/maps").read_text()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == code
+    assert "zmq" not in loaded
+    assert "numpy" not in loaded
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-", "<&- >&-"])
+@pytest.mark.parametrize("arguments", ["--version", "stats --connect ipc:///nowhere/ü"])
+def test_a_stream_that_is_closed_is_no_traceback(closed, arguments):
+    program = PROGRAM.format("tierstore")
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$0" -c "$1" {arguments} {closed}', sys.executable, program],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == (arguments != "--version")
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) <= 1
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_the_locale_cannot_write_is_escaped(encoding):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format("tierstore"), "stats", "--connect", "ipc:///nowhere/模型"],
+        capture_output=True,
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+    )
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert rb"\u6a21" in done.stderr
