@@ -100,7 +100,7 @@ def export(
     if any(each.hashed for each in of_model):
         raise UsageError(
             f"pages of {chosen.model} are of several layer groups: a program can pack them "
-            "(tierstore.packs.export_groups, docs/packs.md)"
+            "(tierstore.packs.export_pack, docs/packs.md)"
         )
     chunk = spec.chunk_tokens
     prompts = [Prompt(chosen, ids, chunk_tokens=chunk) for ids in tokens]

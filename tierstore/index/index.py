@@ -186,8 +186,9 @@ class Index:
         self.by_serial: dict[int, Page] = {}  # pages with a disk copy, ready or not, and holes
         self.copies = [0] * len(Tier)
         self.leases = [0] * len(Tier)  # copies with at least one
-        self.in_pool = [0] * (1 + len(more_pools))  # copies in HBM, by pool
-        self.leased_in_pool = [0] * len(self.in_pool)
+        self._in_pool = [0] * (1 + len(more_pools))  # copies in HBM, by pool, where there are several
+        self._leased_in_pool = [0] * len(self._in_pool)  # likewise
+        self._several_pools = bool(more_pools)
         self.disk_only_bytes = 0  # memory cost of the pages in the tree that are only on disk
         self.forgotten_bytes = 0  # memory cost of all pages that have left the tree so far
         self.changes = 0  # grows whenever a match may come out differently
@@ -212,9 +213,9 @@ class Index:
         copy = page.copies[tier] = Copy(page, place, ready=ready, leases=leases)
         self.disk_only_bytes += (page.on_disk_only - was_only_on_disk) * page.memory_cost
         self.copies[tier] += 1
-        self._count_lease(page, tier, int(leases > 0))
-        if tier is Tier.HBM:
-            self.in_pool[page.pool] += 1
+        if leases:
+            self._count_lease(page, tier, 1)
+        self._in_pool[page.pool] += tier is Tier.HBM
         self.changes += 1
         above = page.parent.copies[tier] if page.parent else None
         if above is not None:
@@ -235,7 +236,8 @@ class Index:
             copy.ready = True
             if let_go:
                 copy.leases -= 1
-                self._count_lease(page, tier, -(copy.leases == 0))
+                if not copy.leases:
+                    self._count_lease(page, tier, -1)
         self.changes += 1
         for page in pages:
             self.eviction.offer_all(page)
@@ -271,8 +273,7 @@ class Index:
         self.disk_only_bytes += (page.on_disk_only - was_only_on_disk) * page.memory_cost
         copy.queued = False
         self.copies[tier] -= 1
-        if tier is Tier.HBM:
-            self.in_pool[page.pool] -= 1
+        self._in_pool[page.pool] -= tier is Tier.HBM
         self.changes += 1
         above = page.parent.copies[tier] if page.parent else None
         if above is not None:
@@ -382,14 +383,20 @@ class Index:
         policy; None if none may."""
         return self.eviction.victim(tier, self.tick, pool)
 
+    def unleased(self, pool: int) -> int:
+        """How many copies of a pool in HBM nobody has a lease on."""
+        if not self._several_pools:
+            return self.copies[Tier.HBM] - self.leases[Tier.HBM]
+        return self._in_pool[pool] - self._leased_in_pool[pool]
+
     def _count_lease(self, page: Page, tier: Tier, change: int) -> None:
         self.leases[tier] += change
-        if tier is Tier.HBM:
-            self.leased_in_pool[page.pool] += change
+        self._leased_in_pool[page.pool] += change if tier is Tier.HBM else 0
 
     def lease(self, page: Page, tier: Tier) -> None:
         copy = self.copy(page, tier)
-        self._count_lease(page, tier, int(copy.leases == 0))
+        if not copy.leases:
+            self._count_lease(page, tier, 1)
         copy.leases += 1
 
     def release_copy(self, page: Page, tier: Tier) -> None:
@@ -402,19 +409,19 @@ class Index:
 
     def lease_all(self, held: Sequence[tuple[Page, Tier]]) -> None:
         """A lease on each of these copies. One loop: this and the next run at every lookup."""
-        leases, in_pool = self.leases, self.leased_in_pool
+        leases, in_pool, several = self.leases, self._leased_in_pool, self._several_pools
         for page, tier in held:
             copy = page.copies[tier]
             assert copy is not None, f"{page} has no copy in {tier.label}"
             if not copy.leases:
                 leases[tier] += 1
-                if tier is _HBM:
+                if several and tier is _HBM:
                     in_pool[page.pool] += 1
             copy.leases += 1
 
     def release_all(self, held: Sequence[tuple[Page, Tier]]) -> list[tuple[Page, Tier]]:
         """Give up a lease on each of these copies. Returns those that are damaged and now without a lease."""
-        leases, in_pool = self.leases, self.leased_in_pool
+        leases, in_pool, several = self.leases, self._leased_in_pool, self._several_pools
         damaged = []
         for page, tier in held:
             copy = page.copies[tier]
@@ -424,7 +431,7 @@ class Index:
             if copy.leases:
                 continue
             leases[tier] -= 1
-            if tier is _HBM:
+            if several and tier is _HBM:
                 in_pool[page.pool] -= 1
             if copy.damaged:
                 damaged.append((page, tier))
@@ -471,9 +478,11 @@ class Index:
             assert sum(copy.leases > 0 for _, copy in held) == self.leases[tier], f"leases in {tier.label}"
             queued = self.eviction.queued(tier)
             if tier is Tier.HBM:
-                in_pool = [sum(page.pool == pool for page, _ in held) for pool in range(len(self.in_pool))]
-                assert in_pool == self.in_pool, f"{in_pool} copies in the pools, {self.in_pool} counted"
-                assert sum(self.leased_in_pool) == self.leases[tier], "leases in the pools"
+                for pool in range(len(self._in_pool)):
+                    free = sum(page.pool == pool and not copy.leases for page, copy in held)
+                    assert free == self.unleased(pool), (
+                        f"{free} copies in pool {pool} without a lease, {self.unleased(pool)} counted"
+                    )
             for page, copy in held:
                 below = sum(child.copies[tier] is not None for child in page.all_children())
                 assert copy.children == below, (

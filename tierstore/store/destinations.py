@@ -176,10 +176,14 @@ class IntoHbm(PartLoad):
         self._pool.copy_pages(zip(targets, places, strict=True))
 
     def result(self, kept: Sequence[int]) -> tuple[int, ...]:
-        pages = tuple(self._hbm_pages[position] for position in kept)
-        for position in kept:
-            self._hbm_pages[position] = -1
-        others = [page for page in self._hbm_pages if page >= 0]
+        if isinstance(kept, range):  # the leading ones: those before them are not this load's
+            pages = tuple(self._hbm_pages[kept.start : kept.stop])
+            left = self._hbm_pages[kept.stop :]
+        else:
+            pages = tuple(self._hbm_pages[position] for position in kept)
+            handed_out = set(kept)
+            left = [page for at, page in enumerate(self._hbm_pages) if at not in handed_out]
+        others = [page for page in left if page >= 0]
         self.hbm.release([*others, *self._reserved.values()], self._group)
         self._reserved.clear()
         for page in self._kept:

@@ -12,15 +12,17 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Any
 
 from tierstore.backend import LookupRequest, SaveHints
 from tierstore.errors import StoreClosedError, UsageError
-from tierstore.index import Index, Leaving, Match, Page, Tier
+from tierstore.index import LABELS, Index, Leaving, Match, Page, Tier
 from tierstore.index.leases import Leases, PageLease
 from tierstore.index.sessions import HintTracker, Sessions
 from tierstore.keys import PageKey
 from tierstore.policy import POLICIES
-from tierstore.stats import Counters, TierStats
+from tierstore.stats import Counters, StoreStats, TierStats
 from tierstore.store.buffers import HbmPages
 from tierstore.tiers import two_level
 from tierstore.tiers.frames import PoolSize
@@ -29,6 +31,18 @@ from tierstore.tiers.hbm import PagePool
 
 NO_MATCH = Match((), 0, 0)
 _GONE_BYTES = 32 << 20  # of pages that have left the tree and may still be remembered somewhere
+
+_COUNTED_HERE = (
+    "lookups",
+    "lookup_tokens",
+    "hit_tokens",
+    "loaded_pages",
+    "loads_cut_short",
+    "saved_pages",
+    "already_stored_pages",
+    "not_stored_pages",
+    "declined_tokens",
+)
 
 
 class HbmTier:
@@ -258,7 +272,7 @@ class HbmTier:
 
     def _idle_pages(self, group: int) -> int:
         """Cached pages of a pool that could be evicted, one after the other."""
-        cached = self.index.in_pool[group] - self.index.leased_in_pool[group]
+        cached = self.index.unleased(group)
         if self.pending_saves:
             # A save holds single pages, and what is before them cannot leave either. (All other leases are on
             # whole prefixes.)
@@ -390,6 +404,31 @@ class HbmTier:
             self.counters.decline(tokens)
 
     # -- seeing --------------------------------------------------------------------------------------
+
+    def stats_over(self, below: StoreStats, *, failed_tasks: int) -> StoreStats:
+        """A snapshot of a store: HBM and what is asked of the store are counted here, everything below HBM by
+        the backend. Takes the lock."""
+        with self.lock:
+            own = asdict(self.counters)
+            tiers = self.tier_stats()
+            pages, collisions = self.index.tree.pages, self.index.tree.key_collisions
+            open_leases, expired, pending = self.leases.open, self.leases.expired, self.pending_saves
+        counters: dict[str, Any] = {**own, **below.counters, **{name: own[name] for name in _COUNTED_HERE}}
+        counters["expired_leases"] = own["expired_leases"] + expired + below.counters.get("expired_leases", 0)
+        evicted: Any = below.counters.get("evicted_pages", {})
+        counters["evicted_pages"] = {
+            tier: own["evicted_pages"][tier] + evicted.get(tier, 0) for tier in LABELS
+        }
+        return replace(
+            below,
+            tiers={**tiers, **below.tiers},
+            pages=max(pages, below.pages),
+            key_collisions=collisions + below.key_collisions,
+            open_hits=open_leases + below.open_hits,
+            pending_saves=pending,
+            failed_tasks=failed_tasks + below.failed_tasks,
+            counters=counters,
+        )
 
     def tier_stats(self) -> dict[str, TierStats]:
         if not self.pools:

@@ -355,9 +355,10 @@ class PartLookup:
                 held = hbm.use_named(here, request, backend.lease_s)
             named = NamedMatch(here, self._asked, others)
             return Part(hbm, backend, group, request, named, held, lease, finder.lookup_s, ends=self._ends)
-        match = hbm.match(request, group.number)
-        with hbm.lock:
-            held = hbm.use(match.pages, backend.lease_s)
+        match, held = hbm.match(request, group.number), PageLease()
+        if match.pages:
+            with hbm.lock:
+                held = hbm.use(match.pages, backend.lease_s)
         return Part(hbm, backend, group, request, match, held, lease, finder.lookup_s, remote_tokens)
 
     def give_up(self) -> None:

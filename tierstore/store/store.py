@@ -10,9 +10,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from types import TracebackType
-from typing import Any
 
 from tierstore.arguments import optional_seconds, seconds, whole_number
 from tierstore.backend import Backend, Registration, SaveHints
@@ -27,10 +26,9 @@ from tierstore.retention import checkpoint_tokens as default_checkpoint
 from tierstore.spec import KVSpec
 from tierstore.stats import StoreStats
 from tierstore.store.buffers import Buffers, PageSource, PageTarget
-from tierstore.store.destinations import IntoBuffers, IntoHbm, IntoTarget
 from tierstore.store.hbm import HbmTier
-from tierstore.store.hit import Hit, Part
-from tierstore.store.load import Load, Lower, Range
+from tierstore.store.hit import Hit
+from tierstore.store.loader import Loader
 from tierstore.store.lookup import Finder, Lookup
 from tierstore.store.pins import Pins
 from tierstore.store.planning import Planning
@@ -41,18 +39,6 @@ from tierstore.transfer import Transfer
 from tierstore.types import Hint, Loaded, Promise
 
 _CLOSE_S = 5.0  # for saves that are under way
-_COUNTED_HERE = (
-    "lookups",
-    "lookup_tokens",
-    "hit_tokens",
-    "loaded_pages",
-    "loads_cut_short",
-    "saved_pages",
-    "already_stored_pages",
-    "not_stored_pages",
-    "declined_tokens",
-)
-_ELSEWHERE = Hint(elsewhere=True)
 _LOOKUPS_AT_ONCE = 32  # on their way to a backend. More gain nothing, and each may have to wait for a disk
 
 
@@ -69,18 +55,11 @@ class Store:
 
     What takes time is a :class:`~tierstore.transfer.Transfer`: poll it, ``wait()`` for it, or ``await`` it.
 
-    >>> import tierstore
-    >>> spec = tierstore.KVSpec.uniform(layers=2, kv_heads=1, head_dim=64, dtype="float16")
-    >>> with tierstore.open(None, spec, host_bytes=1 << 20) as store:
-    ...     stored = store.save(range(128), [bytes(spec.page_bytes)] * 2).wait()
-    ...     hit = store.lookup([*range(100), 5, 6, 7])
-    >>> stored, hit.tokens
-    (128, 100)
-
     A model whose layers remember the past in different ways has pages of each layer group
     (:mod:`tierstore.groups`). Group ``i`` is the spec's ``i``-th, its pool ``pools[i]``, its rule
     ``rules[i]``. Pages are saved group by group; a lookup is of all of them, and so is a load:
 
+    >>> import tierstore
     >>> from tierstore.spec import LayerGroup, LayerKind
     >>> full, window = LayerGroup(LayerKind.FULL_ATTENTION, (1,), 1, 64), LayerGroup(
     ...     LayerKind.SLIDING_WINDOW, (0,), 1, 64, window=64
@@ -127,6 +106,7 @@ class Store:
         self._planning = Planning(self._hbm, backend, self.groups, spec.chunk_tokens, self.lookup_s)
         self._pins = Pins(self._finder)
         self._mover = Mover(whole_number("mover_threads", mover_threads, least=1))
+        self._loader = Loader(self._finder, self._mover, self._planning)
         distance = default_checkpoint(spec) if checkpoint_tokens is None else checkpoint_tokens
         self._saver = Saver(self._finder, self._mover, distance)
 
@@ -226,39 +206,7 @@ class Store:
         long it takes.
         """
         self._check_hit(hit)
-        deadline_s = optional_seconds("deadline_s", deadline_s)
-        if into is None:
-            if not self.pools:
-                raise UsageError("this store has no page pool: say which buffers to load into")
-            deadline_s, chunks = self._planned(hit, deadline_s)
-            self._offer(hit)
-            return Load(self._lower, hit, deadline_s, chunks, IntoHbm).start()
-        buffers = self._buffers(hit, into)
-        deadline_s, chunks = self._planned(hit, deadline_s)
-        self._offer(hit)
-
-        def make(load: Load, part: Part, positions: range) -> IntoBuffers:
-            return IntoBuffers(load, part, positions, buffers[part.group])
-
-        return Load(self._lower, hit, deadline_s, chunks, make).start()
-
-    def _buffers(self, hit: Hit, into: Sequence[Any]) -> dict[int, Buffers]:
-        if len(self.groups) > 1 and len(into) != len(self.groups):
-            raise UsageError(
-                f"the model has {len(self.groups)} layer groups, and there are buffers for {len(into)}: give "
-                "a sequence of buffers for each group, as many as hit.chunks(group)"
-            )
-        given = [into] if len(self.groups) == 1 else into
-        buffers = {}
-        for group, each in zip(self.groups, given, strict=True):
-            buffers[group.number] = Buffers(each, group.page_bytes, writable=True)
-            needed = len(hit.chunks(group.number))
-            if len(each) != needed:
-                of_group = f" of group {group.number}" if len(self.groups) > 1 else ""
-                raise UsageError(
-                    f"the hit has {needed} pages{of_group}, there are {len(each)} buffers to load into"
-                )
-        return buffers
+        return self._loader.all_of(hit, into, optional_seconds("deadline_s", deadline_s))
 
     def load_part(
         self, hit: Hit, first: int, stop: int, *, deadline_s: float | None = None, last: bool = False
@@ -269,14 +217,8 @@ class Store:
         released by its ``last`` load, or by the caller. In whatever order parts are loaded, each is found
         again once all before it are published, too."""
         self._check_hit(hit)
-        self._hbm.pool(0)
-        if not 0 <= first <= stop <= hit.num_pages:
-            raise UsageError(f"a hit of {hit.num_pages} pages has no pages {first} … {stop}")
         deadline_s = optional_seconds("deadline_s", deadline_s)
-        if stop == hit.num_pages:
-            self._offer(hit)
-        chunks = Range(first, stop, keeps_hit=not last)
-        return Load(self._lower, hit, deadline_s, chunks, IntoHbm).start()
+        return self._loader.into_hbm(hit, first, stop, deadline_s=deadline_s, last=last)
 
     def load_to(
         self,
@@ -295,27 +237,7 @@ class Store:
         self._check_hit(hit)
         deadline_s = optional_seconds("deadline_s", deadline_s)
         stop = hit.num_pages if count is None else first + count
-        if self.pools or len(hit.parts) > 1 or not 0 <= first <= stop <= hit.num_pages:
-            raise UsageError(
-                f"pages {first} … {stop} of a hit of {hit.num_pages} cannot be loaded into a target"
-            )
-
-        def make(load: Load, part: Part, positions: range) -> IntoTarget:
-            return IntoTarget(load, part, positions, target)
-
-        return Load(self._lower, hit, deadline_s, Range(first, stop, keeps_hit=keep), make).start()
-
-    @property
-    def _lower(self) -> Lower:
-        return Lower(self._hbm, self.backend, self._mover, self.planner, self.groups)
-
-    def _planned(self, hit: Hit, deadline_s: float | None) -> tuple[float | None, Range]:
-        named = len(hit.parts) == 1 and hit.parts[0].rule.chained and hit.parts[0].named
-        if deadline_s is not None or named or self.planner.prefill() is None:
-            return deadline_s, Range()
-        planned = self.plan(hit)
-        self.decline(hit, planned)
-        return planned.deadline_s, Range(0, self.whole_pages(hit, planned.tokens))
+        return self._loader.into_target(hit, target, first, stop, deadline_s=deadline_s, keep=keep)
 
     def _check_hit(self, hit: Hit) -> None:
         self._require_open()
@@ -346,10 +268,6 @@ class Store:
         """Count what a plan does not use. A tier that is declined is measured now and then all the same, by a
         read that nobody waits for."""
         self._planning.decline(hit, planned)
-
-    def whole_pages(self, hit: Hit, tokens: int) -> int:
-        """Pages of a hit that hold its first ``tokens`` tokens."""
-        return min(-(-tokens // hit.chunk_tokens), hit.num_pages)
 
     # -- other hosts ---------------------------------------------------------------------------------
 
@@ -388,16 +306,7 @@ class Store:
         """The pages of a hit are in use again: where hosts share pages, those that are held below HBM are
         given to others. (That a chain is used again the daemon notices when it is asked for it, and it is not
         where all of it is in HBM.)"""
-        for part in hit.parts if self.backend.remote else ():
-            if part.named or not part.leased:
-                request = part.request
-                first = 0 if part.named else len(request.keys)
-                self.backend.reserve(request, first, 0, hints=SaveHints(_ELSEWHERE))
-
-    def _offer(self, hit: Hit) -> None:
-        """The daemon cannot know which of the named pages that it is asked for are used."""
-        if any(group.named for group in self.groups):
-            self.offer(hit)
+        self._loader.offer(hit)
 
     # -- saving --------------------------------------------------------------------------------------
 
@@ -524,14 +433,6 @@ class Store:
         with self._hbm.lock:
             self._hbm.release(hbm_pages, group)
 
-    def idle_hbm(self, *, group: int = 0) -> list[int]:
-        """The cached pages of a group's pool that nobody uses."""
-        self._require_open()
-        self._hbm.pool(self._group(group).number)
-        with self._hbm.lock:
-            self._hbm.leases.expire()
-            return self._hbm.idle(group)
-
     def available_hbm(self, *, group: int = 0) -> int:
         """Pages that ``allocate_hbm`` could find: free ones and cached ones that may leave, of the other
         groups as far as they make up whole large pages."""
@@ -589,29 +490,7 @@ class Store:
         """A snapshot: HBM and what is asked of this store are counted here, everything below HBM by the
         backend."""
         self._hbm.require_process()
-        below = self.backend.stats()
-        hbm = self._hbm
-        with hbm.lock:
-            own = asdict(hbm.counters)
-            tiers = hbm.tier_stats()
-            pages, collisions = hbm.index.tree.pages, hbm.index.tree.key_collisions
-            open_leases, expired, pending = hbm.leases.open, hbm.leases.expired, hbm.pending_saves
-        counters: dict[str, Any] = {**own, **below.counters, **{name: own[name] for name in _COUNTED_HERE}}
-        counters["expired_leases"] = own["expired_leases"] + expired + below.counters.get("expired_leases", 0)
-        evicted: Any = below.counters.get("evicted_pages", {})
-        counters["evicted_pages"] = {
-            tier: own["evicted_pages"][tier] + evicted.get(tier, 0) for tier in LABELS
-        }
-        return replace(
-            below,
-            tiers={**tiers, **below.tiers},
-            pages=max(pages, below.pages),
-            key_collisions=collisions + below.key_collisions,
-            open_hits=open_leases + below.open_hits,
-            pending_saves=pending,
-            failed_tasks=self._mover.failed_tasks + below.failed_tasks,
-            counters=counters,
-        )
+        return self._hbm.stats_over(self.backend.stats(), failed_tasks=self._mover.failed_tasks)
 
     def check(self) -> None:
         """Assert that everything that is counted twice agrees. For tests and idle moments."""

@@ -674,7 +674,8 @@ class StoreMachine(RuleBasedStateMachine):
         if not named:
             return branch
         whole = branch - branch % CHUNK
-        for length in (*range(branch, whole, -1), *range(whole, 0, -CHUNK)):
+        lengths: list[int] = [*range(branch, whole, -1), *range(whole, 0, -CHUNK)]
+        for length in lengths:
             ends = [(self.held[group.number], group.rule.ends(length, CHUNK)) for group in named]
             if all(tuple(tokens[:end]) in held for held, each in ends for end in each):
                 return length

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import pytest
 
@@ -115,14 +116,15 @@ def test_one_that_raises_leaves_no_lease(shared_daemon, connect, prompts):
 def test_one_whose_answer_cannot_be_taken_leaves_no_lease(shared_daemon, connect, prompts, monkeypatch):
     store, failing = connect(shared_daemon.url), connect(shared_daemon.url)
     save_some(store, prompts[:20])
-    use, uses = failing._hbm.use, iter([None, None])
+    match, matches = failing._hbm.match, itertools.count()
 
-    def use_twice(*args):
-        next(uses)
-        return use(*args)
+    def match_some(*args):  # each lookup looks at HBM when it asks, and when its answer has come
+        if next(matches) == 9 + 2:
+            raise RuntimeError("the third answer cannot be taken")
+        return match(*args)
 
-    monkeypatch.setattr(failing._hbm, "use", use_twice)
-    with pytest.raises(StopIteration):
+    monkeypatch.setattr(failing._hbm, "match", match_some)
+    with pytest.raises(RuntimeError, match="third answer"):
         lookup_all((failing if at > 10 else store, prompt) for at, prompt in enumerate(prompts[:20]))
     wait_until(lambda: leases(store) == 0)
 

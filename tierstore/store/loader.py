@@ -1,0 +1,118 @@
+"""What a load is of, and where it goes: checks what a caller has given, and begins the load."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tierstore.backend import SaveHints
+from tierstore.errors import UsageError
+from tierstore.mover import Mover
+from tierstore.store.buffers import Buffers, PageTarget
+from tierstore.store.destinations import IntoBuffers, IntoHbm, IntoTarget
+from tierstore.store.hit import Hit, Part
+from tierstore.store.load import Load, Lower, Range
+from tierstore.store.lookup import Finder
+from tierstore.store.planning import Planning
+from tierstore.transfer import Transfer
+from tierstore.types import Hint, Loaded
+
+_ELSEWHERE = Hint(elsewhere=True)
+
+
+class Loader:
+    """Begins the loads of one store."""
+
+    def __init__(self, finder: Finder, mover: Mover, planning: Planning) -> None:
+        self._hbm = finder.hbm
+        self._backend = finder.backend
+        self._groups = finder.groups
+        self._mover = mover
+        self._planning = planning
+
+    def all_of(self, hit: Hit, into: Sequence[Any] | None, deadline_s: float | None) -> Transfer[Loaded]:
+        """See :meth:`Store.load <tierstore.Store.load>`."""
+        if into is None:
+            if not self._hbm.pools:
+                raise UsageError("this store has no page pool: say which buffers to load into")
+            chunks, deadline_s = self._planned(hit, deadline_s)
+            self._offer(hit)
+            return Load(self._lower, hit, deadline_s, chunks, IntoHbm).start()
+        buffers = self._buffers(hit, into)
+
+        def make(load: Load, part: Part, positions: range) -> IntoBuffers:
+            return IntoBuffers(load, part, positions, buffers[part.group])
+
+        chunks, deadline_s = self._planned(hit, deadline_s)
+        self._offer(hit)
+        return Load(self._lower, hit, deadline_s, chunks, make).start()
+
+    def into_hbm(
+        self, hit: Hit, first: int, stop: int, *, deadline_s: float | None, last: bool
+    ) -> Transfer[Loaded]:
+        """See :meth:`Store.load_part <tierstore.Store.load_part>`."""
+        self._hbm.pool(0)
+        if not 0 <= first <= stop <= hit.num_pages:
+            raise UsageError(f"a hit of {hit.num_pages} pages has no pages {first} … {stop}")
+        if stop == hit.num_pages:
+            self._offer(hit)
+        return Load(self._lower, hit, deadline_s, Range(first, stop, keeps_hit=not last), IntoHbm).start()
+
+    def into_target(
+        self, hit: Hit, target: PageTarget, first: int, stop: int, *, deadline_s: float | None, keep: bool
+    ) -> Transfer[Loaded]:
+        """See :meth:`Store.load_to <tierstore.Store.load_to>`."""
+        if self._hbm.pools or len(hit.parts) > 1 or not 0 <= first <= stop <= hit.num_pages:
+            raise UsageError(
+                f"pages {first} … {stop} of a hit of {hit.num_pages} cannot be loaded into a target"
+            )
+
+        def make(load: Load, part: Part, positions: range) -> IntoTarget:
+            return IntoTarget(load, part, positions, target)
+
+        return Load(self._lower, hit, deadline_s, Range(first, stop, keeps_hit=keep), make).start()
+
+    def offer(self, hit: Hit) -> None:
+        """See :meth:`Store.offer <tierstore.Store.offer>`."""
+        for part in hit.parts if self._backend.remote else ():
+            if part.named or not part.leased:
+                request = part.request
+                first = 0 if part.named else len(request.keys)
+                self._backend.reserve(request, first, 0, hints=SaveHints(_ELSEWHERE))
+
+    def _offer(self, hit: Hit) -> None:
+        """The daemon cannot know which of the named pages that it is asked for are used."""
+        if any(group.named for group in self._groups):
+            self.offer(hit)
+
+    @property
+    def _lower(self) -> Lower:
+        return Lower(self._hbm, self._backend, self._mover, self._planning.planner, self._groups)
+
+    def _planned(self, hit: Hit, deadline_s: float | None) -> tuple[Range, float | None]:
+        """As much of a hit as is worth loading, and by when, where the caller has set no deadline."""
+        of_caller = any(part.named and part.rule.chained for part in hit.parts)  # and not planned
+        if deadline_s is not None or of_caller or self._planning.planner.prefill() is None:
+            return Range(), deadline_s
+        planned = self._planning.plan(hit, None, block=0)
+        self._planning.decline(hit, planned)
+        return Range(0, min(-(-planned.tokens // hit.chunk_tokens), hit.num_pages)), planned.deadline_s
+
+    def _buffers(self, hit: Hit, into: Sequence[Any]) -> dict[int, Buffers]:
+        """Raises :class:`UsageError` for buffers that are not those of the hit's pages."""
+        several = len(self._groups) > 1
+        if several and len(into) != len(self._groups):
+            raise UsageError(
+                f"the model has {len(self._groups)} layer groups, and there are buffers for {len(into)}: "
+                "give a sequence of buffers for each group, as many as hit.chunks(group)"
+            )
+        buffers = {}
+        for group, each in zip(self._groups, into if several else [into], strict=True):
+            buffers[group.number] = Buffers(each, group.page_bytes, writable=True)
+            needed = len(hit.chunks(group.number))
+            if len(each) != needed:
+                of_group = f" of group {group.number}" if several else ""
+                raise UsageError(
+                    f"the hit has {needed} pages{of_group}, there are {len(each)} buffers to load into"
+                )
+        return buffers
