@@ -13,7 +13,6 @@ import msgspec
 
 WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors"})
 COMMIT = re.compile(r"[0-9a-f]{40}")
-_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each weight file, evenly spaced
 
 
 def digest(values: Sequence[object]) -> str:
