@@ -317,7 +317,7 @@ def test_leases_are_renewed_while_copies_are_under_way(make_daemon, attach, held
     store.wait_ready()
     store.save(TOKENS, pages_of(TOKENS)).wait(10)
     hit = store.lookup(TOKENS)
-    lease = hit._lease
+    lease = hit.parts[0]._lease
     loaded = store.load(hit).wait(30)
     given = {lease.number}
 
