@@ -16,16 +16,18 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 import tierstore
-from tierstore import Hit, Store
+from tierstore import Hit, Store, open_pools
+from tierstore.groups import Group
 from tierstore.keys import Identity
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
-from tierstore.tiers.hbm import PagePool
+from tierstore.tiers.group_pools import bytes_for
+from tierstore.types import GroupPages
 from tierstore.wire import messages
 from tierstore_tools.faults.prompts import matches, page_count, pages, prompt_tokens, small_pages
 
 
 def _several_groups() -> KVSpec:
-    """Attention, a window and latents in one page of 24 KiB."""
+    """Attention, a window and latents: pages of three sizes, two of them chained and one named."""
     full = LayerGroup(LayerKind.FULL_ATTENTION, (0, 1, 2, 3), kv_heads=1, head_dim=32)
     window = LayerGroup(LayerKind.SLIDING_WINDOW, (4,), kv_heads=1, head_dim=32, window=64)
     latent = LayerGroup(LayerKind.MLA_LATENT, (5, 6), head_dim=32)
@@ -94,9 +96,10 @@ Fact = Done | Durable | Failed | Ended
 
 def connect(life: Life) -> Store:
     spec = MODELS[life.model]
-    pool = PagePool(spec, life.hbm_pages) if life.hbm_pages else None
+    parts = spec.split()
+    pools = open_pools(spec, bytes_for(parts, [life.hbm_pages] * len(parts))) if life.hbm_pages else None
     identity = Identity.of(spec, model=f"chaos {life.model}")
-    return tierstore.connect(life.url, spec, identity=identity, pools=pool, lookup_s=LOOKUP_S)
+    return tierstore.connect(life.url, spec, identity=identity, pools=pools, lookup_s=LOOKUP_S)
 
 
 def daemon_stats(store: Store) -> dict | None:
@@ -111,20 +114,26 @@ def daemon_stats(store: Store) -> dict | None:
 
 def load_and_compare(store: Store, hit: Hit, number: int, *, deadline_s=None, cancel=False) -> int:
     """Load a hit of prompt ``number`` into buffers; the tokens that came, every byte of them compared."""
-    buffers = [bytearray(b"\xee") * store.spec.page_bytes for _ in range(hit.num_pages)]
-    transfer = store.load(hit, buffers, deadline_s=deadline_s)
+    buffers = [
+        [bytearray(b"\xee") * group.page_bytes for _ in hit.chunks(group.number)] for group in store.groups
+    ]
+    into = buffers if len(store.groups) > 1 else buffers[0]
+    transfer = store.load(hit, into, deadline_s=deadline_s)
     cancelled = cancel and transfer.cancel()
     tokens = transfer.wait(FOREVER_S).tokens
     assert tokens <= hit.tokens, f"{tokens} tokens came of a hit of {hit.tokens}"
     assert not cancelled or tokens == 0, "a cancelled load brought something"
-    compare(store.spec, number, tokens, buffers)
+    for group, got in zip(store.groups, buffers, strict=True):
+        compare(group, number, tokens, hit.chunks(group.number).start, got)
     return tokens
 
 
-def compare(spec: KVSpec, number: int, tokens: int, got: list) -> None:
-    for at in range(page_count(tokens, spec)):
-        end = min((at + 1) * spec.chunk_tokens, tokens)
-        assert matches(bytes(got[at]), number, end, spec), f"wrong bytes: page {at} of prompt {number}"
+def compare(group: Group, number: int, tokens: int, first: int, got: list) -> None:
+    """What a hit of so many tokens needs of a group. ``got`` are the bytes of chunks ``first …``."""
+    for chunk in group.chunks(tokens):
+        end = min((chunk + 1) * CHUNK, tokens)
+        right = matches(bytes(got[chunk - first]), number, end, group.spec)
+        assert right, f"wrong bytes: chunk {chunk} of prompt {number}, group {group.number}"
 
 
 @dataclass
@@ -177,16 +186,24 @@ class Client:
             assert transfer.wait(FOREVER_S) <= hit.tokens
 
     def _save(self, number, prompt):
-        transfer = self.store.save(prompt, pages(number, len(prompt), self.spec))
-        if self.chance.random() < 0.2:
-            transfer.cancel()
-        if self.chance.random() < 0.7:
-            assert transfer.wait(FOREVER_S) <= len(prompt)
+        for transfer in self._start_saves(number, prompt):
+            if self.chance.random() < 0.2:
+                transfer.cancel()
+            if self.chance.random() < 0.7:
+                assert transfer.wait(FOREVER_S) <= len(prompt)
+
+    def _start_saves(self, number, prompt):
+        """Save all pages of a prompt, of every group."""
+        named = self.store.prompt(prompt)
+        return [
+            self.store.save(named, pages(number, len(prompt), group.spec), group=group.number)
+            for group in self.store.groups
+        ]
 
     def _durable(self, number, prompt):
         """Save, flush, and say so if it can be relied on."""
         session = self.store.backend.connection.session
-        saved = self.store.save(prompt, pages(number, len(prompt), self.spec)).wait(FOREVER_S)
+        saved = min([save.wait(FOREVER_S) for save in self._start_saves(number, prompt)])
         flushed = self.store.flush(FOREVER_S)
         stats = daemon_stats(self.store)
         if saved < len(prompt) or not flushed or stats is None:
@@ -215,23 +232,27 @@ class Client:
         if self.chance.random() < 0.15:
             transfer.cancel()
         loaded = transfer.wait(FOREVER_S)
-        compare(
-            self.spec, number, loaded.tokens, [self.store.pool.array[page].tobytes() for page in loaded.pages]
-        )
+        parts = loaded.groups or (GroupPages(0, loaded.pages),)
+        for group, part in zip(self.store.groups, parts, strict=True):
+            array = self.store.pools[group.number].array
+            got = [array[page].tobytes() for page in part.pages]
+            compare(group, number, loaded.tokens, part.first, got)
+            self.store.release_hbm(part.pages, group=group.number)
         self._count(loaded.tokens)
-        self.store.release_hbm(loaded.pages)
 
     def _save_hbm(self, number, prompt):
-        filled = pages(number, len(prompt), self.spec)
-        own = self.store.allocate_hbm(len(filled))
-        if own is None:
-            return
-        for page, data in zip(own, filled, strict=True):
-            memoryview(self.store.pool.array[page]).cast("B")[:] = data
-        transfer = self.store.save_hbm(self.store.prompt(prompt), own)
-        if self.chance.random() < 0.5:
-            transfer.wait(FOREVER_S)
-        self.store.release_hbm(own)
+        named = self.store.prompt(prompt)
+        for group in self.store.groups:
+            filled = pages(number, len(prompt), group.spec)
+            own = self.store.allocate_hbm(len(filled), group=group.number)
+            if own is None:
+                return
+            for page, data in zip(own, filled, strict=True):
+                memoryview(self.store.pools[group.number].array[page]).cast("B")[:] = data
+            transfer = self.store.save_hbm(named, own, group=group.number)
+            if self.chance.random() < 0.5:
+                transfer.wait(FOREVER_S)
+            self.store.release_hbm(own, group=group.number)
 
     def _count(self, tokens: int) -> None:
         self.compared += page_count(tokens, self.spec)
