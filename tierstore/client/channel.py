@@ -192,8 +192,9 @@ class Channel:
         """Receive until the end. Nothing is sent afterwards, and :meth:`fail_all` is to be called."""
         try:
             while not self._closing() and not self._over:
+                now = time.monotonic()  # what has come by then is read before any request counts as late
                 self._take_in()
-                self._look_at_the_clock()
+                self._look_at_the_clock(now)
                 ready = [fd for fd, _ in self._epoll.poll(self._sleep_s())]
                 if self._wake_fd in ready:
                     _quiet(self._wake_fd)
@@ -459,8 +460,7 @@ class Channel:
             self._next_look = min(times)
             return None if math.isinf(self._next_look) else max(self._next_look - now, 0.0)
 
-    def _look_at_the_clock(self) -> None:
-        now = time.monotonic()
+    def _look_at_the_clock(self, now: float) -> None:
         with self._lock:
             if self._release_by <= now:
                 self._give_back_released()

@@ -468,6 +468,7 @@ class HitLookup:
         with hbm.lock:
             hbm.leases.release(self._held)
         there = [part for part in parts if part is not None]
+        branch = branch if finder.chained else tokens
         if found is None or not found.remote_tokens:
             return FoundHit(tokens, branch, there)
         others = [

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +13,6 @@ import msgspec
 
 WEIGHTS = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors"})
 COMMIT = re.compile(r"[0-9a-f]{40}")
-_SAMPLES, _SAMPLE_BYTES = 64, 4096  # of each weight file, evenly spaced
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The weight files of a model's folder."""
-    return sorted(each for each in folder.iterdir() if each.suffix in WEIGHTS and each.is_file())
-
-
-def digest_of_files(files: Sequence[Path]) -> str:
-    """What identifies weights, wherever they are mounted: names, sizes, times and a sample of the bytes."""
-    return digest([*facts(files), *map(_sample, files)])
-
-
-def facts(files: Iterable[Path]) -> list[object]:
-    """Name, size and time of each."""
-    status = [(each.name, each.stat()) for each in files]
-    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in status]
-
-
-def _sample(file: Path) -> str:
-    """A digest of a part of a file: enough to tell a fine-tuned model from its origin."""
-    digest = hashlib.sha256()
-    with file.open("rb", buffering=0) as opened:
-        last = max(os.fstat(opened.fileno()).st_size - _SAMPLE_BYTES, 0)
-        for at in range(_SAMPLES):
-            digest.update(os.pread(opened.fileno(), _SAMPLE_BYTES, last * at // (_SAMPLES - 1)))
-    return digest.hexdigest()
 
 
 def digest(values: Sequence[object]) -> str:

@@ -97,7 +97,7 @@ def test_an_error_of_the_daemon_is_an_answer(daemon, monkeypatch, error):
     def fails():
         raise error
 
-    monkeypatch.setattr(daemon.http, "_stats", fails)
+    monkeypatch.setattr(daemon.daemon._http, "_stats", fails)
     assert get(daemon, "/healthz") == (500, "the daemon made a mistake; its log says more\n")
     monkeypatch.undo()
     assert get(daemon, "/healthz")[0] == 200
