@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 
 import numpy as np
@@ -13,7 +14,7 @@ from tierstore import native
 from tierstore.codec import Lossless, by_name
 from tierstore.errors import StoreUnavailableError
 from tierstore.keys import Identity
-from tierstore.spec import KVSpec
+from tierstore.spec import KVSpec, LayerGroup, LayerKind
 from tierstore.tiers.disk import INLINE
 from tierstore.tiers.disk.encoding import PageBytes, PageEncoder
 from tierstore.tiers.disk.fsck import fsck
@@ -218,3 +219,40 @@ def test_a_page_that_its_codec_fails_on_is_written_as_it_is(monkeypatch):
     monkeypatch.undo()
     assert encoder.encode([page]) != [None]
     encoder.close()
+
+
+@pytest.mark.parametrize("group", range(3), ids=["full", "window", "state"])
+def test_pages_of_every_kind_of_group_become_smaller(tmp_path, group):
+    spec = KVSpec(
+        (
+            LayerGroup(LayerKind.FULL_ATTENTION, (0,), 4, 128),
+            LayerGroup(LayerKind.SLIDING_WINDOW, (1,), 4, 128, window=256),
+            LayerGroup(LayerKind.RECURRENT_STATE, (2,), state_bytes=1 << 17),
+        ),
+        "bfloat16",
+    )
+    normal = np.random.default_rng(0).standard_normal(spec.split()[group].page_bytes // 2)
+    page = (normal.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    used = {}
+    for codec in ("none", "lossless"):
+        sizes = {"host_bytes": 16 << 20, "disk_bytes": 16 << 20}
+        with tierstore.open(tmp_path / codec, spec, disk_codec=codec, **sizes) as store:
+            store.save(range(64), [page], group=group).wait(30)
+            assert store.flush(30)
+            used[codec] = store.stats().tiers["disk"].used_bytes
+            store.evict("host")
+            pages = store.prompt(range(64)).pages_of(group)
+            came = Bytes()
+            assert store.load_to(store.lookup(pages), came).wait(30).tokens == 64
+            assert came.pages == [page]
+    assert used["none"] - used["lossless"] > len(page) // 5  # the index has bytes of its own
+
+
+class Bytes:
+    """A target of loads that keeps the bytes."""
+
+    def __init__(self):
+        self.pages = []
+
+    def write(self, pages):
+        self.pages += [ctypes.string_at(address, 1 << 17) for _, address in pages]
