@@ -251,7 +251,7 @@ class Campaign:
             released = service["leases"] == stats["store"]["pending_writes"] == 0  # leases: one-way messages
             return released and service["sessions"] == len(self.monitors)
 
-        wait_until(gone, WAIT_S)
+        wait_until(gone)
         assert self.monitor.flush(WAIT_S)
         self._nothing_failed()
         stats = chaos.daemon_stats(self.monitor)
@@ -269,7 +269,7 @@ class Campaign:
         self.kill_daemon()
         for (model, monitor), before in zip(enumerate(self.monitors), dead, strict=True):
             connected = monitor.backend.connection
-            wait_until(lambda: connected.session not in (None, before), WAIT_S)  # noqa: B023
+            wait_until(lambda: connected.session not in (None, before))  # noqa: B023
             for number in range(self.case.prompts):
                 tokens = chaos.prompt_tokens(number, chaos.MOST_PAGES * chaos.CHUNK, monitor.spec)
                 with monitor.lookup(tokens) as hit:
