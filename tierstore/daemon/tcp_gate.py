@@ -20,7 +20,10 @@ from tierstore.descriptors import in_reserve
 from tierstore.wire.listener import Place, Places, SlowLog, shut_down
 
 _EVENT = struct.Struct("=hi")
-_MONITORED = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_ACCEPT_FAILED)
+# Not EVENT_ACCEPT_FAILED: without a free descriptor libzmq tries again at once, and sends one each time. They
+# would fill the memory faster than they are read.
+_MONITORED = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+_BATCH = 256  # events read in one round of the event loop
 
 
 class Connection(NamedTuple):
@@ -83,20 +86,18 @@ class TcpGate:
         self._entered.clear()
 
     def _read(self) -> None:
-        while True:
+        for _ in range(_BATCH):
             try:
                 event, *_ = self._monitor.recv_multipart(zmq.NOBLOCK)
-            except zmq.ZMQError:
+            except zmq.ZMQError:  # there is nothing to read, or it was closed
                 return
             kind, value = _EVENT.unpack(event[: _EVENT.size])
             if kind == zmq.EVENT_ACCEPTED:
                 if (connection := Connection.at(value)) is not None:
                     self._enter(connection)
-            elif kind == zmq.EVENT_DISCONNECTED:
-                self._leave(value)
             else:
-                self._logs.warning("a connection could not be accepted: %s", os.strerror(value))
-                self.places.make_room()
+                self._leave(value)
+        self._loop.call_soon(self._read)  # the monitor's descriptor does not say again that there is more
 
     def _enter(self, connection: Connection) -> Place:
         known = self._entered.get(connection)

@@ -54,12 +54,12 @@ class Process:
             assert self.process.poll() is None, self.log.read_text()
             time.sleep(0.05)
 
-    def connect(self, where):
+    def connect(self, where, timeout=5.0):
         if where.startswith("tcp"):
             port = {"tcp": self.tcp, "tcp http": self.http, "tcp events": self.told}[where]
-            return socket.create_connection(("127.0.0.1", port), timeout=5)
+            return socket.create_connection(("127.0.0.1", port), timeout)
         made = socket.socket(socket.AF_UNIX)
-        made.settimeout(5)
+        made.settimeout(timeout)
         paths = {"ipc": self.path, "ipc arena": f"{self.path}.arena", "ipc events": self.events}
         try:
             made.connect(paths[where])
@@ -101,7 +101,7 @@ def test_a_flood_of_connections_keeps_nobody_out(daemon, where, said):
     refused = 0
     while len(held) + refused < 10 * DESCRIPTORS:
         try:
-            held.append(daemon.connect(where))
+            held.append(daemon.connect(where, timeout=0.2))  # a full backlog has no answer
             held[-1].sendall(said)
         except OSError:  # hung up on, or no room in the backlog
             refused += 1
