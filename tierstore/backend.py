@@ -235,7 +235,7 @@ class HitRequest:
     the first ``here[i]`` tokens of ``chains[i]`` itself. ``named`` are the other groups. A page of theirs has
     the same name in each group: ``names[i]`` (:data:`~tierstore.keys.NAME_BYTES`) stands for the tokens up to
     the end of whole chunk ``i``; ``root`` is what the first name was chained behind. ``tail`` are the token
-    bytes behind the last whole chunk."""
+    bytes of the chunk that the ``num_tokens`` end in, as far as the prompt has them."""
 
     chunk_tokens: int
     num_tokens: int

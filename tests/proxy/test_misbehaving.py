@@ -165,7 +165,7 @@ def test_a_client_that_hangs_up_while_its_prompt_is_computed(scripted: Fake, pro
     body = json.dumps({"prompt": LONG}).encode()
     with socket.create_connection(("127.0.0.1", int(live.url.rpartition(":")[2]))) as client:
         client.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             b"content-length: %d\r\n\r\n%b" % (len(body), body)
         )
         wait_until(lambda: len(prefill.received) == 1)
@@ -313,6 +313,8 @@ def test_no_other_path_of_an_engine_can_be_had(path: str, scripted: Fake, proxy:
     live = proxy(decode=(engine.url,))
     where = httpx.URL(str(live.http.base_url))
     with socket.create_connection((where.host, where.port), WAIT_S) as plain:
-        plain.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        plain.sendall(
+            f"GET {path} HTTP/1.1\r\nhost: {where.host}:{where.port}\r\nconnection: close\r\n\r\n".encode()
+        )
         assert b" 404 " in plain.makefile("rb").readline()
     assert not [each for each in engine.received if "metrics" in str(each)]

@@ -420,7 +420,7 @@ class HitLookup:
             [finder.named_group(prompt, *each) for each in zip(finder.named, here, strict=True)],
             prompt.names(self.limit // finder.chunk_tokens) if finder.named else (),
             prompt.identity.digest,
-            prompt.tail,
+            prompt.chunk(self.limit // finder.chunk_tokens),
         )
         self.answer = finder.backend.find_hit(request, patience_s=patience_s)
 

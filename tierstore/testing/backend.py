@@ -80,7 +80,7 @@ class Model:
             NamedGroup(Registration(identity, SPEC.page_bytes, CHUNK), rule)
             for identity, rule in zip(self._identities[1:], self.rules[1:], strict=True)
         ]
-        tail = self._chain.tail
+        tail = self._chain.chunk(num_tokens // CHUNK)
         return HitRequest(CHUNK, num_tokens, [chain], [0], named, self._names, self.model.digest, tail)
 
     def page(self, group: int, end: int) -> bytes:

@@ -726,12 +726,24 @@ class StoreMachine(RuleBasedStateMachine):
         """A prompt is computed, and all its pages are saved."""
         tokens = PROMPTS[which]
         count = -(-len(tokens) // CHUNK)
-        if any(room < count * len(self.room) for room in self.layout.room(self.store)):
+        if not self.finds_room(count):
             return
         owned, stored = self.layout.compute(self.store, tokens)
         for group in range(len(self.held)):
             assert stored == self.note_saved(group, tokens, 0, count) == len(tokens)
         self.own(owned, keep)
+
+    def finds_room(self, count: int) -> bool:
+        """Whether ``count`` pages of each group can be had. (``has_room_hbm`` may promise too much: a cached
+        page cannot leave before a page behind it that is held.)"""
+        allocated = []
+        for group in range(len(self.held)):
+            hbm_pages = self.store.allocate_hbm(count, group=group)
+            if hbm_pages is None:
+                break
+            allocated.append(hbm_pages)
+        self.layout.release(self.store, allocated)
+        return len(allocated) == len(self.held)
 
     def own(self, owned: Sequence[Sequence[int]], keep: bool) -> None:
         if keep:

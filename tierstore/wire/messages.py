@@ -199,7 +199,7 @@ class FindHit(Message):
     is the prompt as each group keeps it that needs every token; the client has the first ``here[i]`` tokens
     of ``chains[i]`` itself. ``named`` are the other groups. ``names`` (32 bytes each) are those of the
     pages of all whole chunks, ``root`` is what the first one was chained behind, and ``tail`` are the tokens
-    behind the last whole chunk. The other fields are those of :class:`Lookup`."""
+    of the chunk that the ``num_tokens`` end in. The other fields are those of :class:`Lookup`."""
 
     id: int
     chains: Annotated[list[PromptPart], Meta(max_length=MAX_GROUPS)]

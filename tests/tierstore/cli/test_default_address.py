@@ -111,7 +111,7 @@ def test_another_users_daemon_is_told_nothing_by_an_engine(shared, impostor, whe
     if where == "by default":
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(shared / "run"))
     with tierstore.connect(
-        f"ipc://{shared}/run/tierstore.sock", SPEC, identity=Identity.of(SPEC, model="m")
+        f"ipc://{shared}/run/tierstore.sock", SPEC, identity=Identity.of(SPEC, model="m"), wait_s=0
     ) as store:
         assert f"belongs to uid {OTHER_UID}" in warnings.get(timeout=30).getMessage()
         assert not store.wait_connected(0.5)  # it tries again

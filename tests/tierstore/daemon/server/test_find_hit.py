@@ -90,7 +90,10 @@ def test_a_hit_ends_where_there_is_a_state(client, states, hit):
     assert chain.tokens == hit
     assert state.tokens == (CHUNK_TOKENS if hit else 0)
     assert bool(chain.lease) == bool(state.lease) == bool(hit)
-    assert client.ask(find(num_tokens=40)).tokens == max((end for end in states if end <= 40), default=0)
+    tail = PROMPT.chunk(40 // CHUNK_TOKENS)
+    assert client.ask(find(num_tokens=40, tail=tail)).tokens == max(
+        (end for end in states if end <= 40), default=0
+    )
 
 
 def test_a_lookup_of_all_groups_is_one_message(daemon, client):

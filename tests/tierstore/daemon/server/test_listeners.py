@@ -101,7 +101,7 @@ def test_a_flood_of_connections_keeps_nobody_out(daemon, where, said):
     refused = 0
     while len(held) + refused < 10 * DESCRIPTORS:
         try:
-            held.append(daemon.connect(where, timeout=0.2))  # a full backlog has no answer
+            held.append(daemon.connect(where, timeout=0.05))  # a full backlog has no answer
             held[-1].sendall(said)
         except OSError:  # hung up on, or no room in the backlog
             refused += 1
