@@ -353,7 +353,8 @@ class Scheduler:
         place = 0
         while place < len(self.waiting) and len(self.admitted) < self._settings.max_sequences:
             sequence = self.waiting[place]
-            if self._waits(sequence):
+            beside = self._only is not None and sequence.root != self._only
+            if beside or self._waits(sequence):
                 place += 1
                 continue
             if self._must_wait(sequence):
