@@ -321,7 +321,7 @@ def test_quantised_weights_end_a_command_before_it_listens(
     arguments = [names.get(each, each) for each in COMMANDS[command]]
     monkeypatch.setattr(sys, "argv", ["tierstore-engine", *arguments, "--device", "cpu"])
     listened: list[object] = []
-    monkeypatch.setattr(server, "listen_at", listened.append)
+    monkeypatch.setattr(server, "listening_at", listened.append)
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 1

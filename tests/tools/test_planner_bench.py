@@ -7,7 +7,7 @@ import pytest
 import tierstore
 from tierstore.errors import UsageError
 from tierstore_tools import planner
-from tierstore_tools.throttle import ThrottledBackend, parse_throttle
+from tierstore_tools.throttle import Throttle, parse_throttle
 
 SPEC = tierstore.KVSpec.uniform(layers=2, kv_heads=1, head_dim=64, dtype="float16", chunk_tokens=16)
 
@@ -28,7 +28,7 @@ def test_a_throttled_tier_gives_the_same_bytes_and_the_planner_notices():
         pages = [bytes([number]) * SPEC.page_bytes for number in range(4)]
         store.save(tokens, pages).wait()
         rate = 1e6
-        store.backend = ThrottledBackend(store.backend, {"host": rate})
+        Throttle(store.backend, {"host": rate})
         buffers = [bytearray(SPEC.page_bytes) for _ in pages]
         assert store.load(store.lookup(tokens), buffers).wait(30).tokens == 64
         assert [bytes(each) for each in buffers] == pages

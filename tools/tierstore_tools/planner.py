@@ -25,7 +25,7 @@ from tierstore_engine.outputs import Completion
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import PLANS, EngineSettings
 from tierstore_tools import corpus, machine, report
-from tierstore_tools.throttle import ThrottledBackend
+from tierstore_tools.throttle import Throttle
 
 _ANSWER = 4
 _SETTLING = 2  # runs of each plan before those that count: the planner learns the rate from them
@@ -100,8 +100,7 @@ class _Bench:
         host_bytes = 4 * pages * spec.page_bytes + 64 * MIB
         store = tierstore.open(None, spec, identity=model.identity(spec), pools=pool, host_bytes=host_bytes)
         self._store: Store = store
-        self._throttled = ThrottledBackend(store.backend, {})
-        store.backend = self._throttled
+        self._throttled = Throttle(store.backend, {})
         self._token_bytes = spec.page_bytes / spec.chunk_tokens
         connector = StoreConnector(store)
         self._engines = {}

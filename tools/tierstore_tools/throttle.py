@@ -6,7 +6,6 @@ import re
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
 
 from tierstore.backend import Backend, Lease, Located
 from tierstore.errors import UsageError
@@ -32,19 +31,16 @@ def parse_throttle(text: str) -> dict[str, float]:
     return rates
 
 
-class ThrottledBackend:
-    """``backend``, whose pages of a tier come no faster than ``rates`` of it say, in bytes a second; one
-    after the other, as from one device. All else is the backend's own. ``rates`` may be changed at any
-    time."""
+class Throttle:
+    """Slows ``backend`` down. From now on pages of a tier come no faster than ``rates`` says, in bytes a
+    second, one after the other as from one device. ``rates`` may be changed at any time."""
 
     def __init__(self, backend: Backend, rates: Mapping[str, float]) -> None:
         self.rates = dict(rates)
-        self._backend = backend
+        self._locate = backend.locate
         self._lock = threading.Lock()
         self._free_at: dict[str, float] = {}  # by tier: when its device has nothing more to do
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
+        vars(backend)["locate"] = self.locate  # for every part of the store that has this backend
 
     def locate(
         self, lease: Lease, first: int, count: int, *, wait_s: float | None
@@ -52,7 +48,7 @@ class ThrottledBackend:
         """See :meth:`~tierstore.backend.Backend.locate`. A cancelled one does not occupy the device."""
         tier = lease.run_at(first)[0]
         rate = self.rates.get(tier)
-        found = self._backend.locate(lease, first, count, wait_s=wait_s)
+        found = self._locate(lease, first, count, wait_s=wait_s)
         if rate is None:
             return found
         takes_s = count * lease.page_bytes / rate

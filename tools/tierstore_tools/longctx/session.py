@@ -20,7 +20,7 @@ from tierstore_engine.outputs import Completion, RequestMetrics
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings
 from tierstore_tools.longctx.settings import ANSWER_TOKENS, Sizes
-from tierstore_tools.throttle import ThrottledBackend
+from tierstore_tools.throttle import Throttle
 
 Share = Callable[[float], None]
 
@@ -67,7 +67,7 @@ def open_engine(
         settings=EngineSettings(prefill_chunk=prefill_chunk, plan="load"),  # a tier is measured, not chosen
     )
     if throttle and isinstance(engine.connector, StoreConnector):
-        engine.connector.store.backend = ThrottledBackend(engine.connector.store.backend, throttle)
+        Throttle(engine.connector.store.backend, throttle)
     engine.generate([[1] * _WARM_UP_TOKENS], SamplingParams(max_new_tokens=2, ignore_eos=True))
     freeze_heap()
     return engine
