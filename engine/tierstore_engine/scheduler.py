@@ -337,11 +337,15 @@ class Scheduler:
                 if alone:
                     self._start_over(sequence)
 
+    def _is_kept_out(self, sequence: Sequence) -> bool:
+        """Whether another request has to run alone."""
+        return self._only is not None and sequence.root != self._only
+
     def _must_wait(self, sequence: Sequence) -> bool:
         """Whether the rule of progress keeps a request from being admitted now."""
-        if self._only is not None:
-            return sequence.root != self._only
-        if not self.admitted:
+        if self._is_kept_out(sequence):
+            return True
+        if self._only is not None or not self.admitted:
             return False
         if self._short:
             return True
@@ -353,8 +357,7 @@ class Scheduler:
         place = 0
         while place < len(self.waiting) and len(self.admitted) < self._settings.max_sequences:
             sequence = self.waiting[place]
-            beside = self._only is not None and sequence.root != self._only
-            if beside or self._waits(sequence):
+            if self._is_kept_out(sequence) or self._waits(sequence):
                 place += 1
                 continue
             if self._must_wait(sequence):
