@@ -12,9 +12,9 @@ Other hosts may have what would make the hit longer. :meth:`Store.bring <tiersto
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from tierstore.arguments import whole_number
 from tierstore.backend import (
@@ -178,141 +178,92 @@ class Finder:
         return self.backend.expect(request, wait_s=until_s)
 
 
-Round: TypeAlias = "list[PartLookup | HitLookup]"
-Rounds: TypeAlias = "Generator[Round, None, Hit]"
-
-
 class Lookup:
-    """One lookup, from the moment that it is asked to its hit: rounds of requests, each of which depends on
-    the answers to the one before. Belongs to one thread (or task)."""
+    """One lookup, from the moment that it is asked to its hit. Belongs to one thread (or task)."""
 
     def __init__(
         self, finder: Finder, prompt: Prompt | TokenIds, limit: int | None, ends: float, gain: int
     ) -> None:
         self._finder = finder
         self._ends = ends
-        self._asked: Round = []  # all so far
-        self._answered = 0  # of these, in the same order
-        self._parts: list[Part] = []  # their answers
+        self._asked = False
+        self._found: FoundHit | None = None
+        self._request: PartLookup | HitLookup
         single = finder.single(prompt)
-        self._rounds: Rounds
         if single is None:
-            self._rounds = self._all_groups(finder.prompt(prompt), limit)
+            prompt = finder.prompt(prompt)
+            self._request = HitLookup(
+                finder, prompt, len(prompt) if limit is None else min(limit, len(prompt))
+            )
         else:
             group, request = single
             request = request if limit is None or request.loose else request.cut(limit)
-            self._rounds = self._one_group(group, request, gain)
-        self._round: Round = []
+            self._request = PartLookup(finder, group, request, gain=gain)
 
-    def ask(self, *, caller_receives: bool = False) -> Hit | None:
-        """Ask what is to be asked next, once all answers of the last round are there (or are to be waited
-        for); the hit when there is nothing left to ask. ``caller_receives``: this thread waits."""
-        try:
-            self._round = next(self._rounds)
-        except StopIteration as end:
-            hit: Hit = end.value
-            return hit
-        self._asked += self._round
-        for each in self._round:
-            each.ask(self._ends - time.monotonic(), caller_receives=caller_receives)
-        return None
+    def ask(self, *, caller_receives: bool = False) -> None:
+        """Ask, once. ``caller_receives``: this thread waits for the answer."""
+        self._asked = True
+        self._request.ask(self._ends - time.monotonic(), caller_receives=caller_receives)
 
     @property
-    def answers(self) -> list[Transfer[Any]]:
-        """Of the last round, those that are waited for."""
-        return [each.answer for each in self._round if each.answer is not None]
+    def answer(self) -> Transfer[Any] | None:
+        """What is waited for; None if nothing is."""
+        return self._request.answer
 
     def hit(self) -> Hit:
-        """What was found; waits for it."""
-        while True:
-            hit = self.ask(caller_receives=True)
-            if hit is not None:
-                return hit
-
-    def give_up(self) -> None:
-        """Nobody wants to know any more: what is held for the answers is given back, now or when they
-        come."""
-        for part in self._parts:
-            part.release()
-        for each in self._asked[self._answered :]:
-            each.give_up()
-
-    # -- what is asked -------------------------------------------------------------------------------
-
-    def _one_group(self, group: Group, request: LookupRequest, gain: int) -> Rounds:
-        asked = [PartLookup(self._finder, group, request, gain=gain)]
-        yield [*asked]
-        part = self._found(asked)[0]
-        tokens, others = part.tokens, [part]
-        return self._hit(request.num_tokens, tokens, others, tokens, part.remote_tokens, others)
-
-    def _all_groups(self, prompt: Prompt, limit: int | None) -> Rounds:
-        finder = self._finder
-        looking = HitLookup(finder, prompt, len(prompt) if limit is None else min(limit, len(prompt)))
-        yield [looking]
-        found = looking.found()
-        self._answered += 1
-        self._parts += found.parts
-        for group in finder.named if found.tokens else ():
-            prompt.points[group.number] = sorted({*prompt.points.get(group.number, ()), found.tokens})
-        return self._hit(
-            looking.limit, found.tokens, found.parts, found.branch, found.remote_tokens, found.others
-        )
-
-    def _found(self, asked: Sequence[PartLookup]) -> list[Part]:
-        parts = []
-        for each in asked:
-            parts.append(each.part())
-            self._parts.append(parts[-1])
-            self._answered += 1
-        return parts
-
-    def _hit(
-        self,
-        limit: int,
-        tokens: int,
-        parts: Sequence[Part],
-        branch: int,
-        remote_tokens: int,
-        others: Sequence[Part | RemotePages],
-    ) -> Hit:
-        finder, hbm = self._finder, self._finder.hbm
+        """What was found; asks, if that was not done, and waits for it."""
+        if not self._asked:
+            self.ask(caller_receives=True)
+        found = self._found = self._request.found()
+        hbm = self._finder.hbm
         hit = Hit(
             hbm,
-            finder.backend,
-            finder.chunk_tokens,
-            tokens,
-            parts,
-            branch=branch,
-            remote_tokens=remote_tokens,
-            others=others,
+            self._finder.backend,
+            self._finder.chunk_tokens,
+            found.tokens,
+            found.parts,
+            branch=found.branch,
+            remote_tokens=found.remote_tokens,
+            others=found.others,
         )
         with hbm.lock:
             counters = hbm.counters
             counters.lookups += 1
-            counters.lookup_tokens += limit
+            counters.lookup_tokens += self._request.limit
             for label, count in hit.by_tier.items():
                 counters.hit_tokens[label] += count
         return hit
 
+    def give_up(self) -> None:
+        """Give back what is held for the answer, now or when it comes."""
+        if self._found is None:
+            self._request.give_up()
+        else:
+            for part in self._found.parts:
+                part.release()
+
+
+@dataclass(frozen=True, slots=True)
+class FoundHit:
+    """The longest hit that all groups support: ``parts`` are what it needs of each. Together with ``others``,
+    which other hosts seem to have, it would be ``remote_tokens`` longer."""
+
+    tokens: int
+    branch: int
+    parts: Sequence[Part]
+    remote_tokens: int = 0
+    others: Sequence[Part | RemotePages] = ()
+
 
 class PartLookup:
-    """The request for one group's pages, from the moment that it is asked to its answer. ``ends``: see
-    :class:`~tierstore.store.hit.Part`. ``gain``: see :func:`tierstore.lookup_all`."""
+    """The request for one group's pages, from the moment that it is asked to its answer. ``gain``: see
+    :func:`tierstore.lookup_all`."""
 
-    def __init__(
-        self,
-        finder: Finder,
-        group: Group,
-        request: LookupRequest,
-        *,
-        ends: Sequence[int] | None = None,
-        gain: int = 0,
-    ) -> None:
+    def __init__(self, finder: Finder, group: Group, request: LookupRequest, *, gain: int = 0) -> None:
+        self.limit = request.num_tokens
         self._finder = finder
         self._group = group
         self._request = request
-        self._ends = ends
         self._gain = gain
         self._asked: Sequence[int] = ()  # of named pages, those that the backend is asked for
         self.answer: Transfer[Lease | None] | None = None
@@ -333,8 +284,12 @@ class PartLookup:
             backend = self._finder.backend
             self.answer = backend.find(request, patience_s=patience_s, caller_receives=caller_receives)
 
-    def part(self) -> Part:
+    def found(self) -> FoundHit:
         """What was found; waits for it."""
+        part = self._part()
+        return FoundHit(part.tokens, part.tokens, [part], part.remote_tokens, [part])
+
+    def _part(self) -> Part:
         finder, request, group = self._finder, self._request, self._group
         hbm, backend = finder.hbm, finder.backend
         lease = self.answer.wait() if self.answer is not None else None
@@ -354,7 +309,7 @@ class PartLookup:
             with hbm.lock:
                 held = hbm.use_named(here, request, backend.lease_s)
             named = NamedMatch(here, self._asked, others)
-            return Part(hbm, backend, group, request, named, held, lease, finder.lookup_s, ends=self._ends)
+            return Part(hbm, backend, group, request, named, held, lease, finder.lookup_s)
         match, held = hbm.match(request, group.number), PageLease()
         if match.pages:
             with hbm.lock:
@@ -368,18 +323,6 @@ class PartLookup:
             lease = answer.wait()
             if lease is not None and lease.tokens:
                 self._finder.backend.release(lease)
-
-
-@dataclass(frozen=True, slots=True)
-class FoundHit:
-    """The longest hit that all groups support: ``parts`` are what it needs of each. Together with ``others``,
-    which other hosts seem to have, it would be ``remote_tokens`` longer."""
-
-    tokens: int
-    branch: int
-    parts: Sequence[Part]
-    remote_tokens: int = 0
-    others: Sequence[RemotePages] = ()
 
 
 class HitLookup:
@@ -469,6 +412,9 @@ class HitLookup:
             hbm.leases.release(self._held)
         there = [part for part in parts if part is not None]
         branch = branch if finder.chained else tokens
+        for group in finder.named if tokens else ():
+            points = self._prompt.points
+            points[group.number] = sorted({*points.get(group.number, ()), tokens})
         if found is None or not found.remote_tokens:
             return FoundHit(tokens, branch, there)
         others = [

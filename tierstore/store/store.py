@@ -164,10 +164,10 @@ class Store:
         """:meth:`lookup` for an event loop, which goes on meanwhile. (Loads and saves are awaitable.)"""
         lookup = self._begin(prompt, max_tokens, time.monotonic())
         try:
-            while (hit := lookup.ask()) is None:
-                for answer in lookup.answers:
-                    await answer
-            return hit
+            lookup.ask()
+            if lookup.answer is not None:
+                await lookup.answer
+            return lookup.hit()
         except BaseException:
             lookup.give_up()
             raise
@@ -602,9 +602,9 @@ def lookup_all(
     try:
         for store, prompt in wanted:  # the backend works on the first while the next is made
             lookup = store._begin(prompt, max_tokens, began, gain)
-            if len(lookups) >= _LOOKUPS_AT_ONCE:
-                for answer in lookups[-_LOOKUPS_AT_ONCE].answers:
-                    answer.wait()
+            before = lookups[-_LOOKUPS_AT_ONCE].answer if len(lookups) >= _LOOKUPS_AT_ONCE else None
+            if before is not None:
+                before.wait()
             lookups.append(lookup)
             lookup.ask(caller_receives=True)
         for lookup in lookups:
