@@ -12,7 +12,8 @@ from tests.tierstore.daemon.server.conftest import RunningDaemon
 from tierstore import Hint, UsageError
 from tierstore.client.backend import _part
 from tierstore.daemon.settings import Settings
-from tierstore.keys import Identity
+from tierstore.keys import Identity, encode_tokens
+from tierstore.store.prompts import PromptCache
 from tierstore.tiers.hbm import PagePool
 
 CHUNK = SPEC.chunk_tokens
@@ -116,7 +117,8 @@ def test_what_makes_no_sense_is_refused(running, store):
     from tierstore.wire import messages as p
 
     session = store.backend.connection.session
-    part = _part(session, store._request(A), None)
+    request = PromptCache(SPEC.chunk_tokens).request_of(store.identity, SPEC.page_bytes, encode_tokens(A))
+    part = _part(session, request, None)
     for hint, name in ((p.HintPart(-1.0), ""), (p.HintPart(None, "maybe"), ""), (None, "x" * 1000)):
         message = p.Reserve(0, part, 0, 1, hint, name)
         assert store.backend.connection.ask(message, p.Reserved) is None

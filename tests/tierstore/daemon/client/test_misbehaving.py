@@ -106,7 +106,8 @@ def test_a_hit_that_does_not_add_up_is_a_miss(fake, connect, answer):
     wait_until(lambda: [9] in [message.leases for message in daemon.of(Release)])
 
 
-def test_what_comes_too_late_is_given_back(fake, connect):
+def test_what_comes_too_late_is_given_back(fake, connect, monkeypatch):
+    monkeypatch.setattr("tierstore.client.backend._SAVE_S", 0.0)  # no longer than a lookup
     daemon = fake()
     daemon.answers |= {Lookup: slowly(0.4, found())}
     store = connect(daemon.url, lookup_s=0.2)

@@ -18,7 +18,7 @@ class Session:
 
 
 def question_of(remembered, tokens):
-    return remembered.request(remembered.prompt(IDENTITY, encode_tokens(tokens)))
+    return remembered.request_of(IDENTITY, SPEC.page_bytes, encode_tokens(tokens))
 
 
 def part_of(question, session, chunks=None):
@@ -39,7 +39,7 @@ def test_common_bytes(length):
 
 def test_prompts_that_begin_alike_have_the_keys_they_would_have_anyway():
     rng = random.Random(1)
-    remembered = PromptCache(16, 4096)
+    remembered = PromptCache(16)
     prompts = [[]]
     for _ in range(300):
         stem = rng.choice(prompts)
@@ -59,7 +59,7 @@ def test_prompts_that_begin_alike_have_the_keys_they_would_have_anyway():
 
 
 def test_a_named_prefix_is_referred_to_and_not_spelled_out():
-    remembered, session, other = PromptCache(16, 4096), Session(), Session()
+    remembered, session, other = PromptCache(16), Session(), Session()
     tokens = list(range(100))
     first = question_of(remembered, tokens)
     assert part_of(first, session).path == 0
@@ -81,7 +81,7 @@ def test_a_named_prefix_is_referred_to_and_not_spelled_out():
 def test_what_is_remembered_is_bounded(monkeypatch):
     monkeypatch.setattr("tierstore.store.prompts._MOST_PROMPTS", 10)
     monkeypatch.setattr("tierstore.store.prompts._MOST_BYTES", 4000)
-    remembered = PromptCache(16, 4096)
+    remembered = PromptCache(16)
     for n in range(100):
         remembered.remember(question_of(remembered, range(n, n + 20 + n)), None)
         assert len(remembered._order) <= 10

@@ -98,13 +98,10 @@ LISTENERS = ["ipc", "ipc arena", "ipc events", "tcp", "tcp http", "tcp events"]
 @pytest.mark.parametrize("where", LISTENERS)
 def test_a_flood_of_connections_keeps_nobody_out(daemon, where, said):
     held = []
-    refused = 0
-    while len(held) + refused < 10 * DESCRIPTORS:
-        try:
-            held.append(daemon.connect(where, timeout=0.05))  # a full backlog has no answer
+    for _ in range(10 * DESCRIPTORS):
+        with contextlib.suppress(OSError):  # hung up on, or no room in the backlog, which has no answer
+            held.append(daemon.connect(where, timeout=0.02))
             held[-1].sendall(said)
-        except OSError:  # hung up on, or no room in the backlog
-            refused += 1
         if len(held) > 600:  # there are limits to what this process may have, too
             held.pop(0).close()
     assert daemon.health() == 200
@@ -119,16 +116,13 @@ def test_a_flood_of_connections_keeps_nobody_out(daemon, where, said):
     assert len(daemon.log.read_text().splitlines()) < 200
 
 
-@pytest.mark.parametrize("where", LISTENERS)
-def test_a_silent_connection_is_hung_up_on(daemon, where):
-    silent = daemon.connect(where)
-    silent.settimeout(60)
+def test_silent_connections_are_hung_up_on(daemon):
     began = time.monotonic()
-    with contextlib.suppress(ConnectionResetError):
-        while silent.recv(4096):  # a greeting, or the arena
-            pass
+    for silent in [daemon.connect(where, timeout=60) for where in LISTENERS]:
+        with silent, contextlib.suppress(ConnectionResetError):
+            while silent.recv(4096):  # a greeting, or the arena
+                pass
     assert time.monotonic() - began < 30
-    silent.close()
 
 
 def test_pages_on_their_way_are_given_up_with_their_session(start, connect):
