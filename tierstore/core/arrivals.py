@@ -1,7 +1,8 @@
-"""Who waits for pages that somebody has promised to save: the commit that brings them wakes it, no clock.
+"""Who waits for pages that somebody writes, or has promised to save. The end of the write wakes it, no clock.
 
 A prompt is saved window by window, in steps that overtake one another. So a waiter names the first page that
-it lacks, is called when that one has come, looks at how far its prompt goes by then, and names the next.
+it lacks, is called when that one's write has ended, looks at how far its prompt goes by then, and names the
+next.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ PageName: TypeAlias = "tuple[bytes, PageKey]"
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """``look`` is called, holding no lock, when the page that it waits for may have come."""
+    """``look`` is called, holding no lock, when the write of its page has ended, well or not."""
 
     look: Callable[[], None]
     page: PageName | None = None
@@ -38,7 +39,7 @@ class Arrivals:
         return sum(map(len, self._waiting.values()))
 
     def wait_for(self, page: PageName, waiter: Waiter) -> None:
-        """Have ``waiter`` called, once, when ``page`` has been committed."""
+        """Have ``waiter`` called, once, when a write of ``page`` has ended."""
         self.forget(waiter)
         waiter.page = page
         self._waiting.setdefault(page, []).append(waiter)
@@ -52,14 +53,14 @@ class Arrivals:
             if page is not None and not others:
                 del self._waiting[page]
 
-    def committed(self, pages: Iterable[Page]) -> None:
-        """These have come. :meth:`wake` is to be called as soon as the lock is free."""
+    def ended(self, pages: Iterable[Page]) -> None:
+        """Writes of these have ended. :meth:`wake` is to be called as soon as the lock is free."""
         if self._waiting:
             for page in pages:
                 self._due += self._waiting.pop((page.identity, page.key), ())
 
     def wake(self) -> None:
-        """Call those whose page has come."""
+        """Call those whose page's write has ended."""
         if not self._due:  # whoever adds to it comes here afterwards
             return
         with self._lock:

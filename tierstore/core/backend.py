@@ -286,15 +286,18 @@ class LocalBackend:
             if client.ended:
                 return
             client.ended = True
-            self.writing.end()
+            waiting = self.writing.end()
             for lease in client.leases.values():
                 self._state.leases.release(lease.hold)
             client.leases.clear()
             client.paths.clear()
             expecting = list(client.expecting)
             self.core.client_ended(client)
-        for transfer in expecting:
-            transfer.cancel()
+        for expected in expecting:
+            expected.cancel()
+        for reserved in waiting:
+            reserved.cancel()
+        self.core.arrivals.wake()
 
     def close(self) -> None:
         self.end()

@@ -148,6 +148,10 @@ class PromptView(ABC):
         """Return the pages that pages from ``chunks`` on come behind, whether or not they have copies. None
         if they are not all in the tree."""
 
+    @abstractmethod
+    def in_tree(self, state: StoreState, chunks: range) -> Sequence[Page]:
+        """Return those pages of these chunks that are in the tree, whether or not they have copies."""
+
     # -- on disk (without the lock) -------------------------------------------------------------------
 
     @abstractmethod
@@ -281,6 +285,15 @@ class ChainView(PromptView):
         count = chunks - len(self.head)
         below = state.index.tree.descend(self._parent(state), self.keys[:count], self.tokens, self._width)
         return (*self.head, *below) if len(below) == count else None
+
+    def in_tree(self, state: StoreState, chunks: range) -> Sequence[Page]:
+        keys = self.keys[: max(chunks.stop - len(self.head), 0)]
+        tree = state.index.tree
+        pages = [*self.head, *tree.descend(self._parent(state), keys, self.tokens, self._width)]
+        if len(pages) == self.whole_chunks < chunks.stop:
+            tail = tree.child(pages[-1] if pages else self.root(state), *self.chunk(self.whole_chunks))
+            pages += [tail] if tail is not None else []
+        return pages[chunks.start : chunks.stop]
 
     def _findable(self, tokens: int) -> int:
         """How many of so many tokens can be found at all."""
@@ -448,6 +461,11 @@ class NamedView(PromptView):
 
     def first_pages(self, state: StoreState, chunks: int) -> Sequence[Page] | None:
         return ()
+
+    def in_tree(self, state: StoreState, chunks: range) -> Sequence[Page]:
+        root, child = self.root(state), state.index.tree.child
+        pages = [child(root, *self.chunk(at)) for at in chunks]
+        return [page for page in pages if page is not None]
 
     def _pages(self, state: StoreState) -> list[Page | None]:
         root, child = self.root(state), state.index.tree.child

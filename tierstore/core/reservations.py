@@ -20,6 +20,13 @@ from tierstore.keys import PageKey
 from tierstore.tiers.slabs import slot_bytes
 
 
+def being_written(page: Page) -> bool:
+    """Whether the page is nowhere yet but under a reservation, which may be given up."""
+    copy = page.copies[Tier.HOST]
+    filling = copy is not None and not copy.ready and not copy.damaged
+    return filling and page.copies[Tier.DISK] is None
+
+
 class _Branch:
     """The pages that a save goes along, one behind the other. In steps: in between, others have the lock."""
 
@@ -192,6 +199,8 @@ class ReservationBuilder:
             return None
         copy = page.copies[Tier.HOST]
         if copy is not None and not copy.damaged:
+            if being_written(page):
+                return None  # somebody has begun since the save has looked
             state.counters.already_stored_pages += 1
             return page
         place = self._slot(page, following)

@@ -1,7 +1,9 @@
 """Writing pages under a reservation.
 
 All is decided when a client reserves: which pages are new and which slots they get. A reservation is never
-taken back from a living client; what it may hold is bounded instead.
+taken back from a living client; what it may hold is bounded instead. A page that another reservation is
+about to write may yet be given up. So whoever reserves it, too, waits for the end of that first, and holds
+nothing meanwhile.
 """
 
 from __future__ import annotations
@@ -13,22 +15,24 @@ from typing import TypeVar
 
 from tierstore import copying, memory
 from tierstore.backend import Reservation, SaveHints
+from tierstore.core.arrivals import Waiter
 from tierstore.core.clients import Client, LocalReservation, Refusal
 from tierstore.core.core import Core
 from tierstore.core.lookups import Lookups
 from tierstore.core.prompts import PromptView
-from tierstore.core.reservations import ReservationBuilder
+from tierstore.core.reservations import ReservationBuilder, being_written
 from tierstore.errors import StoreClosedError
 from tierstore.index import Page
 from tierstore.index.leases import PageLease
 from tierstore.mover import Priority
-from tierstore.transfer import Transfer
+from tierstore.transfer import Transfer, TransferState
 
 _log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
 _AT_ONCE = 64  # pages decided under one hold of the lock: about a millisecond
+_MOST_WAITING = 64  # requests of one client, for others' writes
 _INLINE_BYTES = 64 << 10  # frames of less are copied on the caller's thread
 
 
@@ -41,6 +45,7 @@ class Writing:
         self._lookups = lookups
         self._owner = owner
         self._state = core.state
+        self._waiting: dict[Waiter, Transfer[Reservation | None]] = {}  # for others' writes
 
     def reserve(
         self,
@@ -51,17 +56,52 @@ class Writing:
         hints: SaveHints,
     ) -> Transfer[Reservation | None]:
         """See :meth:`~tierstore.backend.Backend.reserve`."""
+        granted: list[Transfer[Reservation | None]] = []
+
+        def settle(_: TransferState) -> Reservation | None:
+            with self._state.lock:
+                self._waiting.pop(waiter, None)
+                self.core.arrivals.forget(waiter)
+            return granted[0].wait() if granted else None
+
+        def look() -> None:
+            reserved = self._reserve(view, range(first, first + count), hints, waiter)
+            if reserved is not None:
+                granted.append(reserved)
+                reserved.on_end(transfer.finish)
+
+        def look_again() -> None:
+            try:
+                look()
+            except (StoreClosedError, Refusal) as error:
+                _log.debug("a request could not be done: %s", error)
+                transfer.finish()
+
+        waiter = Waiter(look_again)
+        transfer: Transfer[Reservation | None] = Transfer(settle, pages=0, nbytes=0)
+        look()
+        with self._state.lock:
+            if waiter.page is not None:
+                self._waiting[waiter] = transfer
+        return transfer
+
+    def _reserve(
+        self, view: PromptView, chunks: range, hints: SaveHints, waiter: Waiter
+    ) -> Transfer[Reservation | None] | None:
+        """Reserve pages. None where ``waiter`` has to wait first."""
         state = self._state
         with state.lock:
             if state.closed:
                 return Transfer.completed(None)
             self.core.forget_gone()
             look = self._lookups.may_be_on_disk(view)
-            if not look and count <= _AT_ONCE:
-                return Transfer.completed(
-                    self._begin(view, first, count, hints).result(self.core.arena_address)
-                )
-        return self._work(partial(self._reserve_in_steps, view, first, count, hints, look=look), None)
+            written = next(filter(being_written, view.in_tree(state, chunks)), None)
+            if written is not None and len(self._waiting) < _MOST_WAITING:
+                self.core.arrivals.wait_for((written.identity, written.key), waiter)
+                return None
+            if not look and len(chunks) <= _AT_ONCE:
+                return Transfer.completed(self._begin(view, chunks, hints).result(self.core.arena_address))
+        return self._work(partial(self._reserve_in_steps, view, chunks, hints, look=look), None)
 
     def write(self, reservation: Reservation, first: int, frames: Sequence[memoryview]) -> Transfer[bool]:
         """The bytes of positions ``first …`` have come in ``frames``. They are copied on the mover's threads;
@@ -82,6 +122,7 @@ class Writing:
                 reservation.copying -= 1
                 if reservation.ended:
                     self._give_up(reservation)
+            self.core.arrivals.wake()
 
         if sum(frame.nbytes for frame in frames) <= _INLINE_BYTES:
             copy(frames)
@@ -117,9 +158,10 @@ class Writing:
     def abort(self, reservation: Reservation) -> None:
         with self._state.lock:
             self._abort(reservation)
+        self.core.arrivals.wake()
 
     def _reserve_in_steps(
-        self, view: PromptView, first: int, count: int, hints: SaveHints, *, look: bool
+        self, view: PromptView, chunks: range, hints: SaveHints, *, look: bool
     ) -> Reservation | None:
         state = self._state
         hold = PageLease()
@@ -129,7 +171,7 @@ class Writing:
             with state.lock:
                 if view.head_left:
                     self._lookups.spell_out(view)
-                builder = self._begin(view, first, count, hints)
+                builder = self._begin(view, chunks, hints)
             while builder.unfinished:
                 state.yield_lock()
                 with state.lock:
@@ -140,7 +182,7 @@ class Writing:
             with state.lock:
                 state.leases.release(hold)
 
-    def _begin(self, view: PromptView, first: int, count: int, hints: SaveHints) -> ReservationBuilder:
+    def _begin(self, view: PromptView, chunks: range, hints: SaveHints) -> ReservationBuilder:
         """Begin to find or make pages and to give slots to the new ones. Under the lock."""
         state = self._state
         registration = view.registration
@@ -151,11 +193,11 @@ class Writing:
             self._owner,
             self.client,
             view,
-            range(first, first + count),
+            chunks,
             reserve_bytes=self.core.reserve_bytes,
             hints=hints,
         )
-        tokens = min(first + count, view.whole_chunks) * view.chunk_tokens
+        tokens = min(chunks.stop, view.whole_chunks) * view.chunk_tokens
         self.core.curve.saved(view.all_keys(), tokens, view.chunk_tokens, registration.page_bytes)
         self._step(builder)
         return builder
@@ -190,7 +232,7 @@ class Writing:
             page.checksum = checksums[position]
             committed.append(page)
         state.fills.complete(committed)
-        self.core.arrivals.committed(committed)
+        self.core.arrivals.ended(committed)
         state.counters.saved_pages += len(committed)
         if self.core.write_behind is not None:
             if self.core.write_worth(self.client.tenant).is_given():
@@ -217,6 +259,7 @@ class Writing:
 
     def _free(self, pages: Sequence[Page]) -> None:
         self._state.fills.give_up(reversed(pages))
+        self.core.arrivals.ended(pages)
         self._state.counters.not_stored_pages += len(pages)
 
     def _work(self, work: Callable[[], R], otherwise: R) -> Transfer[R]:
@@ -237,8 +280,10 @@ class Writing:
         self.core.threads.submit(task).add_done_callback(lambda _: transfer.finish())
         return transfer
 
-    def end(self) -> None:
-        """The client has gone: take its reservations back. Under the lock."""
+    def end(self) -> list[Transfer[Reservation | None]]:
+        """The client has gone: take its reservations back. Under the lock. Return what waits for others'
+        writes: cancel that, and call :meth:`Arrivals.wake`, as soon as the lock is free."""
         for reservation in list(self.client.reservations.values()):
             self._end(reservation)
             self._give_up(reservation)
+        return list(self._waiting.values())

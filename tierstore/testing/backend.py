@@ -329,6 +329,28 @@ class BackendTests:
             backend.abort(reservation)
         assert self.find(backend, request).tokens == 0
 
+    @pytest.mark.parametrize("committed", [True, False], ids=["committed", "given up"])
+    def test_pages_that_are_being_written_are_waited_for(
+        self, backend: Backend, identity: Identity, committed: bool
+    ) -> None:
+        """They count as saved when they are, and are wanted of whoever waits when they are given up."""
+        request, content = request_of(identity, TOKENS), pages_of(TOKENS)
+        writing = self.reserve(backend, request.cut(3 * CHUNK), 0, 3)
+        waiting = backend.reserve(request, 0, 5)
+        assert not waiting.done
+        if committed:
+            backend.commit(writing, self.write(backend, writing, content)).wait(_WAIT_S)
+        else:
+            backend.abort(writing)
+        reserved = waiting.wait(_WAIT_S)
+        assert reserved is not None
+        assert list(reserved.positions) == ([3, 4] if committed else [0, 1, 2, 3, 4])
+        assert reserved.stored_tokens == len(TOKENS)
+        backend.commit(reserved, self.write(backend, reserved, content)).wait(_WAIT_S)
+        lease = self.find(backend, request)
+        assert self.read(backend, lease, 0, 5) == content
+        backend.release(lease)
+
     def test_pages_that_are_there_are_not_wanted_again(self, backend: Backend, identity: Identity) -> None:
         request, content = request_of(identity, TOKENS), pages_of(TOKENS)
         self.save(backend, request, content)

@@ -89,9 +89,10 @@ class ServiceMachine(RuleBasedStateMachine):
             self.ask(session, p.Register(0, asdict(identity), PAGE, CHUNK))
         return session
 
-    def ask(self, session, message):
+    def ask(self, session, message, meanwhile=lambda: None):
         answer = self.service.handle(session, message)
         if inspect.isawaitable(answer):
+            meanwhile()
 
             async def wait():
                 return await answer
@@ -198,7 +199,14 @@ class ServiceMachine(RuleBasedStateMachine):
         first = min(first, chunks)
         count = min(count, chunks - first)
         asked = self.described(session, prompt, use_path)
-        reserved = self.ask(session, p.Reserve(0, asked, first, count))
+        written = self.being_written(prompt, first, count)
+        reserved = self.ask(
+            session,
+            p.Reserve(0, asked, first, count),
+            meanwhile=lambda: [self.end(number) for number in written],
+        )
+        if any(number in self.reservations for number in written):  # it has not waited for them
+            assert isinstance(reserved, p.Refused)
         if isinstance(reserved, p.Refused):
             assert reserved.kind == "path", reserved
             del self.paths[asked.path]
@@ -218,6 +226,26 @@ class ServiceMachine(RuleBasedStateMachine):
         self.reserve(who, spec, 0, 99, False)
         for number in set(self.reservations) - before:
             self._commit(number, positions(self.reservations[number][3]))
+
+    def being_written(self, prompt, first, count):
+        """The reservations that hold one of these pages."""
+        asked = self.names(prompt, range(first, first + count))
+        return [
+            number
+            for number, (_, other, start, reserved) in self.reservations.items()
+            if asked & self.names(other, (start + position for position in positions(reserved)))
+        ]
+
+    def names(self, prompt, chunks):
+        return {(prompt.identity, tuple(prompt.tokens[: (at + 1) * CHUNK].tolist())) for at in chunks}
+
+    def end(self, number):
+        """Commit a reservation, or abort it."""
+        if number % 2:
+            self._commit(number, positions(self.reservations[number][3]))
+        else:
+            session, *_ = self.reservations.pop(number)
+            self.ask(session, p.Abort(number))
 
     @rule(which=st.integers(0, 99), left_out=st.sets(st.integers(0, 8)))
     def commit(self, which, left_out):
