@@ -60,8 +60,8 @@ class KnownPrompt:
 class LookupRequest:
     """A prompt as it was when somebody asked: it may grow meanwhile. Its tokens are the first ``nbytes`` of
     ``data`` (copying a long prompt costs more than matching it), ``keys`` are those of its full chunks. The
-    first ``common`` chunks are also those of ``known``. Chunks that are ``loose`` follow nothing: each is
-    found, leased and saved by its own key (:meth:`~tierstore.keys.Prompt.loose_pages`). Each page of it has
+    first ``common`` chunks are also those of ``known``. Chunks that are ``named`` follow nothing: each is
+    found, leased and saved by its own key (:meth:`~tierstore.keys.Prompt.named_pages`). Each page of it has
     ``page_bytes`` bytes."""
 
     identity: Identity
@@ -72,10 +72,10 @@ class LookupRequest:
     keys: list[PageKey]
     known: KnownPrompt | None = None
     common: int = 0
-    loose: bool = False
-    depth: int = 0  # of the first loose chunk: how many pages come before it in its prompt
+    named: bool = False
+    depth: int = 0  # of the first named chunk: how many pages come before it in its prompt
     gain: int = 0
-    """Of loose chunks: tokens of a prompt that need not be computed if those that are lacking here come from
+    """Of named chunks: tokens of a prompt that need not be computed if those that are lacking here come from
     other hosts. Where that is enough, it is found out whether these have them."""
 
     @property
@@ -121,8 +121,8 @@ class LookupRequest:
         )
 
     def part(self, chunks: Sequence[int]) -> LookupRequest:
-        """Some of its chunks, where they are loose."""
-        assert self.loose, "chunks of a prompt are nothing without those before them"
+        """Some of its chunks, where they are named."""
+        assert self.named, "chunks of a prompt are nothing without those before them"
         data = b"".join([self.chunk(chunk) for chunk in chunks])
         keys = [self.keys[chunk] for chunk in chunks]
         depth = self.depth + chunks[0] if chunks else 0
@@ -133,13 +133,13 @@ class LookupRequest:
             data,
             len(data),
             keys,
-            loose=True,
+            named=True,
             depth=depth,
         )
 
     def found(self, lease: Lease) -> LookupRequest:
         """What of it a lease is on."""
-        return self.part(lease.positions) if self.loose else self.cut(lease.tokens)
+        return self.part(lease.positions) if self.named else self.cut(lease.tokens)
 
     def handle_of(self, owner: object, chunks: int | None = None) -> PrefixHandle | None:
         """The handle that ``owner`` gave for a prefix of this prompt, for at most ``chunks`` chunks (None: as
@@ -181,7 +181,7 @@ class Lease:
     """The backend holds the first ``pages`` pages of a prompt (``tokens`` tokens) until ``ends`` on the
     store's clock, or until :meth:`Backend.release`. ``runs`` are their tiers: (``host`` or ``disk``, pages),
     in prefix order. ``handle`` may stand for them in later requests. One with no tokens holds nothing. Of
-    loose chunks, ``positions`` are those that it holds."""
+    named chunks, ``positions`` are those that it holds."""
 
     number: int
     tokens: int
@@ -193,7 +193,7 @@ class Lease:
     remote_tokens: int = 0
     """Behind these, of other hosts' pages: :meth:`Backend.bring` may have them come. A hint."""
     remote_positions: Sequence[int] = ()
-    """Likewise of loose chunks: those that are not held, and other hosts seem to have."""
+    """Likewise of named chunks: those that are not held, and other hosts seem to have."""
     page_bytes: int = 0  # of each of its pages
 
     def run_at(self, position: int) -> tuple[str, int]:
@@ -253,7 +253,7 @@ class HitRequest:
         keys = [PageKey(name[:KEY_BYTES]) for name in names]
         known = group.registration
         return LookupRequest(
-            known.identity, known.page_bytes, self.chunk_tokens, data, len(data), keys, loose=True
+            known.identity, known.page_bytes, self.chunk_tokens, data, len(data), keys, named=True
         )
 
     def _chunk(self, index: int) -> bytes:
@@ -396,7 +396,7 @@ class Backend(Protocol):
         """Whether pages of other hosts can be brought at all."""
 
     def bring(self, request: LookupRequest, first: int, count: int, *, wait_s: float) -> Transfer[int]:
-        """Have whole chunks ``first … first + count`` of a prompt, or loose ones, come into host memory from
+        """Have whole chunks ``first … first + count`` of a prompt, or named ones, come into host memory from
         other hosts. How many came, one behind the other, in ``wait_s`` seconds; then they are found like any
         others."""
 

@@ -85,13 +85,13 @@ def _expect_all(done: list[bool]) -> None:
 
 
 def asked(url: str) -> dict[str, float]:
-    """Milliseconds of a query about 1,563 pages that are there, as loose pages and as a chain."""
+    """Milliseconds of a query about 1,563 pages that are there, as named pages and as a chain."""
     spec = KVSpec.opaque(4096, chunk_tokens=64, hashed=True)
     tokens = list(range(ASKED * 64))
     with tierstore.connect(url, spec) as store:
         assert store.wait_connected(60)
-        loose = pages_named(store.identity, names(99, ASKED), 64)
-        prompts: dict[str, list[int] | Prompt] = {"chained": tokens, "loose": loose}
+        named = pages_named(store.identity, names(99, ASKED), 64)
+        prompts: dict[str, list[int] | Prompt] = {"chained": tokens, "named": named}
         took: dict[str, list[float]] = {}
         for name, prompt in prompts.items():
             store.save(prompt, [bytes(4096)] * ASKED).wait()

@@ -316,7 +316,7 @@ class RemoteBackend:
             found.tiers,
             ends,
             handle,
-            range(pages) if request.loose else (),
+            range(pages) if request.named else (),
             page_bytes=request.page_bytes,
             session=session,
             request=request,
@@ -433,14 +433,14 @@ class RemoteBackend:
         pages = -(-found.tokens // request.chunk_tokens)
         sound = 0 <= found.tokens <= request.num_tokens and sum(count for _, count in found.tiers) == pages
         positions = numbers(found.positions, "<u4").tolist()
-        if request.loose:
+        if request.named:
             in_order = sorted(set(positions)) == positions and positions[-1:] < [request.num_chunks]
             sound = sound and len(positions) == pages and in_order
         handle = PrefixHandle(session, found.path, found.known) if found.path and found.known > 0 else None
         held = found.tokens // request.chunk_tokens if sound else 0
         remote = min(max(found.remote, 0), len(request.keys) - held) * request.chunk_tokens
         others: list[int] = []
-        if request.loose:
+        if request.named:
             remote = 0
             there = set(numbers(found.remote_positions, "<u4").tolist()).difference(positions)
             others = [at for at in range(request.num_chunks) if at in there]
@@ -455,7 +455,7 @@ class RemoteBackend:
             found.tiers,
             at + session.lease_s,
             handle,
-            positions if request.loose else (),
+            positions if request.named else (),
             remote,
             others,
             request.page_bytes,
@@ -845,7 +845,7 @@ def _part(session: Session, request: LookupRequest, handle: PrefixHandle | None)
     if handle is None or not handle.chunks:
         keys = b"".join(request.keys)
         tokens = request.tokens_from(0)
-        return messages.PromptPart(identity, keys, tokens, known=request.depth, loose=request.loose)
+        return messages.PromptPart(identity, keys, tokens, known=request.depth, named=request.named)
     keys = b"".join(request.keys[handle.chunks :])
     return messages.PromptPart(
         identity, keys, request.tokens_from(handle.chunks), handle.number, handle.chunks

@@ -124,7 +124,7 @@ class Agent:
 
     def _look(self, order: o.Look) -> o.Looked:
         objects = _objects(order.pages, self._secret)
-        if not order.pages.loose:
+        if not order.pages.named:
             objects = objects[order.first : order.first + _MOST_NAMES]
             there = self._pool.exists([each.name for each in objects]) if objects else []
             return o.Looked(order.id, [*there, False].index(False))
@@ -170,8 +170,8 @@ class Agent:
                 counts["damaged_pages"] += 1
                 self._pool.remove(part[good].name)
             if good:
-                # Loose pages are saved by themselves, those of a chain behind the ones before them.
-                start = first if pages.loose else 0
+                # Named pages are saved by themselves, those of a chain behind the ones before them.
+                start = first if pages.named else 0
                 prompt = _prompt(pages, range(start, first + good))
                 saved = self._stores.of(pages).save_from(prompt, source, good, first=first - start)
                 with suppress(TimeoutError):
@@ -253,7 +253,7 @@ class Agent:
         store = self._stores.of(pages)
         with store.lookup(_prompt(pages, range(count))) as hit:
             whole = hit.tokens // pages.chunk_tokens
-            held = [objects[at] for at in (hit.positions if pages.loose else range(whole))]
+            held = [objects[at] for at in (hit.positions if pages.named else range(whole))]
             wanted = {each.name for each in missing}
             for first, run in _runs(held, wanted, self._staging):
                 began = time.monotonic()
@@ -375,18 +375,18 @@ def _objects(pages: o.PromptPages, secret: bytes) -> list[PageObject]:
         prompt.keys,
         list(prompt.chunks()),
         secret=secret,
-        loose=pages.loose,
+        named=pages.named,
     )
 
 
 def _prompt(pages: o.PromptPages, chunks: range | None = None) -> Prompt:
-    """These of its chunks (None: all); the first ones, unless they are loose."""
+    """These of its chunks (None: all); the first ones, unless they are named."""
     chunks = range(len(pages.keys) // KEY_BYTES) if chunks is None else chunks
     width = pages.chunk_tokens * TOKEN_BYTES
     tokens = pages.tokens[chunks.start * width : chunks.stop * width]
     keys = [PageKey(pages.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]) for at in chunks]
     identity = Identity(**pages.identity)
-    if not pages.loose:
+    if not pages.named:
         return Prompt.with_keys(identity, tokens, keys, chunk_tokens=pages.chunk_tokens)
     before = pages.depth + chunks.start
     return Prompt.with_names(identity, tokens, keys, chunk_tokens=pages.chunk_tokens, pages_before=before)

@@ -3,7 +3,7 @@
     proof₋₁ = SHA-256("tierstore page 1\\0" ‖ secret ‖ identity)
     proofᵢ  = SHA-256(proofᵢ₋₁ ‖ keyᵢ ‖ tokensᵢ)
 
-A loose page follows nothing: its proof is that of a first page, below a root of its own
+A named page follows nothing: its proof is that of a first page, below a root of its own
 (``tierstore loose page 1\\0``), so none is ever taken for the other. Its depth is 0.
 
 A page's name is ``ts1:`` and the first 40 hex digits of its proof. The keys are in it because opaque pages
@@ -25,7 +25,7 @@ HEADER_BYTES = 128
 
 _MAGIC = b"tspage1\0"
 _CHAIN = b"tierstore page 1\0"
-_LOOSE = b"tierstore loose page 1\0"
+_NAMED = b"tierstore loose page 1\0"
 _FIELDS = struct.Struct("<8sQIIQ32s32s")  # magic, page_bytes, chunk_tokens, depth, XXH3, identity, proof
 _MAC_BYTES = HEADER_BYTES - _FIELDS.size
 
@@ -46,11 +46,11 @@ def proofs(identity: bytes, chunks: Iterable[tuple[bytes, bytes]], *, secret: by
     return made
 
 
-def loose_proofs(
+def named_proofs(
     identity: bytes, chunks: Iterable[tuple[bytes, bytes]], *, secret: bytes = b""
 ) -> list[bytes]:
-    """The proof of each of these loose pages, whatever else is among them."""
-    root = hashlib.sha256(_LOOSE + secret + identity).digest()
+    """The proof of each of these named pages, whatever else is among them."""
+    root = hashlib.sha256(_NAMED + secret + identity).digest()
     return [hashlib.sha256(root + key + tokens).digest() for key, tokens in chunks]
 
 
@@ -60,7 +60,7 @@ def object_name(proof: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PageObject:
-    """A page in the pool. ``depth`` counts the pages before it; a loose one has none."""
+    """A page in the pool. ``depth`` counts the pages before it; a named one has none."""
 
     identity: bytes
     page_bytes: int
@@ -94,12 +94,12 @@ def page_objects(
     chunks: Sequence[bytes],
     *,
     secret: bytes = b"",
-    loose: bool = False,
+    named: bool = False,
 ) -> list[PageObject]:
-    """Those of a prompt's whole chunks, from its beginning on, or of ``loose`` ones."""
-    prove = loose_proofs if loose else proofs
+    """Those of a prompt's whole chunks, from its beginning on, or of ``named`` ones."""
+    prove = named_proofs if named else proofs
     made = prove(identity, zip(keys, chunks, strict=True), secret=secret)
     return [
-        PageObject(identity, page_bytes, chunk_tokens, 0 if loose else at, proof)
+        PageObject(identity, page_bytes, chunk_tokens, 0 if named else at, proof)
         for at, proof in enumerate(made)
     ]

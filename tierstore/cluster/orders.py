@@ -17,7 +17,7 @@ class Order(msgspec.Struct, tag=True, array_like=True):
 
 class PromptPages(msgspec.Struct, array_like=True):
     """The whole chunks of a prompt, from its beginning on: 16 bytes of ``keys`` and ``chunk_tokens`` uint32
-    of ``tokens`` for each. ``loose``: chunks that follow nothing, ``depth`` chunks behind the prompt's
+    of ``tokens`` for each. ``named``: chunks that follow nothing, ``depth`` chunks behind the prompt's
     beginning."""
 
     identity: IdentityFields
@@ -25,7 +25,7 @@ class PromptPages(msgspec.Struct, array_like=True):
     chunk_tokens: int
     keys: Payload
     tokens: Payload
-    loose: bool = False
+    named: bool = False
     depth: int = 0
 
 
@@ -43,7 +43,7 @@ class Begin(Order):
 
 
 class Look(Order):
-    """How many chunks from ``first`` on, one behind the other, the pool seems to have; of loose ones,
+    """How many chunks from ``first`` on, one behind the other, the pool seems to have; of named ones,
     which."""
 
     id: int
@@ -90,7 +90,7 @@ class Away(Order):
 
 
 class Looked(Order):
-    """``there``: of loose chunks, the places (uint32, ascending) of those that are."""
+    """``there``: of named chunks, the places (uint32, ascending) of those that are."""
 
     id: int
     chunks: int

@@ -152,7 +152,7 @@ class Cluster:
         return min(looked.chunks, view.whole_chunks - first) if looked is not None else 0
 
     async def look_for(self, view: PromptView, gain: int) -> Sequence[int]:
-        """Which of these loose chunks the pool seems to have, where a prompt gains ``gain`` tokens by them.
+        """Which of these named chunks the pool seems to have, where a prompt gains ``gain`` tokens by them.
         Waits ``look_s`` at most."""
         looked = await self._look(view, 0, gain) if view.whole_chunks else None
         if not isinstance(looked, o.Looked) or len(looked.there) % 4:
@@ -275,7 +275,7 @@ class Cluster:
             self._publish(view, chunks)
 
     def committed(self, view: PromptView, chunks: int) -> None:
-        """The first ``chunks`` of a prompt are here (of loose ones, some of them), and others are to have
+        """The first ``chunks`` of a prompt are here (of named ones, some of them), and others are to have
         them: see :meth:`publishes`."""
         self._publish(view, chunks)
 
@@ -296,7 +296,7 @@ def _nothing() -> None:
 
 
 def _key(view: PromptView, chunk: int) -> tuple[bytes, bytes]:
-    """What a prompt up to one of its chunks is known by; of loose chunks, which stand for themselves, all."""
+    """What a prompt up to one of its chunks is known by; of named chunks, which stand for themselves, all."""
     digest = view.registration.identity.digest
     return digest, hashlib.sha256(b"".join(view.keys)).digest() if view.named else view.chunk(chunk)[0]
 

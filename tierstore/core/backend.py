@@ -102,7 +102,7 @@ class LocalBackend:
         if isinstance(request, PromptView):
             return request
         registration = self._known(request.registration)
-        if request.loose:
+        if request.named:
             return NamedView(registration, request.keys, request.tokens_from(0), depth=request.depth)
         return self._chain(registration, request, handle or request.handle_of(self))
 

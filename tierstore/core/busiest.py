@@ -78,7 +78,7 @@ def busiest(state: StoreState, identities: Mapping[bytes, Identity], count: int)
 
 
 def _found_below(state: StoreState, page: Page) -> Sequence[Page]:
-    # Loose pages are all children of one root, hundreds of thousands of them: a copy is quick, a look at each
+    # Named pages are all children of one root, hundreds of thousands of them: a copy is quick, a look at each
     # is not, and saves and lookups wait for the lock.
     with state.lock:
         children = list(page.children.values())

@@ -822,9 +822,9 @@ def _view(session: Session, part: p.PromptPart) -> PromptView:
     if not 0 <= part.known <= p.MAX_CHUNKS or part.known + whole > p.MAX_CHUNKS:
         raise Refusal("usage", f"a prompt has {p.MAX_CHUNKS} chunks at most")
     keys = cast(Sequence[PageKey], struct.unpack(f"{KEY_BYTES}s" * whole, part.keys))
-    if part.loose and not (registration.identity.whole_pages and len(part.tokens) == whole * width):
-        raise Refusal("usage", "loose pages are whole, and of a layout whose pages are found whole")
-    if part.loose:
+    if part.named and not (registration.identity.whole_pages and len(part.tokens) == whole * width):
+        raise Refusal("usage", "named pages are whole, and of a layout whose pages are found whole")
+    if part.named:
         return NamedView(registration, keys, part.tokens, depth=part.known)
     if not part.path:
         return ChainView(registration, keys, part.tokens)

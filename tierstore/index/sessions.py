@@ -5,7 +5,7 @@ saved it first, until anybody else saves it or a page behind it; then it belongs
 end makes it leave. So a system prompt stays, however many of the conversations below it are over.
 
 Remembered are, of each session, the last pages that it has come to: the pages before them are their parents.
-Loose pages have no parents, and are remembered one by one.
+Named pages have no parents, and are remembered one by one.
 What is not remembered is not told: pages that have been unloaded (they are old, and on disk), the sessions
 that were not heard of for an hour when there are too many, and all of it after a restart. Nothing here holds
 a page.

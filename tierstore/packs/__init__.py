@@ -23,7 +23,7 @@ chunk is left out (what lies behind its tokens in a page may be another prompt's
 the keys that their engine gave them.
 
 **Layer groups.** Of a model of several, each has a pack with an identity of its own; they lie one behind the
-other in one file, by one signer, and the first says which follow. Pages of windows and states are loose
+other in one file, by one signer, and the first says which follow. Pages of windows and states are named
 there, as in the store.
 
 ::

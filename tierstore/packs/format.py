@@ -62,14 +62,14 @@ class PackError(TierStoreError):
 
 class PackedPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A prompt of whole chunks. Its first ``shared`` chunks are also those of prompt ``like``, an earlier
-    one, and their pages are there; the pages of the others follow one another in the pack. ``loose``: its
+    one, and their pages are there; the pages of the others follow one another in the pack. ``named``: its
     pages follow nothing (:meth:`Prompt.with_names`)."""
 
     tokens: _Bytes
     keys: _Bytes
     like: int = -1
     shared: int = 0
-    loose: bool = False
+    named: bool = msgspec.field(default=False, name="loose")  # as packs of earlier versions call it
 
     @property
     def chunks(self) -> int:
@@ -114,17 +114,17 @@ class Manifest:
         hash: PageHash = PageHash.SHA256,
         following: Sequence[Identity] = (),
     ) -> Manifest:
-        """A manifest of the whole chunks of ``prompts``, chains or loose pages all of them. A beginning that
-        one has in common with an earlier one is in the pack once, and so is a loose page. Raises
+        """A manifest of the whole chunks of ``prompts``, chains or named pages all of them. A beginning that
+        one has in common with an earlier one is in the pack once, and so is a named page. Raises
         :class:`UsageError` for prompts without a whole chunk, or not of one identity."""
         if any(
             prompt.identity != prompts[0].identity or prompt.named != prompts[0].named for prompt in prompts
         ):
-            raise UsageError("the prompts of a pack are of one identity, and chains or loose pages")
-        loose = bool(prompts) and prompts[0].named
-        if loose and hash is PageHash.SHA256:
-            raise UsageError("packs of loose pages, and of several layer groups, have the hash blake3")
-        packed = _loose(prompts) if loose else _chains(prompts, spec.chunk_tokens * TOKEN_BYTES)
+            raise UsageError("the prompts of a pack are of one identity, and chains or named pages")
+        named = bool(prompts) and prompts[0].named
+        if named and hash is PageHash.SHA256:
+            raise UsageError("packs of named pages, and of several layer groups, have the hash blake3")
+        packed = _named(prompts) if named else _chains(prompts, spec.chunk_tokens * TOKEN_BYTES)
         if not packed:
             raise UsageError(
                 f"nothing to pack: there is no prompt of at least {spec.chunk_tokens} tokens held"
@@ -188,14 +188,14 @@ class Manifest:
 
     def prompt(self, number: int) -> Prompt:
         packed = self.prompts[number]
-        make = Prompt.with_names if packed.loose else Prompt.with_keys
+        make = Prompt.with_names if packed.named else Prompt.with_keys
         return make(self.identity, packed.tokens, _keys(packed.keys), chunk_tokens=self.spec.chunk_tokens)
 
     def pages_to_find(self, run: Run) -> tuple[Prompt, int]:
         """What a store is asked for to find the pages of a run, and the chunk of it that is the first of
-        them: the prompt, or of loose pages those and no others."""
+        them: the prompt, or of named pages those and no others."""
         packed = self.prompts[run.prompt]
-        if not packed.loose:
+        if not packed.named:
             return self.prompt(run.prompt), run.chunk
         width, stop = self.spec.chunk_tokens * TOKEN_BYTES, run.chunk + run.count
         tokens = packed.tokens[run.chunk * width : stop * width]
@@ -274,8 +274,8 @@ class Head:
             raise PackError(f"the pack is damaged: its index cannot be read ({error})") from error
         except (SpecError, UsageError) as error:
             raise PackError(f"the pack's pages have a layout of another version: {error}") from error
-        if self.hash is PageHash.SHA256 and any(prompt.loose for prompt in decoded.prompts):
-            raise PackError("the pack is damaged: there are no loose pages in version 1")
+        if self.hash is PageHash.SHA256 and any(prompt.named for prompt in decoded.prompts):
+            raise PackError("the pack is damaged: there are no named pages in version 1")
         _check_prompts(identity, spec, decoded.prompts)
         manifest = Manifest(identity, spec, tuple(decoded.prompts), self.signer, self.hash, tuple(following))
         if (manifest.pages, manifest.page_bytes, len(following)) != (
@@ -350,12 +350,12 @@ def _chains(prompts: Sequence[Prompt], width: int) -> list[PackedPrompt]:
     return packed
 
 
-def _loose(prompts: Sequence[Prompt]) -> list[PackedPrompt]:
-    """The loose pages of all prompts, each once."""
+def _named(prompts: Sequence[Prompt]) -> list[PackedPrompt]:
+    """The named pages of all prompts, each once."""
     pages = {
         key: chunk for prompt in prompts for key, chunk in zip(prompt.keys, prompt.chunks(), strict=True)
     }
-    return [PackedPrompt(b"".join(pages.values()), b"".join(pages), loose=True)] if pages else []
+    return [PackedPrompt(b"".join(pages.values()), b"".join(pages), named=True)] if pages else []
 
 
 def _common(tokens: bytes, keys: bytes, other: PackedPrompt, width: int) -> int:
@@ -377,12 +377,12 @@ def _check_prompts(identity: Identity, spec: KVSpec, prompts: Sequence[PackedPro
             and len(prompt.tokens) == prompt.chunks * width
             and 0 <= prompt.shared < prompt.chunks
             and (0 <= prompt.like < number if prompt.shared else prompt.like == -1)
-            and (not prompt.loose or (identity.whole_pages and not prompt.shared))
+            and (not prompt.named or (identity.whole_pages and not prompt.shared))
         )
         if fits and prompt.shared:
             other, shared = prompts[prompt.like], prompt.shared
             fits = other.chunks >= shared and (
-                not other.loose
+                not other.named
                 and prompt.tokens[: shared * width] == other.tokens[: shared * width]
                 and prompt.keys[: shared * KEY_BYTES] == other.keys[: shared * KEY_BYTES]
             )

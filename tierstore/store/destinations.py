@@ -107,11 +107,11 @@ class IntoHbm(PartLoad):
         hbm, request = self.hbm, self.part.request
         root = page = hbm.root(request, self._group)
         for position, key in enumerate(request.keys[: self.pages]):
-            page = hbm.index.add(root if request.loose else page, key, request.chunk(position))
+            page = hbm.index.add(root if request.named else page, key, request.chunk(position))
             self._pages_of.append(page)
             if position >= self.first:
                 self._arrived[position] = self._share(position)
-        self._kept = self._pages_of if request.loose else self._pages_of[-1:]
+        self._kept = self._pages_of if request.named else self._pages_of[-1:]
         for page in self._kept:
             hbm.index.hold(page)
         local = []

@@ -164,25 +164,25 @@ class HbmTier:
         Returns the pages by position, each under a lease for whoever copies it; fewer when one cannot be
         held, and then nothing behind it either. ``tail_key`` is that of the partial tail. Takes the lock."""
         held: dict[int, Page] = {}
-        tracker = HintTracker(self.sessions, hints.hint, hints.session, named=request.loose)
+        tracker = HintTracker(self.sessions, hints.hint, hints.session, named=request.named)
         with self.lock, self._let_go_on_error(held):
             self.require_open()
             root = page = self.root(request, group)
-            for chunk in range(first if request.loose else 0, first + len(source.hbm_pages)):
+            for chunk in range(first if request.named else 0, first + len(source.hbm_pages)):
                 if chunk >= len(request.keys) and request.identity.whole_pages:
                     break  # it could never be found
                 key = request.keys[chunk] if chunk < len(request.keys) else tail_key
                 assert key is not None, "a prompt with a partial tail has a key for it"
                 if chunk == first:
                     tracker.begin(page)
-                page = self.index.add(root if request.loose else page, key, request.chunk(chunk))
+                page = self.index.add(root if request.named else page, key, request.chunk(chunk))
                 if chunk >= first:
                     tracker.comes_to(page)
                     if not self._publish_or_read(page, source, chunk - first):
                         self.index.prune(page)
                         break
                     held[chunk - first] = page
-            if request.loose:
+            if request.named:
                 depths = {page: request.depth + first + at for at, page in held.items()}
                 self.index.touch_named(depths, hit=False)
             else:

@@ -95,7 +95,7 @@ class Part:
 
     @property
     def named(self) -> bool:
-        return self._request.loose
+        return self._request.named
 
     @property
     def leased(self) -> bool:

@@ -127,7 +127,7 @@ class Finder:
             data,
             len(data),
             list(pages.keys),
-            loose=True,
+            named=True,
             depth=pages.pages_before,
         )
 
@@ -150,7 +150,7 @@ class Finder:
         if single is not None:
             group, request = single
             chunks = min(chunks, len(request.keys))
-            request = request if request.loose else request.cut(chunks * chunk_tokens)
+            request = request if request.named else request.cut(chunks * chunk_tokens)
             return self._expect(group, request, promise.until_s) if chunks else Transfer.completed(None)
         prompt = self.prompt(prompt)
         length = min(chunks, len(prompt) // chunk_tokens) * chunk_tokens
@@ -169,7 +169,7 @@ class Finder:
         return requests
 
     def _expect(self, group: Group, request: LookupRequest, until_s: float) -> Transfer[None]:
-        if request.loose:
+        if request.named:
             here = len(self.hbm.match_named(request, group.number)) * request.chunk_tokens
         else:
             here = self.hbm.match(request, group.number).tokens
@@ -197,7 +197,7 @@ class Lookup:
             )
         else:
             group, request = single
-            request = request if limit is None or request.loose else request.cut(limit)
+            request = request if limit is None or request.named else request.cut(limit)
             self._request = PartLookup(finder, group, request, gain=gain)
 
     def ask(self, *, caller_receives: bool = False) -> None:
@@ -271,7 +271,7 @@ class PartLookup:
     def ask(self, patience_s: float, *, caller_receives: bool) -> None:
         """Ask for what is below HBM, if there is something to ask for and still time."""
         request, hbm, group = self._request, self._finder.hbm, self._group.number
-        if request.loose:
+        if request.named:
             here = hbm.match_named(request, group)
             self._asked = [at for at in range(request.num_chunks) if at not in here]
             if here and self._asked:
@@ -297,11 +297,11 @@ class PartLookup:
         if lease is not None:
             remote_tokens = lease.remote_tokens
             others = [self._asked[at] for at in lease.remote_positions]
-            if not request.loose:
+            if not request.named:
                 finder.prompts.remember(request, lease.handle)
             lease = lease if lease.tokens else None
         # Looked at again, because the answer took its time and nothing was held meanwhile.
-        if request.loose:
+        if request.named:
             asked = set(self._asked)
             here = {
                 at: page for at, page in hbm.match_named(request, group.number).items() if at not in asked

@@ -179,7 +179,7 @@ class Save:
             self._end(window)
             return
         first = self._first + window.first
-        if self._request.loose:
+        if self._request.named:
             prompt, first = self._request.part(range(first, first + window.count)), 0
         else:
             prompt = self._request.cut((first + window.count) * self._request.chunk_tokens)

@@ -136,7 +136,7 @@ class Saver:
     def supersede(self, pages: Prompt, session: str) -> None:
         """See :meth:`Store.supersede <tierstore.Store.supersede>`."""
         single = self._finder.single(pages)
-        if single is None or not single[1].loose:
+        if single is None or not single[1].named:
             raise UsageError("pages of a chain leave from its end, as the policy says: give a hint")
         self._let_leave(*single, session)
 

@@ -120,7 +120,7 @@ class Refused(Message):
 class PromptPart(Message):
     """A prompt, or its end. ``path`` names a prefix that an earlier :class:`Found` remembered, and ``known``
     how many of its chunks this prompt begins with; ``keys`` (16 bytes each) and ``tokens`` (uint32,
-    little-endian) are those after it, the tokens to the prompt's end. ``loose``: whole chunks that follow
+    little-endian) are those after it, the tokens to the prompt's end. ``named``: whole chunks that follow
     nothing, each to be found by its own key; then ``known`` is how many pages come before them, for the order
     in which they leave."""
 
@@ -129,7 +129,7 @@ class PromptPart(Message):
     tokens: Payload
     path: int = 0  # 0: none
     known: int = 0
-    loose: bool = False
+    named: bool = False
 
 
 # -- reading -------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class Lookup(Message):
     are leases given back on this occasion; ``declined`` is what earlier lookups found and the client did not
     load: tokens by tier and reason. ``expect``: so many leading tokens have been promised by whoever computes
     them, and the answer waits until they are held, ``expect_s`` seconds at most; ``wait_s`` counts from then
-    on. ``gain``, of loose chunks: so many tokens of a prompt need not be computed if those that are not held
+    on. ``gain``, of named chunks: so many tokens of a prompt need not be computed if those that are not held
     here come from other hosts. Where that is enough, the pool is asked for them; 0: it is not."""
 
     id: int
@@ -164,10 +164,10 @@ class Unexpect(Message):
 class Found(Message):
     """``tokens`` lie in ``tiers``: (``host`` or ``disk``, pages) run by run, in prefix order. Of the last
     page ``tail_tokens`` tokens match. ``lease`` is 0 when nothing was found. ``path`` may be referred to by
-    later messages of this session, with up to ``known`` chunks. Of loose chunks, ``positions`` (uint32) are
+    later messages of this session, with up to ``known`` chunks. Of named chunks, ``positions`` (uint32) are
     those that are held, and the lease's pages in their order. ``ways`` says what bytes of a tier cost now:
     bytes a second, the latency and the queue in front of it, both in seconds; see
-    :mod:`tierstore.planner`. ``remote`` chunks behind these can perhaps be brought from other hosts; of loose
+    :mod:`tierstore.planner`. ``remote`` chunks behind these can perhaps be brought from other hosts; of named
     chunks, those at ``remote_positions`` (uint32), which are not held."""
 
     id: int
@@ -242,7 +242,7 @@ class HitFound(Message):
 
 
 class Bring(Message):
-    """Have ``count`` whole chunks of a prompt from ``first`` on come from other hosts into the arena. (Loose
+    """Have ``count`` whole chunks of a prompt from ``first`` on come from other hosts into the arena. (Named
     ones, too; a daemon that shares none of these answers 0.)"""
 
     id: int
@@ -336,7 +336,7 @@ class HintPart(Message):
 
 class Reserve(Message):
     """Room for pages ``first … first + count`` of a prompt (its partial tail included). ``count`` may be 0,
-    for the sake of ``hint`` and ``session``, a name within the client's tenant (empty: none). Of loose pages
+    for the sake of ``hint`` and ``session``, a name within the client's tenant (empty: none). Of named pages
     they are about those that the prompt names then."""
 
     id: int

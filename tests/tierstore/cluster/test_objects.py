@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.cluster.objects import HEADER_BYTES, PageObject, loose_proofs, page_objects, proofs
+from tierstore.cluster.objects import HEADER_BYTES, PageObject, named_proofs, page_objects, proofs
 
 KEY = st.binary(min_size=16, max_size=16)
 CHUNK = st.tuples(KEY, st.binary(min_size=8, max_size=8))
@@ -23,35 +23,35 @@ def test_a_proof_stands_for_all_that_comes_before_it(one, other):
 
 
 @given(st.lists(CHUNK, max_size=4), st.lists(CHUNK, max_size=4), st.binary(max_size=32))
-def test_a_loose_page_s_proof_stands_for_itself(one, other, secret):
+def test_a_named_page_s_proof_stands_for_itself(one, other, secret):
     """Whatever is beside it; and no page of a chain has the same, not even a first one."""
-    first = loose_proofs(bytes(32), one, secret=secret)
-    second = loose_proofs(bytes(32), other, secret=secret)
+    first = named_proofs(bytes(32), one, secret=secret)
+    second = named_proofs(bytes(32), other, secret=secret)
     for at, chunk in enumerate(one):
         for place, another in enumerate(other):
             assert (first[at] == second[place]) == (chunk == another)
     assert not {*first, *second} & {*proofs(bytes(32), one, secret=secret), *proofs(bytes(32), other)}
-    assert not {*first} & {*loose_proofs(b"\1" * 32, one, secret=secret)}
+    assert not {*first} & {*named_proofs(b"\1" * 32, one, secret=secret)}
 
 
 @given(st.lists(CHUNK, min_size=1, max_size=3), st.binary(max_size=32), st.binary(max_size=32))
-@pytest.mark.parametrize("loose", [False, True])
-def test_a_secret_makes_other_names(loose, chunks, one, other):
+@pytest.mark.parametrize("named", [False, True])
+def test_a_secret_makes_other_names(named, chunks, one, other):
     keys, tokens = zip(*chunks, strict=True)
     names = [
-        [each.name for each in page_objects(bytes(32), 4096, 2, keys, tokens, secret=secret, loose=loose)]
+        [each.name for each in page_objects(bytes(32), 4096, 2, keys, tokens, secret=secret, named=named)]
         for secret in (one, other)
     ]
     assert (names[0] == names[1]) == (one == other)
     assert all(name.startswith("ts1:") and len(name) == 44 for name in names[0])
 
 
-def test_a_loose_page_has_no_place():
+def test_a_named_page_has_no_place():
     """Whoever puts it there may know it, or not."""
     chunks = [(b"k" * 16, b"abcdefgh"), (b"l" * 16, b"ijklmnop")]
     keys, tokens = zip(*chunks, strict=True)
-    both = page_objects(bytes(32), 4096, 2, keys, tokens, loose=True)
-    alone = page_objects(bytes(32), 4096, 2, keys[1:], tokens[1:], loose=True)
+    both = page_objects(bytes(32), 4096, 2, keys, tokens, named=True)
+    alone = page_objects(bytes(32), 4096, 2, keys[1:], tokens[1:], named=True)
     assert both[1] == alone[0]
     assert {each.depth for each in both} == {0}
 

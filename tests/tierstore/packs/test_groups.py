@@ -171,11 +171,11 @@ def test_an_export_of_groups_goes_on_where_it_was_cut_off(spec, tmp_path):
         (tmp_path / "q.tskv").unlink()
 
 
-def test_a_prompt_that_goes_on_from_loose_pages_is_refused():
+def test_a_prompt_that_goes_on_from_named_pages_is_refused():
     spec = KVSpec.opaque(4096, chunk_tokens=8)
-    loose = PackedPrompt(bytes(64), bytes(32), loose=True)
+    named = PackedPrompt(bytes(64), bytes(32), named=True)
     chain = PackedPrompt(bytes(96), bytes(48), 0, 2)
     identity = Identity.of(spec, model="m")
-    packed = Manifest(identity, spec, (loose, chain), hash=PageHash.BLAKE3).head
+    packed = Manifest(identity, spec, (named, chain), hash=PageHash.BLAKE3).head
     with pytest.raises(PackError, match="prompt 1 does not fit together"):
         Head.decode(packed).manifest(packed[HEAD.size :])

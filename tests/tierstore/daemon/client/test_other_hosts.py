@@ -1,4 +1,4 @@
-"""Loose pages of other hosts, as a daemon speaks of them: one that lies, and one that knows nothing of it."""
+"""Named pages of other hosts, as a daemon speaks of them: one that lies, and one that knows nothing of it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_those_and_no_others_are_brought(daemon, store):
     assert daemon.of(p.Lookup)[-1].gain == 1000
     assert hit.bring(1.0).wait(10) == 2
     [asked] = daemon.of(p.Bring)
-    assert (asked.first, asked.count, asked.prompt.loose) == (0, 2, True)
+    assert (asked.first, asked.count, asked.prompt.named) == (0, 2, True)
     assert asked.prompt.keys == bytes(16) + b"\4" * 16
     hit.release()
 
@@ -105,7 +105,7 @@ class OldFound(p.Message, tag="Found"):
 
 
 def test_a_daemon_that_knows_nothing_of_it(daemon, store):
-    """It reads the question, and its answer says of no page that it lies elsewhere; asked to bring loose
+    """It reads the question, and its answer says of no page that it lies elsewhere; asked to bring named
     pages all the same, it brings none."""
     old = msgspec.msgpack.Decoder(OldLookup)
 
@@ -127,6 +127,6 @@ def test_a_client_that_knows_nothing_of_it():
     new = p.Found(4, 16, 16, 7, [("host", 1)], 0, 0, b"\0\0\0\0", {}, 0, b"\1\0\0\0")
     read = msgspec.msgpack.decode(p.encode(new), type=OldFound)
     assert (read.tokens, read.positions, read.remote) == (16, b"\0\0\0\0", 0)
-    asked = p.decode_request(p.encode(OldLookup(4, p.PromptPart(0, b"", b"", loose=True), 0, 0.0)))
+    asked = p.decode_request(p.encode(OldLookup(4, p.PromptPart(0, b"", b"", named=True), 0, 0.0)))
     assert isinstance(asked, p.Lookup)
     assert asked.gain == 0

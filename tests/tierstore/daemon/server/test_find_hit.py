@@ -68,7 +68,7 @@ def save_states(client, ends):
     saved = [known[end // CHUNK_TOKENS - 1] for end in ends if end % CHUNK_TOKENS == 0]
     saved += [page_name(known[-1], PROMPT.tail) for end in ends if end == len(TOKENS)]
     prompt = Prompt.named_pages(STATES, saved, chunk_tokens=CHUNK_TOKENS)
-    states = p.PromptPart(1, b"".join(prompt.keys), prompt.token_bytes, loose=True)
+    states = p.PromptPart(1, b"".join(prompt.keys), prompt.token_bytes, named=True)
     reserved = client.ask(p.Reserve(0, states, 0, len(ends)))
     pages = [page_bytes([end]) for end in ends]
     for offset, page in zip(offsets(reserved.offsets), pages, strict=True):

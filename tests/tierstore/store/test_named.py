@@ -53,7 +53,7 @@ def daemon():
 
 @pytest.fixture(params=["embedded", "ipc", "tcp"])
 def store(request, tmp_path):
-    identity = Identity.of(SPEC, model=f"loose {next(_names)}")
+    identity = Identity.of(SPEC, model=f"named {next(_names)}")
     if request.param == "embedded":
         opened = tierstore.open(
             tmp_path / "disk",
@@ -71,19 +71,19 @@ def store(request, tmp_path):
         yield opened
 
 
-def loose(store, numbers, before=0):
+def named(store, numbers, before=0):
     names = [name(number) for number in numbers]
     keys = [PageKey(each[:16]) for each in names]
     return Prompt.with_names(store.identity, b"".join(names), keys, chunk_tokens=CHUNK, pages_before=before)
 
 
 def save(store, numbers):
-    return store.save(loose(store, numbers), [content(number) for number in numbers]).wait(30) // CHUNK
+    return store.save(named(store, numbers), [content(number) for number in numbers]).wait(30) // CHUNK
 
 
 def load(store, numbers):
     """What there is of these pages: number -> bytes."""
-    hit = store.lookup(loose(store, numbers))
+    hit = store.lookup(named(store, numbers))
     buffers = [bytearray(PAGE_BYTES) for _ in range(hit.num_pages)]
     pages = store.load(hit, buffers).wait(30).tokens // CHUNK
     assert pages == hit.num_pages == len(hit.positions)
@@ -93,7 +93,7 @@ def load(store, numbers):
 def test_each_page_is_found_by_itself(store):
     assert save(store, [1, 2, 3, 5, 8]) == 5
     assert load(store, [8, 4, 2, 9, 1]) == {8: content(8), 2: content(2), 1: content(1)}
-    hit = store.lookup(loose(store, [8, 4, 2]))
+    hit = store.lookup(named(store, [8, 4, 2]))
     assert (hit.tokens, list(hit.positions)) == (2 * CHUNK, [0, 2])
     hit.release()
     assert load(store, [4, 6]) == {}
@@ -111,7 +111,7 @@ def test_a_pin_holds_those_that_are_there(store):
     save(store, range(4))
     assert store.flush(30)
     store.evict("host")
-    asked = loose(store, [0, 9, 2])
+    asked = named(store, [0, 9, 2])
     assert store.pin(asked) == 2 * CHUNK
     for tier in ("host", "disk"):
         store.evict(tier)
@@ -136,7 +136,7 @@ def test_they_come_back_from_disk_some_from_there_some_from_memory(store):
     assert store.flush(30)
     store.evict("host")
     assert load(store, numbers[10:30:3]) == {number: content(number) for number in numbers[10:30:3]}
-    hit = store.lookup(loose(store, numbers))
+    hit = store.lookup(named(store, numbers))
     assert set(hit.by_tier) == {"host", "disk"}
     assert hit.prefetch(deadline_s=30).wait(30) == 60 * CHUNK
     hit.release()
@@ -145,7 +145,7 @@ def test_they_come_back_from_disk_some_from_there_some_from_memory(store):
 
 def test_a_lease_holds_each_of_them(store):
     save(store, range(20))
-    hit = store.lookup(loose(store, range(0, 20, 2)))
+    hit = store.lookup(named(store, range(0, 20, 2)))
     store.flush(30)
     store.evict("host")
     store.evict("disk")
@@ -166,12 +166,12 @@ def test_of_a_prompt_that_came_in_batches_the_end_leaves_first(tmp_path):
     with tierstore.open(None, SPEC, identity=identity, host_bytes=512 * PAGE_BYTES) as store:
         save(store, range(2000, 2200))  # so that it is not the store's first minute
         for number in range(30):
-            store.lookup(loose(store, [2000 + number])).release()
+            store.lookup(named(store, [2000 + number])).release()
         for start in range(0, 384, 128):
-            prompt = loose(store, range(start, start + 128), before=start)
+            prompt = named(store, range(start, start + 128), before=start)
             assert store.save(prompt, [content(n) for n in range(start, start + 128)]).wait(30) == 128 * CHUNK
         save(store, range(1000, 1200))
-        with store.lookup(loose(store, range(384))) as hit:
+        with store.lookup(named(store, range(384))) as hit:
             assert 0 < len(hit.positions) < 384
             assert list(hit.positions) == list(range(len(hit.positions)))
 
@@ -210,7 +210,7 @@ def test_a_list_that_makes_no_sense_is_refused():
 )
 def test_any_order_of_things_agrees_with_a_dictionary(tmp_path_factory, steps):
     identity = Identity.of(SPEC, model=f"model {next(_names)}")
-    path = tmp_path_factory.mktemp("loose")
+    path = tmp_path_factory.mktemp("named")
     with tierstore.open(path, SPEC, identity=identity, host_bytes=1 << 20, disk_bytes=64 << 20) as store:
         saved: set[int] = set()
         for what, numbers in steps:
@@ -239,7 +239,7 @@ class Taken:
 
 def test_a_hit_is_loaded_in_parts(store):
     save(store, range(8))
-    hit = store.lookup(loose(store, [0, 1, 99, 2, 3, 4]))
+    hit = store.lookup(named(store, [0, 1, 99, 2, 3, 4]))
     for first, count in ((3, 2), (0, 2)):
         taken = Taken()
         load = store.load_to(hit, taken, first=first, count=count, keep=True)
@@ -254,7 +254,7 @@ def test_a_hit_of_which_some_have_left_loads_nothing_wrong(tmp_path):
     identity = Identity.of(SPEC, model="left")
     with tierstore.open(None, SPEC, identity=identity, host_bytes=HOST_PAGES * PAGE_BYTES) as store:
         save(store, [1, 2, 3])
-        hit = store.lookup(loose(store, [1, 2, 3]))
+        hit = store.lookup(named(store, [1, 2, 3]))
         hit.release()  # it loads all the same, what is still there
         assert store.evict("host") == 3
         save(store, [2, 3])
@@ -268,11 +268,11 @@ def test_the_end_of_a_hit_is_brought_from_disk(store):
     save(store, range(6))
     store.flush(30)
     store.evict("host")
-    hit = store.lookup(loose(store, range(6)))
+    hit = store.lookup(named(store, range(6)))
     assert hit.by_tier == {"disk": 6 * CHUNK}
     assert hit.prefetch(first=4).wait(30) == 6 * CHUNK
     hit.release()
-    assert store.lookup(loose(store, range(6))).by_tier == {"disk": 4 * CHUNK, "host": 2 * CHUNK}
+    assert store.lookup(named(store, range(6))).by_tier == {"disk": 4 * CHUNK, "host": 2 * CHUNK}
 
 
 def test_ls_counts_no_prompts_of_pages_that_are_named_by_a_hash(tmp_path):
@@ -310,12 +310,12 @@ class InPool:
         assert pages is not None
         for page, number in zip(pages, numbers, strict=True):
             self.array[page] = list(content(number))
-        stored = self.store.save_hbm(loose(self.store, numbers), pages).wait(30) // CHUNK
+        stored = self.store.save_hbm(named(self.store, numbers), pages).wait(30) // CHUNK
         self.store.release_hbm(pages)
         return stored
 
     def load(self, numbers):
-        hit = self.store.lookup(loose(self.store, numbers))
+        hit = self.store.lookup(named(self.store, numbers))
         there = [numbers[at] for at in hit.positions]
         loaded = self.store.load(hit).wait(30)
         assert len(loaded.pages) == len(there)
@@ -330,12 +330,12 @@ def test_pages_of_a_pool_come_from_hbm_and_from_below():
         assert engine.save([1, 2, 3, 4, 5, 6]) == 6
         assert engine.load([9, 6, 1, 3]) == {n: content(n) for n in (6, 1, 3)}
         store.evict("hbm", 4)
-        hit = store.lookup(loose(store, [1, 2, 3, 4, 5, 6, 7]))
+        hit = store.lookup(named(store, [1, 2, 3, 4, 5, 6, 7]))
         assert hit.by_tier == {"hbm": 2 * CHUNK, "host": 4 * CHUNK}
         assert sorted(hit.positions) == [0, 1, 2, 3, 4, 5]
         hit.release()
         assert engine.load([1, 2, 3, 4, 5, 6, 7]) == {n: content(n) for n in range(1, 7)}
-        with store.lookup(loose(store, [2, 7, 5])) as hit:
+        with store.lookup(named(store, [2, 7, 5])) as hit:
             assert hit.by_tier == {"hbm": 2 * CHUNK}
         assert store.available_hbm() == POOL_PAGES
         store.check()
@@ -346,7 +346,7 @@ def test_pages_that_left_hbm_after_the_lookup_shorten_the_load():
     with engine.store as store:
         engine.save([1, 2, 3])
         store.evict("hbm", 2)
-        hit = store.lookup(loose(store, [1, 2, 3]))
+        hit = store.lookup(named(store, [1, 2, 3]))
         assert hit.by_tier == {"hbm": CHUNK, "host": 2 * CHUNK}
         hit.release()
         store.evict("hbm")
@@ -360,8 +360,8 @@ def test_two_loads_of_the_same_pages_share_them():
     with engine.store as store:
         engine.save(list(range(8)))
         store.evict("hbm")
-        first = store.lookup(loose(store, list(range(8))))
-        second = store.lookup(loose(store, [6, 2, 4]))
+        first = store.lookup(named(store, list(range(8))))
+        second = store.lookup(named(store, [6, 2, 4]))
         some = store.load(second).wait(30)
         all_of_them = store.load(first).wait(30)
         assert len(all_of_them.pages) == 8

@@ -23,7 +23,7 @@ from tierstore.types import Hint, Promise
 
 TOKENS = list(range(500, 700))  # 16-token chunks: 12 whole ones and 8 tokens
 OPAQUE = KVSpec.opaque(SPEC.page_bytes, chunk_tokens=16)
-LOOSE = Identity.of(OPAQUE, model="loose")
+NAMED = Identity.of(OPAQUE, model="named")
 ELSEWHERE = Hint(elsewhere=True)
 PAGES = pages_of(range(8 * 16), SPEC)
 
@@ -121,10 +121,10 @@ def test_a_pool_that_lies_is_a_miss(start, pool):
             assert stats.service.reserved_bytes == 0
 
 
-def test_loose_pages_by_themselves_are_a_miss_where_the_pool_lies(start, pool):
+def test_named_pages_by_themselves_are_a_miss_where_the_pool_lies(start, pool):
     """Each is what its name says it is, or not kept: also where all of a size are exchanged."""
     one, other = start("--cluster-publish=all"), start()
-    with loose_store(one) as first, loose_store(other) as second:
+    with named_store(one) as first, named_store(other) as second:
         for number, lie in enumerate(["flip", "short", "swap"]):
             set_faults(pool)
             two = [2 * number, 2 * number + 1]
@@ -135,17 +135,17 @@ def test_loose_pages_by_themselves_are_a_miss_where_the_pool_lies(start, pool):
             assert loaded(second, two) == []
 
 
-def loose_store(host, identity=LOOSE):
+def named_store(host, identity=NAMED):
     store = tierstore.connect(host.url, OPAQUE, identity=identity, lookup_s=10)
     assert store.wait_connected(30)
     return store
 
 
-def named(numbers, identity=LOOSE):
+def named(numbers, identity=NAMED):
     return Prompt.named_pages(identity, [bytes([number + 1] * 32) for number in numbers], chunk_tokens=16)
 
 
-def loaded(store, numbers, identity=LOOSE):
+def loaded(store, numbers, identity=NAMED):
     """Which of these are held; their bytes are compared."""
     hit = store.lookup(named(numbers, identity))
     buffers = [bytearray(OPAQUE.page_bytes) for _ in range(hit.num_pages)]
@@ -155,7 +155,7 @@ def loaded(store, numbers, identity=LOOSE):
     return found
 
 
-def ask(store, numbers, identity=LOOSE, *, gain=4096):
+def ask(store, numbers, identity=NAMED, *, gain=4096):
     """Look pages up and have those come that other hosts seem to have. Which these are."""
     [hit] = tierstore.lookup_all([(store, named(numbers, identity))], gain=gain)
     others = [list(numbers)[at] for at in hit.remote_positions]
@@ -166,7 +166,7 @@ def ask(store, numbers, identity=LOOSE, *, gain=4096):
 
 def test_any_of_them_by_themselves(start):
     one, other = start("--cluster-publish=all"), start("--cluster-min-tokens=1024")
-    with loose_store(one) as first, loose_store(other) as second:
+    with named_store(one) as first, named_store(other) as second:
         for number in (1, 2, 5, 7):
             first.save(named([number]), [PAGES[number]]).wait(10)
         published(one, 4)
@@ -181,16 +181,16 @@ def test_any_of_them_by_themselves(start):
 
 def test_tenants_other_models_and_chains_find_nothing(start):
     one, other = start("--cluster-publish=all"), start()
-    tenant = Identity.of(OPAQUE, model="loose", tenant="t")
+    tenant = Identity.of(OPAQUE, model="named", tenant="t")
     stranger = Identity.of(OPAQUE, model="another")
-    with loose_store(one) as first, loose_store(other) as second:
+    with named_store(one) as first, named_store(other) as second:
         first.save(named([0, 1]), PAGES[:2]).wait(10)
         first.save(named([2, 3], tenant), PAGES[2:4]).wait(10)
         published(one, 2)
         assert ask(second, [0, 1], stranger) == ask(second, [2, 3], tenant) == ask(second, [2, 3]) == []
         # A chain of the same keys and tokens is another page, in the pool, too.
         pages = named([0, 1])
-        chain = Prompt.with_keys(LOOSE, pages.token_bytes, pages.keys, chunk_tokens=16)
+        chain = Prompt.with_keys(NAMED, pages.token_bytes, pages.keys, chunk_tokens=16)
         assert second.lookup(chain).remote_tokens == 0
         assert ask(second, [0, 1]) == [0, 1]
     assert one.counts()["published_pages"] == 2
@@ -199,14 +199,14 @@ def test_tenants_other_models_and_chains_find_nothing(start):
 def test_what_another_host_goes_on_with_is_published_at_once(start):
     """By default it would have to be used twice first. It may have been here before that was said."""
     one, other, reader = start(), start(), start("--cluster-publish=none")
-    with loose_store(one) as first, loose_store(reader) as third:
+    with named_store(one) as first, named_store(reader) as third:
         first.save(named([0, 1]), PAGES[:2]).wait(10)
         third.save(named([6]), [PAGES[6]], hint=ELSEWHERE).wait(10)
         first.save(named([2, 3]), PAGES[2:4], hint=ELSEWHERE).wait(10)
         published(one, 2)
         first.save(named([0, 3]), [PAGES[0], PAGES[3]], hint=ELSEWHERE).wait(10)
         published(one, 3)
-    with loose_store(other) as second:
+    with named_store(other) as second:
         assert ask(second, range(8)) == [0, 2, 3]
         assert loaded(second, range(8)) == [0, 2, 3]
     assert one.counts()["published_pages"] == 3
@@ -216,7 +216,7 @@ def test_what_another_host_goes_on_with_is_published_at_once(start):
 
 def test_promised_pages_come_as_they_are_published(start):
     one, other = start(), start()
-    with loose_store(one) as first, loose_store(other) as second:
+    with named_store(one) as first, named_store(other) as second:
         second.save(named([3]), [PAGES[3]]).wait(10)
         expected = second.expect(named(range(6)), Promise(96, 10.0))
         other.wait_for(lambda stats: stats.service.promised_lookups == 1)
@@ -252,7 +252,7 @@ def test_what_was_promised_of_every_group_is_handed_over(start, spec):
 @pytest.mark.parametrize("fault", ["flip", "hang"])
 def test_promised_pages_that_cannot_be_had_cost_what_was_said(start, pool, fault):
     one, other = start("--cluster-publish=all"), start()
-    with loose_store(one) as first, loose_store(other) as second:
+    with named_store(one) as first, named_store(other) as second:
         first.save(named([0, 1]), PAGES[:2]).wait(10)
         published(one, 2)
         set_faults(pool, **{fault: True})
