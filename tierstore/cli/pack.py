@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,20 +12,27 @@ import typer
 
 from tierstore.cli import show
 from tierstore.cli.operator import Connect, Keys, Operator, ServerKey
-from tierstore.cli.prompts import IdentityDigest, Model, choose_identity, known_identities, read_tokens
-from tierstore.errors import StoreUnavailableError, UsageError
+from tierstore.cli.prompts import (
+    IdentityDigest,
+    Model,
+    choose_model,
+    connected_store,
+    known_identities,
+    open_model,
+    read_tokens,
+)
+from tierstore.errors import UsageError
 from tierstore.units import MIB, format_size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     from tierstore import Store
     from tierstore.keys import Identity
     from tierstore.packs import Manifest
 
 HashName = Literal["sha256", "blake3"]
-_LOOK_S = 10.0
-_CONNECT_S = 5.0
 _HOST_BYTES = 256 * MIB  # of a directory opened here
 
 app = typer.Typer(
@@ -81,30 +87,17 @@ def export(
     Whole chunks of them, with tokens, identity and checksums; a beginning that prompts have in common is
     there once.
     """
-    from tierstore.keys import Prompt
     from tierstore.packs import PageHash, Signer, export_pack
-    from tierstore.spec import KVSpec, is_opaque
 
     _check_one(store, connect)
     tokens = [read_tokens(file) for file in prompt_file]
     signer = Signer() if sign is None else Signer.read(sign)
-    known = _known(store, connect, keys, server_key)
-    chosen = choose_identity(known, model, identity)
-    if is_opaque(chosen.layout):
-        raise UsageError(
-            f"pages of {chosen.model} are found by keys that only their engine can make: a program can pack "
-            "them (docs/packs.md)"
-        )
-    spec = KVSpec.parse(chosen.layout)
-    of_model = [KVSpec.parse(each.layout) for each in known if replace(each, layout=chosen.layout) == chosen]
-    if any(each.hashed for each in of_model):
-        raise UsageError(
-            f"pages of {chosen.model} are of several layer groups: a program can pack them "
-            "(tierstore.packs.export_pack, docs/packs.md)"
-        )
-    chunk = spec.chunk_tokens
-    prompts = [Prompt(chosen, ids, chunk_tokens=chunk) for ids in tokens]
-    with _store(chosen, store, connect, keys, server_key) as opened, show.meter("exporting") as meter:
+    groups = choose_model(_known(store, connect, keys, server_key), model, identity)
+
+    def opener(identity: Identity) -> AbstractContextManager[Store]:
+        return _store(identity, store, connect, keys, server_key)
+
+    with open_model(groups, tokens, opener) as (opened, prompts), show.meter("exporting") as meter:
         path = None if str(out) == "-" else out
         made = asyncio.run(
             export_pack(
@@ -119,10 +112,9 @@ def export(
         )
     resumed = f", {made.resumed_pages:,} of them from an earlier run" if made.resumed_pages else ""
     packed = f"{made.held_tokens:,} of {made.asked_tokens:,} tokens are packed"
-    _say(
-        f"{packed}: {_summary(made.manifest)}{resumed}",
-        to_stderr=path is None,
-    )
+    behind = len(made.manifests) - 1
+    more = f", and {behind} packs of further layer groups behind it" if behind else ""
+    _say(f"{packed}: {_summary(made.manifest)}{resumed}{more}", to_stderr=path is None)
 
 
 @app.command()
@@ -245,27 +237,13 @@ def _store(
     server_key: Path | None,
 ) -> Iterator[Store]:
     """A store for pages of ``identity``, without a page pool."""
-    import tierstore
-    from tierstore.daemon.settings import default_listen
     from tierstore.spec import KVSpec
 
-    spec = KVSpec.parse(identity.layout)
-    if directory is not None:
-        with _opened(directory, spec, identity) as store:
+    if directory is None:
+        with connected_store(identity, url, keys, server_key) as store:
             yield store
         return
-    url = url or default_listen()
-    with tierstore.connect(
-        url,
-        spec,
-        identity=identity,
-        lookup_s=_LOOK_S,
-        keys=keys,
-        server_key=server_key,
-        verify=True,
-    ) as store:
-        if not store.wait_connected(_CONNECT_S):
-            raise StoreUnavailableError(f"no daemon answers at {url}: start one with `tierstore serve`")
+    with _opened(directory, KVSpec.parse(identity.layout), identity) as store:
         yield store
 
 

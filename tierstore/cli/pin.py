@@ -9,7 +9,18 @@ import typer
 
 from tierstore.cli import show
 from tierstore.cli.operator import Connect, Keys, Operator, ServerKey
-from tierstore.cli.prompts import IdentityDigest, Model, Tokens, named
+from tierstore.cli.prompts import (
+    IdentityDigest,
+    Model,
+    Tokens,
+    choose_model,
+    connected_store,
+    is_chain,
+    known_identities,
+    open_model,
+    read_tokens,
+    register,
+)
 from tierstore.errors import UsageError
 
 _PATIENCE_S = 30.0  # the daemon may look on disk for ten
@@ -29,7 +40,7 @@ def pin(
     Pinned pages stay in the coldest tier they are in; where that is the host tier, their room is gone for
     others. A prompt that is pinned twice needs two unpins.
     """
-    _change(Operator(connect, keys, server_key), tokens, model, identity, undo=False)
+    _change((connect, keys, server_key), tokens, model, identity, undo=False)
 
 
 def unpin(
@@ -55,7 +66,7 @@ def unpin(
     if (tokens is not None) + (tenant is not None) + everything != 1:
         raise UsageError("say what to unpin: a FILE with a prompt, --tenant NAME, or --all")
     if tokens is not None:
-        _change(Operator(connect, keys, server_key), tokens, model, identity, undo=True)
+        _change((connect, keys, server_key), tokens, model, identity, undo=True)
         return
     from tierstore.wire import messages
 
@@ -64,10 +75,23 @@ def unpin(
     show.line(f"{pages:,} pages unpinned")
 
 
-def _change(operator: Operator, tokens: Path, model: Model, identity: IdentityDigest, *, undo: bool) -> None:
+def _change(
+    where: tuple[Connect, Keys, ServerKey],
+    file: Path,
+    model: Model,
+    identity: IdentityDigest,
+    *,
+    undo: bool,
+) -> None:
     from tierstore.wire import messages
 
-    with operator:
-        prompt, count = named(operator, tokens, model, identity)
-        pinned = operator.ask(messages.Pin(0, prompt, undo), messages.Pinned, wait_s=_PATIENCE_S)
-    show.line(f"{pinned.tokens:,} of {count:,} tokens {'unpinned' if undo else 'pinned'}")
+    tokens = read_tokens(file)
+    with Operator(*where) as operator:
+        groups = choose_model(known_identities(operator), model, identity)
+        if is_chain(groups):  # the daemon says why it refuses a pin
+            asked = messages.Pin(0, register(operator, tokens, groups[0]), undo)
+            kept = operator.ask(asked, messages.Pinned, wait_s=_PATIENCE_S).tokens
+    if not is_chain(groups):
+        with open_model(groups, [tokens], lambda each: connected_store(each, *where)) as (store, [prompt]):
+            kept = store.unpin(prompt) if undo else store.pin(prompt)
+    show.line(f"{kept:,} of {len(tokens):,} tokens {'unpinned' if undo else 'pinned'}")

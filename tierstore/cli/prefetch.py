@@ -9,14 +9,20 @@ import typer
 
 from tierstore.cli import show
 from tierstore.cli.operator import Connect, Keys, Operator, ServerKey
-from tierstore.cli.prompts import IdentityDigest, Model, Tokens, named
-
-_LOOK_S = 10.0  # for what is on disk
-_ANSWER_S = 5.0  # beyond what the daemon was told to wait
+from tierstore.cli.prompts import (
+    IdentityDigest,
+    Model,
+    Tokens,
+    choose_model,
+    connected_store,
+    known_identities,
+    open_model,
+    read_tokens,
+)
 
 
 def command(
-    tokens: Tokens,
+    file: Tokens,
     model: Model = None,
     identity: IdentityDigest = None,
     wait_s: Annotated[
@@ -32,19 +38,18 @@ def command(
     """
     from rich.console import Console
 
-    from tierstore.wire import messages
-
-    with Operator(connect, keys, server_key) as operator, Console(file=sys.stderr).status("prefetching"):
-        prompt, count = named(operator, tokens, model, identity)
-        looked = messages.Lookup(0, prompt, count, _LOOK_S)
-        found = operator.ask(looked, messages.Found, wait_s=_LOOK_S + _ANSWER_S)
-        pages = 0
-        if found.lease:
-            wanted = messages.Prefetch(0, found.lease, wait_s)
-            pages = operator.ask(wanted, messages.Prefetched, wait_s=wait_s + _ANSWER_S).pages
-    on_disk = sum(each for tier, each in found.tiers if tier == "disk")
-    held = sum(each for _, each in found.tiers)
+    tokens = read_tokens(file)
+    where = connect, keys, server_key
+    with Console(file=sys.stderr).status("prefetching"):
+        with Operator(*where) as operator:
+            groups = choose_model(known_identities(operator), model, identity)
+        with (
+            open_model(groups, [tokens], lambda each: connected_store(each, *where)) as (store, [prompt]),
+            store.lookup(prompt) as hit,
+        ):
+            on_disk = hit.by_tier.get("disk", 0)
+            above = hit.prefetch(deadline_s=wait_s).wait()
     show.line(
-        f"{found.tokens:,} of {count:,} tokens are held; {pages:,} of their {held:,} pages are in the host "
-        f"tier now ({on_disk:,} were on disk only)"
+        f"{hit.tokens:,} of {len(tokens):,} tokens are held; {above:,} of them are in the host tier now "
+        f"({on_disk:,} were on disk only)"
     )

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
 import tokenize  # NumPy parses the header of .npy as Python
-from dataclasses import asdict
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tierstore.errors import SpecError, UsageError
+from tierstore.errors import SpecError, StoreUnavailableError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
     import numpy as np
     import numpy.typing as npt
 
+    from tierstore import Store
     from tierstore.cli.operator import Operator
-    from tierstore.keys import Identity
+    from tierstore.keys import Identity, Prompt
     from tierstore.wire.messages import PromptPart
 
 Tokens = Annotated[
@@ -45,6 +51,9 @@ IdentityDigest = Annotated[
 ]
 
 
+_MOST_GROUPS = 4  # whose order is found by trying: 24 lookups
+_LOOK_S = 10.0
+_CONNECT_S = 5.0
 _MOST_LISTED = 8  # identities in a message, with this much of each name:
 _MOST_CHARS = 60
 
@@ -82,15 +91,53 @@ def _numbers(text: str) -> list[int]:
 
 def choose_identity(known: list[Identity], model: str | None, digest: str | None) -> Identity:
     """The one that is meant. Raises :class:`UsageError` when that is none, or more than one."""
+    return _chosen([(identity,) for identity in known], model, digest)[0]
+
+
+def choose_model(known: list[Identity], model: str | None, digest: str | None) -> tuple[Identity, ...]:
+    """Likewise a model whose layers remember in different ways: the identities of all of its layer groups
+    that pages are known of."""
+    return _chosen(_models(known), model, digest)
+
+
+def _models(known: Sequence[Identity]) -> list[tuple[Identity, ...]]:
+    """The layer groups of each model. They are pages of the same chunks and dtypes, of different layers."""
+    from tierstore.spec import KVSpec
+
+    alike: dict[object, list[tuple[Identity, set[int]]]] = {}
+    alone = []
+    for identity in known:
+        try:
+            spec = KVSpec.parse(identity.layout)
+        except SpecError:  # opaque, or of another version
+            alone.append((identity,))
+            continue
+        pages = spec.dtype, spec.value_dtype, spec.scaled, spec.chunk_tokens
+        layers = {layer for group in spec.groups for layer in group.layers}
+        alike.setdefault((replace(identity, layout=""), pages), []).append((identity, layers))
+    models: list[tuple[Identity, ...]] = []
+    for groups in alike.values():
+        together = len(set().union(*(layers for _, layers in groups))) == sum(
+            len(layers) for _, layers in groups
+        )
+        identities = tuple(identity for identity, _ in groups)
+        models += [identities] if together else [(identity,) for identity in identities]
+    return [*models, *alone]
+
+
+def _chosen(
+    known: Sequence[tuple[Identity, ...]], model: str | None, digest: str | None
+) -> tuple[Identity, ...]:
     chosen = [
-        identity
-        for identity in known
-        if (model is None or identity.model == model) and identity.digest.hex().startswith(digest or "")
+        groups
+        for groups in known
+        if (model is None or groups[0].model == model)
+        and any(identity.digest.hex().startswith(digest or "") for identity in groups)
     ]
     if len(chosen) == 1:
         return chosen[0]
     some = (chosen or known)[:_MOST_LISTED]
-    listed = "; ".join(f"{identity.digest.hex()[:8]}: {_name(identity)}" for identity in some)
+    listed = "; ".join(f"{groups[0].digest.hex()[:8]}: {_name(groups[0])}" for groups in some)
     left_out = len(chosen or known) - len(some)
     listed += f"; and {left_out:,} more" if left_out else ""
     if not known:
@@ -106,6 +153,83 @@ def _name(identity: Identity) -> str:
         f"{name} {value if len(value) <= _MOST_CHARS else value[:_MOST_CHARS] + '…'}"
         for name, value in fields.items()
     )
+
+
+def is_chain(groups: Sequence[Identity]) -> bool:
+    """Whether a model's pages are of one layer group, and found along the prompt."""
+    from tierstore.spec import is_hashed
+
+    return len(groups) == 1 and not is_hashed(groups[0].layout)
+
+
+@contextmanager
+def open_model(
+    groups: Sequence[Identity],
+    prompts: Sequence[npt.NDArray[np.uint32]],
+    open_store: Callable[[Identity], AbstractContextManager[Store]],
+) -> Iterator[tuple[Store, list[Prompt]]]:
+    """A store for all layer groups of a model, and prompts of its. The names of pages depend on the groups'
+    order, which only its engine knows: it is the one in which something is found. Raises
+    :class:`UsageError` for pages that only their engine can name."""
+    from tierstore.keys import Prompt
+    from tierstore.spec import KVSpec, is_hashed, is_opaque
+
+    if is_opaque(groups[0].layout):
+        raise UsageError(
+            f"pages of {groups[0].model} are found by keys that only their engine can make: ask "
+            "for them with the request (docs/vllm.md)"
+        )
+    if len(groups) > _MOST_GROUPS:
+        raise UsageError(
+            f"{groups[0].model} has {len(groups)} layer groups, and commands take {_MOST_GROUPS}"
+        )
+    specs = [replace(KVSpec.parse(group.layout), hashed=False) for group in groups]
+    chunk_tokens = specs[0].chunk_tokens
+    orders = [
+        replace(
+            groups[0],
+            layout=replace(specs[0], groups=sum((spec.groups for spec in order), start=())).describe(),
+        )
+        for order in itertools.permutations(specs)
+    ]
+    named = next((group for group in groups if is_hashed(group.layout)), None)
+
+    def found(store: Store, model: Identity) -> int:
+        group = model.groups.index(named)
+        with store.lookup(Prompt(model, prompts[0], chunk_tokens=chunk_tokens).pages_of(group)) as hit:
+            return hit.tokens
+
+    model = orders[0]
+    if named is not None and len(orders) > 1:
+        with open_store(named) as store:
+            model = max(orders, key=lambda each: found(store, each))
+    with open_store(model) as store:
+        yield store, [Prompt(model, tokens, chunk_tokens=chunk_tokens) for tokens in prompts]
+
+
+@contextmanager
+def connected_store(
+    identity: Identity, url: str | None, keys: Path | None, server_key: Path | None
+) -> Iterator[Store]:
+    """A store of a daemon's for pages of ``identity``, without a page pool. Raises
+    :class:`StoreUnavailableError` when no daemon answers."""
+    import tierstore
+    from tierstore.daemon.settings import default_listen
+    from tierstore.spec import KVSpec
+
+    url = url or default_listen()
+    with tierstore.connect(
+        url,
+        KVSpec.parse(identity.layout),
+        identity=identity,
+        lookup_s=_LOOK_S,
+        keys=keys,
+        server_key=server_key,
+        verify=True,
+    ) as store:
+        if not store.wait_connected(_CONNECT_S):
+            raise StoreUnavailableError(f"no daemon answers at {url}: start one with `tierstore serve`")
+        yield store
 
 
 def register(operator: Operator, tokens: npt.NDArray[np.uint32], identity: Identity) -> PromptPart:
@@ -128,13 +252,6 @@ def register(operator: Operator, tokens: npt.NDArray[np.uint32], identity: Ident
     number = operator.ask(message, messages.Registered).identity
     prompt = Prompt(identity, tokens, chunk_tokens=spec.chunk_tokens)
     return messages.PromptPart(number, b"".join(prompt.keys), prompt.token_bytes)
-
-
-def named(operator: Operator, file: Path, model: str | None, digest: str | None) -> tuple[PromptPart, int]:
-    """The prompt of a command, and how many tokens it has."""
-    tokens = read_tokens(file)
-    identity = choose_identity(known_identities(operator), model, digest)
-    return register(operator, tokens, identity), len(tokens)
 
 
 def known_identities(operator: Operator) -> list[Identity]:

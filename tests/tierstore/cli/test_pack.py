@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 import tierstore
-from tests.tierstore.cli.conftest import PAGES, TOKENS, command, run
+from tests.tierstore.cli.conftest import PAGES, TOKENS, command, load_groups, run, save_groups
 from tests.tierstore.daemon.client.conftest import SPEC, DaemonProcess, load_bytes, pages_of
 from tierstore.keys import Identity
 
@@ -65,6 +65,20 @@ def test_a_second_daemon_has_the_same_bytes(pack, second, tmp_path):
     second.kill()
     second.start()  # and it is on disk
     assert pages_at(second.url) == (len(TOKENS), pages_of(TOKENS))
+
+
+def test_all_layer_groups_of_a_model(daemon, second, prompt, tmp_path):
+    save_groups(daemon.url)
+    pack = tmp_path / "groups.tskv"
+    told = ("--prompt-file", prompt, "--model", "groups", "--connect", daemon.url)
+    code, out, err = run("pack", "export", pack, *told)
+    assert (code, err) == (0, "")
+    assert "2 packs of further layer groups" in out
+    assert run("pack", "verify", pack)[0] == 0
+    assert load_groups(second.url) == 0
+    code, out, err = run("pack", "import", pack, "--new-model", "--connect", second.url)
+    assert (code, err) == (0, "")
+    assert load_groups(second.url) == len(TOKENS)
 
 
 def test_from_one_daemon_to_another_through_a_pipe(daemon, second, prompt):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import tierstore
-from tests.tierstore.cli.conftest import PAGES, TOKENS, run
+from tests.tierstore.cli.conftest import PAGES, TOKENS, load_groups, run, save_groups
 from tests.tierstore.daemon.client.conftest import SPEC, pages_of
 from tierstore.cli.prompts import read_tokens
 from tierstore.errors import UsageError
@@ -56,13 +56,31 @@ def test_prefetch_brings_pages_from_disk_into_the_host_tier(daemon, tokens_file)
     code, out, err = run("prefetch", tokens_file, "--model", "m", *where)
     assert (code, err) == (0, "")
     assert out == (
-        f"{len(TOKENS)} of {len(TOKENS)} tokens are held; {PAGES} of their {PAGES} pages are in the host "
-        f"tier now ({PAGES} were on disk only)\n"
+        f"{len(TOKENS)} of {len(TOKENS)} tokens are held; {len(TOKENS)} of them are in the host tier now "
+        f"({len(TOKENS)} were on disk only)\n"
     )
     with daemon.store.lookup(TOKENS) as hit:
         assert hit.by_tier == {"host": len(TOKENS)}
     tokens_file.write_text("9 9 9")
     assert "0 of 3 tokens are held" in run("prefetch", tokens_file, *where)[1]
+
+
+def test_all_layer_groups_of_a_model_are_meant(daemon, tokens_file):
+    where = ("--model", "groups", "--connect", daemon.url)
+    save_groups(daemon.url)
+    count = f"{len(TOKENS)} of {len(TOKENS)} tokens"
+    assert run("pin", tokens_file, *where) == (0, f"{count} pinned\n", "")
+    for tier in ("host", "disk"):
+        run("evict", tier, "--connect", daemon.url)
+    assert load_groups(daemon.url) == len(TOKENS)
+    run("evict", "host", "--connect", daemon.url)
+    code, out, err = run("prefetch", tokens_file, *where)
+    assert (code, err) == (0, "")
+    assert f"{count} are held; {len(TOKENS)} of them are in the host tier now" in out
+    assert run("unpin", tokens_file, *where) == (0, f"{count} unpinned\n", "")
+    for tier in ("disk", "host"):
+        run("evict", tier, "--connect", daemon.url)
+    assert load_groups(daemon.url) == 0
 
 
 def test_which_pages_are_meant_has_to_be_clear(daemon, tokens_file):
@@ -102,7 +120,7 @@ def test_a_daemon_that_knows_of_an_identity_from_disk_only(daemon, tokens_file):
         assert other.wait_connected(30)
     code, out, err = run("prefetch", tokens_file, "--model", "m", *where)
     assert (code, err) == (0, "")
-    assert f"{PAGES} were on disk only" in out
+    assert f"{len(TOKENS)} were on disk only" in out
 
 
 @pytest.mark.parametrize(
