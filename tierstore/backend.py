@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol, TypeVar
 
 from tierstore.errors import UsageError
 from tierstore.groups import GroupRule
@@ -33,6 +33,8 @@ from tierstore.planner import Way
 from tierstore.stats import StoreStats
 from tierstore.transfer import Transfer
 from tierstore.types import Hint, checked_session
+
+P = TypeVar("P")  # a page
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +62,9 @@ class KnownPrompt:
 class LookupRequest:
     """A prompt as it was when somebody asked: it may grow meanwhile. Its tokens are the first ``nbytes`` of
     ``data`` (copying a long prompt costs more than matching it), ``keys`` are those of its full chunks. The
-    first ``common`` chunks are also those of ``known``. Chunks that are ``named`` follow nothing: each is
-    found, leased and saved by its own key (:meth:`~tierstore.keys.Prompt.named_pages`). Each page of it has
-    ``page_bytes`` bytes."""
+    first ``common`` chunks are also those of ``known``. Each page of it has ``page_bytes`` bytes.
+
+    Each chunk follows the one before it. :class:`NamedRequest` is of chunks that follow nothing."""
 
     identity: Identity
     page_bytes: int
@@ -72,11 +74,12 @@ class LookupRequest:
     keys: list[PageKey]
     known: KnownPrompt | None = None
     common: int = 0
-    named: bool = False
-    depth: int = 0  # of the first named chunk: how many pages come before it in its prompt
+    depth: int = 0  # of named chunks: how many pages come before the first one in its prompt
     gain: int = 0
     """Of named chunks: tokens of a prompt that need not be computed if those that are lacking here come from
     other hosts. Where that is enough, it is found out whether these have them."""
+
+    named: ClassVar[bool] = False
 
     @property
     def registration(self) -> Registration:
@@ -120,26 +123,21 @@ class LookupRequest:
             min(self.common, chunks),
         )
 
-    def part(self, chunks: Sequence[int]) -> LookupRequest:
-        """Some of its chunks, where they are named."""
-        assert self.named, "chunks of a prompt are nothing without those before them"
-        data = b"".join([self.chunk(chunk) for chunk in chunks])
-        keys = [self.keys[chunk] for chunk in chunks]
-        depth = self.depth + chunks[0] if chunks else 0
-        return LookupRequest(
-            self.identity,
-            self.page_bytes,
-            self.chunk_tokens,
-            data,
-            len(data),
-            keys,
-            named=True,
-            depth=depth,
-        )
+    def limited(self, tokens: int) -> LookupRequest:
+        """What is asked for where no hit of more than ``tokens`` tokens is wanted."""
+        return self.cut(tokens)
 
     def found(self, lease: Lease) -> LookupRequest:
         """What of it a lease is on."""
-        return self.part(lease.positions) if self.named else self.cut(lease.tokens)
+        return self.cut(lease.tokens)
+
+    def window(self, first: int, count: int) -> tuple[LookupRequest, int]:
+        """A request that has chunks ``first … first + count``, and where the first of them is in it."""
+        return self.cut((first + count) * self.chunk_tokens), first
+
+    def parent(self, root: P, before: P) -> P:
+        """Of ``root`` and the page ``before``: the one that a page is found behind."""
+        return before
 
     def handle_of(self, owner: object, chunks: int | None = None) -> PrefixHandle | None:
         """The handle that ``owner`` gave for a prefix of this prompt, for at most ``chunks`` chunks (None: as
@@ -154,6 +152,39 @@ class LookupRequest:
         """The backend does not remember it any more."""
         if self.known is not None:
             self.known.handle = None
+
+
+@dataclass(slots=True)
+class NamedRequest(LookupRequest):
+    """Chunks that follow nothing: each is found, leased and saved by its own key
+    (:meth:`~tierstore.keys.Prompt.named_pages`)."""
+
+    named: ClassVar[bool] = True
+
+    def part(self, chunks: Sequence[int]) -> NamedRequest:
+        """Some of its chunks."""
+        data = b"".join([self.chunk(chunk) for chunk in chunks])
+        return NamedRequest(
+            self.identity,
+            self.page_bytes,
+            self.chunk_tokens,
+            data,
+            len(data),
+            [self.keys[chunk] for chunk in chunks],
+            depth=self.depth + chunks[0] if chunks else 0,
+        )
+
+    def limited(self, tokens: int) -> LookupRequest:
+        return self
+
+    def found(self, lease: Lease) -> LookupRequest:
+        return self.part(lease.positions)
+
+    def window(self, first: int, count: int) -> tuple[LookupRequest, int]:
+        return self.part(range(first, first + count)), 0
+
+    def parent(self, root: P, before: P) -> P:
+        return root
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,15 +277,13 @@ class HitRequest:
     root: bytes = b""
     tail: bytes = b""
 
-    def pages(self, group: NamedGroup, ends: Sequence[int]) -> LookupRequest:
+    def pages(self, group: NamedGroup, ends: Sequence[int]) -> NamedRequest:
         """The pages of a group that end at these tokens."""
         names = [name_at(end, self.chunk_tokens, self.names, self.root, self._chunk) for end in ends]
         data = b"".join([padded_name(name, self.chunk_tokens) for name in names])
         keys = [PageKey(name[:KEY_BYTES]) for name in names]
         known = group.registration
-        return LookupRequest(
-            known.identity, known.page_bytes, self.chunk_tokens, data, len(data), keys, named=True
-        )
+        return NamedRequest(known.identity, known.page_bytes, self.chunk_tokens, data, len(data), keys)
 
     def _chunk(self, index: int) -> bytes:
         return self.chains[0].chunk(index) if self.chains else self.tail

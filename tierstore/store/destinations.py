@@ -52,9 +52,9 @@ class IntoBuffers(PartLoad):
 
 
 def _places(part: Part) -> list[int] | None:
-    """Of the pages of a named part, which buffer is whose: buffers are in the order of the prompt's chunks,
-    the pages in HBM come first. None where both are the same."""
-    if part.rule.chained:
+    """Which buffer is whose, where pages do not follow one another: buffers are in the order of the prompt's
+    chunks, the pages in HBM come first. None where both are the same."""
+    if part.leading:
         return None
     order = sorted(range(part.num_pages), key=part.ends.__getitem__)
     places = [0] * len(order)
@@ -107,7 +107,7 @@ class IntoHbm(PartLoad):
         hbm, request = self.hbm, self.part.request
         root = page = hbm.root(request, self._group)
         for position, key in enumerate(request.keys[: self.pages]):
-            page = hbm.index.add(root if request.named else page, key, request.chunk(position))
+            page = hbm.index.add(request.parent(root, page), key, request.chunk(position))
             self._pages_of.append(page)
             if position >= self.first:
                 self._arrived[position] = self._share(position)

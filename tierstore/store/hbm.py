@@ -122,26 +122,40 @@ class HbmTier:
             pages = enumerate(self._named(request, group))
             return {at: page for at, page in pages if page is not None and page.ready_tier() is Tier.HBM}
 
+    def tokens_here(self, request: LookupRequest, group: int) -> int:
+        """How many of a request's tokens are in HBM, of a prompt the leading ones. Takes the lock."""
+        if request.named:
+            return len(self.match_named(request, group)) * request.chunk_tokens
+        return self.match(request, group).tokens
+
     def _named(self, request: LookupRequest, group: int) -> list[Page | None]:
         """Each named page, as far as it is known here."""
         root, child = self.root(request, group), self.index.tree.child
         return [child(root, key, request.chunk(at)) for at, key in enumerate(request.keys)]
 
-    def use(self, pages: Sequence[Page], lease_s: float) -> PageLease:
-        """A lookup has found these pages of a prompt: lease them."""
+    def use(
+        self,
+        request: LookupRequest,
+        pages: Sequence[Page],
+        lease_s: float,
+        *,
+        positions: Iterable[int] = (),
+    ) -> PageLease:
+        """A lookup has found these pages of a request: lease them. ``positions`` are those of named pages."""
         if not pages:
             return PageLease()
         lease = self.hold(pages, lease_s)
-        self.index.touch(pages, hit=True)
+        self._touch(request, pages, positions, hit=True)
         return lease
 
-    def use_named(self, here: Mapping[int, Page], request: LookupRequest, lease_s: float) -> PageLease:
-        """:meth:`use` of named pages, by their positions."""
-        if not here:
-            return PageLease()
-        lease = self.hold(here.values(), lease_s)
-        self.index.touch_named({page: request.depth + at for at, page in here.items()}, hit=True)
-        return lease
+    def _touch(
+        self, request: LookupRequest, pages: Sequence[Page], positions: Iterable[int], *, hit: bool
+    ) -> None:
+        if request.named:
+            depths = (request.depth + at for at in positions)
+            self.index.touch_named(dict(zip(pages, depths, strict=True)), hit=hit)
+        else:
+            self.index.touch(pages, hit=hit)
 
     def hold(self, pages: Iterable[Page], lease_s: float) -> PageLease:
         """Lease pages for the time of one operation, without counting that as a use."""
@@ -175,18 +189,14 @@ class HbmTier:
                 assert key is not None, "a prompt with a partial tail has a key for it"
                 if chunk == first:
                     tracker.begin(page)
-                page = self.index.add(root if request.named else page, key, request.chunk(chunk))
+                page = self.index.add(request.parent(root, page), key, request.chunk(chunk))
                 if chunk >= first:
                     tracker.comes_to(page)
                     if not self._publish_or_read(page, source, chunk - first):
                         self.index.prune(page)
                         break
                     held[chunk - first] = page
-            if request.named:
-                depths = {page: request.depth + first + at for at, page in held.items()}
-                self.index.touch_named(depths, hit=False)
-            else:
-                self.index.touch(list(held.values()), hit=False)
+            self._touch(request, list(held.values()), (first + at for at in held), hit=False)
             tracker.saved(list(held.values()))
             self._forget_gone()
         return held

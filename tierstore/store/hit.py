@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import ClassVar
 
 import numpy as np
 
 from tierstore.arguments import optional_seconds
-from tierstore.backend import Backend, Lease, LookupRequest
+from tierstore.backend import Backend, Lease, LookupRequest, NamedRequest
 from tierstore.errors import UsageError
 from tierstore.groups import Group, GroupRule
 from tierstore.index import LABELS, Match, Page, Tier
@@ -18,24 +20,14 @@ from tierstore.store.hbm import HbmTier
 from tierstore.transfer import Transfer, TransferState, joined
 
 
-@dataclass(frozen=True, slots=True)
-class NamedMatch:
-    """Of a request for named pages: the ones that are ``here``, in HBM, by their positions, those that the
-    backend was asked for, and those of them that ``others``, of other hosts, seem to have."""
-
-    here: Mapping[int, Page]
-    asked: Sequence[int]
-    others: Sequence[int] = ()
-
-
-class Part:
+class Part(ABC):
     """What a hit has of one layer group: pages at positions 0, 1, …, the leading ones in the engine's HBM,
-    the rest the backend's. They stay where they are until :meth:`release`, or the end of the leases.
+    the rest the backend's. They stay where they are until :meth:`release`, or the end of the leases."""
 
-    Where the group's pages are chained these are the leading pages of a prompt. Where they are named,
-    ``ends`` says where in the prompt each of those asked for ends; it is None for pages that the caller has
-    named.
-    """
+    leading: ClassVar[bool] = True
+    """Whether the pages follow one another: a hit has as many tokens as its leading pages."""
+    of_caller: ClassVar[bool] = False
+    """Whether the caller has named the pages."""
 
     def __init__(
         self,
@@ -43,87 +35,93 @@ class Part:
         backend: Backend,
         group: Group,
         request: LookupRequest,
-        match: Match | NamedMatch,
         hbm_lease: PageLease,
         lease: Lease | None,
         patience_s: float,
-        remote_tokens: int = 0,
-        ends: Sequence[int] | None = None,
+        *,
+        tokens: int,
+        local: Sequence[Page],
+        leased_from: int = 0,
     ) -> None:
         self.group = group.number
         self.page_bytes = request.page_bytes
         self.chunk_tokens = request.chunk_tokens
         self.backend = backend
         self._hbm = hbm
-        self._request = request
         self._patience_s = patience_s
         self._hbm_lease = hbm_lease
         self._lease = lease  # guarded by the store's lock
-        self._ends = ends
-        self.rule = GroupRule.all() if ends is None else group.rule
-        """What is needed of these pages: all, where the caller has named them."""
+        self.rule = GroupRule.all()
+        """What a hit needs of these pages."""
+        self.tokens = self.found = tokens
+        """``found`` are the tokens that it had before it was made shorter."""
+        self.local = tuple(local)
+        """The leading pages that are in HBM, under a lease of this process's own."""
+        self.leased_from = leased_from
+        """The first page that the backend's lease is on."""
         self.positions: Sequence[int] = ()
-        """Of named pages: which of those asked for the part's pages are, those in HBM first. Empty for the
-        leading pages of a prompt."""
+        """Of named pages: which of those asked for the part's pages are, those in HBM first."""
         self.remote_positions: Sequence[int] = ()
         """Of named pages: those that are not held, and other hosts seem to have."""
-        self.leased_from = 0
-        """The first page that the backend's lease is on: of named pages, the ones before it are in HBM."""
-        self.local: tuple[Page, ...]
-        """The leading pages that are in HBM, under a lease of this process's own."""
-        below = lease.tokens if lease is not None else 0
-        if isinstance(match, NamedMatch):
-            there = [match.asked[at] for at in lease.positions] if lease is not None else []
-            self.positions = [*match.here, *there]
-            self.tokens = len(self.positions) * self.chunk_tokens
-            self.remote_positions = match.others
-            self.local = tuple(match.here.values())
-            self.leased_from = len(self.local)
-        else:
-            self.tokens = max(match.tokens, below)
-            whole = match.tokens // self.chunk_tokens
-            self.local = match.pages if match.tokens >= below else match.pages[:whole]
-        self.found = self.tokens
-        """Tokens that it had before it was made shorter."""
-        self.remote_tokens = max(below + remote_tokens - self.tokens, 0)
-        """Behind what was found, that other hosts seem to have."""
+        self.remote_tokens = 0
+        """Of a prompt, behind what was found: what other hosts seem to have."""
+
+    # -- by the kind of its pages ----------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def request(self) -> LookupRequest:
+        """What was found. Made when it is wanted: most hits are loaded, or released, without."""
+
+    @property
+    @abstractmethod
+    def remote_ends(self) -> Sequence[int]:
+        """Where in the prompt the pages end that other hosts seem to have."""
+
+    @abstractmethod
+    def _below(self) -> LookupRequest | None:
+        """What the backend's lease is on; None where all of it is in HBM."""
+
+    @abstractmethod
+    def _remote(self, tokens: int | None) -> tuple[LookupRequest, int, int]:
+        """What other hosts seem to have, up to ``tokens`` of the prompt (None: all): the chunks of a request,
+        from one on, and how many."""
+
+    @abstractmethod
+    def to_tell(self) -> tuple[LookupRequest, int] | None:
+        """What a daemon cannot know to be used by its own lookups: a request, and the first chunk of it that
+        is not. None where it knows."""
+
+    def _covers(self, lease: Lease) -> bool:
+        """Whether a lease that was taken again is on pages at the same places."""
+        return True
+
+    @property
+    def ends(self) -> Sequence[int]:
+        """Where in the prompt each page ends."""
+        return self.rule.ends(self.tokens, self.chunk_tokens)
+
+    def brought(self, first: int, stop: int, *, last: bool) -> range | None:
+        """The pages that a load of chunks ``first … stop`` brings; None for none. It is the ``last`` of the
+        hit's loads."""
+        return range(first, stop)
+
+    def kept(self, length: int, first: int) -> tuple[int, Sequence[int]]:
+        """What a load of chunks from ``first`` on keeps for a hit of ``length`` tokens: the chunk of its
+        first page, and the positions."""
+        return first, range(first, max(-(-length // self.chunk_tokens), first))
+
+    def supports(self, above: int, tokens: int) -> int:
+        """How many of the hit's ``tokens`` can be loaded from above the disk, when the first ``above`` of
+        this part can."""
+        return min(above, tokens)
+
+    # -- of all kinds ----------------------------------------------------------------------------------
 
     @property
     def num_pages(self) -> int:
         """The one that it ends inside of included."""
         return -(-self.tokens // self.chunk_tokens)
-
-    @property
-    def named(self) -> bool:
-        return self._request.named
-
-    @property
-    def leased(self) -> bool:
-        """Whether the backend was asked for it, and holds some of it."""
-        return self._lease is not None
-
-    @property
-    def request(self) -> LookupRequest:
-        """What was found. Made when it is wanted: most hits are loaded, or released, without."""
-        return self._request.part(self.positions) if self.named else self._request.cut(self.tokens)
-
-    @property
-    def ends(self) -> Sequence[int]:
-        """Where in the prompt each page ends."""
-        if self._ends is None:
-            return self.rule.ends(self.tokens, self.chunk_tokens)
-        return [self._ends[at] for at in self.positions]
-
-    @property
-    def remote_ends(self) -> Sequence[int]:
-        """Likewise of the pages that other hosts seem to have: of chained ones the whole ones only."""
-        if self._ends is not None:
-            return [self._ends[at] for at in self.remote_positions]
-        if self.named:
-            return [(at + 1) * self.chunk_tokens for at in self.remote_positions]
-        chunk_tokens = self.chunk_tokens
-        first = (self.found // chunk_tokens + 1) * chunk_tokens
-        return range(first, self.found + self.remote_tokens + 1, chunk_tokens)
 
     def shorten(self, tokens: int) -> None:
         """Have it be of the first ``tokens`` tokens of a prompt. The lease stays as it is."""
@@ -171,20 +169,17 @@ class Part:
         if lease is not None and self.backend.holds(lease):
             then(lease)
             return
-        wanted = self.request
-        if self.named:
-            if self.leased_from == self.num_pages:
-                then(None)
-                return
-            wanted = self._request.part(self.positions[self.leased_from :])
+        wanted = self._below()
+        if wanted is None:
+            then(None)
+            return
         found = self.backend.find(wanted, patience_s=self._patience_s)
         found.on_end(lambda: then(self._adopt(found.wait())))
 
     def _adopt(self, lease: Lease | None) -> Lease | None:
         lease = lease if lease is not None and lease.tokens else None
-        below = self.tokens - self.leased_from * self.chunk_tokens
-        if lease is not None and self.named and lease.tokens < below:
-            self.backend.release(lease)  # some have left, and the others are not where the hit's were
+        if lease is not None and not self._covers(lease):
+            self.backend.release(lease)
             lease = None
         with self._hbm.lock:
             old, self._lease = self._lease, lease
@@ -240,14 +235,7 @@ class Part:
     def bring(self, deadline_s: float, *, tokens: int | None = None) -> Transfer[int]:
         """Have the pages come that other hosts seem to have: of chained ones those behind what was found, up
         to ``tokens`` (None: all), of named ones those that are lacking. The leases may have been released."""
-        if self.named:
-            wanted = self._request.part(self.remote_positions)
-            first, count = 0, wanted.num_chunks
-        else:
-            wanted, first = self._request, self.found // self.chunk_tokens
-            stop = self.found + self.remote_tokens
-            stop = stop if tokens is None else min(stop, tokens)
-            count = -(-stop // self.chunk_tokens) - first
+        wanted, first, count = self._remote(tokens)
         if count <= 0:
             return Transfer.completed(0)
         return self.backend.bring(wanted, first, count, wait_s=deadline_s)
@@ -259,6 +247,160 @@ class Part:
             lease, self._lease = self._lease, None
         if lease is not None:
             self.backend.release(lease)
+
+
+class ChainPart(Part):
+    """The leading pages of a prompt. ``lease`` is on those from the first one on, whatever ``match`` has of
+    them in HBM. Other hosts seem to have ``remote_tokens`` behind the lease's."""
+
+    def __init__(
+        self,
+        hbm: HbmTier,
+        backend: Backend,
+        group: Group,
+        request: LookupRequest,
+        match: Match,
+        hbm_lease: PageLease,
+        lease: Lease | None,
+        patience_s: float,
+        remote_tokens: int = 0,
+    ) -> None:
+        below = lease.tokens if lease is not None else 0
+        here = match.tokens
+        local = match.pages if here >= below else match.pages[: here // request.chunk_tokens]
+        super().__init__(
+            hbm, backend, group, request, hbm_lease, lease, patience_s, tokens=max(here, below), local=local
+        )
+        self._request = request
+        self.remote_tokens = max(below + remote_tokens - self.tokens, 0)
+
+    @property
+    def request(self) -> LookupRequest:
+        return self._request.cut(self.tokens)
+
+    @property
+    def remote_ends(self) -> Sequence[int]:  # of whole pages only
+        chunk_tokens = self.chunk_tokens
+        first = (self.found // chunk_tokens + 1) * chunk_tokens
+        return range(first, self.found + self.remote_tokens + 1, chunk_tokens)
+
+    def _below(self) -> LookupRequest | None:
+        return self.request
+
+    def _remote(self, tokens: int | None) -> tuple[LookupRequest, int, int]:
+        first = self.found // self.chunk_tokens
+        stop = self.found + self.remote_tokens
+        stop = stop if tokens is None else min(stop, tokens)
+        return self._request, first, -(-stop // self.chunk_tokens) - first
+
+    def to_tell(self) -> tuple[LookupRequest, int] | None:
+        if self._lease is not None:
+            return None
+        request = self.request
+        return request, len(request.keys)
+
+
+class NamedPart(Part):
+    """Pages that the caller has named: those ``here`` in HBM, by their positions, and those of ``asked`` that
+    the lease is on. Other hosts seem to have ``others``."""
+
+    of_caller = True
+
+    def __init__(
+        self,
+        hbm: HbmTier,
+        backend: Backend,
+        group: Group,
+        request: NamedRequest,
+        here: Mapping[int, Page],
+        asked: Sequence[int],
+        hbm_lease: PageLease,
+        lease: Lease | None,
+        patience_s: float,
+        others: Sequence[int] = (),
+    ) -> None:
+        there = [asked[at] for at in lease.positions] if lease is not None else []
+        super().__init__(
+            *(hbm, backend, group, request, hbm_lease, lease, patience_s),
+            tokens=(len(here) + len(there)) * request.chunk_tokens,
+            local=tuple(here.values()),
+            leased_from=len(here),
+        )
+        self._request = request
+        self.positions = [*here, *there]
+        self.remote_positions = others
+
+    @property
+    def request(self) -> LookupRequest:
+        return self._request.part(self.positions)
+
+    @property
+    def remote_ends(self) -> Sequence[int]:
+        return [(at + 1) * self.chunk_tokens for at in self.remote_positions]
+
+    def _below(self) -> LookupRequest | None:
+        below = self.positions[self.leased_from :]
+        return self._request.part(below) if below else None
+
+    def _covers(self, lease: Lease) -> bool:
+        # Where some have left, the others are not where the hit's were.
+        return lease.tokens >= self.tokens - self.leased_from * self.chunk_tokens
+
+    def _remote(self, tokens: int | None) -> tuple[LookupRequest, int, int]:
+        return self._request.part(self.remote_positions), 0, len(self.remote_positions)
+
+    def to_tell(self) -> tuple[LookupRequest, int] | None:
+        return self.request, 0
+
+
+class RulePart(NamedPart):
+    """Named pages that a group's rule asks for: each ends at one of ``asked_ends`` in the prompt."""
+
+    leading = of_caller = False
+
+    def __init__(
+        self,
+        hbm: HbmTier,
+        backend: Backend,
+        group: Group,
+        request: NamedRequest,
+        here: Mapping[int, Page],
+        asked: Sequence[int],
+        hbm_lease: PageLease,
+        lease: Lease | None,
+        patience_s: float,
+        *,
+        asked_ends: Sequence[int],
+    ) -> None:
+        super().__init__(hbm, backend, group, request, here, asked, hbm_lease, lease, patience_s)
+        self.rule = group.rule
+        self._asked_ends = asked_ends
+
+    @property
+    def ends(self) -> Sequence[int]:
+        return [self._asked_ends[at] for at in self.positions]
+
+    @property
+    def remote_ends(self) -> Sequence[int]:
+        return [self._asked_ends[at] for at in self.remote_positions]
+
+    def brought(self, first: int, stop: int, *, last: bool) -> range | None:
+        return range(self.num_pages) if last else None
+
+    def kept(self, length: int, first: int) -> tuple[int, Sequence[int]]:
+        ends, chunk_tokens = self.ends, self.chunk_tokens
+        whole = length > first * chunk_tokens or not first
+        needed = set(self.rule.ends(length, chunk_tokens)) if whole else ()
+        kept = sorted((at for at, end in enumerate(ends) if end in needed), key=lambda at: ends[at])
+        return (ends[kept[0]] - 1) // chunk_tokens if kept else first, kept
+
+    def prefetch(self, *, first: int = 0, deadline_s: float | None = None) -> Transfer[int]:
+        return super().prefetch(deadline_s=deadline_s)  # all of them, whatever of the prompt is not wanted
+
+    def supports(self, above: int, tokens: int) -> int:
+        if above >= self.tokens:
+            return tokens
+        return min(tokens, (self.ends[0] - 1) // self.chunk_tokens * self.chunk_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,12 +453,12 @@ class Hit:
         self.branch = branch
         self.remote_tokens = remote_tokens
         self.others = others
-        self.by_tier: Mapping[str, int] = parts[0].by_tier() if self._simple else self._count()
+        self.by_tier: Mapping[str, int] = parts[0].by_tier() if self.simple else self._count()
 
     @property
-    def _simple(self) -> bool:
-        """Whether it has one part, whose pages are leading ones."""
-        return len(self.parts) == 1 and self.parts[0].rule.chained
+    def simple(self) -> bool:
+        """Whether it has one part, whose pages follow one another."""
+        return len(self.parts) == 1 and self.parts[0].leading
 
     def __repr__(self) -> str:
         return f"Hit({self.tokens} tokens, {self.by_tier})"
@@ -351,7 +493,7 @@ class Hit:
     def hbm_pages(self) -> int:
         """Whole leading pages of group 0 that are in HBM, however cold those of the others are."""
         first = self.parts[0] if self.parts else None
-        if first is None or first.group or not first.rule.chained:
+        if first is None or first.group or not first.leading:
             return 0
         runs = first.page_runs()
         in_hbm = runs[0][1] if runs and runs[0][0] == Tier.HBM.label else 0
@@ -363,12 +505,12 @@ class Hit:
     def positions(self) -> Sequence[int]:
         """Of pages that the caller has named: which of those asked for the hit's pages are, those in HBM
         first. Empty for a prompt's prefix."""
-        return self.parts[0].positions if self._simple else ()
+        return self.parts[0].positions if self.simple else ()
 
     @property
     def remote_positions(self) -> Sequence[int]:
         """Likewise, those that are not held, and other hosts seem to have. See :meth:`bring`."""
-        return self.parts[0].remote_positions if self._simple else ()
+        return self.parts[0].remote_positions if self.simple else ()
 
     @property
     def found(self) -> int:
@@ -384,7 +526,7 @@ class Hit:
 
     def by_runs(self) -> list[tuple[str, int]]:
         """The hit's tokens by tier, run by run along the prompt, where it has one part of leading pages."""
-        return self.parts[0].by_runs() if self._simple else []
+        return self.parts[0].by_runs() if self.simple else []
 
     # -- what is done with it --------------------------------------------------------------------------
 
@@ -394,23 +536,16 @@ class Hit:
         before ``first`` are not wanted, and count as if they were there."""
         self._hbm.require_process()
         deadline_s = optional_seconds("deadline_s", deadline_s)
-        if self._simple:
+        if self.simple:
             return self.parts[0].prefetch(first=first, deadline_s=deadline_s)
-        brought = [
-            (part, part.prefetch(first=first if part.rule.chained else 0, deadline_s=deadline_s))
-            for part in self.parts
-        ]
+        brought = [(part, part.prefetch(first=first, deadline_s=deadline_s)) for part in self.parts]
 
         def settle(state: TransferState) -> int:
             tokens = self.tokens
             for part, transfer in brought:
                 if state is TransferState.CANCELLED:
                     transfer.cancel()
-                above = transfer.wait()
-                if part.rule.chained:
-                    tokens = min(tokens, above)
-                elif above < part.tokens:
-                    tokens = min(tokens, (part.ends[0] - 1) // self.chunk_tokens * self.chunk_tokens)
+                tokens = part.supports(transfer.wait(), tokens)
             return tokens if tokens == self.tokens else tokens // self.chunk_tokens * self.chunk_tokens
 
         return joined(

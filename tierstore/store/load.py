@@ -114,10 +114,9 @@ class Load:
         self._under_way = 1  # requests and tasks, and start() itself
         self.parts: list[PartLoad] = []
         for part in hit.parts:
-            if part.rule.chained:
-                self.parts.append(into(self, part, range(self.first, self.stop)))
-            elif self._ends:
-                self.parts.append(into(self, part, range(part.num_pages)))
+            positions = part.brought(self.first, self.stop, last=self._ends)
+            if positions is not None:
+                self.parts.append(into(self, part, positions))
         self.transfer: Transfer[Loaded] = Transfer(
             self._settle,
             pages=sum(part.pages - part.first for part in self.parts),
@@ -176,7 +175,7 @@ class Load:
         loaded, or computed, by others."""
         chunk_tokens = self.hit.chunk_tokens
         front = min(self.first * chunk_tokens, self.hit.tokens)
-        if len(self.parts) == 1 and self.parts[0].part.rule.chained:
+        if len(self.parts) == 1 and self.parts[0].part.leading:
             return min(self.parts[0].leading() * chunk_tokens, wanted)
         held = {
             group.number: (group.rule, frozenset[int]())
@@ -189,19 +188,10 @@ class Load:
 
     def _loaded(self, length: int) -> Loaded:
         """The outcome for a hit of ``length``: what else has come is given back. Under the lock."""
-        chunk_tokens = self.hit.chunk_tokens
         groups = [GroupPages(self.first)] * len(self.lower.groups)
         moved = 0
         for part in self.parts:
-            if part.part.rule.chained:
-                kept: Sequence[int] = range(self.first, max(-(-length // chunk_tokens), self.first))
-                first = self.first
-            else:
-                ends = part.part.ends
-                whole = length > self.first * chunk_tokens or not self.first
-                needed = set(part.part.rule.ends(length, chunk_tokens)) if whole else ()
-                kept = sorted((at for at, end in enumerate(ends) if end in needed), key=lambda at: ends[at])
-                first = (ends[kept[0]] - 1) // chunk_tokens if kept else self.first
+            first, kept = part.part.kept(length, self.first)
             self.hbm.counters.loaded_pages += len(kept)
             groups[part.part.group] = GroupPages(first, part.result(kept))
             moved += part.moved_bytes(kept)

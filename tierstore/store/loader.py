@@ -75,10 +75,8 @@ class Loader:
     def offer(self, hit: Hit) -> None:
         """See :meth:`Store.offer <tierstore.Store.offer>`."""
         for part in hit.parts if self._backend.remote else ():
-            if part.named or not part.leased:
-                request = part.request
-                first = 0 if part.named else len(request.keys)
-                self._backend.reserve(request, first, 0, hints=SaveHints(_ELSEWHERE))
+            if (told := part.to_tell()) is not None:
+                self._backend.reserve(*told, 0, hints=SaveHints(_ELSEWHERE))
 
     def _offer(self, hit: Hit) -> None:
         """The daemon cannot know which of the named pages that it is asked for are used."""
@@ -91,7 +89,7 @@ class Loader:
 
     def _planned(self, hit: Hit, deadline_s: float | None) -> tuple[Range, float | None]:
         """As much of a hit as is worth loading, and by when, where the caller has set no deadline."""
-        of_caller = any(part.named and part.rule.chained for part in hit.parts)  # and not planned
+        of_caller = any(part.of_caller for part in hit.parts)  # and not planned
         if deadline_s is not None or of_caller or self._planning.planner.prefill() is None:
             return Range(), deadline_s
         planned = self._planning.plan(hit, None, block=0)

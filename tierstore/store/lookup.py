@@ -12,6 +12,7 @@ Other hosts may have what would make the hit longer. :meth:`Store.bring <tiersto
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ from tierstore.backend import (
     Lease,
     LookupRequest,
     NamedGroup,
+    NamedRequest,
     Registration,
 )
 from tierstore.errors import UsageError
@@ -34,7 +36,7 @@ from tierstore.index.leases import PageLease
 from tierstore.keys import Identity, Prompt, TokenIds, encode_tokens
 from tierstore.spec import KVSpec
 from tierstore.store.hbm import HbmTier
-from tierstore.store.hit import Hit, NamedMatch, Part, RemotePages
+from tierstore.store.hit import ChainPart, Hit, NamedPart, Part, RemotePages, RulePart
 from tierstore.store.prompts import PromptCache
 from tierstore.transfer import Transfer, joined
 from tierstore.types import Promise
@@ -114,20 +116,19 @@ class Finder:
         keys = list(prompt.keys_of(group.number))
         return self.prompts.request(identity, group.page_bytes, prompt.token_bytes, keys)
 
-    def pages_at(self, prompt: Prompt, group: Group, ends: Sequence[int]) -> LookupRequest:
+    def pages_at(self, prompt: Prompt, group: Group, ends: Sequence[int]) -> NamedRequest:
         """The pages of a group with named pages that end behind so many of a model's prompt's tokens."""
         return self._named_pages(prompt.pages_at(group.number, ends), group)
 
-    def _named_pages(self, pages: Prompt, group: Group) -> LookupRequest:
+    def _named_pages(self, pages: Prompt, group: Group) -> NamedRequest:
         data = pages.token_bytes
-        return LookupRequest(
+        return NamedRequest(
             pages.identity,
             group.page_bytes,
             pages.chunk_tokens,
             data,
             len(data),
             list(pages.keys),
-            named=True,
             depth=pages.pages_before,
         )
 
@@ -150,7 +151,7 @@ class Finder:
         if single is not None:
             group, request = single
             chunks = min(chunks, len(request.keys))
-            request = request if request.named else request.cut(chunks * chunk_tokens)
+            request = request.limited(chunks * chunk_tokens)
             return self._expect(group, request, promise.until_s) if chunks else Transfer.completed(None)
         prompt = self.prompt(prompt)
         length = min(chunks, len(prompt) // chunk_tokens) * chunk_tokens
@@ -169,11 +170,7 @@ class Finder:
         return requests
 
     def _expect(self, group: Group, request: LookupRequest, until_s: float) -> Transfer[None]:
-        if request.named:
-            here = len(self.hbm.match_named(request, group.number)) * request.chunk_tokens
-        else:
-            here = self.hbm.match(request, group.number).tokens
-        if here >= request.num_tokens:
+        if self.hbm.tokens_here(request, group.number) >= request.num_tokens:
             return Transfer.completed(None)
         return self.backend.expect(request, wait_s=until_s)
 
@@ -197,8 +194,12 @@ class Lookup:
             )
         else:
             group, request = single
-            request = request if limit is None or request.named else request.cut(limit)
-            self._request = PartLookup(finder, group, request, gain=gain)
+            request = request if limit is None else request.limited(limit)
+            self._request = (
+                NamedLookup(finder, group, request, gain)
+                if isinstance(request, NamedRequest)
+                else ChainLookup(finder, group, request)
+            )
 
     def ask(self, *, caller_receives: bool = False) -> None:
         """Ask, once. ``caller_receives``: this thread waits for the answer."""
@@ -255,66 +256,34 @@ class FoundHit:
     others: Sequence[Part | RemotePages] = ()
 
 
-class PartLookup:
-    """The request for one group's pages, from the moment that it is asked to its answer. ``gain``: see
-    :func:`tierstore.lookup_all`."""
+class PartLookup(ABC):
+    """The request for one group's pages, from the moment that it is asked to its answer."""
 
-    def __init__(self, finder: Finder, group: Group, request: LookupRequest, *, gain: int = 0) -> None:
-        self.limit = request.num_tokens
-        self._finder = finder
-        self._group = group
-        self._request = request
-        self._gain = gain
-        self._asked: Sequence[int] = ()  # of named pages, those that the backend is asked for
+    def __init__(self, finder: Finder, limit: int) -> None:
+        self.limit = limit
         self.answer: Transfer[Lease | None] | None = None
+        self._finder = finder
 
     def ask(self, patience_s: float, *, caller_receives: bool) -> None:
         """Ask for what is below HBM, if there is something to ask for and still time."""
-        request, hbm, group = self._request, self._finder.hbm, self._group.number
-        if request.named:
-            here = hbm.match_named(request, group)
-            self._asked = [at for at in range(request.num_chunks) if at not in here]
-            if here and self._asked:
-                request = request.part(self._asked)
-            request.gain = self._gain
-            lacking = bool(self._asked)
-        else:
-            lacking = hbm.match(request, group).tokens < request.num_tokens
-        if lacking and patience_s > 0:
+        request = self._lacking()
+        if request is not None and patience_s > 0:
             backend = self._finder.backend
             self.answer = backend.find(request, patience_s=patience_s, caller_receives=caller_receives)
 
     def found(self) -> FoundHit:
         """What was found; waits for it."""
-        part = self._part()
+        part = self._part(self.answer.wait() if self.answer is not None else None)
         return FoundHit(part.tokens, part.tokens, [part], part.remote_tokens, [part])
 
-    def _part(self) -> Part:
-        finder, request, group = self._finder, self._request, self._group
-        hbm, backend = finder.hbm, finder.backend
-        lease = self.answer.wait() if self.answer is not None else None
-        remote_tokens, others = 0, []
-        if lease is not None:
-            remote_tokens = lease.remote_tokens
-            others = [self._asked[at] for at in lease.remote_positions]
-            if not request.named:
-                finder.prompts.remember(request, lease.handle)
-            lease = lease if lease.tokens else None
-        # Looked at again, because the answer took its time and nothing was held meanwhile.
-        if request.named:
-            asked = set(self._asked)
-            here = {
-                at: page for at, page in hbm.match_named(request, group.number).items() if at not in asked
-            }
-            with hbm.lock:
-                held = hbm.use_named(here, request, backend.lease_s)
-            named = NamedMatch(here, self._asked, others)
-            return Part(hbm, backend, group, request, named, held, lease, finder.lookup_s)
-        match, held = hbm.match(request, group.number), PageLease()
-        if match.pages:
-            with hbm.lock:
-                held = hbm.use(match.pages, backend.lease_s)
-        return Part(hbm, backend, group, request, match, held, lease, finder.lookup_s, remote_tokens)
+    @abstractmethod
+    def _lacking(self) -> LookupRequest | None:
+        """What the backend is to be asked for; None where all of it is in HBM."""
+
+    @abstractmethod
+    def _part(self, answer: Lease | None) -> Part:
+        """What was found. HBM is looked at again, because the answer took its time and nothing was held
+        meanwhile."""
 
     def give_up(self) -> None:
         """Give back what is held for the answer, now or when it comes."""
@@ -323,6 +292,67 @@ class PartLookup:
             lease = answer.wait()
             if lease is not None and lease.tokens:
                 self._finder.backend.release(lease)
+
+
+class ChainLookup(PartLookup):
+    """Of a prompt's leading pages."""
+
+    def __init__(self, finder: Finder, group: Group, request: LookupRequest) -> None:
+        super().__init__(finder, request.num_tokens)
+        self._group = group
+        self._request = request
+
+    def _lacking(self) -> LookupRequest | None:
+        request = self._request
+        here = self._finder.hbm.match(request, self._group.number).tokens
+        return request if here < request.num_tokens else None
+
+    def _part(self, answer: Lease | None) -> Part:
+        finder, request, group = self._finder, self._request, self._group
+        hbm, backend = finder.hbm, finder.backend
+        if answer is not None:
+            finder.prompts.remember(request, answer.handle)
+        match, held = hbm.match(request, group.number), PageLease()
+        if match.pages:
+            with hbm.lock:
+                held = hbm.use(request, match.pages, backend.lease_s)
+        lease = answer if answer is not None and answer.tokens else None
+        remote = answer.remote_tokens if answer is not None else 0
+        return ChainPart(hbm, backend, group, request, match, held, lease, finder.lookup_s, remote)
+
+
+class NamedLookup(PartLookup):
+    """Of pages that the caller has named. ``gain``: see :func:`tierstore.lookup_all`."""
+
+    def __init__(self, finder: Finder, group: Group, request: NamedRequest, gain: int) -> None:
+        super().__init__(finder, request.num_tokens)
+        self._group = group
+        self._request = request
+        self._gain = gain
+        self._asked: Sequence[int] = ()  # of the backend
+
+    def _lacking(self) -> LookupRequest | None:
+        request = self._request
+        here = self._finder.hbm.match_named(request, self._group.number)
+        self._asked = [at for at in range(request.num_chunks) if at not in here]
+        if here and self._asked:
+            request = request.part(self._asked)
+        request.gain = self._gain
+        return request if self._asked else None
+
+    def _part(self, answer: Lease | None) -> Part:
+        finder, request, group = self._finder, self._request, self._group
+        hbm, backend = finder.hbm, finder.backend
+        asked = set(self._asked)
+        found = hbm.match_named(request, group.number)
+        here = {at: page for at, page in found.items() if at not in asked}
+        with hbm.lock:
+            held = hbm.use(request, list(here.values()), backend.lease_s, positions=here)
+        lease = answer if answer is not None and answer.tokens else None
+        others = [self._asked[at] for at in answer.remote_positions] if answer is not None else []
+        return NamedPart(
+            *(hbm, backend, group, request, here, self._asked, held, lease, finder.lookup_s), others
+        )
 
 
 class HitLookup:
@@ -433,8 +463,8 @@ class HitLookup:
             match = self._matches[at]
             used = match.pages[: -(-min(tokens, match.tokens) // finder.chunk_tokens)]
             with hbm.lock:
-                held = hbm.use(used, backend.lease_s)
-            part = Part(hbm, backend, group, self._chains[at], match, held, lease, finder.lookup_s)
+                held = hbm.use(self._chains[at], used, backend.lease_s)
+            part = ChainPart(hbm, backend, group, self._chains[at], match, held, lease, finder.lookup_s)
             part.shorten(tokens)
             return part
         ends = list(group.rule.ends(tokens, finder.chunk_tokens))
@@ -444,20 +474,22 @@ class HitLookup:
         pages = self._here[group.number]
         here = {at: pages[end] for at, end in enumerate(ends) if end in pages}
         with hbm.lock:
-            held = hbm.use_named(here, request, backend.lease_s)
-        match_ = NamedMatch(here, [at for at in range(len(ends)) if at not in here])
-        return Part(hbm, backend, group, request, match_, held, lease, finder.lookup_s, ends=ends)
+            held = hbm.use(request, list(here.values()), backend.lease_s, positions=here)
+        asked = [at for at in range(len(ends)) if at not in here]
+        return RulePart(
+            *(hbm, backend, group, request, here, asked, held, lease, finder.lookup_s), asked_ends=ends
+        )
 
     def _remote_pages(self, group: Group, ends: Sequence[int]) -> RemotePages | None:
         finder = self._finder
         if not ends:
             return None
         if group.named:
-            request, first = finder.pages_at(self._prompt, group, ends), 0
-        else:
-            request = self._chains[finder.chained.index(group)]
-            first = ends[0] // finder.chunk_tokens - 1
-        return RemotePages(finder.backend, request, group.page_bytes, first, ends)
+            named = finder.pages_at(self._prompt, group, ends)
+            return RemotePages(finder.backend, named, group.page_bytes, 0, ends)
+        chain = self._chains[finder.chained.index(group)]
+        first = ends[0] // finder.chunk_tokens - 1
+        return RemotePages(finder.backend, chain, group.page_bytes, first, ends)
 
     def give_up(self) -> None:
         """Give back what is held for the answer, now or when it comes."""

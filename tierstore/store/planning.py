@@ -42,7 +42,7 @@ class Planning:
         """What a load brings, in its order. Pages of one group count run by run. With several groups, or
         named pages, it is all or nothing, since these serve the hit's end only: all tokens are the last
         tier's."""
-        if len(hit.parts) == 1 and hit.parts[0].rule.chained:
+        if hit.simple:
             return self._run_by_run(hit.parts[0])
         nbytes: dict[str, float] = {}
         for part in hit.parts:
@@ -129,4 +129,4 @@ class Planning:
 
 def _first_chain(hit: Hit) -> HitPart | None:
     """The part that a load brings from the front on."""
-    return next((part for part in hit.parts if part.rule.chained), None)
+    return next((part for part in hit.parts if part.leading), None)

@@ -178,11 +178,7 @@ class Save:
         if nowhere:
             self._end(window)
             return
-        first = self._first + window.first
-        if self._request.named:
-            prompt, first = self._request.part(range(first, first + window.count)), 0
-        else:
-            prompt = self._request.cut((first + window.count) * self._request.chunk_tokens)
+        prompt, first = self._request.window(self._first + window.first, window.count)
         try:
             answer = self._backend.reserve(
                 prompt, first, window.count, hints=self._hints, handle=self._handle
