@@ -15,6 +15,7 @@ from tierstore.backend import LookupRequest, Reservation
 from tierstore.core.backend import LocalBackend
 from tierstore.core.core import Core
 from tierstore.errors import TierStoreError, UsageError
+from tierstore.keys import PageKey
 from tierstore.tiers.disk import DiskTier
 from tierstore.tiers.host import HostTier
 from tierstore.units import KIB, MIB, format_size
@@ -100,6 +101,7 @@ class Day:
         self._core = Core(policy="lru", host=self._host, disk=self._disk)
         self._backend = LocalBackend(self._core)
         self._full = False
+        self._reserved: set[PageKey] = set()  # by this batch
 
     def __enter__(self) -> Day:
         return self
@@ -169,6 +171,7 @@ class Day:
         started, cpu = time.perf_counter(), time.process_time()
         for (_, reserved), hashes in zip(saves, checksums, strict=True):
             self._backend.commit(reserved, hashes).wait(_FLUSH_S)
+        self._reserved.clear()
         if not self._core.flush(_FLUSH_S):
             raise TierStoreError(f"a batch was not written within {_FLUSH_S:g} s")
         tenth.write_s += time.perf_counter() - started
@@ -186,10 +189,13 @@ class Day:
         assert lease is not None, "nothing closes the core meanwhile"
         backend.release(lease)
         first = lease.tokens // CHUNK_TOKENS
+        # What an earlier request of this batch reserved is not there to be found yet, and computed by it.
+        while first < len(prompt.keys) and prompt.keys[first] in self._reserved:
+            first += 1
+        self._reserved.update(prompt.keys[first:])
         reservation = backend.reserve(asked, first, len(prompt.keys) - first).wait(_FLUSH_S)
         assert reservation is not None, "nothing closes the core meanwhile"
         tenth.lookup_tokens += len(prompt)
-        # What an earlier request of this batch reserved is not there to be found yet, and computed by it.
         shared = reservation.stored_tokens - len(reservation.positions) * CHUNK_TOKENS
         tenth.hit_tokens += first * CHUNK_TOKENS + shared
         return request.page_bytes, reservation
