@@ -70,7 +70,7 @@ class Reading:
         self, lease: Lease, first: int, count: int, *, wait_s: float | None
     ) -> Transfer[Located | None]:
         assert isinstance(lease, LocalLease), "the lease is of another backend"
-        count = min(count, lease.pages - first)
+        count = max(min(count, lease.pages - first), 0)
 
         def located() -> Located | None:
             return self._located(lease, first, count)

@@ -36,6 +36,10 @@ _MOST_WAITING = 64  # requests of one client, for others' writes
 _INLINE_BYTES = 64 << 10  # frames of less are copied on the caller's thread
 
 
+def _nothing() -> None:
+    pass
+
+
 class Writing:
     """What one client of ``core`` saves. Thread-safe. ``owner`` is what its handles belong to."""
 
@@ -56,28 +60,34 @@ class Writing:
         hints: SaveHints,
     ) -> Transfer[Reservation | None]:
         """See :meth:`~tierstore.backend.Backend.reserve`."""
+        chunks = range(first, first + count)
+        reserved = self._reserve(view, chunks, hints, None)
+        return reserved if reserved is not None else self._wait_and_reserve(view, chunks, hints)
+
+    def _wait_and_reserve(
+        self, view: PromptView, chunks: range, hints: SaveHints
+    ) -> Transfer[Reservation | None]:
         granted: list[Transfer[Reservation | None]] = []
 
         def settle(_: TransferState) -> Reservation | None:
             with self._state.lock:
                 self._waiting.pop(waiter, None)
                 self.core.arrivals.forget(waiter)
-            return granted[0].wait() if granted else None
+            waiter.look = _nothing  # it refers to this transfer: so neither waits for the collector
+            return granted.pop().wait() if granted else None
 
         def look() -> None:
-            reserved = self._reserve(view, range(first, first + count), hints, waiter)
+            try:
+                reserved = self._reserve(view, chunks, hints, waiter)
+            except (StoreClosedError, Refusal) as error:
+                _log.debug("a request could not be done: %s", error)
+                transfer.finish()
+                return
             if reserved is not None:
                 granted.append(reserved)
                 reserved.on_end(transfer.finish)
 
-        def look_again() -> None:
-            try:
-                look()
-            except (StoreClosedError, Refusal) as error:
-                _log.debug("a request could not be done: %s", error)
-                transfer.finish()
-
-        waiter = Waiter(look_again)
+        waiter = Waiter(look)
         transfer: Transfer[Reservation | None] = Transfer(settle, pages=0, nbytes=0)
         look()
         with self._state.lock:
@@ -86,9 +96,9 @@ class Writing:
         return transfer
 
     def _reserve(
-        self, view: PromptView, chunks: range, hints: SaveHints, waiter: Waiter
+        self, view: PromptView, chunks: range, hints: SaveHints, waiter: Waiter | None
     ) -> Transfer[Reservation | None] | None:
-        """Reserve pages. None where ``waiter`` has to wait first."""
+        """Reserve pages. None where others are writing one of them: ``waiter`` is called then."""
         state = self._state
         with state.lock:
             if state.closed:
@@ -97,7 +107,8 @@ class Writing:
             look = self._lookups.may_be_on_disk(view)
             written = next(filter(being_written, view.in_tree(state, chunks)), None)
             if written is not None and len(self._waiting) < _MOST_WAITING:
-                self.core.arrivals.wait_for((written.identity, written.key), waiter)
+                if waiter is not None:
+                    self.core.arrivals.wait_for((written.identity, written.key), waiter)
                 return None
             if not look and len(chunks) <= _AT_ONCE:
                 return Transfer.completed(self._begin(view, chunks, hints).result(self.core.arena_address))

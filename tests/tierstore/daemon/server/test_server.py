@@ -182,6 +182,17 @@ def test_a_lookup_gives_leases_back_whatever_its_answer(start, connect):
     assert client.save(list(range(1000, 1000 + 8 * CHUNK_TOKENS))).stored_tokens == 8 * CHUNK_TOKENS
 
 
+def test_pages_behind_those_of_a_lease_are_none(start, connect):
+    daemon = start()
+    client = connect(daemon.url)
+    client.register()
+    client.save(TOKENS)
+    found = client.lookup(prompt_of(TOKENS[:CHUNK_TOKENS]))
+    for first in (1, 2, 1 << 40):
+        assert client.ask(p.Load(0, found.lease, first, 2, 1.0)).offsets == b""
+    assert daemon.stats().service.failed_requests == 0
+
+
 def test_a_lease_ends_by_itself(start, connect):
     daemon = start(pages=8, lease_s=0.1)
     client = connect(daemon.url)
