@@ -183,10 +183,12 @@ def test_a_lookup_gives_leases_back_whatever_its_answer(start, connect):
 
 
 def test_pages_behind_those_of_a_lease_are_none(start, connect):
-    daemon = start()
+    daemon = start(disk=True)
     client = connect(daemon.url)
     client.register()
     client.save(TOKENS)
+    assert client.ask(p.Flush(0, 30.0)).done
+    client.ask(p.Evict(0, "host", -1))
     found = client.lookup(prompt_of(TOKENS[:CHUNK_TOKENS]))
     for first in (1, 2, 1 << 40):
         assert client.ask(p.Load(0, found.lease, first, 2, 1.0)).offsets == b""
