@@ -653,7 +653,7 @@ class Scheduler:
             if sequence.partial is None:
                 if item.tokens > room:
                     break
-                if not self._keeper.grow(sequence):
+                if not self._keeper.grow(sequence, len(sequence.tokens)):
                     continue
                 room -= item.tokens
             work.append(item)
@@ -677,7 +677,7 @@ class Scheduler:
         """A page for the sequence's next token, parking the youngest until there is one. False when it was
         itself the youngest, or when pages are still being saved and come free in a moment. Nothing older is
         touched, so work planned before stays valid."""
-        while not self._keeper.grow(sequence):
+        while not self._keeper.grow(sequence, len(sequence.tokens)):
             if self._keeper.parking:
                 self._short = True
                 return False
@@ -723,7 +723,7 @@ class Scheduler:
             # All of the chunk or nothing: a chunk cut to fit would change the shapes, and so the bits.
             if item.tokens > budget:
                 break
-            if not self._keeper.grow_sides(sequence, item.stop):
+            if not self._keeper.grow(sequence, item.stop):
                 self._short = True
                 break  # until others give pages back, which nobody younger takes
             work.append(item)
