@@ -39,8 +39,8 @@ def without_store(*groups: LayerGroup, pages: int = 64) -> NoStore:
 
 
 def pages_had(table: Table) -> set[int]:
-    snapshot = table.snapshot if isinstance(table, StateTable) else NO_PAGE
-    return {page for page in [*table.pages, snapshot] if page != NO_PAGE}
+    snapshot = table.snapshot if isinstance(table, StateTable) else []
+    return {page for page in [*table.pages, *snapshot] if page != NO_PAGE}
 
 
 def new_table(connector: NoStore) -> Table:
