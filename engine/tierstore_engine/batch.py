@@ -43,4 +43,4 @@ def build_step(work: Ints[Work], pools: Ints[PagePool]) -> Step:
 
 def _tables(sequence: Sequence) -> tuple[Ints[int], ...]:
     """A sequence's pages by layer group."""
-    return (sequence.pages, *(side.pages for side in sequence.sides))
+    return tuple(table.pages for table in sequence.tables)

@@ -11,17 +11,22 @@ The rules (how many candidates are looked at, which of them may end, when nothin
 of Hugging Face transformers, so that results can be compared.
 
 :class:`BeamSearch` decides and knows no page, sequence or model. :class:`BeamGroup` says which sequences of
-an engine its beams are. The engine forks and drops them.
+an engine its beams are. :class:`Beams` forks and drops them.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Ints
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from tierstore.types import checked_session
 from tierstore_engine.errors import RequestError
+from tierstore_engine.limits import Limits
 from tierstore_engine.outputs import RequestId, TokenLogprob
+from tierstore_engine.roster import Roster
+from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.sequence import Sequence
 
 EarlyStopping: TypeAlias = Literal["never"] | bool
@@ -165,3 +170,76 @@ class BeamGroup:
         moves = self.search.advance([self.offers[member.request_id] for member in self.members])
         self.offers.clear()
         return moves
+
+
+class Beams:
+    """The beam searches of an engine that are under way."""
+
+    def __init__(self, roster: Roster, limits: Limits, max_sequences: int) -> None:
+        self._roster = roster
+        self._limits = limits
+        self._max_sequences = max_sequences
+        self._groups: dict[RequestId, BeamGroup] = {}  # by each of their members
+
+    def of(self, sequence: Sequence) -> BeamGroup | None:
+        """The search that ``sequence`` is a beam of."""
+        return self._groups.get(sequence.request_id)
+
+    def begin(self, tokens: list[int], params: BeamParams, session: str | None) -> BeamGroup:
+        """Queue the first beam of a search. Raises :class:`RequestError` where there is no room for it."""
+        started = time.monotonic()
+        limits, new_tokens = self._limits, params.max_new_tokens
+        most = limits.max_tokens(len(tokens), new_tokens) - len(tokens)
+        search = BeamSearch(params, eos_ids=limits.config.eos_ids, max_tokens=most)
+        of_beam = SamplingParams(max_new_tokens=new_tokens, logprobs=search.candidates, ignore_eos=True)
+        limits.check_prompt(tokens, of_beam)
+        limits.check_beams(len(tokens), new_tokens, width=params.width, max_sequences=self._max_sequences)
+        session = checked_session(session)
+        first = self._roster.new(tokens, of_beam, started)
+        first.session = session
+        group = self._groups[first.request_id] = BeamGroup(search, [first])
+        self._roster.queue(first)
+        return group
+
+    def advance(self) -> None:
+        """Let the searches go on whose beams have all made their offers."""
+        for group in {id(group): group for group in self._groups.values()}.values():
+            if group.complete:
+                self._advance(group)
+
+    def end(self, group: BeamGroup) -> None:
+        for beam in group.members:
+            self._drop(beam)
+        group.members = []
+
+    def end_all(self) -> None:
+        for group in list(self._groups.values()):
+            self.end(group)
+
+    def _advance(self, group: BeamGroup) -> None:
+        parents, moves = group.members, group.advance()
+        going_on = {move.parent for move in moves}
+        group.members = []
+        for place, parent in enumerate(parents):
+            if place not in going_on:
+                self._drop(parent)
+        for move in moves:
+            beam = parents[move.parent]
+            if beam in group.members:  # it goes on in two ways
+                beam = self._fork(beam, group)
+            group.members.append(beam)
+        for beam, move in zip(group.members, moves, strict=True):
+            beam.extend(move.token)
+
+    def _fork(self, parent: Sequence, group: BeamGroup) -> Sequence:
+        child = self._roster.fork(parent, seed=None)
+        self._groups[child.request_id] = group
+        if parent.held:
+            self._roster.share(parent, child)
+        else:
+            self._roster.queue(child)  # its parent has been parked since: it comes back like that one
+        return child
+
+    def _drop(self, beam: Sequence) -> None:
+        del self._groups[beam.request_id]
+        self._roster.drop(beam, save=False)

@@ -135,7 +135,7 @@ class DraftModel(Drafter):
     def _work(self, leader: Sequence) -> Work | None:
         """The next chunk of the leader's shadow; None where there are no pages for it."""
         own = self._shadows[leader.request_id].sequence
-        if not self._keeper.grow(own):
+        if not self._keeper.grow(own, len(own.tokens)):
             return None
         stop = min((own.computed // self._chunk + 1) * self._chunk, len(own.tokens))
         return Work(own, own.computed, stop)

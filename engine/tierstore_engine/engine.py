@@ -20,15 +20,14 @@ from tierstore.errors import TierStoreError, UsageError
 from tierstore.groups import Past
 from tierstore.retention import checkpoint_tokens
 from tierstore.tiers.frames import PoolSize
-from tierstore.tiers.group_pools import fits
 from tierstore.types import Hint, Promise, checked_session
-from tierstore.units import format_size
 from tierstore_connectors.base import Connector
 from tierstore_engine.batch import build_step, finishing
-from tierstore_engine.beams import BeamGroup, BeamHypothesis, BeamParams, BeamSearch
+from tierstore_engine.beams import BeamHypothesis, BeamParams, Beams
 from tierstore_engine.drafting import Drafter
 from tierstore_engine.errors import DeadlineError, RequestError
 from tierstore_engine.keeper import PageKeeper
+from tierstore_engine.limits import Limits
 from tierstore_engine.outputs import (
     Completion,
     EngineStats,
@@ -38,9 +37,10 @@ from tierstore_engine.outputs import (
     StepOutput,
 )
 from tierstore_engine.prefill_timer import PrefillTimer
+from tierstore_engine.roster import Roster
 from tierstore_engine.sampling import Choice, SamplingParams
 from tierstore_engine.scheduler import Scheduler, Work
-from tierstore_engine.sequence import Sequence, SequenceState
+from tierstore_engine.sequence import Sequence
 from tierstore_engine.settings import EngineSettings
 from tierstore_engine.step import PartialStep, Runner
 from tierstore_engine.stepping import EngineThread
@@ -104,13 +104,12 @@ class Engine:
             self._keeper, self.settings, prefill=lambda: self._prefills.prefill, clock=clock
         )
         self._drafter = drafter
-        self._sequences: dict[RequestId, Sequence] = {}
-        self._followers: dict[RequestId, list[Sequence]] = {}  # by what they are going to share with
-        self._groups: dict[RequestId, BeamGroup] = {}  # by each of their members
+        self._limits = Limits(model.config, self._keeper)
+        self._roster = Roster(self._keeper, self._scheduler, self._limits, tokenizer, drafter)
+        self._beams = Beams(self._roster, self._limits, self.settings.max_sequences)
         self._mailboxes: dict[RequestId, deque[StepOutput]] = {}
         self._cancelled: list[StepOutput] = []
-        self._next_id = 0
-        self._steps = self._computed_tokens = self._generated_tokens = self._preemptions = 0
+        self._steps = self._computed_tokens = self._generated_tokens = 0
         self._drafted_tokens = self._accepted_tokens = self._late_requests = 0
         self._last_progress = time.monotonic()
         self._thread: EngineThread[Engine] | None = None
@@ -138,9 +137,10 @@ class Engine:
         started = time.monotonic()
         params = params or SamplingParams()
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
-        self.check_prompt(tokens, params)
-        sequence = self._sequence(tokens, params, started)
-        sequence.session = checked_session(session)
+        self._limits.check_prompt(tokens, params)
+        session = checked_session(session)
+        sequence = self._roster.new(tokens, params, started)
+        sequence.session = session
         sequence.hint = hint
         sequence.no_save = not save
         sequence.priority = priority
@@ -164,14 +164,10 @@ class Engine:
             >>> first = engine.add("Two ways to say it:", SamplingParams(temperature=1, seed=0))
             >>> others = [engine.fork(first, seed=seed) for seed in (1, 2, 3)]
         """
-        parent = self._sequences.get(request_id)
-        if parent is None or request_id in self._groups:
+        parent = self._roster.get(request_id)
+        if parent is None or self._beams.of(parent) is not None:
             raise RequestError(f"request {request_id} has ended: there is nothing to fork")
-        child = parent.fork(self._new_id(), seed=seed)
-        self._sequences[child.request_id] = child
-        followed = next((leader for leader, all_ in self._followers.items() if parent in all_), request_id)
-        self._followers.setdefault(followed, []).append(child)
-        return child.request_id
+        return self._roster.follow(parent, seed=seed).request_id
 
     def finish(self, session: str) -> None:
         """This conversation is over: its pages that no other one uses need not be kept."""
@@ -179,7 +175,7 @@ class Engine:
 
     def cancel(self, request_id: RequestId) -> bool:
         """End a request now; the next step returns its completion. False when it had already ended."""
-        sequence = self._sequences.get(request_id)
+        sequence = self._roster.get(request_id)
         if sequence is None:
             return False
         text = sequence.finish(FinishReason.CANCELLED)
@@ -197,28 +193,12 @@ class Engine:
         it back. More is had at once; less as pages become free: those that are cached leave now, those of
         requests when they end or give way. Every request goes on. Raises :class:`UsageError` for a size that
         cannot be, or that one of the requests might not fit."""
-        frames = nbytes // self.connector.pool.frames.large_bytes
-        sequences = [(sequence, 1) for sequence in self._sequences.values()]
-        sequences += [(group.members[0], group.search.width) for group in self._groups.values()]
-        for sequence, count in sequences:
-            counts = [count * each for each in self._counts(sequence.max_tokens - 1)]
-            if not fits(self.connector.pools, counts, frames=frames):
-                raise UsageError(
-                    f"request {sequence.request_id} may come to {sequence.max_tokens} tokens, and a pool of "
-                    f"{format_size(nbytes)} has no room for them: cancel it first, or wait for its end"
-                )
+        for sequence in self._roster:
+            group = self._beams.of(sequence)
+            self._limits.check_resize(nbytes, sequence, group.search.width if group is not None else 1)
         size = self.connector.resize(nbytes)
         self._scheduler.room_grew()  # or not: then they wait on
         return size
-
-    def check_bias(self, params: SamplingParams) -> None:
-        """Raises :class:`RequestError` for a bias on tokens that the model does not have."""
-        unknown = [token for token in params.logit_bias if not 0 <= token < self.model.config.vocab_size]
-        if unknown:
-            raise RequestError(
-                f"logit_bias names token {unknown[0]}, but the model's ids lie between 0 and "
-                f"{self.model.config.vocab_size - 1}"
-            )
 
     def discard(self, *request_ids: RequestId) -> None:
         """End requests that nobody listens to any more, as far as they have not. No step tells of it."""
@@ -227,36 +207,21 @@ class Engine:
 
     def cancel_all(self) -> None:
         """End every request now, and every beam search."""
-        for group in list(self._groups.values()):
-            self._end_beams(group)
-        for request_id in list(self._sequences):
-            self.cancel(request_id)
+        self._beams.end_all()
+        for sequence in list(self._roster):
+            self.cancel(sequence.request_id)
 
     def computed_tokens(self, request_id: RequestId) -> int:
         """How many of a request's tokens have their KV in pages, loaded or computed; 0 once it has ended."""
-        sequence = self._sequences.get(request_id)
+        sequence = self._roster.get(request_id)
         return sequence.computed if sequence is not None else 0
-
-    def check_prompt(self, tokens: Ints[int], params: SamplingParams) -> None:
-        """Raises :class:`RequestError` for a prompt that this model or this pool can never serve."""
-        check_tokens(tokens, vocab_size=self.model.config.vocab_size, limit=self.model.config.max_positions)
-        self.check_bias(params)
-        pool = self.connector.pool
-        # The newest token's KV is not computed before it has a successor.
-        pages = self._keeper.pages_for(self._max_tokens(len(tokens), params.max_new_tokens) - 1)
-        if pages > pool.target:
-            raise RequestError(
-                f"the prompt's {len(tokens)} tokens and up to {params.max_new_tokens} new ones need {pages} "
-                f"pages of {pool.spec.chunk_tokens} tokens, but the pool has {pool.target}"
-            )
-        self._check_sides(self._max_tokens(len(tokens), params.max_new_tokens) - 1)
 
     def _check_deadline(self, sequence: Sequence, slo_s: float) -> None:
         """Take a request out again that would be late. Raises :class:`DeadlineError`."""
         expected = self._scheduler.expect(sequence)
         if expected is None or expected.seconds <= slo_s:
             return
-        self._drop(sequence)
+        self._roster.drop(sequence)
         self._late_requests += 1
         about = f"its first token is wanted within {slo_s:g} s"
         if expected.alone_s > slo_s:
@@ -332,14 +297,17 @@ class Engine:
         """
         params = params or BeamParams()
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
-        group = self._begin_beams(tokens, params, session)
+        group = self._beams.begin(tokens, params, session)
+        self._last_progress = time.monotonic()
         try:
             while not group.search.done:
                 self.step()
         finally:
-            self._end_beams(group)
+            self._beams.end(group)
+        eos = self.model.config.eos_ids
         return [
-            BeamHypothesis(self._text_of(tokens), tokens, score) for score, tokens in group.search.hypotheses
+            BeamHypothesis(self.tokenizer.decode(each[:-1] if each[-1] in eos else each), each, score)
+            for score, each in group.search.hypotheses
         ]
 
     def stream(self, prompt: PromptInput, params: SamplingParams | None = None) -> Iterator[StepOutput]:
@@ -364,8 +332,8 @@ class Engine:
             generated_tokens=self._generated_tokens,
             drafted_tokens=self._drafted_tokens,
             accepted_tokens=self._accepted_tokens,
-            preemptions=self._preemptions + sum(s.tally.preemptions for s in self._sequences.values()),
-            waiting=len(self._scheduler.waiting) + sum(map(len, self._followers.values())),
+            preemptions=self._roster.preemptions,
+            waiting=len(self._scheduler.waiting) + self._roster.following,
             admitted=len(admitted),
             shared_pages=self._keeper.shared_pages,
             available_pages=self.connector.available(),
@@ -384,25 +352,6 @@ class Engine:
         self.connector.close()
 
     # -- inside --------------------------------------------------------------------------------------
-
-    def _new_id(self) -> RequestId:
-        self._next_id += 1
-        return RequestId(self._next_id - 1)
-
-    def _sequence(self, tokens: list[int], params: SamplingParams, added: float) -> Sequence:
-        eos = () if params.ignore_eos else self.model.config.eos_ids
-        sequence = Sequence(
-            self._new_id(),
-            self.connector.prompt(tokens),
-            tokens,
-            params,
-            self.tokenizer.detokenizer(tokens),
-            max_tokens=self._max_tokens(len(tokens), params.max_new_tokens),
-            stop_ids=frozenset((*params.stop_token_ids, *eos)),
-            added=added,
-        )
-        self._sequences[sequence.request_id] = sequence
-        return sequence
 
     def _finish(self, ids: list[RequestId]) -> list[Completion]:
         """Step until all of these have ended."""
@@ -458,14 +407,12 @@ class Engine:
         outputs: list[StepOutput] = []
         for pick, some in zip(picks, draws, strict=True):
             chosen = list(islice(choices, len(some)))
-            group = self._groups.get(pick.sequence.request_id)
+            group = self._beams.of(pick.sequence)
             if group is None:
                 outputs.append(self._accept(pick, chosen))
             elif chosen[0].logprobs is not None:
                 group.offers[pick.sequence.request_id] = chosen[0].logprobs.top
-        for group in {id(group): group for group in self._groups.values()}.values():
-            if group.complete:
-                self._advance_beams(group)
+        self._beams.advance()
         return outputs
 
     def _with_drafts(self, work: list[Work]) -> list[Work]:
@@ -479,7 +426,7 @@ class Engine:
         for item in work:
             room = min(budget, item.sequence.max_tokens - len(item.sequence.tokens) - 1)
             draft = tuple(drafts.get(item.sequence.request_id, ())[: max(room, 0)])
-            if draft and self._keeper.grow(item.sequence, draft_tokens=len(draft)):
+            if draft and self._keeper.grow(item.sequence, len(item.sequence.tokens) + len(draft)):
                 budget -= len(draft)
                 drafted.append(replace(item, draft=draft))
             else:
@@ -487,9 +434,9 @@ class Engine:
         return drafted
 
     def _may_draft(self, item: Work) -> bool:
-        request_id = item.sequence.request_id
-        decodes = item.tokens == 1 and item.stop == len(item.sequence.tokens)
-        return decodes and request_id not in self._followers and request_id not in self._groups
+        sequence = item.sequence
+        decodes = item.tokens == 1 and item.stop == len(sequence.tokens)
+        return decodes and not self._roster.followed(sequence) and self._beams.of(sequence) is None
 
     def _picks(self, ending: list[Work]) -> list[_Pick]:
         """Whose next token is due, and from which row of the logits. Who follows one of these shares its
@@ -498,17 +445,9 @@ class Engine:
         for item in ending:
             sequence = item.sequence
             picks.append(_Pick(sequence, row, item.draft))
-            for child in self._followers.pop(sequence.request_id, ()):
-                self._share(sequence, child)
-                picks.append(_Pick(child, row))
+            picks += [_Pick(child, row) for child in self._roster.share_with_followers(sequence)]
             row += 1 + len(item.draft)
         return picks
-
-    def _share(self, parent: Sequence, child: Sequence) -> None:
-        if self._keeper.share(parent, child):
-            self._scheduler.adopt(child)
-        else:
-            self._scheduler.add(child)  # it comes back when there is room, like one that was parked
 
     def _accept(self, pick: _Pick, choices: list[Choice]) -> StepOutput:
         """Append what was chosen, as long as the draft had foreseen it."""
@@ -536,98 +475,8 @@ class Engine:
     def _retire(
         self, sequence: Sequence, text: str, tokens: tuple[int, ...], logprobs: tuple[StepLogprobs, ...] = ()
     ) -> StepOutput:
-        self._drop(sequence)
+        self._roster.drop(sequence)
         return StepOutput(sequence.request_id, text, tokens, logprobs, sequence.completion())
-
-    def _drop(self, sequence: Sequence, *, save: bool = True) -> None:
-        del self._sequences[sequence.request_id]
-        self._preemptions += sequence.tally.preemptions
-        if self._drafter is not None:
-            self._drafter.forget(sequence)
-        for following in self._followers.values():
-            if sequence in following:
-                following.remove(sequence)  # it had no page yet, and no place in a queue
-                sequence.state = SequenceState.FINISHED
-                return
-        self._scheduler.remove(sequence, save=save)
-        # Who waited for its pages computes by itself, and the others wait for that one.
-        followers = self._followers.pop(sequence.request_id, [])
-        if followers:
-            self._scheduler.add(followers[0])
-            self._followers[followers[0].request_id] = followers[1:]
-
-    # -- beams ---------------------------------------------------------------------------------------
-
-    def _begin_beams(self, tokens: list[int], params: BeamParams, session: str | None) -> BeamGroup:
-        started = time.monotonic()
-        config, settings = self.model.config, self.settings
-        search = BeamSearch(
-            params,
-            eos_ids=config.eos_ids,
-            max_tokens=self._max_tokens(len(tokens), params.max_new_tokens) - len(tokens),
-        )
-        of_beam = SamplingParams(
-            max_new_tokens=params.max_new_tokens, logprobs=search.candidates, ignore_eos=True
-        )
-        self.check_prompt(tokens, of_beam)
-        if params.width > settings.max_sequences:
-            raise RequestError(
-                f"a beam search of width {params.width} needs as many sequences at a time, but max_sequences "
-                f"is {settings.max_sequences}"
-            )
-        pages = params.width * self._keeper.pages_for(self._max_tokens(len(tokens), params.max_new_tokens))
-        if pages > self.connector.pool.target:
-            raise RequestError(
-                f"a beam search of width {params.width} over {len(tokens)} tokens and up to "
-                f"{params.max_new_tokens} new ones may need {pages} pages, but the pool has "
-                f"{self.connector.pool.target}"
-            )
-        self._check_sides(self._max_tokens(len(tokens), params.max_new_tokens), sequences=params.width)
-        first = self._sequence(tokens, of_beam, started)
-        first.session = checked_session(session)
-        group = BeamGroup(search, [first])
-        self._groups[first.request_id] = group
-        self._scheduler.add(first)
-        self._last_progress = time.monotonic()
-        return group
-
-    def _advance_beams(self, group: BeamGroup) -> None:
-        parents, moves = group.members, group.advance()
-        going_on = {move.parent for move in moves}
-        group.members = []
-        for place, parent in enumerate(parents):
-            if place not in going_on:
-                self._drop_beam(parent)
-        for move in moves:
-            beam = parents[move.parent]
-            if beam in group.members:  # it goes on in two ways
-                beam = self._fork_beam(parents[move.parent], group)
-            group.members.append(beam)
-        for beam, move in zip(group.members, moves, strict=True):
-            beam.extend(move.token)
-
-    def _fork_beam(self, parent: Sequence, group: BeamGroup) -> Sequence:
-        child = parent.fork(self._new_id(), seed=None)
-        self._sequences[child.request_id] = child
-        self._groups[child.request_id] = group
-        if parent.held:
-            self._share(parent, child)
-        else:
-            self._scheduler.add(child)  # its parent has been parked since: it comes back like that one
-        return child
-
-    def _drop_beam(self, beam: Sequence) -> None:
-        del self._groups[beam.request_id]
-        self._drop(beam, save=False)
-
-    def _end_beams(self, group: BeamGroup) -> None:
-        for beam in group.members:
-            self._drop_beam(beam)
-        group.members = []
-
-    def _text_of(self, tokens: tuple[int, ...]) -> str:
-        eos = self.model.config.eos_ids
-        return self.tokenizer.decode(tokens[:-1] if tokens[-1] in eos else tokens)
 
     # -- the rest ------------------------------------------------------------------------------------
 
@@ -659,33 +508,3 @@ class Engine:
         if self.settings.checkpoint_tokens is not None:
             return self.settings.checkpoint_tokens
         return checkpoint_tokens(self.model.config.kv_spec(chunk_tokens=chunk_tokens))
-
-    def _check_sides(self, tokens: int, *, sequences: int = 1) -> None:
-        """Raises :class:`RequestError` where the pools have no room for so many, in all layer groups."""
-        counts = self._counts(tokens)
-        if len(counts) > 1 and not fits(self.connector.pools, [sequences * count for count in counts]):
-            kinds = [pool.spec.groups[0].kind.value for pool in self.connector.pools]
-            needed = ", ".join(f"{sequences * n} of {kind}" for n, kind in zip(counts, kinds, strict=True))
-            raise RequestError(
-                f"{tokens} tokens need pages of every kind at a time ({needed}), and the pool has no "
-                "room for them"
-            )
-
-    def _counts(self, tokens: int) -> list[int]:
-        """By layer group: the most pages that a sequence of ``tokens`` tokens has at a time."""
-        return [self._keeper.pages_for(tokens), *self._keeper.side_peaks(tokens)]
-
-    def _max_tokens(self, prompt_tokens: int, new_tokens: int) -> int:
-        return min(prompt_tokens + new_tokens, self.model.config.max_positions)
-
-
-def check_tokens(tokens: Ints[int], *, vocab_size: int, limit: int) -> None:
-    """Raises :class:`RequestError` for an empty prompt, unknown ids, or a prompt that leaves no position."""
-    if not tokens:
-        raise RequestError("the prompt is empty: it needs at least one token")
-    if len(tokens) >= limit:
-        raise RequestError(
-            f"the prompt has {len(tokens)} tokens, but the model allows {limit} with at least one new one"
-        )
-    if min(tokens) < 0 or max(tokens) >= vocab_size:
-        raise RequestError(f"token ids must lie between 0 and {vocab_size - 1} for this model")

@@ -19,8 +19,9 @@ from tierstore_engine.build import (
     pages_within,
     pool_bytes,
 )
-from tierstore_engine.engine import Engine, check_tokens
+from tierstore_engine.engine import Engine
 from tierstore_engine.errors import RequestError
+from tierstore_engine.limits import check_tokens
 from tierstore_engine.outputs import Completion
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.settings import EngineSettings

@@ -24,6 +24,7 @@ from tierstore.planner import Plan
 from tierstore.transfer import Transfer
 from tierstore.types import Loaded
 from tierstore_connectors.base import Connector, Hit
+from tierstore_engine.tables import Table
 
 _BLOCKS = 2  # on their way at a time, to begin with: one is read while the other is copied
 _MOST_BLOCKS = 64
@@ -39,14 +40,14 @@ class _Block:
 
 
 class Meeting:
-    """Loads a hit from its back, into a sequence's table of ``pages``, all of which it owns. Belongs to the
+    """Loads a hit from its back, into a sequence's full table, all of whose pages it owns. Belongs to the
     engine's thread.
 
-    ``pages`` is replaced, never changed in place, as blocks come. Pages that are on their way belong to their
-    load: the table has page 0 there, which nothing computes with.
+    The table's list of pages is replaced, never changed in place, as blocks come. Pages that are on their way
+    belong to their load: the table has page 0 there, which nothing computes with, and *expects* them.
     """
 
-    def __init__(self, connector: Connector, hit: Hit, plan: Plan, pages: list[int], *, chunk: int) -> None:
+    def __init__(self, connector: Connector, hit: Hit, plan: Plan, table: Table, *, chunk: int) -> None:
         """``chunk`` is the tokens of a prefill chunk, whose ends are the blocks' ends."""
         self._connector = connector
         self._hit = hit
@@ -55,7 +56,7 @@ class Meeting:
         self.tokens = plan.tokens
         self.end = -(-plan.tokens // self._page_tokens)
         self.back = self.end  # all pages from here on have come
-        self.pages = pages
+        self._table = table
         self.loaded_bytes = 0
         self.by_tier: dict[str, int] = {}  # of the hit, where it counts for the request's metrics
         self.began = time.monotonic()
@@ -124,7 +125,8 @@ class Meeting:
 
     def _ask(self, first: int) -> None:
         stop, self._asked = self._asked, first
-        self._connector.release(self.pages[first:stop])  # the load takes its own, at once
+        self._connector.release(self._table.pages[first:stop])  # the load takes its own, at once
+        self._table.expected += stop - first
         self._put(first, [0] * (stop - first))
         transfer = self._connector.load_part(self._hit, first, stop, deadline_s=None)
         self._on_their_way.append(_Block(first, stop, transfer))
@@ -132,6 +134,7 @@ class Meeting:
     def _take(self, block: _Block) -> bool:
         loaded = block.transfer.wait()
         count = block.stop - block.first
+        self._table.expected -= count
         if len(loaded.pages) == count and block.stop == self.back:
             self._put(block.first, list(loaded.pages))
             self.loaded_bytes += loaded.moved_bytes
@@ -140,12 +143,16 @@ class Meeting:
         # It did not come, or one behind it did not: its pages are computed.
         self._over = True
         self._connector.release(loaded.pages)
-        fresh = self._connector.allocate(count, near=self.pages)
+        fresh = self._connector.allocate(count, near=self._table.pages)
         if fresh is None:
-            self.pages = [*self.pages[: block.first], *self.pages[block.stop :]]
+            self._replace(block.first, block.stop, [])
             return False
         self._put(block.first, fresh)
         return True
 
     def _put(self, first: int, pages: list[int]) -> None:
-        self.pages = [*self.pages[:first], *pages, *self.pages[first + len(pages) :]]
+        self._replace(first, first + len(pages), pages)
+
+    def _replace(self, first: int, stop: int, pages: list[int]) -> None:
+        had = self._table.pages
+        self._table.pages = [*had[:first], *pages, *had[stop:]]

@@ -1,9 +1,9 @@
-"""One request on its way: its tokens, the pages that hold their KV, and how far each has come.
+"""One request on its way: its tokens, the tables of pages that hold their KV, and how far each has come.
 
 ::
 
     tokens   [ prompt ........................ | generated ... | newest ]
-    KV in    [ loaded ...... | computed ..................... ) computed = tokens whose KV is in `pages`
+    KV in    [ loaded ...... | computed ..................... ) computed = tokens whose KV is in `tables`
     saved    [ full pages ............. )       the partial last page is saved when the sequence leaves
 """
 
@@ -33,9 +33,9 @@ from tierstore_engine.outputs import (
     StepLogprobs,
 )
 from tierstore_engine.sampling import Choice, Draw, SamplingParams
-from tierstore_engine.side_groups import SideTable
 from tierstore_engine.step import PartialStep
 from tierstore_engine.stops import StopMatcher
+from tierstore_engine.tables import Table
 from tierstore_engine.tokenizer import Detokenizer
 
 
@@ -52,9 +52,7 @@ class Loading:
 
     transfer: Transfer[Loaded]
     by_tier: dict[str, int]
-    fresh: list[int]  # pages already allocated for the tokens behind the hit
     started: float
-    pages: int  # of the first group, that the load takes from the pool
 
     @property
     def lacking(self) -> int:
@@ -109,12 +107,10 @@ class Sequence:
         self.max_tokens = max_tokens
         self.params = params
         self.state = SequenceState.WAITING
-        self.pages: list[int] = []
-        self.sides: list[SideTable] = []  # its pages in the layer groups beside the first
+        self.tables: list[Table] = []  # its pages, by layer group; empty while it waits
         # Ends of chunks where all groups are saved, and whether others go on from there.
         self.save_points: dict[int, bool] = {}
         self.computed = 0
-        self.saved_pages = 0
         self.loading: Loading | None = None
         self.meeting: Meeting | None = None  # while it is computed from the front and loaded from the back
         self.arriving = False  # whether pages that were loaded may still be on their way
@@ -136,7 +132,7 @@ class Sequence:
     def __repr__(self) -> str:
         return (
             f"Sequence({self.request_id}, {self.state.value}, {self.computed}/{len(self.tokens)} computed, "
-            f"{len(self.pages)} pages)"
+            f"{sum(table.held for table in self.tables)} pages)"
         )
 
     @property
@@ -148,6 +144,12 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens whose KV is still to be computed; 1 while decoding."""
         return len(self.tokens) - self.computed
+
+    @property
+    def coming(self) -> int:
+        """How many pages, of all groups together, the loads under way have not brought yet."""
+        load = self.loading or self.meeting
+        return load.lacking if load is not None else 0
 
     @property
     def held(self) -> bool:
@@ -184,9 +186,9 @@ class Sequence:
         twin.prompt = self.prompt.copy()
         twin.tokens = list(self.tokens)
         twin.state = SequenceState.WAITING
-        twin.pages, twin.sides = [], []
+        twin.tables = []
         twin.save_points = dict(self.save_points)
-        twin.computed = twin.saved_pages = 0
+        twin.computed = 0
         twin.loading = None
         twin.meeting = None
         twin.promise = None

@@ -141,7 +141,7 @@ class Bench:
 
     def check(self, work: list[Work]) -> None:
         if not self.connector.keeps:  # else pages are shared, and kept
-            held = [page for sequence in self.sequences for page in sequence.pages]
+            held = [page for sequence in self.sequences for table in sequence.tables for page in table.pages]
             assert len(set(held)) == len(held)
             assert len(held) + self.connector.available() == self.connector.pool.capacity
         assert len(self.scheduler.admitted) <= self.settings.max_sequences
@@ -151,9 +151,9 @@ class Bench:
             sequence = item.sequence
             assert sequence.state is SequenceState.RUNNING
             assert item.start == sequence.computed < item.stop <= len(sequence.tokens)
-            assert item.stop <= len(sequence.pages) * CHUNK
+            assert item.stop <= len(sequence.tables[0].pages) * CHUNK
             # A chunk ends at a multiple of its size or at the end, wherever it began.
             assert item.stop % self.settings.prefill_chunk == 0 or item.stop == len(sequence.tokens)
         for sequence in self.scheduler.waiting:
-            assert not sequence.pages
+            assert not sequence.tables
             assert sequence.computed == 0

@@ -146,12 +146,12 @@ def test_searches_at_the_same_time(
     prompts = [oracle.prompt[start : start + 80] for start in range(0, 200, 40)]
     expected = [engine_of(model).beam_search(prompt, params) for prompt in prompts]
     engine = engine_of(model, pool_pages=3 * 12)
-    groups = [engine._begin_beams(prompt, params, None) for prompt in prompts]
+    groups = [engine._beams.begin(prompt, params, None) for prompt in prompts]
     while not all(group.search.done for group in groups):
         engine.step()
         for group in groups:
             if group.search.done:
-                engine._end_beams(group)
+                engine._beams.end(group)
     assert [[tokens for _, tokens in group.search.hypotheses] for group in groups] == [
         [each.tokens for each in some] for some in expected
     ]

@@ -141,7 +141,7 @@ def begin_to_load(engine: Engine, request: int) -> None:
     """Admit a request, and wait until all copies of its load have begun: the next step takes it over. What
     the others compute until then does not depend on how fast the mover is."""
     engine.step()
-    sequence = engine._sequences[request]
+    sequence = engine._roster.get(request)
     assert sequence in engine._scheduler.admitted
     if sequence.loading is not None:
         sequence.loading.transfer.wait()
@@ -369,12 +369,12 @@ def test_a_hit_goes_through_the_model_layer_by_layer_beside_what_others_decode(
         engine.step()
     hit = engine.add(PROMPTS[0], SamplingParams(max_new_tokens=1, ignore_eos=True, keep_logits=True))
     begin_to_load(engine, hit)
-    sequence, pool = engine._sequences[hit], run.engine.connector.pool
+    sequence, pool = engine._roster.get(hit), run.engine.connector.pool
     while sequence.partial is None:
         assert [output.request_id for output in engine.step()] == [other]
     assert isinstance(pool, DevicePool)
     assert engine.computed_tokens(hit) == 149  # though no byte of it is there
-    (filling,) = pool._under_way(sequence.pages)
+    (filling,) = pool._under_way(sequence.tables[0].pages)
     layers = tiny.config.layers
     for layer in range(layers):
         assert advanced == [range(past, past + 1) for past in range(layer)]
@@ -409,11 +409,11 @@ def test_a_hit_that_is_half_computed_can_be_given_up(
         engine.step()
     hit = engine.add(PROMPTS[0], PARAMS)
     begin_to_load(engine, hit)
-    sequence, pool = engine._sequences[hit], engine.connector.pool
+    sequence, pool = engine._roster.get(hit), engine.connector.pool
     while sequence.partial is None:
         engine.step()
     assert isinstance(pool, DevicePool)
-    pool.runtime.synchronize(pool._under_way(sequence.pages)[0].event(0))
+    pool.runtime.synchronize(pool._under_way(sequence.tables[0].pages)[0].event(0))
     engine.step()
     assert sequence.partial.layers == 1
     if parked:
@@ -456,7 +456,7 @@ def test_who_decodes_is_not_looked_for_among_the_pages_of_a_load(
     assert asked == []
     second = engine.add(PROMPTS[1], PARAMS)
     begin_to_load(engine, second)
-    pages = set(engine._sequences[first].pages)
+    pages = set(engine._roster.get(first).tables[0].pages)
     done = []
     while not done:
         done += [output.request_id for output in engine.step() if output.finished]

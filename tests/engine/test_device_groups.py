@@ -29,7 +29,7 @@ from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.scheduler import Work
 from tierstore_engine.sequence import RequestId, Sequence
 from tierstore_engine.settings import EngineSettings
-from tierstore_engine.side_groups import SideTable
+from tierstore_engine.tables import empty_tables
 from tierstore_engine.tokenizer import ByteTokenizer
 
 from .conftest import STORED_CHUNK, Oracle
@@ -217,7 +217,8 @@ def test_a_batch_waits_for_the_pages_of_each_group() -> None:
         stop_ids=frozenset(),
         added=0.0,
     )
-    sequence.pages, sequence.sides, sequence.arriving = pages[0][1:], [SideTable(pages[1][:1])], True
+    sequence.tables, sequence.arriving = list(empty_tables(connector)), True
+    sequence.tables[0].pages, sequence.tables[1].pages = pages[0][1:], pages[1][:1]
     source = np.full(pools[0].spec.page_bytes, 7, np.uint8)
 
     def pending() -> list[bool]:

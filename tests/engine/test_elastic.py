@@ -16,6 +16,7 @@ import pytest
 from tierstore.errors import UsageError
 from tierstore.tiers.two_level import SmallPages, waste
 from tierstore_connectors.bundled import StoreConnector
+from tierstore_engine.attention.base import NO_PAGE
 from tierstore_engine.build import LoadedModel, build_engine, load_model
 from tierstore_engine.engine import Engine
 from tierstore_engine.errors import RequestError
@@ -23,7 +24,7 @@ from tierstore_engine.presets import preset
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.sequence import SequenceState
 from tierstore_engine.settings import EngineSettings
-from tierstore_engine.side_groups import NO_PAGE
+from tierstore_engine.tables import StateTable
 from tierstore_engine.weights import digest_weights, random_weights
 
 CHUNK = 16
@@ -111,14 +112,12 @@ def check_books(engine: Engine) -> None:
     store = engine.connector.store
     store.check()
     pools[0].frames.check()
-    sequences = engine._sequences.values()
+    sequences = list(engine._roster)
     moving = any(s.state is SequenceState.LOADING or s.meeting or s.loading for s in sequences)
     for group, pool in enumerate(pools):
-        if group:
-            tables = [sequence.sides[group - 1] for sequence in sequences if sequence.sides]
-            held = {page for table in tables for page in (*table.pages, table.snapshot)} - {NO_PAGE}
-        else:
-            held = {page for sequence in sequences for page in sequence.pages}
+        tables = [sequence.tables[group] for sequence in sequences if sequence.tables]
+        held = {page for table in tables for page in table.pages} - {NO_PAGE}
+        held.update(*(table.snapshot for table in tables if isinstance(table, StateTable)))
         with store._hbm.lock:
             published, idle = set(store._hbm.published[group]), set(store._hbm.idle(group))
             used = pool.used_pages

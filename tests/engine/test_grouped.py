@@ -209,7 +209,7 @@ def test_after_preemptions(
     while not any(output.request_id == second for output in engine.step()):
         pass
     shrink_to_one(engine)
-    while engine._sequences[second].state is SequenceState.RUNNING:
+    while engine._roster.get(second).state is SequenceState.RUNNING:
         engine.step()
     engine.resize_pool(whole)
     completions = finish(engine)

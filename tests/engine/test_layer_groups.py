@@ -206,9 +206,9 @@ def test_requests_that_give_way_come_back(pair, engines):
 def test_the_same_prompt_again_where_it_only_just_fits(pair, engines):
     """Its own pages in HBM are leased then, and no room for others."""
     engine = engines(pair.grouped, pages=(22, 8))
-    peaks = engine._keeper.side_peaks(288 + 23)
-    assert fits(engine.connector.pools, [20, *peaks])
-    assert not fits(engine.connector.pools, [26, *peaks])
+    peaks = engine._keeper.peaks(288 + 23)
+    assert fits(engine.connector.pools, [20, *peaks[1:]])
+    assert not fits(engine.connector.pools, [26, *peaks[1:]])
     answers = [engine.generate([prompt(288)], GREEDY)[0] for _ in range(3)]
     assert answers[1].tokens == answers[2].tokens == answers[0].tokens
 

@@ -20,6 +20,7 @@ from tests.engine.device.deferred import DeferredRunner
 from tierstore.errors import UsageError
 from tierstore.store.destinations import IntoHbm
 from tierstore_connectors.bundled import NoStore, StoreConnector
+from tierstore_engine.attention.base import NO_PAGE
 from tierstore_engine.build import LoadedModel, load_model, make_memory
 from tierstore_engine.engine import Engine
 from tierstore_engine.model import Model
@@ -27,7 +28,7 @@ from tierstore_engine.presets import preset
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.sequence import SequenceState
 from tierstore_engine.settings import EngineSettings
-from tierstore_engine.side_groups import NO_PAGE, StateGroup, WindowGroup
+from tierstore_engine.tables import StateTable, WindowTable
 from tierstore_engine.weights import digest_weights, random_weights
 
 from .test_device_groups import Run, device_pools, on_host, plain_pools
@@ -296,7 +297,7 @@ def given_way(ask: Asking) -> None:
         done = (output for output in engine.step() if output.completion is not None)
         answers.update((output.request_id, output.completion) for output in done)
 
-    while any(engine._sequences[each].state is not SequenceState.RUNNING for each in ids):
+    while any(engine._roster.get(each).state is not SequenceState.RUNNING for each in ids):
         step()
     shrink_to_one(engine)
     while not engine.stats().preemptions:
@@ -360,14 +361,14 @@ def copied_before_it_arrived(patch: pytest.MonkeyPatch, run: Run) -> Iterator[No
 def given_back_before_it_was_copied(patch: pytest.MonkeyPatch, run: Run) -> Iterator[None]:
     """Somebody else computes with the live page that was published."""
 
-    def save(self, table, point, original=StateGroup.save):
-        saving = original(self, table, point)
-        if point.leaves and saving is not None:
+    def save(self, point, original=StateTable.save):
+        saves = original(self, point)
+        if point.live is not None and saves:
             [pool] = [pool for pool in run.connector.pools if pool.spec.groups[0].state_bytes]
-            pool.runtime.launch(pool.compute, lambda page=table.pages[0]: pool.array[page].fill(0))
-        return saving
+            pool.runtime.launch(pool.compute, lambda page=self.pages[0]: pool.array[page].fill(0))
+        return saves
 
-    patch.setattr(StateGroup, "save", save)
+    patch.setattr(StateTable, "save", save)
     yield
 
 
@@ -375,20 +376,20 @@ def given_back_before_it_was_copied(patch: pytest.MonkeyPatch, run: Run) -> Iter
 def written_in_place(patch: pytest.MonkeyPatch, run: Run) -> Iterator[None]:
     """Who goes on writes to the parked page itself."""
 
-    def begin(self, table, held, tokens, original=WindowGroup.begin):
-        if held is None:
-            return original(self, table, held, tokens)
-        table.pages, table.saved_at = [NO_PAGE] * held.first + list(held.pages), tokens
+    def begin(self, held, tokens, stop, original=WindowTable.begin):
+        if not held.pages:
+            return original(self, held, tokens, stop)
+        self.pages, self.saved_at = [NO_PAGE] * held.first + list(held.pages), tokens
         return True
 
-    def begin_state(self, table, held, tokens, original=StateGroup.begin):
-        if held is None:
-            return original(self, table, held, tokens)
-        table.pages, table.saved_at = [held.pages[-1]], tokens
+    def begin_state(self, held, tokens, stop, original=StateTable.begin):
+        if not held.pages:
+            return original(self, held, tokens, stop)
+        self.pages, self.saved_at = [held.pages[-1]], tokens
         return True
 
-    patch.setattr(WindowGroup, "begin", begin)
-    patch.setattr(StateGroup, "begin", begin_state)
+    patch.setattr(WindowTable, "begin", begin)
+    patch.setattr(StateTable, "begin", begin_state)
     yield
 
 
@@ -396,14 +397,14 @@ def written_in_place(patch: pytest.MonkeyPatch, run: Run) -> Iterator[None]:
 def a_snapshot_of_before(patch: pytest.MonkeyPatch, run: Run) -> Iterator[None]:
     """The last chunk's end is taken for the sequence's."""
 
-    def save(self, table, point, original=StateGroup.save):
-        if not point.leaves:
-            return None
-        if table.snapshot != NO_PAGE:
-            table.snapshot, table.pages[0] = table.pages[0], table.snapshot
-        return original(self, table, point)
+    def save(self, point, original=StateTable.save):
+        if point.live is None:
+            return []
+        if self.snapshot:
+            self.snapshot, self.pages = self.pages, self.snapshot
+        return original(self, point)
 
-    patch.setattr(StateGroup, "save", save)
+    patch.setattr(StateTable, "save", save)
     yield
 
 

@@ -94,7 +94,7 @@ class FakeModel:
         for item in work:
             for number, (pool, rule) in enumerate(zip(self._pools, self._rules, strict=True)):
                 sequence = item.sequence
-                pages = sequence.pages if number == 0 else sequence.sides[number - 1].pages
+                pages = sequence.tables[number].pages
                 if rule.past is Past.STATE:
                     self._go_on(pool, pages[0], item)
                 else:
@@ -179,7 +179,7 @@ class Load:
     def _least_frames(self) -> int:
         """The smallest pool in which the engine accepts all of these."""
         tokens = max(len(request.tokens) + request.answer for request in self.requests) - 1
-        counts = [self.keeper.pages_for(tokens), *self.keeper.side_peaks(tokens)]
+        counts = self.keeper.peaks(tokens)
         return next(n for n in range(1, 1000) if fits(self.connector.pools, counts, frames=n))
 
     def run(self) -> None:

@@ -101,10 +101,10 @@ def test_a_prompt_without_room_stands_in_nobodys_way_for_a_while_and_then_gets_i
     small = bench.add(12, 30)
     while small.computed < 12:
         bench.step()
-    assert not large.pages
-    while not large.pages:
+    assert not large.tables
+    while not large.tables:
         bench.step()
-    assert answering.state is SequenceState.FINISHED or not small.pages  # one of them gave its pages away
+    assert answering.state is SequenceState.FINISHED or not small.tables  # one of them gave its pages away
     assert bench.now_s < 250
 
 

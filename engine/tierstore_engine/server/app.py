@@ -35,8 +35,9 @@ from tierstore.errors import TierStoreError, UsageError
 from tierstore.tiers.device import DeviceMemoryError
 from tierstore.types import Promise, checked_session
 from tierstore_connectors.common import handover
-from tierstore_engine.engine import Engine, EngineStalledError, check_tokens
+from tierstore_engine.engine import Engine, EngineStalledError
 from tierstore_engine.errors import DeadlineError
+from tierstore_engine.limits import check_tokens
 from tierstore_engine.outputs import Completion, FinishReason, RequestId, StepOutput
 from tierstore_engine.sampling import SamplingParams
 from tierstore_engine.server.admission import Admission, Place

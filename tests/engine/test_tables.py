@@ -1,4 +1,4 @@
-"""Pages of the layer groups beside the first: what the next token needs is there, and nothing leaks."""
+"""Tables of each rule: what the next token needs is there, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from tierstore.groups import GroupRule
 from tierstore.keys import Identity
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
 from tierstore.tiers.hbm import PagePool
+from tierstore.types import GroupPages
 from tierstore_connectors.bundled import NoStore
 from tierstore_engine.attention.base import NO_PAGE
-from tierstore_engine.side_groups import SavePoint, SideTable, side_groups
+from tierstore_engine.tables import SavePoint, StateTable, Table, empty_tables
 
 CHUNK = 8
 FULL = LayerGroup(LayerKind.FULL_ATTENTION, (0,), 1, 8)
@@ -37,8 +38,16 @@ def without_store(*groups: LayerGroup, pages: int = 64) -> NoStore:
     return NoStore(*pools_of(*groups, pages=pages))
 
 
-def pages_had(table: SideTable) -> set[int]:
-    return {page for page in [*table.pages, table.snapshot] if page != NO_PAGE}
+def pages_had(table: Table) -> set[int]:
+    snapshot = table.snapshot if isinstance(table, StateTable) else []
+    return {page for page in [*table.pages, *snapshot] if page != NO_PAGE}
+
+
+def new_table(connector: NoStore, number: int = 1) -> Table:
+    """Of group ``number``, of a sequence with no hit."""
+    table = empty_tables(connector)[number]
+    assert table.begin(GroupPages(), 0, 1)
+    return table
 
 
 class Full(NoStore):
@@ -56,61 +65,56 @@ def test_a_snapshot_that_found_no_page_is_not_taken_for_saved():
 
     for kind, there in ((Roomy, True), (Full, False)):
         connector = kind(*pools_of(STATE))
-        [side] = side_groups(connector)
-        table = SideTable()
-        assert side.begin(table, None, 0)
-        side.passed(table, 2 * CHUNK)
+        table = new_table(connector)
+        table.passed(2 * CHUNK)
         prompt = connector.prompt(range(2 * CHUNK))
-        assert (side.save(table, SavePoint(prompt, 2 * CHUNK)) is not None) == there
-        assert side.saved(table, 2 * CHUNK) == there
-        assert not side.saved(table, CHUNK)
-        assert side.saved(table, 0)
+        assert len(table.save(SavePoint(prompt, [2 * CHUNK]))) == there
+        assert table.saved(2 * CHUNK) == 2 * CHUNK * there
+        assert table.saved(CHUNK) == 0
 
 
 def test_a_state_that_leaves_needs_no_snapshot():
     for tokens in (2 * CHUNK, 2 * CHUNK + 3):
         connector = Full(*pools_of(STATE))
-        [side] = side_groups(connector)
-        table = SideTable()
-        assert side.begin(table, None, 0)
-        side.passed(table, tokens)
-        point = SavePoint(connector.prompt(range(tokens)), tokens)
-        assert side.save(table, point) is None
-        assert side.save(table, replace(point, leaves=True)) is not None
-        assert side.saved(table, tokens)
+        table = new_table(connector)
+        table.passed(tokens)
+        point = SavePoint(connector.prompt(range(tokens)), [tokens])
+        assert not table.save(point)
+        assert table.save(replace(point, live=tokens))
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.one_of(st.integers(1, 40).map(window), st.integers(1, 40).map(chunked), st.just(STATE)),
+    st.one_of(
+        st.integers(1, 40).map(window), st.integers(1, 40).map(chunked), st.sampled_from([STATE, FULL])
+    ),
     st.lists(st.integers(1, 30), min_size=1, max_size=12),
     st.booleans(),
 )
 def test_a_sequence_has_what_its_next_token_needs_and_no_more(group, steps, forks):
-    connector = without_store(group)
-    [side] = side_groups(connector)
-    rule = GroupRule.of(group)
-    table, child, computed = SideTable(), SideTable(), 0
-    assert side.begin(table, None, 0)
+    connector = without_store(STATE if group is FULL else group)
+    rule, number = GroupRule.of(group), int(group is not FULL)
+    table, computed = new_table(connector, number), 0
     for step in steps:
-        assert side.grow(table, computed, computed + step)
-        peak = side.peak(computed + step, max(steps))
+        assert table.grow(computed, computed + step)
+        peak = table.peak(computed + step, max(steps))
         assert len(pages_had(table)) <= peak
         if group is not STATE:
             needed = rule.needed(computed + 1)
             places = range(needed.start // CHUNK, -(-(computed + step) // CHUNK))
             assert NO_PAGE not in [table.pages[place] for place in places]
         computed += step
-        side.passed(table, computed)
-        assert len(pages_had(table)) <= side.kept(computed)
-    assert side.grow(table, computed, computed + 1)  # the next token
-    assert len(pages_had(table)) <= side.kept(computed + 1) <= peak
-    side.trim(table, computed) if group is not STATE else None
-    if forks and side.share(table, child):
-        assert side.grow(child, computed, computed + 1)
+        table.passed(computed)
+        assert len(pages_had(table)) <= table.kept(computed)
+    assert table.grow(computed, computed + 1)  # the next token
+    assert len(pages_had(table)) <= table.kept(computed + 1) <= table.peak(computed + 1, max(steps))
+    table.trim(computed) if group is not STATE else None
+    child = table.fork() if forks else None
+    if child is not None:
+        assert child.grow(computed, computed + 1)
         written = child.pages[-1]
         assert written not in pages_had(table), "two sequences write to one page"
-        side.drop(child)
-    side.drop(table)
-    assert connector.pools[1].free_pages == connector.pools[1].num_pages
-    assert not side.shared_pages
+        child.drop()
+    table.drop()
+    assert connector.pools[number].free_pages == connector.pools[number].num_pages
+    assert not table.group.shared_pages

@@ -1,0 +1,96 @@
+"""What a model over a pool of pages can serve at all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ints
+
+from tierstore.errors import UsageError
+from tierstore.tiers.group_pools import fits
+from tierstore.units import format_size
+from tierstore_engine.config import ModelConfig
+from tierstore_engine.errors import RequestError
+from tierstore_engine.keeper import PageKeeper
+from tierstore_engine.sampling import SamplingParams
+from tierstore_engine.sequence import Sequence
+
+
+class Limits:
+    """Checks requests against the model ``config`` and the pools of ``keeper``. Changes nothing."""
+
+    def __init__(self, config: ModelConfig, keeper: PageKeeper) -> None:
+        self.config = config
+        self._keeper = keeper
+        self._connector = keeper.connector
+
+    def max_tokens(self, prompt_tokens: int, new_tokens: int) -> int:
+        """Return how many tokens a sequence may come to."""
+        return min(prompt_tokens + new_tokens, self.config.max_positions)
+
+    def check_prompt(self, tokens: Ints[int], params: SamplingParams) -> None:
+        """Raises :class:`RequestError` for a prompt that this model or this pool can never serve."""
+        check_tokens(tokens, vocab_size=self.config.vocab_size, limit=self.config.max_positions)
+        unknown = [token for token in params.logit_bias if not 0 <= token < self.config.vocab_size]
+        if unknown:
+            raise RequestError(
+                f"logit_bias names token {unknown[0]}, but the model's ids lie between 0 and "
+                f"{self.config.vocab_size - 1}"
+            )
+        pool = self._connector.pool
+        # The newest token's KV is not computed before it has a successor.
+        most = self.max_tokens(len(tokens), params.max_new_tokens) - 1
+        pages = self._keeper.pages_for(most)
+        if pages > pool.target:
+            raise RequestError(
+                f"the prompt's {len(tokens)} tokens and up to {params.max_new_tokens} new ones need {pages} "
+                f"pages of {pool.spec.chunk_tokens} tokens, but the pool has {pool.target}"
+            )
+        self._check_groups(most)
+
+    def check_beams(self, tokens: int, new_tokens: int, *, width: int, max_sequences: int) -> None:
+        """Raises :class:`RequestError` for a search of ``width`` beams that there is no room for."""
+        if width > max_sequences:
+            raise RequestError(
+                f"a beam search of width {width} needs as many sequences at a time, but max_sequences "
+                f"is {max_sequences}"
+            )
+        most = self.max_tokens(tokens, new_tokens)
+        pages = width * self._keeper.pages_for(most)
+        if pages > self._connector.pool.target:
+            raise RequestError(
+                f"a beam search of width {width} over {tokens} tokens and up to {new_tokens} new ones may "
+                f"need {pages} pages, but the pool has {self._connector.pool.target}"
+            )
+        self._check_groups(most, sequences=width)
+
+    def check_resize(self, nbytes: int, sequence: Sequence, count: int) -> None:
+        """Raises :class:`UsageError` where a pool of ``nbytes`` might not fit ``count`` of ``sequence``."""
+        counts = [count * each for each in self._keeper.peaks(sequence.max_tokens - 1)]
+        frames = nbytes // self._connector.pool.frames.large_bytes
+        if not fits(self._connector.pools, counts, frames=frames):
+            raise UsageError(
+                f"request {sequence.request_id} may come to {sequence.max_tokens} tokens, and a pool of "
+                f"{format_size(nbytes)} has no room for them: cancel it first, or wait for its end"
+            )
+
+    def _check_groups(self, tokens: int, *, sequences: int = 1) -> None:
+        """Raises :class:`RequestError` where the pools have no room for so many, in all layer groups."""
+        counts, pools = self._keeper.peaks(tokens), self._connector.pools
+        if len(counts) > 1 and not fits(pools, [sequences * count for count in counts]):
+            kinds = [pool.spec.groups[0].kind.value for pool in pools]
+            needed = ", ".join(f"{sequences * n} of {kind}" for n, kind in zip(counts, kinds, strict=True))
+            raise RequestError(
+                f"{tokens} tokens need pages of every kind at a time ({needed}), and the pool has no "
+                "room for them"
+            )
+
+
+def check_tokens(tokens: Ints[int], *, vocab_size: int, limit: int) -> None:
+    """Raises :class:`RequestError` for an empty prompt, unknown ids, or a prompt that leaves no position."""
+    if not tokens:
+        raise RequestError("the prompt is empty: it needs at least one token")
+    if len(tokens) >= limit:
+        raise RequestError(
+            f"the prompt has {len(tokens)} tokens, but the model allows {limit} with at least one new one"
+        )
+    if min(tokens) < 0 or max(tokens) >= vocab_size:
+        raise RequestError(f"token ids must lie between 0 and {vocab_size - 1} for this model")

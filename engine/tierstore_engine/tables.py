@@ -1,0 +1,433 @@
+"""The pages of one sequence in one layer group, for each rule of what the next token needs.
+
+``Sequence.tables`` has a :class:`Table` for each layer group of the model. A table takes, shares, publishes
+and gives back the pages of its group; :mod:`tierstore_engine.keeper` does so for all groups at once::
+
+    FullTable    [ all of the past ...................... | rest of the prompt ]   a page for each chunk
+    WindowTable  [ given back ... | what the next token attends ]                  a page for each chunk
+    StateTable   [ live page ]  [ snapshot at the last chunk's end ]               at most two pages
+
+A sequence is admitted with pages of full tables for all of its tokens, so only decoding can run out of them.
+The other tables take pages for the next step, and give back what no later token needs. A window table serves
+attention chunks, too: the two differ in their :class:`~tierstore.groups.GroupRule` only.
+
+A full table publishes each page when it is complete. Of the other groups a hit needs little, and that exists
+only where it was saved, at *save points*: the end of the prompt, the place where other prompts diverge from
+it, and every ``checkpoint_tokens``. All of these are ends of chunks. A step ends at each save point, because
+a state exists only for its last token. A sequence may leave, finished or parked, inside of a chunk. Then its
+partial pages and its live state are published.
+
+A load brings shared pages. A sequence copies the page that a hit ends inside of, or the state, before it
+writes to it. (A full group's load makes that copy itself.) Forked sequences share pages by reference: the
+first that writes to a page copies it, and the last that has it gives it back.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Ints
+from dataclasses import dataclass, replace
+
+from tierstore.groups import Past
+from tierstore.keys import Prompt
+from tierstore.transfer import Transfer
+from tierstore.types import GroupPages, Hint
+from tierstore_connectors.base import Connector
+from tierstore_engine.attention.base import NO_PAGE
+
+
+@dataclass(frozen=True, slots=True)
+class SavePoint:
+    """Lengths at which hits may begin later, ascending: ends of chunks, and at last the length of a sequence
+    that leaves inside of a chunk. ``live`` is the length that live states belong to if they are to be
+    published, which only :meth:`Table.drop` may follow."""
+
+    prompt: Prompt
+    ends: Ints[int]
+    hint: Hint | None = None
+    session: str | None = None
+    live: int | None = None
+
+
+class PageGroup:
+    """The pages of one layer group, as the tables of all sequences use them: what the connector does for this
+    group, and how many sequences share each page. Belongs to the engine's thread."""
+
+    def __init__(self, connector: Connector, number: int) -> None:
+        self.rule = connector.rules[number]
+        self.chunk_tokens = connector.pool.spec.chunk_tokens
+        self.keeps = connector.keeps  # whether pages can be found again
+        self._connector = connector
+        self._number = number
+        self._shares: Counter[int] = Counter()  # by page: the sequences that have it beside the first
+
+    @property
+    def shared_pages(self) -> int:
+        """Pages that sharing saves."""
+        return self._shares.total()
+
+    def count(self, tokens: int) -> int:
+        """Return how many chunks ``tokens`` tokens lie in, the incomplete one included."""
+        return -(-tokens // self.chunk_tokens)
+
+    def is_shared(self, page: int) -> bool:
+        return bool(self._shares[page])
+
+    def share(self, pages: Iterable[int]) -> None:
+        """One more sequence has these pages."""
+        self._shares.update(pages)
+
+    def allocate(self, count: int, *, near: Ints[int] = ()) -> list[int] | None:
+        return self._connector.allocate(count, group=self._number, near=near)
+
+    def release(self, pages: Ints[int]) -> None:
+        """A sequence is done with these pages. Those that no other sequence has go back to the pool."""
+        owned = []
+        for page in pages:
+            if self._shares[page]:
+                self._shares[page] -= 1
+            else:
+                del self._shares[page]
+                owned.append(page)
+        if owned:
+            self._connector.release(owned, group=self._number)
+
+    def copy(self, copies: Iterable[tuple[int, int]]) -> None:
+        """Copy whole pages: ``(to, from)`` each."""
+        self._connector.pools[self._number].copy_pages(copies)
+
+    def publish(self, point: SavePoint, pages: Ints[int], first: int, hint: Hint | None) -> Transfer[int]:
+        """Save ``pages`` as chunks ``first, first + 1, …`` of the point's prompt."""
+        return self._connector.save(
+            point.prompt, pages, first=first, group=self._number, hint=hint, session=point.session
+        )
+
+
+class Table(ABC):
+    """What a sequence has in one layer group. Without an override, that is one page for each chunk.
+
+    ``pages`` is what attention, or a recurrent layer, is given. A chunk whose page was given back has
+    :data:`NO_PAGE`. The list object is replaced where an entry changes or goes, unless the entry becomes
+    :data:`NO_PAGE`: a captured step recognises a list that only grows.
+    """
+
+    def __init__(self, group: PageGroup) -> None:
+        self.group = group
+        self.pages: list[int] = []
+        self.saved_at = 0  # the last hit or end of a chunk whose pages are published
+        self.expected = 0  # pages that a load under way takes from the pool
+
+    def another(self) -> Table:
+        """Return an empty table of the same group."""
+        return type(self)(self.group)
+
+    # -- how many pages ------------------------------------------------------------------------------
+
+    @abstractmethod
+    def peak(self, tokens: int, step: int) -> int:
+        """Return the most pages that a sequence of ``tokens`` tokens has at a time, in steps of ``step`` at
+        most."""
+
+    @abstractmethod
+    def kept(self, tokens: int) -> int:
+        """Return the most pages that a sequence of ``tokens`` tokens has between two steps, and while it
+        decodes."""
+
+    @property
+    def held(self) -> int:
+        """How many pages the table has."""
+        return len(self.pages) - self.pages.count(NO_PAGE)
+
+    @abstractmethod
+    def lacking(self, tokens: int, coming: int) -> int:
+        """Return how many pages a sequence of ``tokens`` tokens still takes between two steps, if ``coming``
+        pages of a load, of all groups together, have not come yet."""
+
+    # -- a sequence's way ----------------------------------------------------------------------------
+
+    @abstractmethod
+    def reserve(self, loaded: int, stop: int, shared: int) -> bool:
+        """Prepare for a load of ``loaded`` tokens (0: for none) into a sequence of ``stop``. ``shared`` whole
+        pages of group 0 are in HBM already. False without room: then :meth:`drop` follows."""
+
+    @abstractmethod
+    def begin(self, held: GroupPages, tokens: int, stop: int) -> bool:
+        """Take over the pages of a hit of ``tokens`` tokens (0: of none), for a sequence of ``stop``. False,
+        and nothing taken over or changed, where a page is missing that the sequence needs to go on."""
+
+    def grow(self, start: int, stop: int) -> bool:
+        """Ensure that the tokens ``start … stop`` have pages that no other sequence writes to. False without
+        room; nothing has changed then."""
+        group, pages, end = self.group, self.pages, self.group.count(stop)
+        places = range(start // group.chunk_tokens, min(len(pages), end))
+        shared = [place for place in places if group.is_shared(pages[place])]
+        missing = max(end - len(pages), 0)
+        if not shared and not missing:
+            return True
+        fresh = group.allocate(len(shared) + missing, near=[page for page in pages if page != NO_PAGE])
+        if fresh is None:
+            return False
+        if shared:
+            copies = [(fresh.pop(), place) for place in shared]
+            group.copy((page, pages[place]) for page, place in copies)
+            group.release([pages[place] for place in shared])
+            self.pages = list(pages)
+            for page, place in copies:
+                self.pages[place] = page
+        self.pages += fresh
+        return True
+
+    def trim(self, tokens: int) -> None:
+        """Give back the pages behind the first ``tokens`` tokens."""
+        keep = self.group.count(tokens)
+        if len(self.pages) > keep:
+            self.group.release(self.pages[keep:])
+            self.pages = self.pages[:keep]
+
+    @abstractmethod
+    def passed(self, tokens: int) -> None:
+        """The first ``tokens`` tokens are computed: give back what no later token needs, nor a hit at the
+        last chunk's end."""
+
+    def is_shared(self, tokens: int) -> bool:
+        """Return whether another sequence may write to the page of token ``tokens``."""
+        last = tokens // self.group.chunk_tokens
+        return last < len(self.pages) and self.group.is_shared(self.pages[last])
+
+    def fork(self) -> Table | None:
+        """Return a table for another sequence that goes on beside this one; None without room."""
+        twin = self.another()
+        self.group.share(page for page in self.pages if page != NO_PAGE)
+        twin.pages, twin.saved_at = list(self.pages), self.saved_at
+        return twin
+
+    def drop(self) -> None:
+        """The sequence is done with all of its pages. The table is empty then."""
+        self.group.release([page for page in self.pages if page != NO_PAGE])
+        self.pages = []
+        self.saved_at = self.expected = 0
+
+    # -- saves ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def save(self, point: SavePoint) -> list[Transfer[int]]:
+        """Publish what hits at the ends of ``point`` need, as far as the table has it and it is not published
+        yet. Return the copies to colder tiers."""
+
+    @abstractmethod
+    def saved(self, tokens: int) -> int:
+        """Return ``tokens``, an end of a chunk, or fewer if what was published serves a shorter hit only."""
+
+
+class FullTable(Table):
+    """Full attention and latents: every page of the past is needed."""
+
+    def peak(self, tokens: int, step: int) -> int:
+        return self.group.count(tokens)
+
+    def kept(self, tokens: int) -> int:
+        return self.group.count(tokens)
+
+    def lacking(self, tokens: int, coming: int) -> int:
+        admitted = self.pages or self.expected  # with pages for all tokens
+        return min(self.expected, coming) if admitted else self.kept(tokens)
+
+    def reserve(self, loaded: int, stop: int, shared: int) -> bool:
+        self.expected = self.group.count(loaded) - shared
+        fresh = self.group.allocate(self.group.count(stop) - self.group.count(loaded))
+        self.pages = fresh or []
+        return fresh is not None
+
+    def begin(self, held: GroupPages, tokens: int, stop: int) -> bool:
+        had = [*held.pages, *self.pages]
+        missing = self.group.count(stop) - len(had)
+        more = self.group.allocate(missing, near=had) if missing > 0 else []
+        if more is None:
+            return False
+        self.pages, self.saved_at, self.expected = [*had, *more], tokens, 0
+        return True
+
+    def passed(self, tokens: int) -> None:
+        """All pages stay."""
+
+    def save(self, point: SavePoint) -> list[Transfer[int]]:
+        # All pages in one save. A hint is also published without pages: it is about those before, too.
+        first, stop = self.saved_at // self.group.chunk_tokens, self.group.count(point.ends[-1])
+        if stop <= first and (point.hint is None or not first):
+            return []
+        self.saved_at = max(self.saved_at, point.ends[-1])
+        return [self.group.publish(point, self.pages[first:stop], first, point.hint)]
+
+    def saved(self, tokens: int) -> int:
+        return min(self.saved_at - self.saved_at % self.group.chunk_tokens, tokens)
+
+
+class NamedTable(Table):
+    """A table of a group whose pages are found by name. It takes pages as it goes, and publishes them at save
+    points only."""
+
+    def lacking(self, tokens: int, coming: int) -> int:
+        arrived = self.expected - min(self.expected, coming)
+        return max(self.kept(tokens) - self.held - arrived, 0)
+
+    def reserve(self, loaded: int, stop: int, shared: int) -> bool:
+        self.expected = len(self.group.rule.pages(loaded, self.group.chunk_tokens))
+        return True
+
+    def save(self, point: SavePoint) -> list[Transfer[int]]:
+        saves = []
+        for end in point.ends:
+            saving = self._save_at(end, point) if end > self.saved_at else None
+            if saving is not None:
+                saves.append(saving)
+                if not end % self.group.chunk_tokens:
+                    self.saved_at = end
+        return saves
+
+    def saved(self, tokens: int) -> int:
+        needed = self.group.rule.pages(tokens, self.group.chunk_tokens)
+        return tokens if self.saved_at == tokens or not needed else 0
+
+    @abstractmethod
+    def _save_at(self, end: int, point: SavePoint) -> Transfer[int] | None:
+        """Publish what a hit of ``end`` tokens needs; None if the table does not have it."""
+
+    def _publish(self, point: SavePoint, end: int, pages: Ints[int], first: int) -> Transfer[int]:
+        hint = point.hint
+        if hint is not None and end % self.group.chunk_tokens:  # other hosts do not ask for partial pages
+            hint = replace(hint, elsewhere=False) if hint.for_policy else None
+        return self.group.publish(point, pages, first, hint)
+
+
+class WindowTable(NamedTable):
+    """Sliding windows and attention chunks: the pages that the next token attends are needed."""
+
+    def peak(self, tokens: int, step: int) -> int:
+        # One more than it keeps: the page that a hit ends inside of is copied.
+        group = self.group
+        pages = group.count(group.rule.tokens) + group.count(group.chunk_tokens - 1 + step)
+        return min(group.count(tokens), pages) + 1
+
+    def kept(self, tokens: int) -> int:
+        # What a hit at the last chunk's end needs, and the page of the next token.
+        return min(self.group.count(tokens), self.group.count(self.group.rule.tokens) + 1)
+
+    def begin(self, held: GroupPages, tokens: int, stop: int) -> bool:
+        group, pages = self.group, list(held.pages)
+        needed = group.rule.pages(tokens, group.chunk_tokens)
+        if needed and not pages:
+            return False
+        assert range(held.first, held.first + len(pages)) == needed, "a hit has what it needs"
+        if pages and tokens % group.chunk_tokens:  # the last page is going to be written
+            own = group.allocate(1, near=pages)
+            if own is None:
+                return False
+            group.copy([(own[0], pages[-1])])
+            group.release([pages[-1]])
+            pages[-1] = own[0]
+        before = needed.start if needed else tokens // group.chunk_tokens
+        self.pages, self.saved_at, self.expected = [NO_PAGE] * before + pages, tokens, 0
+        return True
+
+    def passed(self, tokens: int) -> None:
+        group = self.group
+        ended = tokens - tokens % group.chunk_tokens
+        needed = [group.rule.needed(tokens), group.rule.needed(ended)]
+        keep = min((each.start for each in needed if each), default=ended) // group.chunk_tokens
+        gone = [place for place in range(min(keep, len(self.pages))) if self.pages[place] != NO_PAGE]
+        group.release([self.pages[place] for place in gone])
+        for place in gone:
+            self.pages[place] = NO_PAGE
+
+    def _save_at(self, end: int, point: SavePoint) -> Transfer[int] | None:
+        needed = self.group.rule.pages(end, self.group.chunk_tokens)
+        pages = self.pages[needed.start : needed.stop]
+        if not needed or len(pages) != len(needed) or NO_PAGE in pages:
+            return None
+        if end % self.group.chunk_tokens and self.is_shared(end):
+            return None
+        return self._publish(point, end, pages, needed.start)
+
+
+class StateTable(NamedTable):
+    """Recurrent states: only the last one is needed. ``pages`` has the live page, ``snapshot`` no page or a
+    copy of the state behind ``snapshot_at`` tokens."""
+
+    def __init__(self, group: PageGroup) -> None:
+        super().__init__(group)
+        self.snapshot: list[int] = []
+        self.snapshot_at = 0
+
+    def peak(self, tokens: int, step: int) -> int:
+        return 2
+
+    def kept(self, tokens: int) -> int:
+        return 2
+
+    @property
+    def held(self) -> int:
+        return len(self.pages) + len(self.snapshot)
+
+    def begin(self, held: GroupPages, tokens: int, stop: int) -> bool:
+        live = self.group.allocate(1)
+        if live is None or bool(held.pages) != bool(tokens):
+            self.group.release(live or [])
+            return False
+        if held.pages:
+            self.group.copy([(live[0], held.pages[-1])])
+            self.group.release(held.pages)
+        self.pages, self.saved_at, self.expected = live, tokens, 0
+        return True
+
+    def grow(self, start: int, stop: int) -> bool:
+        return True
+
+    def trim(self, tokens: int) -> None:
+        raise AssertionError("a state cannot go back: there are no drafts")
+
+    def passed(self, tokens: int) -> None:
+        group = self.group
+        if tokens % group.chunk_tokens or tokens <= self.snapshot_at or not group.keeps:
+            return
+        self.snapshot = self.snapshot or group.allocate(1) or []
+        if self.snapshot:  # else a later hit begins earlier
+            group.copy([(self.snapshot[0], self.pages[0])])
+            self.snapshot_at = tokens
+
+    def is_shared(self, tokens: int) -> bool:
+        return False  # each sequence has a state of its own
+
+    def fork(self) -> Table | None:
+        twin = self.another()
+        live = self.group.allocate(1)
+        if live is None:
+            return None
+        self.group.copy([(live[0], self.pages[0])])
+        twin.pages, twin.saved_at = live, self.saved_at
+        return twin
+
+    def drop(self) -> None:
+        super().drop()
+        self.group.release(self.snapshot)
+        self.snapshot, self.snapshot_at = [], 0
+
+    def _save_at(self, end: int, point: SavePoint) -> Transfer[int] | None:
+        if self.snapshot and self.snapshot_at == end:
+            saving = self._publish(point, end, self.snapshot, end // self.group.chunk_tokens - 1)
+            self.group.release(self.snapshot)
+            self.snapshot = []  # it is published, and must not be written again
+            return saving
+        if end == point.live:
+            return self._publish(point, end, self.pages, (end - 1) // self.group.chunk_tokens)
+        return None
+
+
+_TABLES: dict[Past, type[Table]] = {Past.ALL: FullTable, Past.STATE: StateTable}
+
+
+def empty_tables(connector: Connector) -> tuple[Table, ...]:
+    """Return an empty table for each layer group of the connector's model."""
+    groups = [PageGroup(connector, number) for number in range(len(connector.pools))]
+    return tuple(_TABLES.get(group.rule.past, WindowTable)(group) for group in groups)
