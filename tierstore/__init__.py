@@ -27,7 +27,7 @@ from tierstore.core.backend import LocalBackend, open_core
 from tierstore.core.core import MOVER_THREADS
 from tierstore.core.health import STALL_S
 from tierstore.errors import SpecError, StoreClosedError, StoreUnavailableError, TierStoreError, UsageError
-from tierstore.groups import groups_of
+from tierstore.groups import Group, groups_of
 from tierstore.keys import Identity, PageKey, Prompt
 from tierstore.policy import DEFAULT_POLICY
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
@@ -156,6 +156,7 @@ def connect(
     loads: bool = True,
     saves: bool = True,
     checkpoint_tokens: int | None = None,
+    groups: Sequence[Group] | None = None,
     wait_s: float = CONNECT_S,
 ) -> Store:
     """Use the daemon at ``url``: ``ipc://PATH`` on this host, ``tcp://HOST:PORT`` on another.
@@ -171,9 +172,11 @@ def connect(
     copy between pages and the memory of a device all the same: :meth:`~tierstore.tiers.pinned.Reach.share` of
     that device's. ``model_name`` is what people call the model: KV events may be told by model, and it
     changes no page. Without ``loads`` the daemon is not asked for pages, without ``saves`` it is given none;
-    what is in the pool is found and kept all the same. The other arguments are those of :func:`open`. The
-    store is for one process: a forked child that uses it gets a :class:`StoreClosedError`, and connects for
-    itself.
+    what is in the pool is found and kept all the same. ``groups`` are for an engine that keeps pages in layer
+    groups of its own, such as one for each worker: the ``identities`` of its prompts are what the pages of
+    each are kept under, and ``spec`` is then that of the first. The other arguments are those of
+    :func:`open`. The store is for one process: a forked child that uses it gets a :class:`StoreClosedError`,
+    and connects for itself.
 
     Raises :class:`UsageError` for an address or keys that cannot be used.
     """
@@ -182,7 +185,7 @@ def connect(
     wait_s = seconds("wait_s", wait_s)
     mover_threads = whole_number("mover_threads", mover_threads, least=1)
     identity = identity or Identity.of(spec, model="default")
-    first, of_first = groups_of(spec)[0], identity.groups[0]
+    first, of_first = (groups or groups_of(spec))[0], identity.groups[0]
     backend = RemoteBackend(
         Address.parse(url, CurveKeys.read(keys, server_key)),
         Registration(of_first, first.page_bytes, spec.chunk_tokens, text("model_name", model_name)),
@@ -200,6 +203,7 @@ def connect(
         lookup_s=lookup_s,
         mover_threads=mover_threads,
         checkpoint_tokens=checkpoint_tokens,
+        groups=groups,
     )
     _wait_for_daemon(url, [store], wait_s)
     return store

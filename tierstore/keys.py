@@ -263,9 +263,14 @@ class Prompt:
 
     # -- what finds its pages --------------------------------------------------------------------------
 
+    @property
+    def identities(self) -> Sequence[Identity]:
+        """What the pages of each layer group are kept under."""
+        return self.identity.groups
+
     def keys_of(self, group: int) -> list[PageKey]:
         """The keys of the full chunks in a group with chained pages."""
-        identity = self.identity.groups[group]
+        identity = self.identities[group]
         if identity is self.identity.chain:
             return self.keys
         keys = self._more_keys.setdefault(group, [])
@@ -294,7 +299,7 @@ class Prompt:
         """The pages of a group with named pages that end behind so many of its tokens each."""
         names = [self.name(end) for end in ends]
         # And no place in the prompt: which of them leave is said by what is superseded.
-        return Prompt.named_pages(self.identity.groups[group], names, chunk_tokens=self.chunk_tokens)
+        return Prompt.named_pages(self.identities[group], names, chunk_tokens=self.chunk_tokens)
 
     def pages_of(self, group: int) -> Prompt:
         """All of its whole chunks as pages of one group, chained or named: for whoever carries pages from one

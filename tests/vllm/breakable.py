@@ -26,7 +26,7 @@ SERVING = {
     "WorkerHalf.results": "_results",
     "WorkerHalf.report": "build_connector_worker_meta",
     "Counters.take": "get_kv_connector_stats",
-    "Lookups._ask_rounds": "looking up a prompt",
+    "Lookups._find": "looking up a prompt",
     "Load._start_parts": "starting a load",
     "HostBlocks.scatter": "copying to KV blocks",
     "Store.save_from": "starting a save",

@@ -28,9 +28,10 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def model(request):
+def model(request, tmp_path_factory):
     """``model(models.LLAMA)``: the directory of a model."""
-    cache = request.config.cache.mkdir("vllm-models")
+    kept = request.config.pluginmanager.hasplugin("cacheprovider")  # not with -p no:cacheprovider
+    cache = request.config.cache.mkdir("vllm-models") if kept else tmp_path_factory.mktemp("vllm-models")
     return lambda kind: models.model(kind, cache)
 
 

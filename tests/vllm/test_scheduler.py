@@ -36,7 +36,7 @@ def make_scheduler(model, monkeypatch):
     from tierstore_connectors.vllm.lookup import Lookups
 
     monkeypatch.setattr(Lookups, "may_ask", lambda self: True)
-    monkeypatch.setattr(Lookups, "ask", lambda self, lookups, epoch: None)
+    monkeypatch.setattr(Lookups, "ask", lambda self, lookups: None)
     monkeypatch.setattr(Lookups, "poll", lambda self, lookup, *, patient: 192)
     schedulers = []
 

@@ -22,10 +22,13 @@ LAST = 2 * BLOCK  # at whose end vLLM keeps the states of LONG
 
 @pytest.fixture
 def engine_of(model):
-    """``engine_of(connector)``: vLLM computes states on a processor in bfloat16 only."""
+    """``engine_of(connector)``: vLLM computes states on a processor in bfloat16 only. The sizes above are
+    those of states that are kept in float32. Otherwise the model's configuration says in what they are kept,
+    and versions of transformers differ in that."""
 
     def make(connector, **options):
         options = {"block_size": None, "dtype": "bfloat16", "blocks": 256, **options}
+        options["mamba_ssm_cache_dtype"] = "float32"
         return Engine(model(models.QWEN3_NEXT), connector=connector, **options)
 
     return make

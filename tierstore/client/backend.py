@@ -231,7 +231,7 @@ class RemoteBackend:
         def message() -> messages.FindHit:
             return messages.FindHit(
                 0,
-                [_part(session, chain, chain.handle_of(session)) for chain in request.chains],
+                _chain_parts(session, request.chains),
                 list(request.here),
                 [_named_part(session, group) for group in request.named],
                 b"".join(request.names),
@@ -837,6 +837,21 @@ def _named_part(session: Session, group: NamedGroup) -> messages.NamedPart:
     here = np.array(group.here, "<u4").tobytes()
     number = session.identities[group.registration.identity.digest]
     return messages.NamedPart(number, group.rule.past.value, group.rule.tokens, here)
+
+
+def _chain_parts(session: Session, chains: Sequence[LookupRequest]) -> list[messages.PromptPart]:
+    """The chains of one prompt as a message describes them. They go on behind equally many chunks, so that
+    keys and tokens that are the first one's need not be sent again."""
+    handles = [chain.handle_of(session) for chain in chains]
+    common = min((0 if handle is None else handle.chunks for handle in handles), default=0)
+    parts: list[messages.PromptPart] = []
+    for chain in chains:
+        part = _part(session, chain, chain.handle_of(session, common))
+        if parts and part.tokens == parts[0].tokens:
+            part.tokens = b""
+            part.keys = b"" if part.keys == parts[0].keys else part.keys
+        parts.append(part)
+    return parts
 
 
 def _part(session: Session, request: LookupRequest, handle: PrefixHandle | None) -> messages.PromptPart:

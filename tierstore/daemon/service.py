@@ -807,8 +807,9 @@ def _nothing() -> None:
     """There is nothing to end."""
 
 
-def _view(session: Session, part: p.PromptPart) -> PromptView:
-    """A prompt as a message says it. Raises :class:`Refusal` when that does not fit together."""
+def _view(session: Session, part: p.PromptPart, like: PromptView | None = None) -> PromptView:
+    """A prompt as a message says it. Its keys are those of ``like`` where there is one. Raises
+    :class:`Refusal` when that does not fit together."""
     client = session.client
     registration = client.registration(part.identity)
     width = registration.chunk_tokens * TOKEN_BYTES
@@ -821,7 +822,8 @@ def _view(session: Session, part: p.PromptPart) -> PromptView:
         )
     if not 0 <= part.known <= p.MAX_CHUNKS or part.known + whole > p.MAX_CHUNKS:
         raise Refusal("usage", f"a prompt has {p.MAX_CHUNKS} chunks at most")
-    keys = cast(Sequence[PageKey], struct.unpack(f"{KEY_BYTES}s" * whole, part.keys))
+    unpacked = struct.unpack(f"{KEY_BYTES}s" * whole, part.keys) if like is None else like.keys
+    keys = cast(Sequence[PageKey], unpacked)
     if part.named and not (registration.identity.whole_pages and len(part.tokens) == whole * width):
         raise Refusal("usage", "named pages are whole, and of a layout whose pages are found whole")
     if part.named:
@@ -843,7 +845,13 @@ def _hit_view(session: Session, m: p.FindHit) -> HitView:
         raise Refusal(
             "usage", f"{len(m.chains)} chains, {len(m.here)} of them here, {len(m.named)} named groups"
         )
-    chains = [view for part in m.chains if isinstance(view := _view(session, part), ChainView)]
+    chains: list[ChainView] = []
+    for part in m.chains:
+        like = chains[0] if chains and not part.keys else None
+        part.keys = part.keys or m.chains[0].keys
+        part.tokens = part.tokens or m.chains[0].tokens
+        if isinstance(view := _view(session, part, like), ChainView):
+            chains.append(view)
     named = [
         NamedGroup(client.registration(part.identity), _rule(part), array.array("I", part.here))
         for part in m.named

@@ -5,10 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from types import TracebackType
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
 from tierstore.arguments import optional_seconds
 from tierstore.backend import Backend, Lease, LookupRequest, NamedRequest
@@ -463,7 +465,8 @@ class Hit:
     def __repr__(self) -> str:
         return f"Hit({self.tokens} tokens, {self.by_tier})"
 
-    def _count(self) -> dict[str, int]:
+    def _slowest(self) -> npt.NDArray[np.uint8]:
+        """For each chunk the slowest tier that a page of it which is needed lies in."""
         slowest = np.zeros(self.num_pages, np.uint8)
         for part in self.parts:
             start, chunks = 0, (np.asarray(part.ends, np.int64) - 1) // self.chunk_tokens
@@ -471,6 +474,10 @@ class Hit:
                 run = chunks[start : start + pages]
                 slowest[run] = np.maximum(slowest[run], rank(tier))
                 start += pages
+        return slowest
+
+    def _count(self) -> dict[str, int]:
+        slowest = self._slowest()
         counts = np.bincount(slowest, minlength=len(LABELS)) * self.chunk_tokens
         if self.num_pages:
             counts[slowest[-1]] -= self.num_pages * self.chunk_tokens - self.tokens
@@ -525,8 +532,15 @@ class Hit:
         return self.parts[0].request
 
     def by_runs(self) -> list[tuple[str, int]]:
-        """The hit's tokens by tier, run by run along the prompt, where it has one part of leading pages."""
-        return self.parts[0].by_runs() if self.simple else []
+        """The hit's tokens by tier, run by run along the prompt."""
+        if self.simple:
+            return self.parts[0].by_runs()
+        runs, start = [], 0
+        for slowest, run in groupby(self._slowest().tolist()):
+            end = min(start + sum(1 for _ in run) * self.chunk_tokens, self.tokens)
+            runs.append((LABELS[slowest], end - start))
+            start = end
+        return runs
 
     # -- what is done with it --------------------------------------------------------------------------
 

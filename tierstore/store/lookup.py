@@ -46,24 +46,32 @@ class Finder:
     """Says what a prompt's pages are in each layer group, as requests to a backend, and begins lookups."""
 
     def __init__(
-        self, hbm: HbmTier, backend: Backend, spec: KVSpec, identity: Identity, lookup_s: float
+        self,
+        hbm: HbmTier,
+        backend: Backend,
+        spec: KVSpec,
+        identity: Identity,
+        lookup_s: float,
+        groups: Sequence[Group] | None = None,
     ) -> None:
         self.hbm = hbm
         self.backend = backend
         self.identity = identity
         self.lookup_s = lookup_s
         self.chunk_tokens = spec.chunk_tokens
-        self.groups = groups_of(spec)
+        self.groups = groups_of(spec) if groups is None else tuple(groups)
         self.rules = tuple(group.rule for group in self.groups)
         self.prompts = PromptCache(spec.chunk_tokens)
         self._layout = spec.describe()  # compared at every lookup
-        self._by_layout = {group.spec.describe(): group for group in self.groups}
-        self._only = self.groups[0] if len(self.groups) == 1 and not self.groups[0].named else None
+        # An engine's own groups may have one layout, so a prompt of theirs is always one of the model's.
+        single = self.groups if groups is None else ()
+        self._by_layout = {group.spec.describe(): group for group in single}
+        self._only = single[0] if len(single) == 1 and not single[0].named else None
 
     def named_group(self, prompt: Prompt, group: Group, here: Sequence[int]) -> NamedGroup:
         """A group with named pages, as a model's prompt is asked for. The caller has the pages that end at
         the tokens ``here``."""
-        identity = prompt.identity.groups[group.number]
+        identity = prompt.identities[group.number]
         return NamedGroup(Registration(identity, group.page_bytes, self.chunk_tokens), group.rule, here)
 
     @property
@@ -112,7 +120,7 @@ class Finder:
 
     def chain(self, prompt: Prompt, group: Group) -> LookupRequest:
         """A model's prompt in a group with chained pages."""
-        identity = prompt.identity.groups[group.number]
+        identity = prompt.identities[group.number]
         keys = list(prompt.keys_of(group.number))
         return self.prompts.request(identity, group.page_bytes, prompt.token_bytes, keys)
 

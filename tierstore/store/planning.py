@@ -39,11 +39,10 @@ class Planning:
         return self.planner.plan(self._parts(hit), length, now_s=now_s, block=block)
 
     def _parts(self, hit: Hit) -> list[Part]:
-        """What a load brings, in its order. Pages of one group count run by run. With several groups, or
-        named pages, it is all or nothing, since these serve the hit's end only: all tokens are the last
-        tier's."""
-        if hit.simple:
-            return self._run_by_run(hit.parts[0])
+        """What a load brings, in its order. Chained pages count run by run. With named pages it is all or
+        nothing, since these serve the hit's end only: all tokens are the last tier's."""
+        if hit.parts and all(part.leading for part in hit.parts):
+            return self._run_by_run(hit.by_runs(), sum(part.page_bytes for part in hit.parts))
         nbytes: dict[str, float] = {}
         for part in hit.parts:
             for tier, pages in part.page_runs():
@@ -53,11 +52,10 @@ class Planning:
         parts = [Part(tier, 0, nbytes[tier]) for tier in tiers[:-1]]
         return [*parts, Part(tiers[-1], hit.tokens, nbytes.get(tiers[-1], 0))]
 
-    def _run_by_run(self, part: HitPart) -> list[Part]:
-        token_bytes = part.page_bytes / self._chunk_tokens
+    def _run_by_run(self, runs: Sequence[tuple[str, int]], page_bytes: int) -> list[Part]:
+        token_bytes = page_bytes / self._chunk_tokens
         return [
-            Part(tier, tokens, 0 if tier == Tier.HBM.label else tokens * token_bytes)
-            for tier, tokens in part.by_runs()
+            Part(tier, tokens, 0 if tier == Tier.HBM.label else tokens * token_bytes) for tier, tokens in runs
         ]
 
     def meet(self, hit: Hit, front: int, back: int) -> int:
@@ -66,7 +64,7 @@ class Planning:
         if chain is None:
             return back
         parts, start = [], 0
-        for part in self._run_by_run(chain):
+        for part in self._run_by_run(chain.by_runs(), chain.page_bytes):
             tokens = min(part.tokens, max(back - start, 0))
             if tokens:
                 parts.append(Part(part.tier, tokens, part.nbytes * tokens / part.tokens))

@@ -89,6 +89,7 @@ class Store:
         mover_threads: int = 2,
         policy: str = DEFAULT_POLICY,
         checkpoint_tokens: int | None = None,
+        groups: Sequence[Group] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """A store over any ``backend``, which it closes. ``policy`` orders the pages of ``pools``; ``clock``
@@ -101,7 +102,7 @@ class Store:
         self.backend = backend
         self.clock = clock
         self._hbm = HbmTier(self.pools, policy, clock)
-        self._finder = Finder(self._hbm, backend, spec, self.identity, self.lookup_s)
+        self._finder = Finder(self._hbm, backend, spec, self.identity, self.lookup_s, groups)
         self.groups: tuple[Group, ...] = self._finder.groups
         self._planning = Planning(self._hbm, backend, self.groups, spec.chunk_tokens, self.lookup_s)
         self._pins = Pins(self._finder)

@@ -26,7 +26,7 @@ VERSION = b"\x03"
 
 MAX_MESSAGE_BYTES = 64 << 20  # of one message with its payload frames: a prompt of 1M tokens needs 5 MB
 MAX_CHUNKS = 1 << 17  # in one prompt
-MAX_GROUPS = 64  # layer groups of a model
+MAX_GROUPS = 1024  # layer groups of a model, on all of its workers
 MAX_IDENTITY_BYTES = 4096
 MAX_LIST_BYTES = 1 << 20  # of identities in one answer
 MAX_FETCH_BYTES = 16 << 20  # asked for in one Fetch, or sent in one Write; more of them may be under way
@@ -197,7 +197,8 @@ class NamedPart(msgspec.Struct, array_like=True):
 class FindHit(Message):
     """The longest hit of the first ``num_tokens`` tokens that all layer groups of a model support. ``chains``
     is the prompt as each group keeps it that needs every token; the client has the first ``here[i]`` tokens
-    of ``chains[i]`` itself. ``named`` are the other groups. ``names`` (32 bytes each) are those of the
+    of ``chains[i]`` itself. A later chain has the first one's keys, or tokens, where it has none of its own.
+    ``named`` are the other groups. ``names`` (32 bytes each) are those of the
     pages of all whole chunks, ``root`` is what the first one was chained behind, and ``tail`` are the tokens
     of the chunk that the ``num_tokens`` end in. The other fields are those of :class:`Lookup`."""
 

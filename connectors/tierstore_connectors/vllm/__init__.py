@@ -29,8 +29,6 @@ Three rules make sure that the cache never hurts:
   scheduler's half names the blocks that each step may write, and before the step runs the worker's half ends
   the saves that still read them.
 
-Only ``stores.py`` calls the store.
-
 Nothing here imports vLLM or torch until the class is asked for: vLLM imports this module in every process.
 """
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tierstore import copying
+from tierstore.store.buffers import copied_frames
 from tierstore.tiers.pinned import Pin
 from tierstore_connectors.vllm.layout import PageLayout
 from tierstore_connectors.vllm.orders import NULL_BLOCK
-from tierstore_connectors.vllm.stores import copied_frames
 
 Chunks = Sequence[Sequence[int]]
 Pages = Sequence[tuple[Sequence[int], int]]  # the blocks of a chunk, and where its page is

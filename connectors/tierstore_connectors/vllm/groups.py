@@ -67,6 +67,11 @@ class Groups:
         """Whether a hit has to end where there are states."""
         return any(group.rule.past is Past.STATE for group in self.groups)
 
+    @property
+    def with_names(self) -> bool:
+        """Whether what was found serves a hit of that length only: a shorter one may need other pages."""
+        return any(kept_by_name(group.rule) for group in self.groups)
+
     def blocks_per_page(self, group: Group) -> int:
         """A page is the blocks of a chunk, or the state at its end, which is one block."""
         return 1 if group.rule.past is Past.STATE else self.chunk_tokens // group.block_tokens
@@ -76,10 +81,10 @@ class Groups:
         all of which every hit needs every page."""
         if group.rule.past is Past.STATE:
             return f"state{group.number}"
-        if self.count == 1:
-            return "group0"
         if group.windowed:
             return f"window{group.number}"
+        if self.count == 1:
+            return "group0"
         full = [each.number for each in self.groups if each.rule.past is Past.ALL]
         return f"group{full.index(group.number)}/{len(full)}"
 
@@ -99,15 +104,16 @@ def read_groups(
     unit = math.lcm(hash_tokens, *_sizes(groups))
     if chunk_tokens % unit:
         raise UnsupportedError(f"chunk_tokens is {chunk_tokens}: it has to be a multiple of {unit}")
-    named = any(kept_by_name(group.rule) for group in groups)
     # States are where vLLM ends a step, at any block's end: there a chunk has to end, too.
-    least = LEAST_NAMED_TOKENS if named else _MIN_CHUNK_TOKENS
+    states = any(group.rule.past is Past.STATE for group in groups)
+    least = LEAST_NAMED_TOKENS if states else _MIN_CHUNK_TOKENS
     chunk = chunk_tokens or -(-least // unit) * unit
-    if chunk < LEAST_NAMED_TOKENS and named:
+    read = Groups(tuple(groups), len(groups), hash_tokens, chunk)
+    if chunk < LEAST_NAMED_TOKENS and read.with_names:
         raise UnsupportedError(
-            f"chunk_tokens is {chunk}: a model with states needs {LEAST_NAMED_TOKENS} or more"
+            f"chunk_tokens is {chunk}: a model with windows or states needs {LEAST_NAMED_TOKENS} or more"
         )
-    return Groups(tuple(groups), len(groups), hash_tokens, chunk)
+    return read
 
 
 def _check_states(cache_config: Any, offers_states: bool) -> None:

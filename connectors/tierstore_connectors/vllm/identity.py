@@ -6,10 +6,11 @@ salt. A key made from less would give prompts that only look alike each other's 
 chunk's last block is the chunk's key, hashed once more with adapter and salt: with
 ``--prefix-caching-hash-algo xxhash`` a tenant could find collisions of vLLM's own hash.
 
-**Names.** A page of attention is found along the pages before it, whose tokens are compared. The state of a
-chunk's end is found by itself: its name is SHA-256, chained over the keys and the tokens of all chunks up to
-there. The name stands where other pages have tokens, and all of its bits are compared. So the state of
-another prefix is not served even where vLLM's hashes collide.
+**Names.** A page of full attention is found along the pages before it, whose tokens are compared. The pages
+of windows and attention chunks, and the state of a chunk's end, are found by themselves: the name of such a
+page is SHA-256, chained over the keys and the tokens of all chunks up to its end. The name stands where other
+pages have tokens, and all of its bits are compared. So a page of another prefix is not served even where
+vLLM's hashes collide.
 
 **The identity** is everything that vLLM's block hashes do not cover. Two engines share pages only where all
 of it is equal: every field of vLLM's configuration but those that are known not to change KV (``fields.py``),
@@ -433,20 +434,57 @@ class ChunkNames:
         """The prompt goes on in another way behind its first ``chunks`` chunks."""
         del self._names[chunks:]
 
-    def pages(
-        self, identity: Identity, chunks: range, keys: Sequence[PageKey], tokens: bytes | bytearray
-    ) -> Prompt:
-        """The pages of ``chunks``, each to be found by its name. ``keys`` and ``tokens`` (uint32,
-        little-endian) are those of the prompt, up to there at least."""
+    def first(self, chunks: int, keys: Sequence[PageKey], tokens: bytes | bytearray) -> list[bytes]:
+        """The names of the first ``chunks`` chunks. ``keys`` and ``tokens`` (uint32, little-endian) are those
+        of the prompt, up to there at least."""
         width = self.chunk_tokens * TOKEN_BYTES
         known = list(self._names)
-        for chunk in range(len(known), chunks.stop):
+        for chunk in range(len(known), chunks):
             before = known[-1] if known else b""
             part = tokens[chunk * width : (chunk + 1) * width]
             known.append(hashlib.sha256(before + keys[chunk] + part).digest())
         self._names = known
-        names = known[chunks.start : chunks.stop]
+        return known[:chunks]
+
+    def pages(
+        self, identity: Identity, chunks: range, keys: Sequence[PageKey], tokens: bytes | bytearray
+    ) -> Prompt:
+        """The pages of ``chunks``, each to be found by its name; ``keys`` and ``tokens`` as for
+        :meth:`first`."""
+        names = self.first(chunks.stop, keys, tokens)[chunks.start :]
         return Prompt.named_pages(identity, names, chunk_tokens=self.chunk_tokens, pages_before=chunks.start)
+
+
+class EnginePrompt(Prompt):
+    """The whole chunks of a prompt as one question for the pages of all KV cache groups on all workers:
+    ``identities`` are what those of each are kept under. ``tokens`` (uint32, little-endian) may go on behind
+    the last key."""
+
+    __slots__ = ("_all_names", "_identities", "_tokens")
+
+    def __init__(
+        self, identities: Sequence[Identity], keys: Sequence[PageKey], tokens: bytes, chunk_tokens: int
+    ) -> None:
+        super().__init__(identities[0], chunk_tokens=chunk_tokens)
+        self.keys = list(keys)
+        self._identities = identities
+        self._tokens = tokens[: len(keys) * chunk_tokens * TOKEN_BYTES]
+        self._data += self._tokens
+        self._all_names = ChunkNames(chunk_tokens)
+
+    @property
+    def identities(self) -> Sequence[Identity]:
+        return self._identities
+
+    @property
+    def token_bytes(self) -> bytes:
+        return self._tokens
+
+    def keys_of(self, group: int) -> list[PageKey]:
+        return self.keys
+
+    def names(self, chunks: int) -> list[bytes]:
+        return self._all_names.first(chunks, self.keys, self._tokens)
 
 
 def hashes_are_private(algorithm: str, environment: Mapping[str, str], *, fixed_seed: bool) -> bool:

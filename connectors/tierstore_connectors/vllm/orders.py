@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from tierstore.groups import GroupRule, Past
+from tierstore.groups import GroupRule
 from tierstore.keys import Identity, PageKey
 from tierstore.types import Hint
 
@@ -121,7 +121,7 @@ def kept_by_name(rule: GroupRule) -> bool:
     """Whether pages are found one by one, each by a name that stands for all tokens up to its end
     (:class:`~tierstore_connectors.vllm.identity.ChunkNames`). The others are found by the tokens of all
     chunks before them, of which none may be missing."""
-    return rule.past is Past.STATE
+    return not rule.chained
 
 
 def under_epoch(identity: Identity, epoch: str) -> Identity:

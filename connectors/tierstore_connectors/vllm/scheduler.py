@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from tierstore.core.clients import MOST_IDENTITIES
 from tierstore.errors import UsageError
 from tierstore.groups import Past
 from tierstore.keys import PageKey, encode_tokens
@@ -58,7 +59,6 @@ from tierstore_connectors.vllm.orders import (
     Shard,
     StepWork,
 )
-from tierstore_connectors.vllm.stores import MOST_IDENTITIES
 
 _ANSWER_S = 20.0  # an answer that is older is asked for again: the daemon holds pages for a minute
 _REFUSED_S, _MOST_REFUSED = 30.0, 4096
@@ -212,7 +212,7 @@ class SchedulerHalf:
     def connect(self, shards: Sequence[Shard]) -> None:
         """The workers are ready. Raises :class:`~tierstore.errors.UsageError`."""
         identities = sum(len(shard.groups) for shard in shards)
-        if identities >= MOST_IDENTITIES:  # one more is what a session begins with
+        if identities > MOST_IDENTITIES:
             raise UsageError(
                 f"{len(shards)} workers with their KV cache groups make {identities} identities; the daemon "
                 f"takes {MOST_IDENTITIES} of a client"
@@ -235,7 +235,7 @@ class SchedulerHalf:
             tracked.release()
             tracked.held = tracked.saved = tracked.resumable = 0
             tracked.stale = tracked.request.num_computed_tokens > 0
-        self.lookups.renew()
+        self.lookups.renew(epoch)
 
     def adapter_loads(self, adapter: Any) -> None:
         """vLLM loads this adapter: its files of this moment are what requests are computed with."""
@@ -308,7 +308,7 @@ class SchedulerHalf:
         answer = tracked.answer or 0
         held = min(answer // chunk_tokens, self._most_chunks(tracked))
         limited = self.refused.before_first(tracked.keys[:held], now) * chunk_tokens
-        return 0 if limited < answer and self.groups.with_states else limited  # a state is of one place only
+        return 0 if limited < answer and self.groups.with_names else limited
 
     def _look_up(self, first: TrackedRequest) -> None:
         """Ask about this request now, and about those that have come with it. Without a daemon the answer is
@@ -345,7 +345,7 @@ class SchedulerHalf:
             tracked.lookup.promise = tracked.promise
             self._ahead.add(request.request_id)
         if lookups := [each.lookup for each in several if each.lookup is not None]:
-            self.lookups.ask(lookups, self.epoch)
+            self.lookups.ask(lookups)
 
     def _track(self, request: Any) -> TrackedRequest:
         tracked = self._tracked.get(request.request_id)

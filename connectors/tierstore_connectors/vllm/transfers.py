@@ -21,15 +21,12 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
+from tierstore import Hint, Hit, Loaded, Prompt, Store, Transfer, lookup_all
 from tierstore.errors import StoreClosedError
-from tierstore.keys import Prompt
-from tierstore.transfer import Transfer
-from tierstore.types import Hint
 from tierstore_connectors.common.counters import Counters
 from tierstore_connectors.common.guard import ErrorLog
 from tierstore_connectors.vllm.copies import LoadedBlocks, SavedBlocks
 from tierstore_connectors.vllm.orders import GroupBlocks, LoadOrder
-from tierstore_connectors.vllm.stores import Hit, Loaded, Store, look_up, start_load, start_save
 
 _SETTLE_S = 0.004  # after a step, in which vLLM samples and hands out its tokens
 
@@ -88,7 +85,7 @@ class Load:
     def _start(self, moved: Callable[[], None]) -> None:
         try:
             # All groups at once: each is a question under another identity, and all have to be held.
-            hits = look_up((part.store, part.prompt) for part in self._parts)
+            hits = lookup_all((part.store, part.prompt) for part in self._parts)
             for transfer in self._start_parts(hits):
                 transfer.on_end(moved)
         except StoreClosedError:
@@ -115,7 +112,9 @@ class Load:
                 if not self._stopped:
                     left = max(self._ends - self._clock(), 0.0)
                     for part, hit in zip(self._parts, hits, strict=True):
-                        transfer = start_load(part.store, hit, part.target, first=part.first, deadline_s=left)
+                        if part.prompt.named:
+                            part.store.offer(hit)
+                        transfer = part.store.load_to(hit, part.target, first=part.first, deadline_s=left)
                         started += 1
                         self._transfers.append(transfer)
                 return list(self._transfers)
@@ -263,8 +262,8 @@ class Saves:
             save.store.introduce(save.prompt.identity)  # so that nothing below waits for the daemon
             with save.lock:
                 if not save.stopped:
-                    save.transfer = start_save(
-                        save.store, save.prompt, save.source, save.count, first=save.first, hint=save.hint
+                    save.transfer = save.store.save_from(
+                        save.prompt, save.source, save.count, first=save.first, hint=save.hint
                     )
         except Exception as error:  # noqa: BLE001  # on this thread it would go unseen
             self._errors.caught("starting a save", error)

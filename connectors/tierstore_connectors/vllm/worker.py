@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+import tierstore
+from tierstore import Store
 from tierstore.groups import Past
 from tierstore.keys import TOKEN_BYTES, Identity, PageKey, Prompt
+from tierstore.spec import KVSpec
 from tierstore.tiers.pinned import Pin
 from tierstore_connectors.common.counters import Counters
 from tierstore_connectors.common.guard import ErrorLog
@@ -34,13 +37,13 @@ from tierstore_connectors.vllm.orders import (
     kept_by_name,
     under_epoch,
 )
-from tierstore_connectors.vllm.stores import Stores, prompt_of
 from tierstore_connectors.vllm.transfers import Load, LoadPart, Save, Saves, blocks_of
 
 _IDLE_WAIT_S = (
     0.002  # an engine that has nothing to do but wait for loads spins: give the loads the processor
 )
 _PIN_WAIT_S = 5.0
+_RENEW_S = 0.1  # a daemon that is well has answered by then
 _CLOSE_S = 2.0
 
 
@@ -83,8 +86,54 @@ class _KnownPrompt:
         """What finds pages of a group, and the number of the first of ``chunks`` in it."""
         if kept_by_name(pages.rule):
             return self.names.pages(identity, chunks, self.keys, self.tokens), 0
+        chunk_tokens = self.names.chunk_tokens
+        tokens = bytes(self.tokens[: chunks.stop * chunk_tokens * TOKEN_BYTES])
         keys = self.keys[: chunks.stop]
-        return prompt_of(identity, keys, bytes(self.tokens), self.names.chunk_tokens), chunks.start
+        return Prompt.with_keys(identity, tokens, keys, chunk_tokens=chunk_tokens), chunks.start
+
+
+class Stores:
+    """A worker's connections: one for each page size (groups of one size share one). ``reach`` is called with
+    each arena that is mapped, so that a device can be made to reach it.
+
+    Belongs to the thread that opens them; the stores themselves are thread-safe.
+    """
+
+    def __init__(self, settings: Settings, chunk_tokens: int, reach: Callable[[Pin], None]) -> None:
+        self._settings = settings
+        self._chunk_tokens = chunk_tokens
+        self._reach = reach
+        self._stores: dict[int, Store] = {}
+
+    def of(self, pages: GroupPages) -> Store:
+        """The store for a group's pages, opened with the first of them. Raises
+        :class:`~tierstore.errors.UsageError` for an address that is none."""
+        store = self._stores.get(pages.page_bytes)
+        if store is None:
+            settings = self._settings
+            store = self._stores[pages.page_bytes] = tierstore.connect(
+                settings.store,
+                KVSpec.opaque(pages.page_bytes, chunk_tokens=self._chunk_tokens),
+                identity=pages.identity,
+                lookup_s=settings.lookup_s,
+                mover_threads=settings.threads,
+                keys=settings.keys,
+                server_key=settings.server_key,
+                reach=self._reach,
+                model_name=settings.model_name,
+                wait_s=0,
+            )
+        return store
+
+    def wait_connected(self, timeout: float) -> bool:
+        """Wait for the daemon; False when it does not come."""
+        return all(store.wait_connected(timeout) for store in self._stores.values())
+
+    def close(self) -> None:
+        """Close all of them; they are opened again when they are asked for."""
+        for store in self._stores.values():
+            store.close()
+        self._stores.clear()
 
 
 class WorkerHalf:
@@ -107,7 +156,7 @@ class WorkerHalf:
         self._chunk_tokens = chunk_tokens
         self._errors = errors
         self._counters = counters
-        self._stores = Stores(settings, threads=settings.threads, reach=self._share)
+        self._stores = Stores(settings, chunk_tokens, self._share)
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="tierstore-save")
         self._loader = ThreadPoolExecutor(2, thread_name_prefix="tierstore-load")
         self._saves = Saves(self._saver, counters, errors)
@@ -247,15 +296,18 @@ class WorkerHalf:
 
     def _open(self) -> None:
         for group in self._groups.values():
-            self._stores.open(group.pages.identity, group.pages.page_bytes, self._chunk_tokens)
+            self._stores.of(group.pages)
 
     def _renew(self, epoch: str) -> None:
-        """Give up what is under way: it was for the epoch before."""
+        """Give up what is under way: it was for the epoch before. New connections begin, since the daemon
+        keeps a client's identities for as long as it is connected, and takes so many only."""
         self._epoch = epoch
         for load in self._loads.values():
             load.cancel()
         self._saves.fence(None, self._settings.fence_s)
-        self._stores.renew(self._open)
+        self._stores.close()
+        self._open()
+        self._stores.wait_connected(_RENEW_S)
 
     def _note_computed(self) -> None:
         for group in self._groups.values():
@@ -279,7 +331,7 @@ class WorkerHalf:
             self._saves.fence(blocks.blocks, self._settings.fence_s)
             chunks = range(blocks.first, blocks.end)
             prompt, first = known.pages(group.pages, self._under(group.pages.identity), chunks)
-            store = self._stores.open(group.pages.identity, group.pages.page_bytes, self._chunk_tokens)
+            store = self._stores.of(group.pages)
             target = LoadedBlocks(group.blocks, blocks.chunks, first, self._errors.caught)
             parts.append(LoadPart(store, prompt, blocks, target, first))
         return Load(order, parts, deadline_s=self._settings.load_s, errors=self._errors)
@@ -311,7 +363,7 @@ class WorkerHalf:
         group = self._groups[blocks.group]
         chunks = range(blocks.first, blocks.end)
         prompt, first = known.pages(group.pages, self._under(group.pages.identity), chunks)
-        store = self._stores.open(group.pages.identity, group.pages.page_bytes, self._chunk_tokens)
+        store = self._stores.of(group.pages)
         source = SavedBlocks(group.blocks, blocks.chunks, self._errors.caught)
         count = len(blocks.chunks)
         return Save(
@@ -332,7 +384,7 @@ class WorkerHalf:
         chunks = range(len(known.keys))
         for group in self._groups.values():
             prompt, _ = known.pages(group.pages, self._under(group.pages.identity), chunks)
-            store = self._stores.open(group.pages.identity, group.pages.page_bytes, self._chunk_tokens)
+            store = self._stores.of(group.pages)
 
             def pin(store=store, prompt=prompt) -> None:  # type: ignore[no-untyped-def]
                 self._saves.wait(request, _PIN_WAIT_S)

@@ -147,7 +147,7 @@ class Engine:
 
     def connected(self):
         """A daemon that has just been started takes a moment."""
-        return self.worker._stores.wait_connected(30) and self.scheduler.lookups._stores.wait_connected(30)
+        return self.worker._stores.wait_connected(30) and self.scheduler.lookups.store.wait_connected(30)
 
     def matched(self, request, local=0):
         """What vLLM is told in the end."""

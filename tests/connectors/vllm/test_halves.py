@@ -9,6 +9,7 @@ import pytest
 
 from tests.connectors.vllm.conftest import BLOCK, CHUNK, Request, step
 from tierstore.groups import GroupRule
+from tierstore.keys import Prompt, encode_tokens
 from tierstore_connectors.vllm import transfers
 from tierstore_connectors.vllm.copies import HostBlocks
 from tierstore_connectors.vllm.orders import StepWork
@@ -193,6 +194,15 @@ def test_a_group_that_lacks_a_chunk_ends_the_hit(engine):
     assert second.matched(Request("b", TOKENS)) == 32
 
 
+def test_a_window_whose_front_was_never_saved_is_found(engine):
+    first, second = engine(windowed=(False, True)), engine(windowed=(False, True))
+    table = (TABLE[0], [0, 0, 0, 0, 34, 35, 36, 37, 38])  # vLLM has dropped what is outside of the window
+    first.save(Request("a", TOKENS), table, 70)
+    results = load(second, Request("b", TOKENS), (OTHER[0], [0, 0, 0, 0, 0, 45, 46, 47, 48]))
+    assert (results.finished, results.failed) == ({"b"}, set())
+    assert equal_blocks(first, second, [(35, 45), (36, 46), (37, 47)], group=1)
+
+
 def test_where_an_attention_chunk_begins_nothing_of_it_is_needed(engine):
     first, second = (engine(rules=(GroupRule.all(), GroupRule.chunked(2 * CHUNK))) for _ in range(2))
     table = (TABLE[0], [30, 31, 32, 33, 34, 35, 36, 37, 38])
@@ -365,7 +375,7 @@ def test_each_epoch_has_sessions_of_its_own(engine):
         first.forget_everything(str(epoch))
         first.save(Request(f"a{epoch}", TOKENS), (TABLE[0], TABLE[0]), 70)
         assert first.matched(Request(f"b{epoch}", TOKENS)) == 64
-        stores = [*first.worker._stores._stores.values(), *first.scheduler.lookups._stores._stores.values()]
+        stores = [*first.worker._stores._stores.values(), first.scheduler.lookups.store]
         assert all(len(store.backend.connection.session.identities) <= 3 for store in stores)
 
 
@@ -388,12 +398,10 @@ def test_pins_wait_for_the_saves(engine):
 
 
 def _prompt_of(engine, request):
-    from tierstore.keys import encode_tokens
-    from tierstore_connectors.vllm.stores import prompt_of
-
     keys = engine.scheduler.requests[request.request_id].keys
     identity = engine.worker.shard.groups[0].identity
-    return prompt_of(identity, keys, encode_tokens(request.all_token_ids), CHUNK)
+    tokens = encode_tokens(request.all_token_ids[: len(keys) * CHUNK])
+    return Prompt.with_keys(identity, tokens, keys, chunk_tokens=CHUNK)
 
 
 def test_without_a_daemon_everything_is_a_miss_at_once(engine, tmp_path):

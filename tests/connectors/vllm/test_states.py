@@ -103,7 +103,7 @@ def test_a_hit_ends_where_there_is_a_state(pair, kept, length, monkeypatch):
     else:
         assert second.matched(Request("b", TOKENS)) == 0
     second.scheduler.finished("b")
-    store = next(iter(second.scheduler.lookups._stores._stores.values()))
+    store = second.scheduler.lookups.store
     wait_until(lambda: daemon_stats(store)["service"]["leases"] == 0)
 
 
@@ -282,7 +282,7 @@ def test_pins_hold_states(engine):
     names = ChunkNames(CHUNK)
     keys = first.scheduler.requests["b"].keys
     prompt = names.pages(pages.identity, range(4), keys, encode_tokens(TOKENS))
-    store = first.worker._stores.open(pages.identity, pages.page_bytes, CHUNK)
+    store = first.worker._stores.of(pages)
     assert store.unpin(prompt) == 2 * CHUNK  # the two states that there are
     assert store.unpin(prompt) == 0
 

@@ -8,6 +8,7 @@ import pytest
 
 import tierstore
 from tierstore.planner import Way
+from tierstore.spec import LayerGroup, LayerKind
 from tierstore.tiers.hbm import PagePool
 
 SPEC = tierstore.KVSpec.uniform(layers=2, kv_heads=1, head_dim=64, dtype="float16", chunk_tokens=16)
@@ -125,3 +126,26 @@ def test_what_is_told_by_the_backend_is_planned_with(store, monkeypatch):
     store.computed(1000, 0, 1e-3)
     monkeypatch.setattr(store.backend, "ways", lambda: {"disk": Way(1.0)})
     assert store.plan(store.lookup(TOKENS)).declined == {"disk": len(TOKENS)}
+
+
+def test_a_part_of_a_hit_is_declined_where_all_groups_have_chained_pages(tmp_path):
+    """A chunk lies in the slowest tier that a group's page of it lies in."""
+    groups = [LayerGroup(LayerKind.FULL_ATTENTION, (at,), 1, 32 << at) for at in range(2)]
+    spec = tierstore.KVSpec(tuple(groups), "float16", 16)
+    with tierstore.open(tmp_path, spec, host_bytes=4 << 20, disk_bytes=16 << 20) as store:
+        prompt = store.prompt(TOKENS)
+        for group in store.groups:
+            store.save(prompt, [bytes(group.page_bytes)] * 8, group=group.number).wait()
+        assert store.flush()
+        store.evict("host")
+        store.lookup(prompt, max_tokens=96).prefetch().wait()
+        store.lookup(prompt.pages_of(1)).prefetch().wait()
+        hit = store.lookup(prompt)
+        assert hit.by_tier == {"host": 96, "disk": 32}
+        assert hit.by_runs() == [("host", 96), ("disk", 32)]
+        store.computed(1000, 0, 1e-3)
+        store.planner.moved("disk", 1e3, 60.0, now_s=store.clock())
+        store.planner.moved("host", 1e6, 1e-6, now_s=store.clock())
+        planned = store.plan(hit, len(TOKENS) + 1)
+        assert (planned.tokens, planned.declined) == (96, {"disk": 32})
+        hit.release()

@@ -114,7 +114,7 @@ def test_a_lookup_of_all_groups_is_one_message(daemon, client):
         ({"named": [p.NamedPart(7, "state", 0)]}, "identity"),
         ({"here": []}, "usage"),
         ({"chains": [], "here": [], "named": []}, "usage"),
-        ({"named": [p.NamedPart(1, "state", 0)] * 64}, "usage"),
+        ({"named": [p.NamedPart(1, "state", 0)] * 1024}, "usage"),
         ({"named": [p.NamedPart(1, "window", -1)]}, "usage"),
         ({"named": [p.NamedPart(1, "all", 0)]}, "usage"),
         ({"named": [p.NamedPart(1, "tomorrow", 0)]}, "usage"),
@@ -140,3 +140,28 @@ def test_groups_of_other_chunks_are_not_of_one_model(client):
     refused = client.ask(find(named=[p.NamedPart(other.identity, "state", 0)]))
     assert isinstance(refused, p.Refused)
     assert refused.kind == "usage"
+
+
+def test_chains_with_equal_keys_and_tokens_are_said_once(client):
+    """As an engine has them that names its chunks itself, in groups and on workers of its own."""
+    tokens = TOKENS[: 5 * CHUNK_TOKENS]
+    second = client.register(Identity(model="second", layout=STATES.layout))
+    whole = prompt_of(tokens)
+    one, two = (p.PromptPart(number, b"".join(whole.keys), whole.token_bytes) for number in (1, second))
+    for chain, pages in ((one, 5), (two, 3)):
+        reserved = client.ask(p.Reserve(0, chain, 0, pages))
+        for offset in offsets(reserved.offsets):
+            client.arena.map[offset : offset + PAGE_BYTES] = bytes(PAGE_BYTES)
+        done = np.arange(pages, dtype=np.uint32).tobytes()
+        sums = sums_of([bytes(PAGE_BYTES)] * pages)
+        assert client.ask(p.Commit(0, reserved.reservation, done, sums)).pages == pages
+    question = {"here": [0, 0], "named": [], "num_tokens": len(tokens), "tail": b""}
+    apart = client.ask(find(chains=[one, two], **question))
+    once = client.ask(find(chains=[one, p.PromptPart(second, b"", b"")], **question))
+    for found in (apart, once):
+        assert isinstance(found, p.HitFound), found
+        assert (found.tokens, found.branch) == (3 * CHUNK_TOKENS, 3 * CHUNK_TOKENS)
+        assert [chain.tokens for chain in found.chains] == [3 * CHUNK_TOKENS] * 2
+    chains = [p.PromptPart(1, b"", b"", once.chains[0].path, 3), p.PromptPart(second, b"", b"")]
+    refused = client.ask(find(chains=chains, **question))
+    assert isinstance(refused, p.Refused), "what the first one leaves out is not there for the second"
