@@ -194,8 +194,9 @@ class Beams:
         of_beam = SamplingParams(max_new_tokens=new_tokens, logprobs=search.candidates, ignore_eos=True)
         limits.check_prompt(tokens, of_beam)
         limits.check_beams(len(tokens), new_tokens, width=params.width, max_sequences=self._max_sequences)
+        session = checked_session(session)
         first = self._roster.new(tokens, of_beam, started)
-        first.session = checked_session(session)
+        first.session = session
         group = self._groups[first.request_id] = BeamGroup(search, [first])
         self._roster.queue(first)
         return group

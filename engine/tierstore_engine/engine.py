@@ -109,7 +109,6 @@ class Engine:
         self._beams = Beams(self._roster, self._limits, self.settings.max_sequences)
         self._mailboxes: dict[RequestId, deque[StepOutput]] = {}
         self._cancelled: list[StepOutput] = []
-        self._next_id = 0
         self._steps = self._computed_tokens = self._generated_tokens = 0
         self._drafted_tokens = self._accepted_tokens = self._late_requests = 0
         self._last_progress = time.monotonic()
@@ -139,8 +138,9 @@ class Engine:
         params = params or SamplingParams()
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
         self._limits.check_prompt(tokens, params)
+        session = checked_session(session)
         sequence = self._roster.new(tokens, params, started)
-        sequence.session = checked_session(session)
+        sequence.session = session
         sequence.hint = hint
         sequence.no_save = not save
         sequence.priority = priority

@@ -37,26 +37,14 @@ class PageKeeper:
         """``plan`` is one of :data:`~tierstore_engine.settings.PLANS`, ``checkpoint_tokens`` how far save
         points are apart at most in a model of several layer groups (0: none but those that requests make)."""
         self.connector = connector
-        self._chunk = connector.pool.spec.chunk_tokens
+        self.chunk_tokens = connector.pool.spec.chunk_tokens
+        self.keeps = connector.keeps  # whether pages that one sequence has computed can be had by others
         self._plan = plan
         self._prefill_chunk = prefill_chunk
         self._parking: deque[Transfer[int]] = deque()  # saves whose end may make pages available
         self._empty = empty_tables(connector)
         self._has_named = not all(rule.chained for rule in connector.rules)
         self._checkpoint = checkpoint_tokens if self._has_named else 0
-
-    @property
-    def keeps(self) -> bool:
-        """Whether pages that one sequence has computed can be had by others."""
-        return self.connector.keeps
-
-    @property
-    def chunk_tokens(self) -> int:
-        return self._chunk
-
-    def available(self) -> int:
-        """Pages that could be had now."""
-        return self.connector.available()
 
     def evict_idle(self) -> None:
         """Let all that nobody uses leave HBM: where groups share a memory, pages that are used in place may
@@ -65,7 +53,7 @@ class PageKeeper:
             self.connector.evict(pool.num_pages, group=group)
 
     def room(self) -> tuple[int, ...]:
-        """The same of each layer group."""
+        """Pages of each layer group that could be had now."""
         return tuple(self.connector.available(group=group) for group in range(len(self.connector.pools)))
 
     @property
@@ -82,7 +70,7 @@ class PageKeeper:
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold the KV of ``tokens`` tokens."""
-        return -(-tokens // self._chunk)
+        return -(-tokens // self.chunk_tokens)
 
     def peaks(self, tokens: int) -> list[int]:
         """By layer group: the most pages that a sequence of ``tokens`` tokens has at a time."""
@@ -100,7 +88,7 @@ class PageKeeper:
         """Save what a hit of the first ``tokens`` tokens of a sequence needs; ``parts``: since others go on
         from there, so that it stays when the sequence's session has come further."""
         if self._has_named:
-            point = tokens // self._chunk * self._chunk
+            point = tokens // self.chunk_tokens * self.chunk_tokens
             sequence.save_points[point] = parts or sequence.save_points.get(point, False)
 
     def arriving(self, sequence: Sequence) -> bool:
@@ -143,7 +131,7 @@ class PageKeeper:
         in_hbm = hit.by_tier.get("hbm", 0)
         both = plan.meet > in_hbm
         loaded = in_hbm if both else plan.tokens
-        shared = min(hit.hbm_pages, loaded // self._chunk)  # whole and in HBM: not copied
+        shared = min(hit.hbm_pages, loaded // self.chunk_tokens)  # whole and in HBM: not copied
         counts = self.lacking([*beside, sequence])
         counts[0] -= shared
         sequence.tables = [table.another() for table in self._empty]
@@ -154,7 +142,7 @@ class PageKeeper:
             hit.release()
             return False
         self.add_save_point(sequence, len(sequence.tokens) - 1)
-        if hit.branch - hit.tokens >= self._chunk:
+        if hit.branch - hit.tokens >= self.chunk_tokens:
             self.add_save_point(sequence, hit.branch, parts=True)
         self.connector.decline(hit, plan)
         if both:
@@ -188,7 +176,7 @@ class PageKeeper:
         """Begin to compute a sequence from the front and to load it from the back: *running*. False where
         what was in HBM has gone."""
         in_hbm = hit.by_tier.get("hbm", 0)
-        here = self.connector.load_part(hit, 0, in_hbm // self._chunk).wait()  # shared, nothing moves
+        here = self.connector.load_part(hit, 0, in_hbm // self.chunk_tokens).wait()  # shared, nothing moves
         if here.tokens < in_hbm:
             _release(sequence.tables, here.groups)
             self._drop(sequence)
@@ -287,7 +275,7 @@ class PageKeeper:
             table.passed(computed)
         if sequence.no_save:
             return
-        whole = computed - computed % self._chunk
+        whole = computed - computed % self.chunk_tokens
         hint = _ELSEWHERE if sequence.hint is not None and sequence.hint.elsewhere else None
         point = SavePoint(sequence.prompt, [whole], hint, sequence.session)
         parts = sequence.save_points.get(computed)
@@ -312,7 +300,7 @@ class PageKeeper:
             sequence.meeting.stop()
             sequence.meeting = None
         computed = sequence.computed
-        submitted = whole = computed - computed % self._chunk
+        submitted = whole = computed - computed % self.chunk_tokens
         if save and not sequence.no_save:
             inside = self._ends_inside(sequence)
             # The next turn after an answer may have other last tokens. A parked sequence goes on as it is.
@@ -338,7 +326,7 @@ class PageKeeper:
         a page that was loaded and is in the store already. A step that has not ended has left KV behind the
         sequence's end, where nobody looks, but in a live state it is for good."""
         computed = sequence.computed
-        if not computed % self._chunk or computed < len(sequence.prompt):
+        if not computed % self.chunk_tokens or computed < len(sequence.prompt):
             return False
         if any(table.is_shared(computed) for table in sequence.tables):
             return False

@@ -16,16 +16,6 @@ _AHEAD_BYTES = 256 << 20  # on their way or held, for requests that wait
 _AHEAD_REQUESTS = 16  # that are prepared; those behind them are not
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What a lookup found for a request: ``tokens`` that need no computing, after a load of ``load_s``
-    seconds, and ``shared_pages`` that are in HBM and need no room."""
-
-    tokens: int
-    shared_pages: int
-    load_s: float
-
-
 @dataclass(slots=True)
 class _Ahead:
     """``hit`` holds what was prefetched until the request is admitted."""
@@ -37,8 +27,8 @@ class _Ahead:
 
 
 class LookAhead:
-    """Looks up requests that wait, and prefetches what is on disk for the first of them, once each, in their
-    order, as far as that is worth loading. Belongs to the engine's thread."""
+    """Prefetches what is on disk for the first requests that wait, once each, in their order, as far as that
+    is worth loading. Belongs to the engine's thread."""
 
     def __init__(self, keeper: PageKeeper) -> None:
         self._keeper = keeper
@@ -50,15 +40,6 @@ class LookAhead:
 
     def __len__(self) -> int:
         return len(self._ahead)
-
-    def held(self, sequence: Sequence, hit: Hit | None = None) -> Held:
-        """What is held of it now, by ``hit`` or a lookup of its own."""
-        found = self._keeper.look_up(sequence) if hit is None else hit
-        plan = self._keeper.planned(sequence, found)
-        in_hbm = min(found.by_tier.get("hbm", 0), plan.tokens)
-        if hit is None:
-            found.release()
-        return Held(plan.tokens, in_hbm // self._keeper.chunk_tokens, plan.load_s)
 
     def look(self, waiting: Iterable[Sequence]) -> None:
         """Prepare those of ``waiting``, first ones first, that there is room for."""

@@ -15,8 +15,8 @@ from tierstore_engine.tokenizer import Tokenizer
 
 
 class Roster:
-    """Makes sequences, forks them and drops them. A fork has a place in the scheduler's queues, or it *follows*
-    the sequence whose next token it waits for, to share its pages then."""
+    """Makes sequences, forks them and drops them. A fork has a place in the scheduler's queues, or it
+    *follows* the sequence whose next token it waits for, to share its pages then."""
 
     def __init__(
         self,

@@ -44,31 +44,27 @@ import math
 import time
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from tierstore.planner import Prefill
 from tierstore_engine.keeper import PageKeeper, wait_briefly
 from tierstore_engine.look_ahead import LookAhead
-from tierstore_engine.ordering import Entry, Place, Turn, common_chunks, turns
+from tierstore_engine.ordering import Place
 from tierstore_engine.outputs import RequestId
-from tierstore_engine.overtaking import Spent, passed
+from tierstore_engine.overtaking import Spent
+from tierstore_engine.prompts import PendingPrompt, PendingPrompts
 from tierstore_engine.sequence import Sequence, SequenceState
 from tierstore_engine.settings import EngineSettings
 
 _LOAD_POLL_S = 0.005
 _ROOM_POLL_S = 0.001
-_ORDERED = 128  # requests that are put in order; those behind them wait
-_LOOKUPS = 8  # of requests that wait, at a step
 _LOADS = 4  # admitted and on their way from the store, beside what is computed
 _LOOKED_AT = 16  # requests that wait for their turn, or have no room, until no more are looked at
-_STALE_S = 1.0  # after that one is looked up again
-_PACE_STEPS = 64
 _ANSWERS = 64  # that have ended: how long others may be expected to get
 Room: TypeAlias = tuple[tuple[int, ...], list[int]]
 """Pages of each layer group that can be had, and those that the admitted sequences lack."""
-_ANY_SPEED = Prefill(1e-4)  # as long as none was measured: what counts is the order
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,39 +105,6 @@ class Expectation:
     tokens_per_s: float
 
 
-@dataclass(slots=True, eq=False)
-class _Prompt:
-    """A sequence whose prompt is not computed yet, and what is known of it."""
-
-    sequence: Sequence
-    entry: Entry
-    shared_pages: int = 0
-    load_s: float = 0.0
-    looked_at: float = -math.inf
-
-    @property
-    def waits(self) -> bool:
-        """Whether it has no page yet."""
-        return self.sequence.state is SequenceState.WAITING
-
-    @property
-    def promised(self) -> bool:
-        """Whether another engine's pages are waited for."""
-        return self.sequence.promise is not None
-
-
-@dataclass(slots=True)
-class _Step:
-    """The last step: when it was planned, what it computed of prompts (``tokens`` after ``behind`` others),
-    and what it was spent on as others see it."""
-
-    at: float
-    busy: bool = False
-    tokens: int = 0
-    behind: float = 0.0
-    spent: Spent = field(default_factory=Spent)
-
-
 class Scheduler:
     """Two queues by place: *waiting* sequences hold no pages, *admitted* ones are loading or running."""
 
@@ -156,38 +119,34 @@ class Scheduler:
         """``prefill`` is how fast prompts are computed, as far as it was measured."""
         self.waiting: list[Sequence] = []
         self.admitted: list[Sequence] = []
-        self.longest_overtaken_s = 0.0  # of those that have their first token
         self._keeper = keeper
         self._settings = settings
         self._by_cache = settings.schedule == "cache"
-        self._prefill = prefill
-        self._clock = clock
         self._ahead = LookAhead(keeper)
+        self._prompts = PendingPrompts(keeper, self._ahead, settings, prefill, clock)
         self._refused_at: Room | None = None  # when the oldest waiting one was refused
         # The rule of progress.
         self._short = False  # whether a sequence found no pages at the last step
         self._stuck = False  # whether nothing is admitted for want of room: cached pages are in the way
         self._preempted: set[RequestId] = set()  # since an admitted request ended
         self._only: RequestId | None = None  # the root of the request beside which nobody is admitted
-        self._prompts: dict[RequestId, _Prompt] = {}
         self._turns: dict[RequestId, int] = {}  # of admitted prompts, as they were ordered last
         self._sakes: dict[RequestId, Place] = {}  # whom an admitted prompt is computed for, if not itself
         self._blocked: set[Place] = set()  # those that had no room
-        self._overdue: frozenset[Place] = frozenset()  # those that may not be overtaken any more
-        self._in_line: Place | None = None  # up to here everyone comes by place
-        self._short_of_room = False  # whether slots or pages do not hold all that waits
-        self._step: _Step | None = None
-        self._pace: deque[tuple[int, float, float]] = deque(maxlen=_PACE_STEPS)
-        self._steps_s: deque[float] = deque(maxlen=_PACE_STEPS)
         self._answers: deque[int] = deque(maxlen=_ANSWERS)  # tokens of those that have ended
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.admitted)
 
+    @property
+    def longest_overtaken_s(self) -> float:
+        """Of those that have their first token."""
+        return self._prompts.longest_overtaken_s
+
     def add(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=_place)
-        self._note(sequence)
+        self._prompts.add(sequence)
 
     def adopt(self, sequence: Sequence) -> None:
         """Take in a sequence that shares another one's pages. Where all places are taken it gives them back
@@ -200,7 +159,7 @@ class Scheduler:
 
     def remove(self, sequence: Sequence, *, save: bool = True) -> None:
         """Take a sequence out for good, saving what it has (or not) and giving its pages back."""
-        self._forget(sequence)
+        self._prompts.forget(sequence)
         if len(sequence.tokens) > sequence.prompt_tokens:
             self._answers.append(len(sequence.tokens) - sequence.prompt_tokens)
         if sequence in self.admitted:
@@ -224,19 +183,18 @@ class Scheduler:
     def expect(self, sequence: Sequence) -> Expectation | None:
         """When a waiting sequence would have its first token if nobody came after it; None as long as nothing
         was measured. Where all slots are taken, answers are expected to be as long as those before."""
-        if not self._pace:
+        if not self._prompts.measured:
             return None
-        prompts = self._ordered_prompts()
-        own = self._prompts[sequence.request_id]
+        prompts = self._prompts.listed(self.admitted, self.waiting)
+        own = self._prompts.of(sequence)
         if not any(prompt is own for prompt in prompts):
             prompts.append(own)
-        now = self._clock()
         for prompt in prompts:
-            if prompt.looked_at == -math.inf and prompt.waits and prompt.sequence.promise is None:
-                self._look_up(prompt, now)
-        speed, seconds, slots = self._speed(), own.load_s, 0
+            if prompt.looked_at == -math.inf and prompt.waits and not prompt.promised:
+                self._prompts.look_up(prompt)
+        speed, seconds, slots = self._prompts.speed(), own.load_s, 0
         waiting = {prompt.entry.place for prompt in prompts if prompt.waits}
-        for turn in self._order(prompts, now):
+        for turn in self._prompts.order(prompts):
             seconds += turn.seconds
             slots += turn.entry.place in waiting
             if turn.entry is own.entry:
@@ -249,11 +207,11 @@ class Scheduler:
     def _until_free_s(self, slots: int, place: Place) -> float:
         """When so many slots are free for the request at ``place`` and those before it."""
         missing = slots - (self._settings.max_sequences - len(self.admitted))
-        answering = [s for s in self.admitted if s.request_id not in self._prompts]
-        if missing <= 0 or not answering or not self._steps_s:
+        answering = [s for s in self.admitted if s not in self._prompts]
+        if missing <= 0 or not answering:
             return 0.0
         left = sorted(map(self._answer_left, answering))[min(missing, len(answering)) - 1]
-        seconds = left * sum(self._steps_s) / len(self._steps_s)
+        seconds = left * self._prompts.step_s
         later = self.admitted[-1].place > place  # and gives way
         return min(seconds, self._settings.overtake_s) if later and self._by_cache else seconds
 
@@ -289,7 +247,7 @@ class Scheduler:
 
     def _admit_all(self) -> None:
         if self._by_cache:
-            self._form_line()
+            self._prompts.form_line([*self.admitted, *self.waiting])
             self._admit_by_cache()
             parked: set[RequestId] = set()  # once each: who gets its room back at once keeps it for this step
             while self._relieve(parked):
@@ -313,11 +271,9 @@ class Scheduler:
     def wait(self) -> None:
         """Nothing can be computed now: wait briefly for a load or for room instead of spinning."""
         for sequence in self.admitted:
-            if sequence.loading is not None:
-                wait_briefly(sequence.loading.transfer, _LOAD_POLL_S)
-                return
-            if sequence.meeting is not None and sequence.meeting.transfer is not None:
-                wait_briefly(sequence.meeting.transfer, _LOAD_POLL_S)
+            load = sequence.loading or sequence.meeting
+            if load is not None and load.transfer is not None:
+                wait_briefly(load.transfer, _LOAD_POLL_S)
                 return
         awaited = self._ahead.awaited()
         if awaited is not None and not self.admitted:
@@ -329,9 +285,7 @@ class Scheduler:
         for sequence in [s for s in self.admitted if s.state is SequenceState.LOADING or s.meeting]:
             self._keeper.settle(sequence)
             self._keeper.poll(sequence)
-            if (
-                sequence.state is SequenceState.WAITING
-            ):  # a load came short, and there is no page for the rest
+            if sequence.state is SequenceState.WAITING:  # a load came short, and the rest has no page
                 alone = len(self.admitted) == 1
                 self._requeue(sequence)
                 if alone:
@@ -378,33 +332,24 @@ class Scheduler:
         insort(self.admitted, sequence, key=_place)
 
     def _waits(self, sequence: Sequence) -> bool:
-        """Whether pages of it come sooner from somewhere else."""
+        """Whether pages of it come sooner from somewhere else: it is admitted when it can have them, and has
+        no part in the same work until then."""
         promised = self._ahead.promised(sequence)
-        return promised or self._computed_by_another(sequence) or self._ahead.bringing(sequence)
-
-    def _computed_by_another(self, sequence: Sequence) -> bool:
-        """Whether somebody is just computing, or loading, how this one's prompt begins: it is admitted when
-        it can have those pages, and takes no part in the same work until then."""
-        return self._computing_for(sequence) is not None
-
-    def _common(self, one: Sequence, other: Sequence) -> int:
-        """Leading tokens that both have, in full chunks."""
-        return common_chunks(one.prompt.keys, other.prompt.keys) * self._keeper.chunk_tokens
+        return promised or self._computing_for(sequence) is not None or self._ahead.bringing(sequence)
 
     # -- by cache ------------------------------------------------------------------------------------
 
     def _admit_by_cache(self) -> None:
         """Admit those that are next, as far as the next two steps go."""
-        now = self._clock()
-        prompts = self._ordered_prompts()
-        self._refresh(prompts, now)
+        prompts = self._prompts.listed(self.admitted, self.waiting)
+        self._prompts.refresh(prompts)
         self._turns.clear()
         self._sakes.clear()
         self._blocked.clear()
         by_place = {prompt.entry.place: prompt for prompt in prompts}
         waiting: list[Sequence] = []
         tokens, refused = 0, False
-        for turn in self._order(prompts, now):
+        for turn in self._prompts.order(prompts):
             prompt = by_place[turn.entry.place]
             place, sequence = prompt.entry.place, prompt.sequence
             if not prompt.waits:
@@ -413,7 +358,7 @@ class Scheduler:
             computing = self._computing_for(sequence)
             if computing is not None:
                 tokens += self._take_turn(computing, place)
-            elif self._is_in_line(place) or (
+            elif self._prompts.in_line(place) or (
                 tokens < 2 * self._settings.batch_tokens and self._loads < _LOADS
             ):
                 if self._ahead.bringing(sequence):
@@ -421,7 +366,7 @@ class Scheduler:
                 elif self._took_room(prompt):
                     tokens += self._take_turn(sequence, place)
                     continue
-                elif place in self._blocked and self._is_in_line(place):
+                elif place in self._blocked and self._prompts.in_line(place):
                     refused = True
                     break  # nobody takes what it waits for
             waiting.append(sequence)
@@ -433,11 +378,11 @@ class Scheduler:
             self._blocked.update(prompt.entry.place for prompt in prompts if prompt.waits)
         self._ahead.look(waiting)
 
-    def _admit_computed(self, prompts: Iterable[_Prompt]) -> None:
+    def _admit_computed(self, prompts: Iterable[PendingPrompt]) -> None:
         """Admit those of which one token is left to compute, as far as there is room for everyone in line:
         they are decoded beside whatever is computed, and take nobody's turn."""
         waiting = sorted((p for p in prompts if p.waits), key=lambda prompt: prompt.entry.place)
-        if self._short_of_room and waiting and self._is_in_line(waiting[0].entry.place):
+        if self._prompts.short_of_room and waiting and self._prompts.in_line(waiting[0].entry.place):
             return
         for prompt in waiting:
             if prompt.entry.tokens - prompt.entry.held > 1 or self._waits(prompt.sequence):
@@ -448,37 +393,6 @@ class Scheduler:
     @property
     def _loads(self) -> int:
         return sum(sequence.state is SequenceState.LOADING for sequence in self.admitted)
-
-    def _ordered_prompts(self) -> list[_Prompt]:
-        """Those that are looked at: all that are admitted, and the first that wait, for nothing promised."""
-        admitted = [s for s in self.admitted if s.request_id in self._prompts]
-        waiting = [s for s in self.waiting[:_ORDERED] if not self._ahead.promised(s)]
-        prompts = [self._prompts[s.request_id] for s in (*admitted, *waiting)]
-        for prompt in prompts:
-            prompt.entry.held = max(prompt.entry.held, prompt.sequence.computed)
-        return prompts
-
-    def _order(self, prompts: list[_Prompt], now_s: float) -> Iterator[Turn]:
-        return turns(
-            [prompt.entry for prompt in prompts],
-            self._speed(),
-            chunk_tokens=self._keeper.chunk_tokens,
-            bound_s=self._settings.overtake_s if self._by_cache else 0.0,
-            now_s=now_s,
-            in_line=self._in_line if self._by_cache else None,
-        )
-
-    def _refresh(self, prompts: list[_Prompt], now: float) -> None:
-        """Look up those that are new, and those of which it was long ago, a few at a time."""
-        stale = [prompt for prompt in prompts if prompt.waits and now - prompt.looked_at > _STALE_S]
-        stale.sort(key=lambda prompt: prompt.looked_at)
-        for prompt in stale[:_LOOKUPS]:
-            self._look_up(prompt, now)
-
-    def _look_up(self, prompt: _Prompt, now: float) -> None:
-        held = self._ahead.held(prompt.sequence)
-        prompt.entry.held, prompt.shared_pages, prompt.load_s = held.tokens, held.shared_pages, held.load_s
-        prompt.looked_at = now
 
     def _take_turn(self, sequence: Sequence, sake: Place) -> int:
         """Its prompt is computed next, for the sake of the request at a place; the tokens that takes in two
@@ -498,24 +412,20 @@ class Scheduler:
             return None
         for other in self.admitted:
             if not other.no_save and other.remaining > 1:
-                common = self._common(sequence, other)
+                common = self._prompts.common(sequence, other)
                 if other.computed < common:
                     self._keeper.add_save_point(other, common, parts=True)
                     return other
         return None
 
-    def _took_room(self, prompt: _Prompt) -> bool:
+    def _took_room(self, prompt: PendingPrompt) -> bool:
         """Admit it if there is a place and pages; note it as blocked otherwise."""
         sequence, entry = prompt.sequence, prompt.entry
         pages = self._keeper.pages_for(entry.tokens) - prompt.shared_pages
         full = len(self.admitted) >= self._settings.max_sequences
-        if not full and not self._must_wait(sequence) and pages <= self._keeper.available():
+        if not full and not self._must_wait(sequence) and pages <= self._keeper.connector.available():
             hit = self._keeper.look_up(sequence)
-            held = self._ahead.held(sequence, hit)
-            gone = entry.held - held.tokens > self._keeper.chunk_tokens
-            prompt.shared_pages, prompt.load_s = held.shared_pages, held.load_s
-            entry.held, prompt.looked_at = held.tokens, self._clock()
-            if gone:
+            if self._prompts.look_up(prompt, hit) > self._keeper.chunk_tokens:
                 hit.release()
                 return False  # its turn is another one: at the next step
             if self._keeper.admit(sequence, hit, beside=self.admitted):
@@ -524,34 +434,17 @@ class Scheduler:
         self._blocked.add(entry.place)
         return False
 
-    def _form_line(self) -> None:
-        """Say who is in line."""
-        sequences = [*self.admitted, *self.waiting]
-        pages = sum(self._keeper.pages_for(sequence.max_tokens) for sequence in sequences)
-        self._short_of_room = (
-            len(sequences) > self._settings.max_sequences or pages > self._keeper.connector.pool.target
-        )
-        overdue = [p.entry.place for p in self._prompts.values() if self._is_overdue(p.entry)]
-        self._overdue = frozenset(overdue)
-        self._in_line = max(overdue, default=None) if self._short_of_room else None
-
-    def _is_overdue(self, entry: Entry) -> bool:
-        return entry.overtaken_s >= self._settings.overtake_s
-
-    def _is_in_line(self, place: Place) -> bool:
-        return place in self._overdue or (self._in_line is not None and place <= self._in_line)
-
     def _relieve(self, parked: set[RequestId]) -> bool:
         """Take the pages of the youngest, if it is none of ``parked``, where somebody older in line waits for
         them. Whether there was such a one."""
         if not self.admitted or self._keeper.parking or self.admitted[-1].request_id in parked:
             return False
         youngest = self.admitted[-1].place
-        older = (prompt for prompt in self._prompts.values() if prompt.entry.place in self._blocked)
+        older = (prompt for prompt in self._prompts if prompt.entry.place in self._blocked)
         if not any(
             # Who waits for pages that somebody else brings would not be admitted: its room would go back.
             prompt.entry.place < youngest
-            and self._is_in_line(prompt.entry.place)
+            and self._prompts.in_line(prompt.entry.place)
             and not self._must_wait(prompt.sequence)
             and not self._waits(prompt.sequence)
             for prompt in older
@@ -560,79 +453,23 @@ class Scheduler:
         parked.add(self._park().request_id)
         return True
 
-    # -- time ----------------------------------------------------------------------------------------
-
-    def _note(self, sequence: Sequence) -> None:
-        """It waits for its prompt to be computed, or to be had again."""
-        if sequence.request_id in self._prompts:
-            return
-        keys = sequence.prompt.keys if self._keeper.keeps and not sequence.no_save else []
-        entry = Entry(sequence.place, keys, len(sequence.tokens))
-        if len(sequence.tokens) == sequence.prompt_tokens:
-            entry.deadline_s = sequence.deadline_s
-        if sequence.promise is not None:
-            entry.held = min(sequence.promise.tokens, entry.tokens - 1)
-        self._prompts[sequence.request_id] = _Prompt(sequence, entry)
-
-    def _forget(self, sequence: Sequence) -> None:
-        """Its prompt is computed, or it goes. What it has computed is held for the others."""
-        prompt = self._prompts.pop(sequence.request_id, None)
-        if prompt is None:
-            return
-        self.longest_overtaken_s = max(self.longest_overtaken_s, prompt.entry.overtaken_s)
-        if not self._by_cache:
-            return
-        if sequence.no_save or not self._keeper.keeps:
-            return
-        for other in self._prompts.values():
-            common = min(self._common(other.sequence, sequence), sequence.computed, other.entry.tokens - 1)
-            other.entry.held = max(other.entry.held, common)
-
-    def _begin(self, plan: Plan) -> None:
-        """A step is about to be computed."""
-        step = self._step = _Step(self._clock(), bool(plan), spent=Spent(short=self._short_of_room))
-        spent, work = step.spent, (*plan.batch, *plan.beside)
-        spent.first = min((p.entry.place for p in self._prompts.values() if not p.promised), default=None)
-        if self._blocked and self.admitted and min(self._blocked) < self.admitted[-1].place:
-            spent.kept_out = min(self._blocked)
-        for item in work:
-            sequence = item.sequence
-            if sequence.request_id in self._prompts:
-                place = self._sakes.get(sequence.request_id, sequence.place)
-                spent.prompts[place] = spent.prompts.get(place, 0) + item.tokens
-                step.behind += item.tokens * item.start
-        step.tokens = sum(spent.prompts.values())
-        step.behind /= max(step.tokens, 1)
-
     def ended(self) -> None:
         """The last step has ended, if that was not said before: those that were overtaken by it are told how
         long, and how fast it was is noted."""
-        step, self._step = self._step, None
-        if step is None:
-            return
-        for sequence in self.admitted:
-            if sequence.remaining <= 1 and sequence.request_id in self._prompts:
-                self._forget(sequence)
-        took_s = self._clock() - step.at
-        if step.busy:
-            self._steps_s.append(took_s)
-        if step.tokens:
-            self._pace.append((step.tokens, step.behind, took_s))
-        if not self._by_cache:
-            return
-        for waits in (False, True):
-            entries = [prompt.entry for prompt in self._prompts.values() if prompt.waits is waits]
-            passed(entries, step.spent, took_s, admitted=not waits)
+        self._prompts.step_ended(self.admitted)
 
-    def _speed(self) -> Prefill:
-        """How fast prompts are computed beside everything else: the shape is measured on lone steps, the pace
-        on all."""
-        shape = self._prefill() or _ANY_SPEED
-        expected_s = sum(shape.seconds(tokens, behind) for tokens, behind, _ in self._pace)
-        if not expected_s:
-            return shape
-        pace = sum(took_s for _, _, took_s in self._pace) / expected_s
-        return Prefill(shape.token_s * pace, shape.pair_s * pace)
+    def _begin(self, plan: Plan) -> None:
+        """A step is about to be computed."""
+        spent, behind = Spent(short=self._prompts.short_of_room), 0.0
+        if self._blocked and self.admitted and min(self._blocked) < self.admitted[-1].place:
+            spent.kept_out = min(self._blocked)
+        for item in (*plan.batch, *plan.beside):
+            sequence = item.sequence
+            if sequence in self._prompts:
+                place = self._sakes.get(sequence.request_id, sequence.place)
+                spent.prompts[place] = spent.prompts.get(place, 0) + item.tokens
+                behind += item.tokens * item.start
+        self._prompts.step_begins(spent, behind, busy=bool(plan))
 
     # -- the step's work -----------------------------------------------------------------------------
 

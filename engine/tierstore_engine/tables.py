@@ -58,14 +58,10 @@ class PageGroup:
     def __init__(self, connector: Connector, number: int) -> None:
         self.rule = connector.rules[number]
         self.chunk_tokens = connector.pool.spec.chunk_tokens
+        self.keeps = connector.keeps  # whether pages can be found again
         self._connector = connector
         self._number = number
         self._shares: Counter[int] = Counter()  # by page: the sequences that have it beside the first
-
-    @property
-    def keeps(self) -> bool:
-        """Whether pages can be found again."""
-        return self._connector.keeps
 
     @property
     def shared_pages(self) -> int:
@@ -356,12 +352,12 @@ class WindowTable(NamedTable):
 
 
 class StateTable(NamedTable):
-    """Recurrent states: only the last one is needed. ``pages`` is the live page, ``snapshot`` a copy of the
-    state behind ``snapshot_at`` tokens."""
+    """Recurrent states: only the last one is needed. ``pages`` has the live page, ``snapshot`` no page or a
+    copy of the state behind ``snapshot_at`` tokens."""
 
     def __init__(self, group: PageGroup) -> None:
         super().__init__(group)
-        self.snapshot = NO_PAGE
+        self.snapshot: list[int] = []
         self.snapshot_at = 0
 
     def peak(self, tokens: int, step: int) -> int:
@@ -372,7 +368,7 @@ class StateTable(NamedTable):
 
     @property
     def held(self) -> int:
-        return len(self.pages) + (self.snapshot != NO_PAGE)
+        return len(self.pages) + len(self.snapshot)
 
     def begin(self, held: GroupPages, tokens: int, stop: int) -> bool:
         live = self.group.allocate(1)
@@ -395,13 +391,10 @@ class StateTable(NamedTable):
         group = self.group
         if tokens % group.chunk_tokens or tokens <= self.snapshot_at or not group.keeps:
             return
-        if self.snapshot == NO_PAGE:
-            page = group.allocate(1)
-            if page is None:
-                return  # a later hit begins earlier
-            self.snapshot = page[0]
-        group.copy([(self.snapshot, self.pages[0])])
-        self.snapshot_at = tokens
+        self.snapshot = self.snapshot or group.allocate(1) or []
+        if self.snapshot:  # else a later hit begins earlier
+            group.copy([(self.snapshot[0], self.pages[0])])
+            self.snapshot_at = tokens
 
     def is_shared(self, tokens: int) -> bool:
         return False  # each sequence has a state of its own
@@ -417,33 +410,24 @@ class StateTable(NamedTable):
 
     def drop(self) -> None:
         super().drop()
-        self._drop_snapshot()
-        self.snapshot_at = 0
+        self.group.release(self.snapshot)
+        self.snapshot, self.snapshot_at = [], 0
 
     def _save_at(self, end: int, point: SavePoint) -> Transfer[int] | None:
-        if self.snapshot != NO_PAGE and self.snapshot_at == end:
-            saving = self._publish(point, end, [self.snapshot], end // self.group.chunk_tokens - 1)
-            self._drop_snapshot()  # it is published, and must not be written again
+        if self.snapshot and self.snapshot_at == end:
+            saving = self._publish(point, end, self.snapshot, end // self.group.chunk_tokens - 1)
+            self.group.release(self.snapshot)
+            self.snapshot = []  # it is published, and must not be written again
             return saving
         if end == point.live:
             return self._publish(point, end, self.pages, (end - 1) // self.group.chunk_tokens)
         return None
 
-    def _drop_snapshot(self) -> None:
-        if self.snapshot != NO_PAGE:
-            self.group.release([self.snapshot])
-            self.snapshot = NO_PAGE
 
-
-_TABLES: dict[Past, type[Table]] = {
-    Past.ALL: FullTable,
-    Past.WINDOW: WindowTable,
-    Past.CHUNK: WindowTable,
-    Past.STATE: StateTable,
-}
+_TABLES: dict[Past, type[Table]] = {Past.ALL: FullTable, Past.STATE: StateTable}
 
 
 def empty_tables(connector: Connector) -> tuple[Table, ...]:
     """Return an empty table for each layer group of the connector's model."""
     groups = [PageGroup(connector, number) for number in range(len(connector.pools))]
-    return tuple(_TABLES[group.rule.past](group) for group in groups)
+    return tuple(_TABLES.get(group.rule.past, WindowTable)(group) for group in groups)

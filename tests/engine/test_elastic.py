@@ -117,7 +117,7 @@ def check_books(engine: Engine) -> None:
     for group, pool in enumerate(pools):
         tables = [sequence.tables[group] for sequence in sequences if sequence.tables]
         held = {page for table in tables for page in table.pages} - {NO_PAGE}
-        held |= {table.snapshot for table in tables if isinstance(table, StateTable)} - {NO_PAGE}
+        held.update(*(table.snapshot for table in tables if isinstance(table, StateTable)))
         with store._hbm.lock:
             published, idle = set(store._hbm.published[group]), set(store._hbm.idle(group))
             used = pool.used_pages

@@ -168,6 +168,16 @@ def test_requests_that_can_never_be_served(
     assert not engine.has_work
 
 
+def test_a_refused_session_leaves_nothing_behind(tiny: LoadedModel, engine_of: EngineOf) -> None:
+    engine = engine_of(tiny)
+    with pytest.raises(UsageError, match="session"):
+        engine.add(TEXT, GREEDY, session="")
+    with pytest.raises(UsageError, match="session"):
+        engine.beam_search("a", session="")
+    engine.cancel_all()
+    assert not engine.has_work
+
+
 def test_a_prefill_chunk_must_end_with_a_page(tiny: LoadedModel, engine_of: EngineOf) -> None:
     with pytest.raises(UsageError, match="multiple of the page's 16 tokens"):
         engine_of(tiny, prefill_chunk=100)

@@ -400,8 +400,8 @@ def a_snapshot_of_before(patch: pytest.MonkeyPatch, run: Run) -> Iterator[None]:
     def save(self, point, original=StateTable.save):
         if point.live is None:
             return []
-        if self.snapshot != NO_PAGE:
-            self.snapshot, self.pages[0] = self.pages[0], self.snapshot
+        if self.snapshot:
+            self.snapshot, self.pages = self.pages, self.snapshot
         return original(self, point)
 
     patch.setattr(StateTable, "save", save)

@@ -1,4 +1,4 @@
-"""Tables of layer groups beside the first: what the next token needs is there, and nothing leaks."""
+"""Tables of each rule: what the next token needs is there, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def without_store(*groups: LayerGroup, pages: int = 64) -> NoStore:
 
 
 def pages_had(table: Table) -> set[int]:
-    snapshot = table.snapshot if isinstance(table, StateTable) else NO_PAGE
-    return {page for page in [*table.pages, snapshot] if page != NO_PAGE}
+    snapshot = table.snapshot if isinstance(table, StateTable) else []
+    return {page for page in [*table.pages, *snapshot] if page != NO_PAGE}
 
 
-def new_table(connector: NoStore) -> Table:
-    """Of the group beside the first, of a sequence with no hit."""
-    table = empty_tables(connector)[1]
+def new_table(connector: NoStore, number: int = 1) -> Table:
+    """Of group ``number``, of a sequence with no hit."""
+    table = empty_tables(connector)[number]
     assert table.begin(GroupPages(), 0, 1)
     return table
 
@@ -85,14 +85,16 @@ def test_a_state_that_leaves_needs_no_snapshot():
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.one_of(st.integers(1, 40).map(window), st.integers(1, 40).map(chunked), st.just(STATE)),
+    st.one_of(
+        st.integers(1, 40).map(window), st.integers(1, 40).map(chunked), st.sampled_from([STATE, FULL])
+    ),
     st.lists(st.integers(1, 30), min_size=1, max_size=12),
     st.booleans(),
 )
 def test_a_sequence_has_what_its_next_token_needs_and_no_more(group, steps, forks):
-    connector = without_store(group)
-    rule = GroupRule.of(group)
-    table, computed = new_table(connector), 0
+    connector = without_store(STATE if group is FULL else group)
+    rule, number = GroupRule.of(group), int(group is not FULL)
+    table, computed = new_table(connector, number), 0
     for step in steps:
         assert table.grow(computed, computed + step)
         peak = table.peak(computed + step, max(steps))
@@ -105,7 +107,7 @@ def test_a_sequence_has_what_its_next_token_needs_and_no_more(group, steps, fork
         table.passed(computed)
         assert len(pages_had(table)) <= table.kept(computed)
     assert table.grow(computed, computed + 1)  # the next token
-    assert len(pages_had(table)) <= table.kept(computed + 1) <= peak
+    assert len(pages_had(table)) <= table.kept(computed + 1) <= table.peak(computed + 1, max(steps))
     table.trim(computed) if group is not STATE else None
     child = table.fork() if forks else None
     if child is not None:
@@ -114,5 +116,5 @@ def test_a_sequence_has_what_its_next_token_needs_and_no_more(group, steps, fork
         assert written not in pages_had(table), "two sequences write to one page"
         child.drop()
     table.drop()
-    assert connector.pools[1].free_pages == connector.pools[1].num_pages
+    assert connector.pools[number].free_pages == connector.pools[number].num_pages
     assert not table.group.shared_pages
