@@ -17,6 +17,7 @@ from tierstore_engine import ordering
 from tierstore_engine.ordering import Place
 from tierstore_engine.outputs import RequestId
 from tierstore_engine.overtaking import Spent
+from tierstore_engine.prompts import PendingPrompts
 from tierstore_engine.scheduler import Scheduler
 from tierstore_engine.settings import EngineSettings
 
@@ -136,7 +137,7 @@ MISTAKES = {
     "nothing counts": (Spent, "overtakes", lambda spent, place, *, admitted=True: 0.0),
     "only prompts count": (Spent, "overtakes", later_prompts),
     "nobody gives pages away": (Scheduler, "_relieve", lambda scheduler, parked: False),
-    "nobody is in line": (Scheduler, "_form_line", lambda scheduler: None),
+    "nobody is in line": (PendingPrompts, "form_line", lambda prompts, sequences: None),
     "the order has no bound": (
         ordering,
         "_slack",
