@@ -841,16 +841,17 @@ def _named_part(session: Session, group: NamedGroup) -> messages.NamedPart:
 
 def _chain_parts(session: Session, chains: Sequence[LookupRequest]) -> list[messages.PromptPart]:
     """The chains of one prompt as a message describes them. They go on behind equally many chunks, so that
-    keys and tokens that are the first one's need not be sent again."""
+    a chain with the first one's keys and tokens need not say them again."""
     handles = [chain.handle_of(session) for chain in chains]
     common = min((0 if handle is None else handle.chunks for handle in handles), default=0)
     parts: list[messages.PromptPart] = []
     for chain in chains:
-        part = _part(session, chain, chain.handle_of(session, common))
-        if parts and part.tokens == parts[0].tokens:
-            part.tokens = b""
-            part.keys = b"" if part.keys == parts[0].keys else part.keys
-        parts.append(part)
+        handle, first = chain.handle_of(session, common), chains[0]
+        if parts and chain.data is first.data and (chain.nbytes, chain.keys) == (first.nbytes, first.keys):
+            identity, path = session.identities[chain.identity.digest], handle.number if handle else 0
+            parts.append(messages.PromptPart(identity, b"", b"", path, common))
+        else:
+            parts.append(_part(session, chain, handle))
     return parts
 
 
