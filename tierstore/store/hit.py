@@ -22,6 +22,19 @@ from tierstore.store.hbm import HbmTier
 from tierstore.transfer import Transfer, TransferState, joined
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a part's pages come from: the engine's HBM, under ``hbm_lease``, and the backend, under ``lease``
+    (None: nothing does). A lease that has ended is asked for again, for ``patience_s`` seconds."""
+
+    hbm: HbmTier
+    backend: Backend
+    group: Group
+    hbm_lease: PageLease
+    lease: Lease | None
+    patience_s: float
+
+
 class Part(ABC):
     """What a hit has of one layer group: pages at positions 0, 1, …, the leading ones in the engine's HBM,
     the rest the backend's. They stay where they are until :meth:`release`, or the end of the leases."""
@@ -33,26 +46,21 @@ class Part(ABC):
 
     def __init__(
         self,
-        hbm: HbmTier,
-        backend: Backend,
-        group: Group,
+        source: Source,
         request: LookupRequest,
-        hbm_lease: PageLease,
-        lease: Lease | None,
-        patience_s: float,
         *,
         tokens: int,
         local: Sequence[Page],
         leased_from: int = 0,
     ) -> None:
-        self.group = group.number
+        self.group = source.group.number
         self.page_bytes = request.page_bytes
         self.chunk_tokens = request.chunk_tokens
-        self.backend = backend
-        self._hbm = hbm
-        self._patience_s = patience_s
-        self._hbm_lease = hbm_lease
-        self._lease = lease  # guarded by the store's lock
+        self.backend = source.backend
+        self._hbm = source.hbm
+        self._patience_s = source.patience_s
+        self._hbm_lease = source.hbm_lease
+        self._lease = source.lease  # guarded by the store's lock
         self.rule = GroupRule.all()
         """What a hit needs of these pages."""
         self.tokens = self.found = tokens
@@ -255,24 +263,11 @@ class ChainPart(Part):
     """The leading pages of a prompt. ``lease`` is on those from the first one on, whatever ``match`` has of
     them in HBM. Other hosts seem to have ``remote_tokens`` behind the lease's."""
 
-    def __init__(
-        self,
-        hbm: HbmTier,
-        backend: Backend,
-        group: Group,
-        request: LookupRequest,
-        match: Match,
-        hbm_lease: PageLease,
-        lease: Lease | None,
-        patience_s: float,
-        remote_tokens: int = 0,
-    ) -> None:
-        below = lease.tokens if lease is not None else 0
+    def __init__(self, source: Source, request: LookupRequest, match: Match, remote_tokens: int = 0) -> None:
+        below = source.lease.tokens if source.lease is not None else 0
         here = match.tokens
         local = match.pages if here >= below else match.pages[: here // request.chunk_tokens]
-        super().__init__(
-            hbm, backend, group, request, hbm_lease, lease, patience_s, tokens=max(here, below), local=local
-        )
+        super().__init__(source, request, tokens=max(here, below), local=local)
         self._request = request
         self.remote_tokens = max(below + remote_tokens - self.tokens, 0)
 
@@ -310,20 +305,16 @@ class NamedPart(Part):
 
     def __init__(
         self,
-        hbm: HbmTier,
-        backend: Backend,
-        group: Group,
+        source: Source,
         request: NamedRequest,
         here: Mapping[int, Page],
         asked: Sequence[int],
-        hbm_lease: PageLease,
-        lease: Lease | None,
-        patience_s: float,
         others: Sequence[int] = (),
     ) -> None:
-        there = [asked[at] for at in lease.positions] if lease is not None else []
+        there = [asked[at] for at in source.lease.positions] if source.lease is not None else []
         super().__init__(
-            *(hbm, backend, group, request, hbm_lease, lease, patience_s),
+            source,
+            request,
             tokens=(len(here) + len(there)) * request.chunk_tokens,
             local=tuple(here.values()),
             leased_from=len(here),
@@ -362,20 +353,14 @@ class RulePart(NamedPart):
 
     def __init__(
         self,
-        hbm: HbmTier,
-        backend: Backend,
-        group: Group,
+        source: Source,
         request: NamedRequest,
         here: Mapping[int, Page],
         asked: Sequence[int],
-        hbm_lease: PageLease,
-        lease: Lease | None,
-        patience_s: float,
-        *,
         asked_ends: Sequence[int],
     ) -> None:
-        super().__init__(hbm, backend, group, request, here, asked, hbm_lease, lease, patience_s)
-        self.rule = group.rule
+        super().__init__(source, request, here, asked)
+        self.rule = source.group.rule
         self._asked_ends = asked_ends
 
     @property

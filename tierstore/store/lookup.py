@@ -36,7 +36,7 @@ from tierstore.index.leases import PageLease
 from tierstore.keys import Identity, Prompt, TokenIds, encode_tokens
 from tierstore.spec import KVSpec
 from tierstore.store.hbm import HbmTier
-from tierstore.store.hit import ChainPart, Hit, NamedPart, Part, RemotePages, RulePart
+from tierstore.store.hit import ChainPart, Hit, NamedPart, Part, RemotePages, RulePart, Source
 from tierstore.store.prompts import PromptCache
 from tierstore.transfer import Transfer, joined
 from tierstore.types import Promise
@@ -83,6 +83,10 @@ class Finder:
     def named(self) -> list[Group]:
         """The groups with named pages."""
         return [group for group in self.groups if group.named]
+
+    def source(self, group: Group, held: PageLease, lease: Lease | None) -> Source:
+        """What the pages of a group come from that a lookup has found."""
+        return Source(self.hbm, self.backend, group, held, lease, self.lookup_s)
 
     # -- prompts -------------------------------------------------------------------------------------
 
@@ -326,7 +330,7 @@ class ChainLookup(PartLookup):
                 held = hbm.use(request, match.pages, backend.lease_s)
         lease = answer if answer is not None and answer.tokens else None
         remote = answer.remote_tokens if answer is not None else 0
-        return ChainPart(hbm, backend, group, request, match, held, lease, finder.lookup_s, remote)
+        return ChainPart(finder.source(group, held, lease), request, match, remote)
 
 
 class NamedLookup(PartLookup):
@@ -358,9 +362,7 @@ class NamedLookup(PartLookup):
             held = hbm.use(request, list(here.values()), backend.lease_s, positions=here)
         lease = answer if answer is not None and answer.tokens else None
         others = [self._asked[at] for at in answer.remote_positions] if answer is not None else []
-        return NamedPart(
-            *(hbm, backend, group, request, here, self._asked, held, lease, finder.lookup_s), others
-        )
+        return NamedPart(finder.source(group, held, lease), request, here, self._asked, others)
 
 
 class HitLookup:
@@ -472,7 +474,7 @@ class HitLookup:
             used = match.pages[: -(-min(tokens, match.tokens) // finder.chunk_tokens)]
             with hbm.lock:
                 held = hbm.use(self._chains[at], used, backend.lease_s)
-            part = ChainPart(hbm, backend, group, self._chains[at], match, held, lease, finder.lookup_s)
+            part = ChainPart(finder.source(group, held, lease), self._chains[at], match)
             part.shorten(tokens)
             return part
         ends = list(group.rule.ends(tokens, finder.chunk_tokens))
@@ -484,9 +486,7 @@ class HitLookup:
         with hbm.lock:
             held = hbm.use(request, list(here.values()), backend.lease_s, positions=here)
         asked = [at for at in range(len(ends)) if at not in here]
-        return RulePart(
-            *(hbm, backend, group, request, here, asked, held, lease, finder.lookup_s), asked_ends=ends
-        )
+        return RulePart(finder.source(group, held, lease), request, here, asked, ends)
 
     def _remote_pages(self, group: Group, ends: Sequence[int]) -> RemotePages | None:
         finder = self._finder
