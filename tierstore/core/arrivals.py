@@ -21,9 +21,9 @@ PageName: TypeAlias = "tuple[bytes, PageKey]"
 
 @dataclass(slots=True, eq=False)
 class Waiter:
-    """``look`` is called, holding no lock, when the write of its page has ended, well or not."""
+    """``look`` is called with it, holding no lock, when the write of its page has ended, well or not."""
 
-    look: Callable[[], None]
+    look: Callable[[Waiter], None]
     page: PageName | None = None
 
 
@@ -66,4 +66,4 @@ class Arrivals:
         with self._lock:
             due, self._due = self._due, []
         for waiter in due:
-            waiter.look()
+            waiter.look(waiter)

@@ -84,7 +84,7 @@ class Lookups:
                 client.expecting.pop(transfer, None)
                 arrivals.forget(waiter)
 
-        def look() -> None:
+        def look(waiter: Waiter) -> None:
             with state.lock:
                 over = state.closed or client.ended or (not ended and not self._waits(view, limit, waiter))
             if over:
@@ -107,7 +107,7 @@ class Lookups:
                 transfer.cancel()
                 raise
             transfer.watch(looked)
-            looked.on_end(look)
+            looked.on_end(partial(look, waiter))
         return transfer
 
     def pin(

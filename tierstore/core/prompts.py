@@ -409,7 +409,7 @@ class NamedView(PromptView):
     def find(self, state: StoreState, max_tokens: int) -> Found:
         there = [
             (position, page, tier)
-            for position, page in enumerate(self._pages(state))
+            for position, page in enumerate(self._pages(state, range(len(self.keys))))
             if page is not None
             and (tier := page.ready_tier()) is not None
             and (tier is not Tier.DISK or state.health.readable)
@@ -463,13 +463,11 @@ class NamedView(PromptView):
         return ()
 
     def in_tree(self, state: StoreState, chunks: range) -> Sequence[Page]:
-        root, child = self.root(state), state.index.tree.child
-        pages = [child(root, *self.chunk(at)) for at in chunks]
-        return [page for page in pages if page is not None]
+        return [page for page in self._pages(state, chunks) if page is not None]
 
-    def _pages(self, state: StoreState) -> list[Page | None]:
+    def _pages(self, state: StoreState, chunks: range) -> list[Page | None]:
         root, child = self.root(state), state.index.tree.child
-        return [child(root, *self.chunk(at)) for at in range(len(self.keys))]
+        return [child(root, *self.chunk(at)) for at in chunks]
 
     # -- on disk -------------------------------------------------------------------------------------
 

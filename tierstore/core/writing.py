@@ -36,10 +36,6 @@ _MOST_WAITING = 64  # requests of one client, for others' writes
 _INLINE_BYTES = 64 << 10  # frames of less are copied on the caller's thread
 
 
-def _nothing() -> None:
-    pass
-
-
 class Writing:
     """What one client of ``core`` saves. Thread-safe. ``owner`` is what its handles belong to."""
 
@@ -73,10 +69,9 @@ class Writing:
             with self._state.lock:
                 self._waiting.pop(waiter, None)
                 self.core.arrivals.forget(waiter)
-            waiter.look = _nothing  # it refers to this transfer: so neither waits for the collector
             return granted.pop().wait() if granted else None
 
-        def look() -> None:
+        def look(waiter: Waiter) -> None:
             try:
                 reserved = self._reserve(view, chunks, hints, waiter)
             except (StoreClosedError, Refusal) as error:
@@ -89,7 +84,7 @@ class Writing:
 
         waiter = Waiter(look)
         transfer: Transfer[Reservation | None] = Transfer(settle, pages=0, nbytes=0)
-        look()
+        look(waiter)
         with self._state.lock:
             if waiter.page is not None:
                 self._waiting[waiter] = transfer
