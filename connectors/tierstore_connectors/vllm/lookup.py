@@ -29,7 +29,7 @@ from tierstore.types import Promise
 from tierstore_connectors.common.guard import Breaker, ErrorLog
 from tierstore_connectors.vllm.config import Settings
 from tierstore_connectors.vllm.identity import EnginePrompt
-from tierstore_connectors.vllm.orders import Shard, kept_by_name, under_epoch
+from tierstore_connectors.vllm.orders import RENEW_S, Shard, kept_by_name, under_epoch
 
 _THREADS = 2  # that wait for answers
 _FETCHERS = 4  # that wait for other hosts
@@ -39,7 +39,6 @@ _FETCHERS = 4  # that wait for other hosts
 _FIRST_POLL_S = 0.004
 _POLL_S = 0.001
 _CONNECT_S = 1.0  # that the engine's start waits for the daemon
-_RENEW_S = 0.1  # a daemon that is well has answered by then
 
 
 class PromptLookup:
@@ -203,7 +202,7 @@ class Lookups:
         if self.store is not None:
             self.store.close()
             self.store = self._open(epoch)
-            self.store.wait_connected(_RENEW_S)
+            self.store.wait_connected(RENEW_S)
 
     def _open(self, epoch: str) -> Store:
         settings, chunk_tokens = self._settings, self._shards[0].chunk_tokens

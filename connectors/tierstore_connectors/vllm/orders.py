@@ -9,6 +9,7 @@ from tierstore.keys import Identity, PageKey
 from tierstore.types import Hint
 
 NULL_BLOCK = 0  # vLLM's block that stands for "nothing there"
+RENEW_S = 0.1  # that a new epoch waits for the daemon: one that is well has answered by then
 _NOTHING_SAID = Hint()
 
 

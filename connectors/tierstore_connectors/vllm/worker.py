@@ -26,6 +26,7 @@ from tierstore_connectors.vllm.copies import Blocks, LoadedBlocks, SavedBlocks, 
 from tierstore_connectors.vllm.identity import ChunkNames
 from tierstore_connectors.vllm.layout import PageLayout
 from tierstore_connectors.vllm.orders import (
+    RENEW_S,
     GroupBlocks,
     GroupPages,
     LoadOrder,
@@ -43,7 +44,6 @@ _IDLE_WAIT_S = (
     0.002  # an engine that has nothing to do but wait for loads spins: give the loads the processor
 )
 _PIN_WAIT_S = 5.0
-_RENEW_S = 0.1  # a daemon that is well has answered by then
 _CLOSE_S = 2.0
 
 
@@ -307,7 +307,7 @@ class WorkerHalf:
         self._saves.fence(None, self._settings.fence_s)
         self._stores.close()
         self._open()
-        self._stores.wait_connected(_RENEW_S)
+        self._stores.wait_connected(RENEW_S)
 
     def _note_computed(self) -> None:
         for group in self._groups.values():
