@@ -103,7 +103,7 @@ def test_whatever_is_drafted(
     answers = {tuple(p): each.tokens for p, each in zip(asked, plain, strict=True)}
     assert len({each.finish_reason for each in plain}) == 2
     drafter = Echo(answers, tokens=tokens, wrong=wrong)
-    stored = stored_engine(tiny, pool_pages=28, drafter=drafter)
+    stored = stored_engine(tiny, pool_pages=14, drafter=drafter)
     for _ in range(2):
         drafted = stored.engine.generate(asked, params)
         assert [each.tokens for each in drafted] == [each.tokens for each in plain]
