@@ -155,7 +155,7 @@ def wait_asked(engine, daemon):
     step: it may still grow by a lookup of the daemon's before.)"""
     for seed in range(1000, 1100):
         engine.ask(Ask(prompt(100, seed=seed), max_tokens=1))
-        if daemon.stats().service.requests.get("Lookup"):
+        if daemon.stats().service.requests.get("FindHit"):
             return
         time.sleep(0.05)
     raise AssertionError("the daemon was not asked")
