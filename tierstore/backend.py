@@ -27,7 +27,7 @@ from typing import ClassVar, Protocol, TypeVar
 
 from tierstore.errors import UsageError
 from tierstore.groups import GroupRule
-from tierstore.keys import KEY_BYTES, TOKEN_BYTES, Identity, PageKey, name_at, padded_name
+from tierstore.keys import TOKEN_BYTES, Identity, PageKey, name_at, named_chunks
 from tierstore.memory import Memory
 from tierstore.planner import Way
 from tierstore.stats import StoreStats
@@ -280,8 +280,7 @@ class HitRequest:
     def pages(self, group: NamedGroup, ends: Sequence[int]) -> NamedRequest:
         """The pages of a group that end at these tokens."""
         names = [name_at(end, self.chunk_tokens, self.names, self.root, self._chunk) for end in ends]
-        data = b"".join([padded_name(name, self.chunk_tokens) for name in names])
-        keys = [PageKey(name[:KEY_BYTES]) for name in names]
+        keys, data = named_chunks(names, self.chunk_tokens)
         known = group.registration
         return NamedRequest(known.identity, known.page_bytes, self.chunk_tokens, data, len(data), keys)
 

@@ -10,10 +10,12 @@ Measured on the machine this was written on: the keys of 100K tokens in 64-token
 
 from __future__ import annotations
 
+import array
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import islice
 from typing import NewType, TypeAlias, cast
 
 import msgspec
@@ -111,7 +113,7 @@ class Prompt:
     generated.
 
     **Chained pages** are found by ``keys``, one for each full chunk (:meth:`keys_of` those of a second group
-    with chained pages). **Named pages** are found by :meth:`name`: SHA-256, chained over the model's identity
+    with chained pages). **Named pages** are found by :meth:`names_at`: SHA-256, chained over the model's identity
     and the tokens of all chunks up to the page's own. The name stands where other pages have their tokens, so
     all of its 256 bits are compared. (XXH3 would not do: it can be made to collide on purpose, and a chunk's
     own tokens say nothing of what is before them.) The page of a prompt's incomplete last chunk is named over
@@ -206,12 +208,9 @@ class Prompt:
         """:meth:`with_names`, each found by a name of :data:`NAME_BYTES`, such as a cryptographic hash of all
         that its bytes depend on. The name stands where others have tokens, of which there have to be
         :data:`LEAST_NAMED_TOKENS`, so all of it is compared."""
+        keys, token_bytes = named_chunks(names, chunk_tokens)
         return cls.with_names(
-            identity,
-            b"".join([padded_name(name, chunk_tokens) for name in names]),
-            [PageKey(name[:KEY_BYTES]) for name in names],
-            chunk_tokens=chunk_tokens,
-            pages_before=pages_before,
+            identity, token_bytes, keys, chunk_tokens=chunk_tokens, pages_before=pages_before
         )
 
     def copy(self) -> Prompt:
@@ -282,23 +281,26 @@ class Prompt:
         keys = self.keys_of(group)
         return PageKey(self._digest(self._parent_key(keys, self.identity.groups[group]) + self.tail))
 
-    def name(self, end: int) -> bytes:
-        """The name of the page that ends behind ``end`` tokens, at least 1."""
-        names = self.names(end // self.chunk_tokens)
+    def names_at(self, ends: Sequence[int]) -> list[bytes]:
+        """The names of the pages that end behind so many tokens each, at least 1."""
+        names = self.names(max(ends, default=0) // self.chunk_tokens)
         # Fewer tokens than a chunk has: no other page's name is made of so many bytes behind the same ones.
-        return name_at(end, self.chunk_tokens, names, self.identity.digest, self.chunk)
+        return [name_at(end, self.chunk_tokens, names, self.identity.digest, self.chunk) for end in ends]
 
     def names(self, chunks: int) -> list[bytes]:
         """The names of the first ``chunks`` whole chunks, or of more."""
-        while len(self._names) < chunks:
+        known = len(self._names)
+        if known < chunks:
             before = self._names[-1] if self._names else self.identity.digest
-            self._names.append(page_name(before, self.chunk(len(self._names))))
+            self._names += [
+                before := page_name(before, chunk) for chunk in islice(self.chunks(known), chunks - known)
+            ]
         return self._names
 
     def pages_at(self, group: int, ends: Sequence[int]) -> Prompt:
         """The pages of a group with named pages that end behind so many of its tokens each."""
-        names = [self.name(end) for end in ends]
-        # And no place in the prompt: which of them leave is said by what is superseded.
+        # They have no place in the prompt: which of them leave is said by what is superseded.
+        names = self.names_at(ends)
         return Prompt.named_pages(self.identities[group], names, chunk_tokens=self.chunk_tokens)
 
     def pages_of(self, group: int) -> Prompt:
@@ -345,9 +347,11 @@ def name_at(
     return page_name(before, chunk(whole)[: tokens * TOKEN_BYTES]) if tokens else before
 
 
-def padded_name(name: bytes, chunk_tokens: int) -> bytes:
-    """Return a name as it stands where another page has the tokens of its chunk."""
-    return name.ljust(chunk_tokens * TOKEN_BYTES, b"\0")
+def named_chunks(names: Sequence[bytes], chunk_tokens: int) -> tuple[list[PageKey], bytes]:
+    """Return the keys of pages with these names, and what stands where other pages have their tokens."""
+    width = chunk_tokens * TOKEN_BYTES
+    token_bytes = b"".join([name.ljust(width, b"\0") for name in names])
+    return [PageKey(name[:KEY_BYTES]) for name in names], token_bytes
 
 
 def root_key(identity: Identity) -> bytes:
@@ -376,16 +380,21 @@ def encode_tokens(tokens: TokenIds) -> bytes:
     """Token ids as little-endian uint32 bytes. Arrays cost nothing; a list of 100K ints costs 1–2 ms."""
     if isinstance(tokens, np.ndarray) and tokens.dtype == TOKEN_DTYPE and tokens.ndim == 1:
         return tokens.tobytes()
+    if isinstance(tokens, list):
+        try:
+            return array.array("I", tokens).tobytes()  # a fifth of the time that numpy takes for a list
+        except (TypeError, OverflowError):
+            pass  # below, with a reason
     try:
-        array = np.asarray(tokens)
+        ids = np.asarray(tokens)
     except (TypeError, ValueError) as error:
         raise UsageError("tokens must be a flat sequence of integers") from error
-    if array.size == 0:
+    if ids.size == 0:
         return b""
-    if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+    if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise UsageError(
-            f"tokens must be a flat sequence of integers, not {array.dtype} of shape {array.shape}"
+            f"tokens must be a flat sequence of integers, not {ids.dtype} of shape {ids.shape}"
         )
-    if array.dtype != TOKEN_DTYPE and (int(array.min()) < 0 or int(array.max()) > 0xFFFFFFFF):
+    if ids.dtype != TOKEN_DTYPE and (int(ids.min()) < 0 or int(ids.max()) > 0xFFFFFFFF):
         raise UsageError("token ids must lie between 0 and 2³²-1")
-    return array.astype(TOKEN_DTYPE, copy=False).tobytes()
+    return ids.astype(TOKEN_DTYPE, copy=False).tobytes()

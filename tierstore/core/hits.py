@@ -18,7 +18,7 @@ from tierstore.core.prompts import ChainView, Found, NamedView
 from tierstore.core.state import StoreState
 from tierstore.groups import Search, search
 from tierstore.index.leases import PageLease
-from tierstore.keys import KEY_BYTES, PageKey, name_at, padded_name
+from tierstore.keys import name_at, named_chunks
 
 
 @dataclass(slots=True)
@@ -38,9 +38,7 @@ class HitView:
     def pages(self, group: NamedGroup, ends: Sequence[int]) -> NamedView:
         """The pages of a group that end at these tokens."""
         names = [name_at(end, self.chunk_tokens, self.names, self.root, self._chunk) for end in ends]
-        keys = [PageKey(name[:KEY_BYTES]) for name in names]
-        tokens = b"".join([padded_name(name, self.chunk_tokens) for name in names])
-        return NamedView(group.registration, keys, tokens)
+        return NamedView(group.registration, *named_chunks(names, self.chunk_tokens))
 
     def _chunk(self, index: int) -> bytes:
         return self.chains[0].chunk(index)[1] if self.chains else self.tail
@@ -63,6 +61,7 @@ class HitSearch:
         self._found = found
         self._here = [frozenset(group.here) for group in view.named]
         self._looked: list[set[int]] = [set() for _ in view.named]
+        self._last: list[tuple[Sequence[int], NamedView, Found] | None] = [None for _ in view.named]
         self._looked_for_chains = False
         self._concluding = False
         self._changes = -1  # of the index, when ``founds`` was made
@@ -97,11 +96,23 @@ class HitSearch:
         self._find_chains()
         limit = self.branch if self.length is None else min(self.length, self.branch)
         self._search, self._concluding = None, True
+        self._last = [None for _ in self.view.named]
         length = None
         while length is None:
             length = self._search_names(limit, self.view.num_tokens)
         self.length = length
         return length
+
+    def needed(self, at: int) -> tuple[Sequence[int], NamedView, Found]:
+        """What the hit needs of a named group that the caller has not, and what the tree has of it. A search
+        asks last for what the hit needs, so that is known in most cases."""
+        group, here = self.view.named[at], self._here[at]
+        ends = [end for end in group.rule.ends(self.length or 0, self.view.chunk_tokens) if end not in here]
+        last = self._last[at]
+        if last is not None and last[0] == ends:
+            return last
+        pages = self.view.pages(group, ends)
+        return ends, pages, pages.find(self._state, pages.num_tokens)
 
     def _find_chains(self) -> None:
         self._changes = self._state.index.changes
@@ -134,6 +145,7 @@ class HitSearch:
         asked = [end for end in ends if end not in here]
         pages = self.view.pages(self.view.named[at], asked)
         found = pages.find(self._state, pages.num_tokens)
+        self._last[at] = asked, pages, found
         missing = {asked[position] for position in pages.missing(found, pages.num_tokens)}
         if found.look_on_disk and not self._concluding and not looked.issuperset(missing):
             self.looks.append(pages.bringing(self._state, pages.num_tokens))

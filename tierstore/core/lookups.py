@@ -214,10 +214,8 @@ class Lookups:
                 lease = self._lease_found(chain, needed, view.num_tokens, known=found)
             chains.append(GroupLease(lease))
         named = []
-        for group in view.named:
-            ends = [end for end in group.rule.ends(tokens, view.chunk_tokens) if end not in group.here]
-            pages = view.pages(group, ends)
-            found = self.found(pages, pages.num_tokens)
+        for at in range(len(view.named)):
+            ends, pages, found = search.needed(at)
             named.append(GroupLease(self._lease_found(pages, found, pages.num_tokens), ends))
         first = next((each.lease for each in (*chains, *named) if each.lease.tokens), None)
         if first is not None:

@@ -462,6 +462,9 @@ class Hit:
         return slowest
 
     def _count(self) -> dict[str, int]:
+        tiers = {tier for part in self.parts for tier, _ in part.page_runs()}
+        if len(tiers) == 1 and self.parts[0].leading:  # all of it in one tier, as nearly always
+            return dict.fromkeys(tiers, self.tokens)
         slowest = self._slowest()
         counts = np.bincount(slowest, minlength=len(LABELS)) * self.chunk_tokens
         if self.num_pages:

@@ -33,7 +33,7 @@ from tierstore.errors import UsageError
 from tierstore.groups import Group, groups_of, search
 from tierstore.index import Match, Page
 from tierstore.index.leases import PageLease
-from tierstore.keys import Identity, Prompt, TokenIds, encode_tokens
+from tierstore.keys import Identity, Prompt, TokenIds, encode_tokens, named_chunks
 from tierstore.spec import KVSpec
 from tierstore.store.hbm import HbmTier
 from tierstore.store.hit import ChainPart, Hit, NamedPart, Part, RemotePages, RulePart, Source
@@ -130,7 +130,9 @@ class Finder:
 
     def pages_at(self, prompt: Prompt, group: Group, ends: Sequence[int]) -> NamedRequest:
         """The pages of a group with named pages that end behind so many of a model's prompt's tokens."""
-        return self._named_pages(prompt.pages_at(group.number, ends), group)
+        keys, data = named_chunks(prompt.names_at(ends), self.chunk_tokens)
+        identity = prompt.identities[group.number]
+        return NamedRequest(identity, group.page_bytes, self.chunk_tokens, data, len(data), keys)
 
     def _named_pages(self, pages: Prompt, group: Group) -> NamedRequest:
         data = pages.token_bytes

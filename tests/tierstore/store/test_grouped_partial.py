@@ -189,10 +189,10 @@ def test_names_are_of_all_tokens_whole_or_not():
         told = list(range(70))
         prompt = engine.store.prompt(told)
         ends = range(1, 71)
-        names = {prompt.name(end) for end in ends}
+        names = {*prompt.names_at(ends)}
         assert len(names) == len(ends)
         grown = engine.store.prompt(told[:3])
         grown.extend(told[3:])
-        assert [grown.name(end) for end in reversed(ends)] == [prompt.name(end) for end in reversed(ends)]
+        assert grown.names_at(ends[::-1]) == prompt.names_at(ends[::-1])
         other = engine.store.prompt([99, *told[1:]])
-        assert names.isdisjoint(other.name(end) for end in ends)
+        assert names.isdisjoint(other.names_at(ends))
