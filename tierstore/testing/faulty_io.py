@@ -184,6 +184,10 @@ class FaultyIO(FileIO):
         if not self._begin("allocate", self._paths[fd], offset, nbytes).skips:
             self._inner.allocate(fd, offset, nbytes)
 
+    def free(self, fd: int, offset: int, nbytes: int) -> None:
+        if not self._begin("free", self._paths[fd], offset, nbytes).skips:
+            self._inner.free(fd, offset, nbytes)
+
     def sync(self, fd: int) -> None:
         if not self._begin("sync", self._paths[fd]).skips:
             self._inner.sync(fd)

@@ -32,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tierstore.errors import StoreUnavailableError
+from tierstore.tiers.disk.io import FileIO
 from tierstore.tiers.disk.records import FORMAT_KEY, META, TREES
 
 _PAGE_SIZES = (4096, 8192, 16384, 32768)  # LMDB takes the kernel's, up to the last
@@ -169,6 +170,7 @@ class IndexFile:
         self._file_pages = 0
         self._last = 1  # the last page that may be in use
         self._used: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
+        self._free = np.zeros(0, np.int64)
         self._payloads: list[tuple[_Numbers, _Numbers]] = []  # overflow pages of the trees: first, count
 
     def get_format(self) -> bytes | None:
@@ -202,6 +204,25 @@ class IndexFile:
         order = np.argsort(firsts)
         with self._open():
             self._check_overflow(firsts[order], counts[order])
+
+    def give_back_free_pages(self, io: FileIO) -> None:
+        """Take their blocks from the pages that LMDB lists as free. It writes such a page before it reads it.
+
+        Nobody may write to the index meanwhile, and nothing that LMDB would come back to after a crash may
+        refer to these pages: commit once more after what has freed them. Raises :class:`DamagedIndexError`,
+        and :class:`OSError`, also where the file system cannot do it.
+        """
+        with self._open():
+            self._check()
+        numbers = np.sort(self._free)
+        borders = np.flatnonzero(np.diff(numbers) != 1) + 1
+        fd = io.open(self.path, os.O_RDWR)
+        try:
+            for run in np.split(numbers, borders) if len(numbers) else ():
+                io.free(fd, int(run[0]) * self._page_bytes, len(run) * self._page_bytes)
+            io.sync(fd)
+        finally:
+            io.close(fd)
 
     @contextmanager
     def _open(self) -> Iterator[None]:
@@ -326,7 +347,7 @@ class IndexFile:
         behind = np.sort(numbers[numbers >= self._file_pages])
         if len(behind) and (behind[-1] > self._last or bool((np.diff(behind) == 0).any())):
             raise _Damage("its list of free pages is none")
-        self._take(numbers[numbers < self._file_pages])
+        self._free = self._take(numbers[numbers < self._file_pages])
 
     def _free_list(self, nodes: _Nodes, node: int) -> _Numbers:
         data = nodes.value(node)

@@ -152,6 +152,7 @@ def _call(number: int, *arguments: object) -> int:
 
 
 _QUEUE_DEPTH = 128
+_PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
 
 class FileIO:
@@ -188,6 +189,14 @@ class FileIO:
     def allocate(self, fd: int, offset: int, nbytes: int) -> None:
         """Give the range blocks on disk, growing the file where it is shorter."""
         os.posix_fallocate(fd, offset, nbytes)
+
+    def free(self, fd: int, offset: int, nbytes: int) -> None:
+        """Take the range's blocks on disk away. The file stays as long, and reads as zeros there."""
+        if ctypes.CDLL(None, use_errno=True).fallocate64(
+            fd, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(nbytes)
+        ):
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
 
     def sync(self, fd: int) -> None:
         """On return everything written to the file, and its size, survives a power loss."""
@@ -322,6 +331,10 @@ class TrackedIO(FileIO):
     def allocate(self, fd: int, offset: int, nbytes: int) -> None:
         with self._calls.call():
             self._inner.allocate(fd, offset, nbytes)
+
+    def free(self, fd: int, offset: int, nbytes: int) -> None:
+        with self._calls.call():
+            self._inner.free(fd, offset, nbytes)
 
     def sync(self, fd: int) -> None:
         with self._calls.call():

@@ -35,12 +35,14 @@ from tierstore.tiers.disk.index_file import DamagedIndexError, IndexFile, check_
 from tierstore.tiers.disk.io import FileIO
 from tierstore.tiers.disk.page_table import PageTable, parent_rows, reachable
 from tierstore.tiers.disk.payloads import Payloads
+from tierstore.tiers.disk.records import INLINE
 from tierstore.tiers.disk.space import (
     Layout,
     Space,
     file_bytes,
     index_cost,
     index_room,
+    needed_index_bytes,
     tree_headroom,
     unit_bytes,
 )
@@ -167,6 +169,7 @@ class OpenedParts:
     """Everything a disk tier is made of."""
 
     directory: StoreDirectory
+    layout: Layout
     meta: StoreMeta
     index_db: IndexDB
     extents: ExtentFiles
@@ -277,6 +280,9 @@ class _Opening:
         make_index(self._directory, self._io)
         with ExitStack() as opened:
             index_db = self._open_index(opened)
+            if self._share_out(index_db):
+                index_db.close()
+                index_db = self._open_index(opened)
             meta = self._meta(index_db)
             serials = self._serials(index_db)
             extents = ExtentFiles(
@@ -324,12 +330,40 @@ class _Opening:
             opened.pop_all()
         fitted = self._fitted or Fitted()
         self._log_fitted(fitted)
-        return OpenedParts(self._directory, meta, index_db, extents, payloads, space, scan, serials, fitted)
+        return OpenedParts(
+            self._directory,
+            self._layout,
+            meta,
+            index_db,
+            extents,
+            payloads,
+            space,
+            scan,
+            serials,
+            fitted,
+        )
 
     def _open_index(self, opened: ExitStack) -> IndexDB:
         index_db = IndexDB(self._directory.index, map_bytes=self._layout.index_bytes)
         opened.callback(index_db.close)
         return index_db
+
+    def _share_out(self, index_db: IndexDB) -> bool:
+        """Leave pages of another size, which an earlier life wrote, their room. Returns whether that changes
+        how the cap is shared out. Raises :class:`OSError`."""
+        stored = index_db.get_meta(STORE)
+        layout = self._layout
+        before = decode_meta(stored, self._directory.path) if stored else None
+        if before is None or before.extent_bytes == layout.extent_bytes:
+            return False
+        facts = index_db.facts()
+        facts = facts[(facts["serial"] < _SERIALS) & (facts["place"] != INLINE)]
+        ends = facts["place"].astype(np.int64) + facts["nbytes"]
+        needed = needed_index_bytes(index_db.usage), slot_bytes(int(ends.max(initial=0)))
+        share = min(layout.capacity_bytes / (before.capacity_bytes or layout.capacity_bytes), 1)
+        index_bytes, extent_bytes = (int(nbytes * share) for nbytes in needed)
+        self._layout = layout.keeping(index_bytes=index_bytes, extent_bytes=extent_bytes)
+        return self._layout != layout
 
     def _meta(self, index_db: IndexDB) -> StoreMeta:
         stored = index_db.get_meta(STORE)
@@ -432,8 +466,12 @@ class _Opening:
         """
         most_bytes = max(meta.capacity_bytes or self._taken_before, self._layout.capacity_bytes)
         before = len(page_table)
+        old.close()
+        # As large as it was: what leaves is deleted in it, which takes room.
+        old = IndexDB(self._directory.index, map_bytes=0)
+        self._make_room_beside(old, meta, page_table, most_bytes)
         if most_bytes - self._directory.allocated_bytes() >= _EMPTY_INDEX:
-            total = sum(index_cost(nbytes, place) for place, nbytes in page_table.places().values())
+            total = _index_cost(page_table)
             while (copied := self._write_index(old, meta, page_table, most_bytes)) < total:
                 self._directory.remove_leftovers(self._io)
                 total = evict_down_to(int(copied * _NEXT_TRY), total, page_table, self._policy)
@@ -450,6 +488,31 @@ class _Opening:
         if kept < before:
             fitted = self._fitted or Fitted()
             self._fitted = replace(fitted, evicted_pages=fitted.evicted_pages + before - kept)
+
+    def _make_room_beside(
+        self, old: IndexDB, meta: StoreMeta, page_table: PageTable, most_bytes: int
+    ) -> None:
+        """Where the old index leaves the new one too little room, forget what the new one cannot hold, and
+        give the old one's free pages back to the file system. Raises :class:`OSError`."""
+        taken, used = self._directory.index.stat().st_blocks * 512, old.usage.used_bytes
+        room = most_bytes - (self._directory.allocated_bytes() - taken) - 2 * _SPARE
+        if taken + min(used, self._layout.index_bytes) <= room:
+            return
+        total = _index_cost(page_table)
+        share = min(self._layout.index_bytes, room // 2) / used  # of what there is now: both hold the same
+        if share < 1:
+            serials = set(page_table.places())
+            evict_down_to(int(total * share), total, page_table, self._policy)
+            old.forget(sorted(serials.difference(page_table.places())))
+        old.put_meta(
+            _encoded(meta), encoded=bool(meta.codecs)
+        )  # LMDB may come back to its last state but one
+        try:
+            IndexFile(self._directory.index).give_back_free_pages(self._io)
+        except OSError as error:  # not every file system can do it: fewer pages find room then
+            _log.warning(
+                "disk tier: %s keeps its size until it is replaced: %s", self._directory.index, error
+            )
 
     def _write_index(self, old: IndexDB, meta: StoreMeta, page_table: PageTable, most_bytes: int) -> int:
         """Write a new index with the pages of ``page_table``, as long as there is room. Returns the cost of
@@ -486,6 +549,10 @@ class _Opening:
         except OSError as error:  # a full disk is no reason not to start
             _log.warning("disk tier: could not measure the disk in %s: %s", self._directory.path, error)
             return None
+
+
+def _index_cost(page_table: PageTable) -> int:
+    return sum(index_cost(nbytes, place) for place, nbytes in page_table.places().values())
 
 
 def decode_meta(stored: bytes, path: Path) -> StoreMeta:

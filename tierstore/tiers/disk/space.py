@@ -34,6 +34,7 @@ _LEAST_RECORDS_FRACTION = 64  # of the cap: other models may have smaller pages
 _SLACK_FRACTION = 512  # of the cap, for inline payloads beside larger pages
 _MOST_SLACK = 64 * MIB
 _INLINE_FRACTION = 31 / 32  # of the cap, when pages are small enough to live in the index
+_KEPT_STEPS = 16  # of the cap
 _LEAST_FILE = 1 * GIB
 _MOST_FILES = 256
 _UNITS = 1024  # and up to twice as many: fine enough for slabs that waste little
@@ -49,6 +50,23 @@ class Layout:
     index_bytes: int  # LMDB's map size: its file never grows beyond
     payload_bytes: int  # of these, what inline payloads may take: the rest is for the records
     extent_bytes: int
+
+    def keeping(self, *, index_bytes: int, extent_bytes: int) -> Layout:
+        """The same cap, shared out so that an index and extents which need so much keep it, up to half of the
+        cap. Pages of another size than this life's would have to leave otherwise, though there is room."""
+        room = self.capacity_bytes - _ALLOWANCE
+        half = _round_down(room // 2)
+        # In steps: what is needed changes a little from life to life, and each other share moves pages.
+        step = _round_down(room // _KEPT_STEPS)
+        if self.index_bytes < min(index_bytes, half):
+            index = min(-(-index_bytes // step) * step, half)
+        elif self.extent_bytes < min(extent_bytes, half):
+            extents = min(-(-extent_bytes // step) * step, half)
+            index = _round_down(room - extents - extents // _BLOCK_MAP_FRACTION)
+        else:
+            return self
+        extents = _extents_beside(index, room)
+        return Layout(self.capacity_bytes, index, min(self.payload_bytes, index), extents)
 
 
 def split(capacity_bytes: int, *, page_bytes: int, inline_bytes: int) -> Layout:
@@ -73,8 +91,7 @@ def split(capacity_bytes: int, *, page_bytes: int, inline_bytes: int) -> Layout:
         index = min(trees + payload, room // 2)
         least = _LEAST_INDEX
     index = _round_down(max(index, least))
-    extents = _round_down((room - index) * _BLOCK_MAP_FRACTION // (_BLOCK_MAP_FRACTION + 1))
-    extents = max(extents, 0)
+    extents = _extents_beside(index, room)
     if index > room or (page_bytes > inline_bytes and extents < slot_bytes(page_bytes)):
         needed = _ALLOWANCE + least + 2 * slot_bytes(page_bytes)
         raise UsageError(
@@ -99,6 +116,11 @@ def file_bytes(extent_bytes: int) -> int:
     while extent_bytes > size * _MOST_FILES:
         size *= 2
     return size
+
+
+def _extents_beside(index_bytes: int, room: int) -> int:
+    extents = (room - index_bytes) * _BLOCK_MAP_FRACTION // (_BLOCK_MAP_FRACTION + 1)
+    return max(_round_down(extents), 0)
 
 
 def _round_down(nbytes: int) -> int:
@@ -505,6 +527,12 @@ def index_room(index_bytes: int, usage: IndexUsage) -> int:
     """How much may be added to an index of ``index_bytes``, in terms of :func:`index_cost`."""
     headroom = max(index_bytes // _HEADROOM_FRACTION, tree_headroom(usage.tree_bytes) + _LEAST_HEADROOM)
     return index_bytes - headroom - usage.used_bytes
+
+
+def needed_index_bytes(usage: IndexUsage) -> int:
+    """How large an index has to be for what is in it: there :func:`index_room` is 0."""
+    least = usage.used_bytes + tree_headroom(usage.tree_bytes) + _LEAST_HEADROOM
+    return max(usage.used_bytes * _HEADROOM_FRACTION // (_HEADROOM_FRACTION - 1), least)
 
 
 def tree_headroom(tree_bytes: int) -> int:

@@ -32,7 +32,7 @@ from tierstore.tiers.disk.opening import OpenedParts, open_parts
 from tierstore.tiers.disk.page_table import PageTable
 from tierstore.tiers.disk.payloads import PageRead, ReadBatch
 from tierstore.tiers.disk.records import INLINE, PageRecord, PageUse, Removal
-from tierstore.tiers.disk.space import Layout, Space, split
+from tierstore.tiers.disk.space import Space, split
 from tierstore.units import KIB
 
 
@@ -114,12 +114,10 @@ class DiskTier:
     :meth:`commit` as removed. Whoever calls sees to it that a page is not removed while it is being read.
     """
 
-    def __init__(
-        self, parts: OpenedParts, layout: Layout, in_flight: InFlightCalls, encoder: PageEncoder | None
-    ) -> None:
+    def __init__(self, parts: OpenedParts, in_flight: InFlightCalls, encoder: PageEncoder | None) -> None:
         self.encoder = encoder  # of pages that are about to be written; None: they are kept as they are
         self.in_flight = in_flight  # tells whether the disk still answers
-        self._layout = layout
+        self._layout = parts.layout
         self._directory = parts.directory
         self._presence = Presence(parts.directory.path, in_flight)
         self._lookers = IOThreads(_LOOKERS, name="tierstore-disk-look")
@@ -179,7 +177,7 @@ class DiskTier:
             codec=chosen,
         )
         encoder = PageEncoder(chosen, inline_bytes=inline_bytes) if chosen is not None else None
-        return cls(parts, layout, in_flight, encoder)
+        return cls(parts, in_flight, encoder)
 
     def __enter__(self) -> DiskTier:
         return self

@@ -85,6 +85,75 @@ def test_a_larger_cap_keeps_every_page(open_shelf):
     shelf.verify()
 
 
+@pytest.mark.parametrize(("mine", "others"), [(8 * KIB, 44 * KIB), (256 * KIB, 8 * KIB)])
+def test_pages_of_another_size_keep_their_room_up_to_half_of_the_cap(open_shelf, mine, others):
+    """Small pages lie in the index and large ones in the extents: whose pages a life writes says how the cap
+    is shared out."""
+    shelf = open_shelf(capacity_bytes=64 * MIB, page_bytes=others)
+    fill(shelf, [others], 20 * MIB)
+    for page_bytes in (mine, others, mine):
+        before = set(shelf.saved)
+        shelf.reopen(page_bytes=page_bytes)
+        assert set(shelf.saved) == before
+        fill(shelf, [mine], 7 * MIB)
+        assert max(sizes(shelf.path)) <= 64 * MIB
+        shelf.verify()
+        shelf.tier.check()
+    fill(shelf, [mine], 64 * MIB)
+    assert fill_ratio(shelf) > 0.7
+    before = len(shelf.saved)
+    shelf.reopen(page_bytes=others)  # too many for half of the cap
+    assert len(shelf.saved) > before / 4
+    assert max(sizes(shelf.path)) <= 64 * MIB
+    shelf.verify()
+
+
+def fresh(open_shelf, tmp_path, **options):
+    """How many pages an empty store takes."""
+    shelf = open_shelf(tmp_path / "fresh", **options)
+    fill(shelf, [options["page_bytes"]], options["capacity_bytes"])
+    return len(shelf.saved)
+
+
+@pytest.mark.parametrize("page_bytes", [2 * KIB, 8 * KIB, 16 * KIB])
+def test_pages_in_the_index_leave_by_the_policy_too(open_shelf, tmp_path, page_bytes):
+    """LMDB's file never shrinks, and a full one leaves no room for another beside it under the cap."""
+    shelf = open_shelf(capacity_bytes=64 * MIB, page_bytes=page_bytes)
+    fill(shelf, [page_bytes], 64 * MIB)
+    saved = sorted(shelf.saved)
+    shelf.reopen(capacity_bytes=24 * MIB)
+    fitting = fresh(open_shelf, tmp_path, capacity_bytes=24 * MIB, page_bytes=page_bytes)
+    assert len(shelf.saved) > 0.85 * fitting
+    assert sorted(shelf.saved) == saved[-len(shelf.saved) :]
+    assert max(sizes(shelf.path)) <= 24 * MIB
+    shelf.verify()
+    shelf.tier.check()
+
+
+@pytest.mark.parametrize(("call", "kept"), [("free", 0.02), ("rename", 0.85)])
+def test_a_full_index_is_made_smaller_though_the_disk_fails(open_shelf, path, call, kept):
+    """A file system that cannot free a part of a file costs pages. A disk that fails costs only those that
+    were to leave."""
+    shelf = open_shelf(capacity_bytes=64 * MIB, page_bytes=8 * KIB)
+    fill(shelf, [8 * KIB], 64 * MIB)
+    shelf.tier.close()
+    io = FaultyIO()
+    io.set(Fault(lambda made: made.kind == call, Fail(errno.EOPNOTSUPP)))
+    options = {**shelf.options, "capacity_bytes": 24 * MIB}
+    if call == "free":
+        shelf.tier = DiskTier.open(path, **options, io=io)
+    else:
+        with pytest.raises(StoreUnavailableError):
+            DiskTier.open(path, **options, io=io)
+        found = fsck(path)
+        assert found.pages == found.good_pages
+        shelf.tier = DiskTier.open(path, **options)
+    shelf.saved = {record.serial: (record, shelf.saved[record.serial][1]) for record in shelf.records()}
+    assert len(shelf.saved) * 8 * KIB > kept * 22 * MIB
+    shelf.verify()
+    shelf.tier.check()
+
+
 def test_a_page_that_was_used_keeps_those_before_it(open_shelf):
     shelf = open_shelf(capacity_bytes=64 * MIB, page_bytes=256 * KIB)
     prompt = shelf.save([256 * KIB] * 20, chained=True)
