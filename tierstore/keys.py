@@ -113,11 +113,12 @@ class Prompt:
     generated.
 
     **Chained pages** are found by ``keys``, one for each full chunk (:meth:`keys_of` those of a second group
-    with chained pages). **Named pages** are found by :meth:`names_at`: SHA-256, chained over the model's identity
-    and the tokens of all chunks up to the page's own. The name stands where other pages have their tokens, so
-    all of its 256 bits are compared. (XXH3 would not do: it can be made to collide on purpose, and a chunk's
-    own tokens say nothing of what is before them.) The page of a prompt's incomplete last chunk is named over
-    the tokens that it has, and is found for a hit that ends behind the last of them, and for no other.
+    with chained pages). **Named pages** are found by :meth:`names_at`: SHA-256, chained over the identity of
+    the model and the tokens of all chunks up to the page's own. The name stands where other pages have their
+    tokens, so all of its 256 bits are compared. (XXH3 would not do: it can be made to collide on purpose, and
+    a chunk's own tokens say nothing of what is before them.) The page of a prompt's incomplete last chunk is
+    named over the tokens that it has, and is found for a hit that ends behind the last of them, and for no
+    other.
 
     Tokens are held as little-endian uint32. Not thread-safe: it belongs to one sequence.
     """
@@ -212,6 +213,14 @@ class Prompt:
         return cls.with_names(
             identity, token_bytes, keys, chunk_tokens=chunk_tokens, pages_before=pages_before
         )
+
+    def part(self, chunks: Sequence[int]) -> Prompt:
+        """Some of its whole chunks: of chained pages the leading ones, of named ones any."""
+        keys = [self.keys[at] for at in chunks]
+        tokens = b"".join(map(self.chunk, chunks))
+        part = Prompt.with_keys(self.identity, tokens, keys, chunk_tokens=self.chunk_tokens)
+        part.named = self.named
+        return part
 
     def copy(self) -> Prompt:
         """A prompt that begins like this one and grows by itself. No key is computed again."""
@@ -392,9 +401,7 @@ def encode_tokens(tokens: TokenIds) -> bytes:
     if ids.size == 0:
         return b""
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-        raise UsageError(
-            f"tokens must be a flat sequence of integers, not {ids.dtype} of shape {ids.shape}"
-        )
+        raise UsageError(f"tokens must be a flat sequence of integers, not {ids.dtype} of shape {ids.shape}")
     if ids.dtype != TOKEN_DTYPE and (int(ids.min()) < 0 or int(ids.max()) > 0xFFFFFFFF):
         raise UsageError("token ids must lie between 0 and 2³²-1")
     return ids.astype(TOKEN_DTYPE, copy=False).tobytes()
