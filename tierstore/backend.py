@@ -21,12 +21,13 @@ There are two: :class:`tierstore.core.backend.LocalBackend` decides,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, TypeVar
 
 from tierstore.errors import UsageError
 from tierstore.groups import GroupRule
+from tierstore.index import Index, Page
 from tierstore.keys import TOKEN_BYTES, Identity, PageKey, name_at, named_chunks
 from tierstore.memory import Memory
 from tierstore.planner import Way
@@ -143,6 +144,10 @@ class LookupRequest:
         """The first chunk whose page has to be known for those from chunk ``first`` on to be saved."""
         return 0
 
+    def touch(self, index: Index, pages: Sequence[Page], positions: Iterable[int], *, hit: bool) -> None:
+        """Note in an index that these pages are used. Of named chunks, ``positions`` are theirs."""
+        index.touch(pages, hit=hit)
+
     def holding(self, pages: list[P]) -> list[P]:
         """Those of its leading ``pages`` that keep all of them in the index while they are held."""
         return pages[-1:]
@@ -201,6 +206,10 @@ class NamedRequest(LookupRequest):
 
     def saved_from(self, first: int) -> int:
         return first
+
+    def touch(self, index: Index, pages: Sequence[Page], positions: Iterable[int], *, hit: bool) -> None:
+        depths = (self.depth + at for at in positions)
+        index.touch_named(dict(zip(pages, depths, strict=True)), hit=hit)
 
     def holding(self, pages: list[P]) -> list[P]:
         return pages

@@ -126,8 +126,7 @@ class Manifest:
             raise UsageError("the prompts of a pack are of one identity, and chains or named pages")
         if not can_have(hash, prompts):
             raise UsageError("packs of named pages, and of several layer groups, have the hash blake3")
-        named = any(prompt.named for prompt in prompts)
-        packed = _named(prompts) if named else _chains(prompts, spec.chunk_tokens * TOKEN_BYTES)
+        packed = _named(prompts) if has_named(prompts) else _chains(prompts, spec.chunk_tokens * TOKEN_BYTES)
         if not packed:
             raise UsageError(
                 f"nothing to pack: there is no prompt of at least {spec.chunk_tokens} tokens held"
@@ -291,9 +290,14 @@ class Head:
         return manifest
 
 
+def has_named(prompts: Iterable[Prompt | PackedPrompt]) -> bool:
+    """Whether any of these are named pages."""
+    return any(prompt.named for prompt in prompts)
+
+
 def can_have(hash: PageHash, prompts: Iterable[Prompt | PackedPrompt]) -> bool:
     """Whether a pack of these pages may have this hash: version 1 has no named pages."""
-    return hash is not PageHash.SHA256 or not any(prompt.named for prompt in prompts)
+    return hash is not PageHash.SHA256 or not has_named(prompts)
 
 
 def block_pages(page_bytes: int) -> int:
@@ -379,19 +383,19 @@ def _common(tokens: bytes, keys: bytes, other: PackedPrompt, width: int) -> int:
 
 
 def _check_prompts(identity: Identity, spec: KVSpec, prompts: Sequence[PackedPrompt]) -> None:
-    width = spec.chunk_tokens * TOKEN_BYTES
+    width, named = spec.chunk_tokens * TOKEN_BYTES, has_named(prompts)
     for number, prompt in enumerate(prompts):
         fits = (
             len(prompt.keys) % KEY_BYTES == 0
             and len(prompt.tokens) == prompt.chunks * width
             and 0 <= prompt.shared < prompt.chunks
             and (0 <= prompt.like < number if prompt.shared else prompt.like == -1)
-            and (not prompt.named or (identity.whole_pages and not prompt.shared))
+            and not (named and (prompt.shared or not identity.whole_pages))
         )
         if fits and prompt.shared:
             other, shared = prompts[prompt.like], prompt.shared
-            fits = other.chunks >= shared and (
-                not other.named
+            fits = (
+                other.chunks >= shared
                 and prompt.tokens[: shared * width] == other.tokens[: shared * width]
                 and prompt.keys[: shared * KEY_BYTES] == other.keys[: shared * KEY_BYTES]
             )

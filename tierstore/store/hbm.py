@@ -153,17 +153,8 @@ class HbmTier:
         if not pages:
             return PageLease()
         lease = self.hold(pages, lease_s)
-        self._touch(request, pages, positions, hit=True)
+        request.touch(self.index, pages, positions, hit=True)
         return lease
-
-    def _touch(
-        self, request: LookupRequest, pages: Sequence[Page], positions: Iterable[int], *, hit: bool
-    ) -> None:
-        if request.named:
-            depths = (request.depth + at for at in positions)
-            self.index.touch_named(dict(zip(pages, depths, strict=True)), hit=hit)
-        else:
-            self.index.touch(pages, hit=hit)
 
     def hold(self, pages: Iterable[Page], lease_s: float) -> PageLease:
         """Lease pages for the time of one operation, without counting that as a use."""
@@ -204,7 +195,7 @@ class HbmTier:
                         self.index.prune(page)
                         break
                     held[chunk - first] = page
-            self._touch(request, list(held.values()), (first + at for at in held), hit=False)
+            request.touch(self.index, list(held.values()), (first + at for at in held), hit=False)
             tracker.saved(list(held.values()))
             self._forget_gone()
         return held
