@@ -21,12 +21,13 @@ There are two: :class:`tierstore.core.backend.LocalBackend` decides,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, TypeVar
 
 from tierstore.errors import UsageError
 from tierstore.groups import GroupRule
+from tierstore.index import Index, Page
 from tierstore.keys import TOKEN_BYTES, Identity, PageKey, name_at, named_chunks
 from tierstore.memory import Memory
 from tierstore.planner import Way
@@ -131,9 +132,25 @@ class LookupRequest:
         """What of it a lease is on."""
         return self.cut(lease.tokens)
 
+    def fits(self, pages: int, positions: Sequence[int]) -> bool:
+        """Whether an answer with so many pages, at these ``positions`` if they are named, can be right."""
+        return True
+
     def window(self, first: int, count: int) -> tuple[LookupRequest, int]:
         """A request that has chunks ``first … first + count``, and where the first of them is in it."""
         return self.cut((first + count) * self.chunk_tokens), first
+
+    def saved_from(self, first: int) -> int:
+        """The first chunk whose page has to be known for those from chunk ``first`` on to be saved."""
+        return 0
+
+    def touch(self, index: Index, pages: Sequence[Page], positions: Iterable[int], *, hit: bool) -> None:
+        """Note in an index that these pages are used. Of named chunks, ``positions`` are theirs."""
+        index.touch(pages, hit=hit)
+
+    def holding(self, pages: list[P]) -> list[P]:
+        """Those of its leading ``pages`` that keep all of them in the index while they are held."""
+        return pages[-1:]
 
     def parent(self, root: P, before: P) -> P:
         """Of ``root`` and the page ``before``: the one that a page is found behind."""
@@ -180,8 +197,22 @@ class NamedRequest(LookupRequest):
     def found(self, lease: Lease) -> LookupRequest:
         return self.part(lease.positions)
 
+    def fits(self, pages: int, positions: Sequence[int]) -> bool:
+        in_order = sorted(set(positions)) == positions
+        return in_order and len(positions) == pages and all(at < self.num_chunks for at in positions[-1:])
+
     def window(self, first: int, count: int) -> tuple[LookupRequest, int]:
         return self.part(range(first, first + count)), 0
+
+    def saved_from(self, first: int) -> int:
+        return first
+
+    def touch(self, index: Index, pages: Sequence[Page], positions: Iterable[int], *, hit: bool) -> None:
+        depths = (self.depth + at for at in positions)
+        index.touch_named(dict(zip(pages, depths, strict=True)), hit=hit)
+
+    def holding(self, pages: list[P]) -> list[P]:
+        return pages
 
     def parent(self, root: P, before: P) -> P:
         return root

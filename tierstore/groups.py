@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import enum
 from bisect import bisect_right
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -227,6 +227,15 @@ def groups_of(spec: KVSpec) -> tuple[Group, ...]:
         page = part if rule.chained else replace(part, hashed=True)
         groups.append(Group(number, rule, page, named=not rule.chained))
     return tuple(groups)
+
+
+def by_kind(groups: Iterable[Group]) -> tuple[list[Group], list[Group]]:
+    """The groups with chained pages, and those with named pages."""
+    chained: list[Group] = []
+    named: list[Group] = []
+    for group in groups:
+        (named if group.named else chained).append(group)
+    return chained, named
 
 
 def longest_hit(groups: Sequence[tuple[GroupRule, Held]], limit: int, *, align: int = 1) -> int:

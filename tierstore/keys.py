@@ -214,10 +214,19 @@ class Prompt:
             identity, token_bytes, keys, chunk_tokens=chunk_tokens, pages_before=pages_before
         )
 
+    def part(self, chunks: Sequence[int]) -> Prompt:
+        """Some of its whole chunks: of chained pages the leading ones, of named ones any."""
+        keys = [self.keys[at] for at in chunks]
+        tokens = b"".join(map(self.chunk, chunks))
+        part = Prompt.with_keys(self.identity, tokens, keys, chunk_tokens=self.chunk_tokens)
+        part.named = self.named
+        return part
+
     def copy(self) -> Prompt:
         """A prompt that begins like this one and grows by itself. No key is computed again."""
         twin = Prompt.with_keys(self.identity, bytes(self._data), self.keys, chunk_tokens=self.chunk_tokens)
         twin._digest = self._digest
+        twin.named, twin.pages_before = self.named, self.pages_before
         twin._names = list(self._names)
         twin._more_keys = {group: list(keys) for group, keys in self._more_keys.items()}
         twin.points = {group: list(points) for group, points in self.points.items()}

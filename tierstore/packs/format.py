@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Annotated, TypeAlias
@@ -75,6 +75,10 @@ class PackedPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit
     def chunks(self) -> int:
         return len(self.keys) // KEY_BYTES
 
+    def to_find(self, first: int, count: int) -> range:
+        """The chunks that a store is asked for to find ``count`` pages from chunk ``first`` on."""
+        return range(first, first + count) if self.named else range(self.chunks)
+
 
 class _Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     identity: _Fields
@@ -117,14 +121,12 @@ class Manifest:
         """A manifest of the whole chunks of ``prompts``, chains or named pages all of them. A beginning that
         one has in common with an earlier one is in the pack once, and so is a named page. Raises
         :class:`UsageError` for prompts without a whole chunk, or not of one identity."""
-        if any(
-            prompt.identity != prompts[0].identity or prompt.named != prompts[0].named for prompt in prompts
-        ):
+        kinds = {(prompt.identity, prompt.named) for prompt in prompts}
+        if len(kinds) > 1:
             raise UsageError("the prompts of a pack are of one identity, and chains or named pages")
-        named = bool(prompts) and prompts[0].named
-        if named and hash is PageHash.SHA256:
+        if not can_have(hash, prompts):
             raise UsageError("packs of named pages, and of several layer groups, have the hash blake3")
-        packed = _named(prompts) if named else _chains(prompts, spec.chunk_tokens * TOKEN_BYTES)
+        packed = _named(prompts) if has_named(prompts) else _chains(prompts, spec.chunk_tokens * TOKEN_BYTES)
         if not packed:
             raise UsageError(
                 f"nothing to pack: there is no prompt of at least {spec.chunk_tokens} tokens held"
@@ -187,20 +189,21 @@ class Manifest:
                 yield Run(run.prompt, run.chunk + start - run.page, start, stop - start)
 
     def prompt(self, number: int) -> Prompt:
-        packed = self.prompts[number]
-        make = Prompt.with_names if packed.named else Prompt.with_keys
-        return make(self.identity, packed.tokens, _keys(packed.keys), chunk_tokens=self.spec.chunk_tokens)
+        return self._prompt(number, range(self.prompts[number].chunks))
+
+    def _prompt(self, number: int, chunks: range) -> Prompt:
+        packed, width = self.prompts[number], self.spec.chunk_tokens * TOKEN_BYTES
+        tokens = packed.tokens[chunks.start * width : chunks.stop * width]
+        keys = _keys(packed.keys[chunks.start * KEY_BYTES : chunks.stop * KEY_BYTES])
+        prompt = Prompt.with_keys(self.identity, tokens, keys, chunk_tokens=self.spec.chunk_tokens)
+        prompt.named = packed.named
+        return prompt
 
     def pages_to_find(self, run: Run) -> tuple[Prompt, int]:
         """What a store is asked for to find the pages of a run, and the chunk of it that is the first of
         them: the prompt, or of named pages those and no others."""
-        packed = self.prompts[run.prompt]
-        if not packed.named:
-            return self.prompt(run.prompt), run.chunk
-        width, stop = self.spec.chunk_tokens * TOKEN_BYTES, run.chunk + run.count
-        tokens = packed.tokens[run.chunk * width : stop * width]
-        keys = _keys(packed.keys[run.chunk * KEY_BYTES : stop * KEY_BYTES])
-        return Prompt.with_names(self.identity, tokens, keys, chunk_tokens=self.spec.chunk_tokens), 0
+        chunks = self.prompts[run.prompt].to_find(run.chunk, run.count)
+        return self._prompt(run.prompt, chunks), run.chunk - chunks.start
 
     # -- bytes ---------------------------------------------------------------------------------------
 
@@ -274,7 +277,7 @@ class Head:
             raise PackError(f"the pack is damaged: its index cannot be read ({error})") from error
         except (SpecError, UsageError) as error:
             raise PackError(f"the pack's pages have a layout of another version: {error}") from error
-        if self.hash is PageHash.SHA256 and any(prompt.named for prompt in decoded.prompts):
+        if not can_have(self.hash, decoded.prompts):
             raise PackError("the pack is damaged: there are no named pages in version 1")
         _check_prompts(identity, spec, decoded.prompts)
         manifest = Manifest(identity, spec, tuple(decoded.prompts), self.signer, self.hash, tuple(following))
@@ -285,6 +288,16 @@ class Head:
         ):
             raise PackError("the pack is damaged: its index is of other pages than its head")
         return manifest
+
+
+def has_named(prompts: Iterable[Prompt | PackedPrompt]) -> bool:
+    """Whether any of these are named pages."""
+    return any(prompt.named for prompt in prompts)
+
+
+def can_have(hash: PageHash, prompts: Iterable[Prompt | PackedPrompt]) -> bool:
+    """Whether a pack of these pages may have this hash: version 1 has no named pages."""
+    return hash is not PageHash.SHA256 or not has_named(prompts)
 
 
 def block_pages(page_bytes: int) -> int:
@@ -370,19 +383,19 @@ def _common(tokens: bytes, keys: bytes, other: PackedPrompt, width: int) -> int:
 
 
 def _check_prompts(identity: Identity, spec: KVSpec, prompts: Sequence[PackedPrompt]) -> None:
-    width = spec.chunk_tokens * TOKEN_BYTES
+    width, named = spec.chunk_tokens * TOKEN_BYTES, has_named(prompts)
     for number, prompt in enumerate(prompts):
         fits = (
             len(prompt.keys) % KEY_BYTES == 0
             and len(prompt.tokens) == prompt.chunks * width
             and 0 <= prompt.shared < prompt.chunks
             and (0 <= prompt.like < number if prompt.shared else prompt.like == -1)
-            and (not prompt.named or (identity.whole_pages and not prompt.shared))
+            and not (named and (prompt.shared or not identity.whole_pages))
         )
         if fits and prompt.shared:
             other, shared = prompts[prompt.like], prompt.shared
-            fits = other.chunks >= shared and (
-                not other.named
+            fits = (
+                other.chunks >= shared
                 and prompt.tokens[: shared * width] == other.tokens[: shared * width]
                 and prompt.keys[: shared * KEY_BYTES] == other.keys[: shared * KEY_BYTES]
             )

@@ -108,13 +108,10 @@ def _short(value: str) -> str:
 
 async def _held(store: Store, manifest: Manifest, run: Run) -> int:
     """Leading chunks of a prompt that the store holds."""
-    prompt = manifest.prompt(run.prompt)
-    hit = await store.lookup_async(prompt)
+    hit = await store.lookup_async(manifest.prompt(run.prompt))
     hit.release()
-    if prompt.named:
-        there = set(hit.positions)
-        return next(at for at in range(run.count + 1) if at not in there)
-    return hit.tokens // manifest.spec.chunk_tokens
+    held = hit.whole_chunks
+    return next((at for at, chunk in enumerate(held) if chunk != at), len(held))
 
 
 async def _save(store: Store, manifest: Manifest, block: Block, run: Run) -> None:

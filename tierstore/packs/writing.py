@@ -27,7 +27,7 @@ import aiofiles.os
 
 from tierstore import copying, memory
 from tierstore.errors import UsageError
-from tierstore.keys import TOKEN_BYTES, Prompt
+from tierstore.keys import Prompt
 from tierstore.packs.format import (
     ALIGNMENT,
     FOOTER,
@@ -38,6 +38,7 @@ from tierstore.packs.format import (
     PackError,
     Run,
     block_digest,
+    can_have,
     encode_table,
     footer_digest,
     head_digest,
@@ -101,9 +102,9 @@ async def export_pack(
             found.append((group.spec, held))
     if not found:
         raise UsageError("nothing to pack: no whole chunk of these prompts is held")
-    alike = len(store.groups) == 1 and not any(prompt.named for prompt in found[0][1])
     if hash is None:
-        hash = PageHash.best() if alike else PageHash.BLAKE3
+        best = PageHash.best()
+        hash = best if len(store.groups) == 1 and can_have(best, found[0][1]) else PageHash.BLAKE3
     exports = []
     for number, (spec, held) in enumerate(found):
         following = [other[0].identity for _, other in found[number + 1 :]]
@@ -150,18 +151,8 @@ async def _held(store: Store, prompt: Prompt) -> Prompt:
     """The whole chunks of a prompt that the store holds now."""
     whole = len(prompt.keys) * prompt.chunk_tokens
     hit = await store.lookup_async(prompt, max_tokens=whole)
-    chunks = hit.tokens // prompt.chunk_tokens
     hit.release()
-    if prompt.named:
-        there = sorted(hit.positions)
-        return Prompt.with_names(
-            prompt.identity,
-            b"".join(map(prompt.chunk, there)),
-            [prompt.keys[at] for at in there],
-            chunk_tokens=prompt.chunk_tokens,
-        )
-    data = prompt.token_bytes[: chunks * prompt.chunk_tokens * TOKEN_BYTES]
-    return Prompt.with_keys(prompt.identity, data, prompt.keys[:chunks], chunk_tokens=prompt.chunk_tokens)
+    return prompt.part(hit.whole_chunks)
 
 
 async def _resumable(part: Path, exports: Sequence[_Export]) -> tuple[int, int]:

@@ -111,7 +111,7 @@ class IntoHbm(PartLoad):
             self._pages_of.append(page)
             if position >= self.first:
                 self._arrived[position] = self._share(position)
-        self._kept = self._pages_of if request.named else self._pages_of[-1:]
+        self._kept = request.holding(self._pages_of)
         for page in self._kept:
             hbm.index.hold(page)
         local = []

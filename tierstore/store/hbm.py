@@ -122,11 +122,19 @@ class HbmTier:
             pages = enumerate(self._named(request, group))
             return {at: page for at, page in pages if page is not None and page.ready_tier() is Tier.HBM}
 
-    def tokens_here(self, request: LookupRequest, group: int) -> int:
-        """How many of a request's tokens are in HBM, of a prompt the leading ones. Takes the lock."""
-        if request.named:
-            return len(self.match_named(request, group)) * request.chunk_tokens
-        return self.match(request, group).tokens
+    def has_all(self, request: LookupRequest, group: int) -> bool:
+        """Whether all whole chunks of a request are in HBM. Takes the lock."""
+        if not self.pools:
+            return False
+        child = self.index.tree.child
+        with self.lock:
+            root = page = self.root(request, group)
+            for at, key in enumerate(request.keys):
+                found = child(request.parent(root, page), key, request.chunk(at))
+                if found is None or found.ready_tier() is not Tier.HBM:
+                    return False
+                page = found
+        return True
 
     def _named(self, request: LookupRequest, group: int) -> list[Page | None]:
         """Each named page, as far as it is known here."""
@@ -145,17 +153,8 @@ class HbmTier:
         if not pages:
             return PageLease()
         lease = self.hold(pages, lease_s)
-        self._touch(request, pages, positions, hit=True)
+        request.touch(self.index, pages, positions, hit=True)
         return lease
-
-    def _touch(
-        self, request: LookupRequest, pages: Sequence[Page], positions: Iterable[int], *, hit: bool
-    ) -> None:
-        if request.named:
-            depths = (request.depth + at for at in positions)
-            self.index.touch_named(dict(zip(pages, depths, strict=True)), hit=hit)
-        else:
-            self.index.touch(pages, hit=hit)
 
     def hold(self, pages: Iterable[Page], lease_s: float) -> PageLease:
         """Lease pages for the time of one operation, without counting that as a use."""
@@ -182,7 +181,7 @@ class HbmTier:
         with self.lock, self._let_go_on_error(held):
             self.require_open()
             root = page = self.root(request, group)
-            for chunk in range(first if request.named else 0, first + len(source.hbm_pages)):
+            for chunk in range(request.saved_from(first), first + len(source.hbm_pages)):
                 if chunk >= len(request.keys) and request.identity.whole_pages:
                     break  # it could never be found
                 key = request.keys[chunk] if chunk < len(request.keys) else tail_key
@@ -196,7 +195,7 @@ class HbmTier:
                         self.index.prune(page)
                         break
                     held[chunk - first] = page
-            self._touch(request, list(held.values()), (first + at for at in held), hit=False)
+            request.touch(self.index, list(held.values()), (first + at for at in held), hit=False)
             tracker.saved(list(held.values()))
             self._forget_gone()
         return held
@@ -338,6 +337,16 @@ class HbmTier:
         self.counters.evicted_pages[Tier.HBM.label] += evicted
         return evicted
 
+    def evict_from(self, groups: Iterable[int], count: int | None) -> int:
+        """:meth:`evict` up to ``count`` pages (None: all) of these pools, one after the other. Takes the
+        lock."""
+        evicted = 0
+        with self.lock:
+            for group in groups:
+                room = self.pools[group].num_pages
+                evicted += self.evict(room if count is None else min(count - evicted, room), group)
+        return evicted
+
     def _empty_any(self, groups: Iterable[int]) -> bool:
         """:meth:`_empty_one` of the pool with most idle bytes, or of the next that can."""
         return any(self._empty_one(each) for each in sorted(groups, key=self._idle_bytes, reverse=True))
@@ -407,6 +416,11 @@ class HbmTier:
         else:
             while self.pools[0].excess and self._empty_any(range(len(self.pools))):
                 pass
+
+    def wait_saved(self, timeout: float | None) -> bool:
+        """Wait until no save is under way; False when ``timeout`` seconds pass. Takes the lock."""
+        with self.lock:
+            return self.changed.wait_for(lambda: not self.pending_saves, timeout)
 
     def declined(self, tokens: Mapping[str, int]) -> None:
         """Count what was found and not loaded, by tier and reason. Takes the lock."""

@@ -291,7 +291,7 @@ class ChainPart(Part):
         return self._request, first, -(-stop // self.chunk_tokens) - first
 
     def to_tell(self) -> tuple[LookupRequest, int] | None:
-        if self._lease is not None:
+        if self._lease is not None or not self.tokens:
             return None
         request = self.request
         return request, len(request.keys)
@@ -506,6 +506,11 @@ class Hit:
     def remote_positions(self) -> Sequence[int]:
         """Likewise, those that are not held, and other hosts seem to have. See :meth:`bring`."""
         return self.parts[0].remote_positions if self.simple else ()
+
+    @property
+    def whole_chunks(self) -> Sequence[int]:
+        """Which whole chunks of what was asked for the hit has, in order: of a prompt the leading ones."""
+        return sorted(self.positions) or range(self.tokens // self.chunk_tokens)
 
     @property
     def found(self) -> int:

@@ -88,6 +88,8 @@ class Lower:
     mover: Mover
     planner: Planner
     groups: Sequence[Group]
+    named: Sequence[Group]
+    """Those of the groups whose pages are named."""
 
 
 class Load:
@@ -177,11 +179,8 @@ class Load:
         front = min(self.first * chunk_tokens, self.hit.tokens)
         if len(self.parts) == 1 and self.parts[0].part.leading:
             return min(self.parts[0].leading() * chunk_tokens, wanted)
-        held = {
-            group.number: (group.rule, frozenset[int]())
-            for group in self.lower.groups
-            if group.named and self._ends
-        }
+        named = self.lower.named if self._ends else ()
+        held = {group.number: (group.rule, frozenset[int]()) for group in named}
         for part in self.parts:
             held[part.part.group] = part.part.rule, frozenset(part.arrived_ends())
         return max(longest_of_pages(list(held.values()), wanted, chunk_tokens), front) if held else front

@@ -27,6 +27,7 @@ class Loader:
         self._hbm = finder.hbm
         self._backend = finder.backend
         self._groups = finder.groups
+        self._named = finder.named
         self._mover = mover
         self._planning = planning
 
@@ -80,12 +81,13 @@ class Loader:
 
     def _offer(self, hit: Hit) -> None:
         """The daemon cannot know which of the named pages that it is asked for are used."""
-        if any(group.named for group in self._groups):
+        if self._named:
             self.offer(hit)
 
     @property
     def _lower(self) -> Lower:
-        return Lower(self._hbm, self._backend, self._mover, self._planning.planner, self._groups)
+        planner = self._planning.planner
+        return Lower(self._hbm, self._backend, self._mover, planner, self._groups, self._named)
 
     def _planned(self, hit: Hit, deadline_s: float | None) -> tuple[Range, float | None]:
         """As much of a hit as is worth loading, and by when, where the caller has set no deadline."""

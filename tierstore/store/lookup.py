@@ -30,7 +30,7 @@ from tierstore.backend import (
     Registration,
 )
 from tierstore.errors import UsageError
-from tierstore.groups import Group, groups_of, search
+from tierstore.groups import Group, by_kind, groups_of, search
 from tierstore.index import Match, Page
 from tierstore.index.leases import PageLease
 from tierstore.keys import Identity, Prompt, TokenIds, encode_tokens, named_chunks
@@ -40,6 +40,8 @@ from tierstore.store.hit import ChainPart, Hit, NamedPart, Part, RemotePages, Ru
 from tierstore.store.prompts import PromptCache
 from tierstore.transfer import Transfer, joined
 from tierstore.types import Promise
+
+_NOTHING = GroupLease(Lease(0, 0, 0, (), 0.0))
 
 
 class Finder:
@@ -61,28 +63,19 @@ class Finder:
         self.chunk_tokens = spec.chunk_tokens
         self.groups = groups_of(spec) if groups is None else tuple(groups)
         self.rules = tuple(group.rule for group in self.groups)
+        self.chained, self.named = by_kind(self.groups)
         self.prompts = PromptCache(spec.chunk_tokens)
         self._layout = spec.describe()  # compared at every lookup
         # An engine's own groups may have one layout, so a prompt of theirs is always one of the model's.
         single = self.groups if groups is None else ()
         self._by_layout = {group.spec.describe(): group for group in single}
-        self._only = single[0] if len(single) == 1 and not single[0].named else None
+        self._only = self.chained[0] if len(single) == 1 and self.chained else None
 
     def named_group(self, prompt: Prompt, group: Group, here: Sequence[int]) -> NamedGroup:
         """A group with named pages, as a model's prompt is asked for. The caller has the pages that end at
         the tokens ``here``."""
         identity = prompt.identities[group.number]
         return NamedGroup(Registration(identity, group.page_bytes, self.chunk_tokens), group.rule, here)
-
-    @property
-    def chained(self) -> list[Group]:
-        """The groups with chained pages."""
-        return [group for group in self.groups if not group.named]
-
-    @property
-    def named(self) -> list[Group]:
-        """The groups with named pages."""
-        return [group for group in self.groups if group.named]
 
     def source(self, group: Group, held: PageLease, lease: Lease | None) -> Source:
         """What the pages of a group come from that a lookup has found."""
@@ -175,16 +168,16 @@ class Finder:
 
     def needed(self, prompt: Prompt, tokens: int) -> list[tuple[Group, LookupRequest]]:
         """What a hit of so many tokens of a model's prompt needs of each group."""
-        requests = []
-        for group in self.groups if tokens else ():
-            if not group.named:
-                requests.append((group, self.chain(prompt, group).cut(tokens)))
-            elif ends := group.rule.ends(tokens, self.chunk_tokens):
-                requests.append((group, self.pages_at(prompt, group, ends)))
-        return requests
+        if not tokens:
+            return []
+        ends = [(group, group.rule.ends(tokens, self.chunk_tokens)) for group in self.named]
+        return [
+            *((group, self.chain(prompt, group).cut(tokens)) for group in self.chained),
+            *((group, self.pages_at(prompt, group, each)) for group, each in ends if each),
+        ]
 
     def _expect(self, group: Group, request: LookupRequest, until_s: float) -> Transfer[None]:
-        if self.hbm.tokens_here(request, group.number) >= request.num_tokens:
+        if self.hbm.has_all(request, group.number):
             return Transfer.completed(None)
         return self.backend.expect(request, wait_s=until_s)
 
@@ -441,65 +434,66 @@ class HitLookup:
         """What was found; waits for it."""
         finder, hbm = self._finder, self._finder.hbm
         found = self.answer.wait() if self.answer is not None else None
-        tokens, branch = self._local, self._branch
-        leases: dict[int, GroupLease] = {}
         if found is not None:
-            tokens, branch = found.tokens, found.branch
-            leases.update(zip((group.number for group in finder.chained), found.chains, strict=True))
-            leases.update(zip((group.number for group in finder.named), found.named, strict=True))
             for chain, each in zip(self._chains, found.chains, strict=True):
                 finder.prompts.remember(chain, each.lease.handle)
-        parts = [self._part(group, tokens, leases.get(group.number)) for group in finder.groups if tokens]
+        else:
+            chains, others = [_NOTHING] * len(self._chains), [_NOTHING] * len(finder.named)
+            found = HitLease(self._local, self._branch, chains, others)
+        tokens, branch = found.tokens, found.branch if finder.chained else found.tokens
+        parts: list[Part] = []
+        if tokens:
+            parts += [self._chain_part(at, tokens, each.lease) for at, each in enumerate(found.chains)]
+            named = zip(finder.named, found.named, strict=True)
+            parts += [
+                self._named_part(group, ends, each.lease)
+                for group, each in named
+                if (ends := group.rule.ends(tokens, finder.chunk_tokens))
+            ]
+            parts.sort(key=lambda part: part.group)
         with hbm.lock:
             hbm.leases.release(self._held)
-        there = [part for part in parts if part is not None]
-        branch = branch if finder.chained else tokens
         for group in finder.named if tokens else ():
             points = self._prompt.points
             points[group.number] = sorted({*points.get(group.number, ()), tokens})
-        if found is None or not found.remote_tokens:
-            return FoundHit(tokens, branch, there)
-        others = [
-            pages
-            for group in finder.groups
-            if (pages := self._remote_pages(group, leases[group.number].remote_ends)) is not None
-        ]
-        return FoundHit(tokens, branch, there, found.remote_tokens, others)
+        if not found.remote_tokens:
+            return FoundHit(tokens, branch, parts)
+        return FoundHit(tokens, branch, parts, found.remote_tokens, self._others(found))
 
-    def _part(self, group: Group, tokens: int, found: GroupLease | None) -> Part | None:
-        """What a hit of so many tokens needs of a group; None if that is nothing."""
-        finder, hbm, backend = self._finder, self._finder.hbm, self._finder.backend
-        lease = found.lease if found is not None and found.lease.tokens else None
-        if not group.named:
-            at = finder.chained.index(group)
-            match = self._matches[at]
-            used = match.pages[: -(-min(tokens, match.tokens) // finder.chunk_tokens)]
-            with hbm.lock:
-                held = hbm.use(self._chains[at], used, backend.lease_s)
-            part = ChainPart(finder.source(group, held, lease), self._chains[at], match)
-            part.shorten(tokens)
-            return part
-        ends = list(group.rule.ends(tokens, finder.chunk_tokens))
-        if not ends:
-            return None
+    def _chain_part(self, at: int, tokens: int, lease: Lease) -> Part:
+        """What a hit of so many tokens needs of the chain ``at``."""
+        finder, hbm, match = self._finder, self._finder.hbm, self._matches[at]
+        chain, group = self._chains[at], finder.chained[at]
+        used = match.pages[: -(-min(tokens, match.tokens) // finder.chunk_tokens)]
+        with hbm.lock:
+            held = hbm.use(chain, used, finder.backend.lease_s)
+        part = ChainPart(finder.source(group, held, lease if lease.tokens else None), chain, match)
+        part.shorten(tokens)
+        return part
+
+    def _named_part(self, group: Group, ends: Sequence[int], lease: Lease) -> Part:
+        """The pages of a group that end at these tokens, which a hit needs."""
+        finder, hbm, pages = self._finder, self._finder.hbm, self._here[group.number]
         request = finder.pages_at(self._prompt, group, ends)
-        pages = self._here[group.number]
         here = {at: pages[end] for at, end in enumerate(ends) if end in pages}
         with hbm.lock:
-            held = hbm.use(request, list(here.values()), backend.lease_s, positions=here)
+            held = hbm.use(request, list(here.values()), finder.backend.lease_s, positions=here)
         asked = [at for at in range(len(ends)) if at not in here]
-        return RulePart(finder.source(group, held, lease), request, here, asked, ends)
+        source = finder.source(group, held, lease if lease.tokens else None)
+        return RulePart(source, request, here, asked, ends)
 
-    def _remote_pages(self, group: Group, ends: Sequence[int]) -> RemotePages | None:
-        finder = self._finder
-        if not ends:
-            return None
-        if group.named:
-            named = finder.pages_at(self._prompt, group, ends)
-            return RemotePages(finder.backend, named, group.page_bytes, 0, ends)
-        chain = self._chains[finder.chained.index(group)]
-        first = ends[0] // finder.chunk_tokens - 1
-        return RemotePages(finder.backend, chain, group.page_bytes, first, ends)
+    def _others(self, found: HitLease) -> list[RemotePages]:
+        """What other hosts seem to have of each group."""
+        finder, others = self._finder, []
+        for chain, each in zip(self._chains, found.chains, strict=True):
+            if ends := each.remote_ends:
+                first = ends[0] // finder.chunk_tokens - 1
+                others.append(RemotePages(finder.backend, chain, chain.page_bytes, first, ends))
+        for group, each in zip(finder.named, found.named, strict=True):
+            if ends := each.remote_ends:
+                named = finder.pages_at(self._prompt, group, ends)
+                others.append(RemotePages(finder.backend, named, group.page_bytes, 0, ends))
+        return others
 
     def give_up(self) -> None:
         """Give back what is held for the answer, now or when it comes."""

@@ -11,6 +11,7 @@ from tierstore.planner import CLUSTER, Part, Plan, Planner
 from tierstore.store.hbm import HbmTier
 from tierstore.store.hit import Hit, rank
 from tierstore.store.hit import Part as HitPart
+from tierstore.transfer import Transfer
 
 _BRING_S = 2.0  # that pages of other hosts are waited for
 _PROBE_BYTES = 8 << 20  # of a declined tier, read to see how fast it is by now
@@ -113,6 +114,18 @@ class Planning:
             brought.on_end(came)
 
         found.on_end(leased)
+
+    def bring(self, hit: Hit, tokens: int | None, deadline_s: float | None) -> Transfer[int] | None:
+        """See :meth:`Store.bring <tierstore.Store.bring>`."""
+        remote = hit.remote_tokens if tokens is None else min(hit.remote_tokens, tokens - hit.tokens)
+        if remote <= 0:
+            return None
+        length = hit.tokens + remote
+        nbytes = sum(sum(end <= length for end in part.remote_ends) * part.page_bytes for part in hit.others)
+        within_s = self.worth_bringing(hit.tokens, remote, nbytes)
+        if within_s is None:
+            return None
+        return hit.bring(within_s if deadline_s is None else deadline_s, tokens=length)
 
     def worth_bringing(self, behind: int, tokens: int, nbytes: int) -> float | None:
         """See :meth:`Store.worth_bringing <tierstore.Store.worth_bringing>`."""

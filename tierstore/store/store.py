@@ -16,7 +16,7 @@ from types import TracebackType
 from tierstore.arguments import optional_seconds, seconds, whole_number
 from tierstore.backend import Backend, Registration, SaveHints
 from tierstore.errors import UsageError
-from tierstore.groups import Group, GroupRule, groups_of
+from tierstore.groups import Group, GroupRule, by_kind, groups_of
 from tierstore.index import LABELS, Tier
 from tierstore.keys import LEAST_NAMED_TOKENS, Identity, Prompt, TokenIds
 from tierstore.mover import Mover
@@ -286,16 +286,7 @@ class Store:
         computing takes, 2 s at most); look the prompt up again to have them. The hit is not changed, and
         still to be released."""
         self._check_hit(hit)
-        remote = hit.remote_tokens if tokens is None else min(hit.remote_tokens, tokens - hit.tokens)
-        if remote <= 0:
-            return None
-        deadline_s = optional_seconds("deadline_s", deadline_s)
-        length = hit.tokens + remote
-        nbytes = sum(sum(end <= length for end in part.remote_ends) * part.page_bytes for part in hit.others)
-        within_s = self.worth_bringing(hit.tokens, remote, nbytes)
-        if within_s is None:
-            return None
-        return hit.bring(within_s if deadline_s is None else deadline_s, tokens=length)
+        return self._planning.bring(hit, tokens, optional_seconds("deadline_s", deadline_s))
 
     def worth_bringing(self, behind: int, tokens: int, nbytes: int) -> float | None:
         """How long ``nbytes`` of other hosts' pages are best waited for, which spare computing ``tokens``
@@ -372,7 +363,7 @@ class Store:
         """Like :meth:`save`, for pages of the group's pool that the caller owns: they are published where
         they are, become read-only, and are cached after ``release_hbm``."""
         self._require_open()
-        self._hbm.pool(self._group(group).number)
+        self._pool(group)
         prompt = prompt if isinstance(prompt, Prompt) else self.prompt(prompt)
         hints = SaveHints(hint, session)
         return self._saver.save_hbm(prompt, hbm_pages, first, self.groups[group], hints)
@@ -397,10 +388,8 @@ class Store:
         self._require_open()
         timeout = optional_seconds("timeout", timeout)
         ends = None if timeout is None else time.monotonic() + timeout
-        hbm = self._hbm
-        with hbm.lock:
-            if not hbm.changed.wait_for(lambda: not hbm.pending_saves, timeout):
-                return False
+        if not self._hbm.wait_saved(timeout):
+            return False
         return self.backend.flush(None if ends is None else max(ends - time.monotonic(), 0.0))
 
     # -- room in HBM (for the engine that owns the pools) ----------------------------------------------
@@ -409,8 +398,7 @@ class Store:
         """``count`` private pages of a group's pool, evicting cached ones; None when that many cannot be had.
         The pools share a memory: those leave of whichever group has most that nobody uses. ``near`` are pages
         of the same sequence: a pool of two levels keeps these together."""
-        self._hbm.require_process()
-        self._hbm.pool(self._group(group).number)
+        self._pool(group)
         count = whole_number("count", count, least=0)
         with self._hbm.lock:
             return self._hbm.allocate(count, group, near=near)
@@ -429,16 +417,14 @@ class Store:
 
     def release_hbm(self, hbm_pages: Sequence[int], *, group: int = 0) -> None:
         """The caller is done with these pages (once for each time it came to own one)."""
-        self._hbm.require_process()
-        hbm_pages = checked_hbm_pages(self._hbm.pool(self._group(group).number), hbm_pages)
+        hbm_pages = checked_hbm_pages(self._pool(group), hbm_pages)
         with self._hbm.lock:
             self._hbm.release(hbm_pages, group)
 
     def available_hbm(self, *, group: int = 0) -> int:
         """Pages that ``allocate_hbm`` could find: free ones and cached ones that may leave, of the other
         groups as far as they make up whole large pages."""
-        self._hbm.require_process()
-        self._hbm.pool(self._group(group).number)
+        self._pool(group)
         with self._hbm.lock:
             return self._hbm.available(group)
 
@@ -466,12 +452,7 @@ class Store:
         if tier != Tier.HBM.label:
             return self.backend.evict(tier, count)
         groups = range(len(self.pools)) if group is None else [self._group(group).number]
-        evicted = 0
-        with self._hbm.lock:
-            for each in groups if self.pools else ():
-                room = self.pools[each].num_pages
-                evicted += self._hbm.evict(room if count is None else min(count - evicted, room), each)
-        return evicted
+        return self._hbm.evict_from(groups if self.pools else (), count)
 
     def pin(self, prompt: Prompt | TokenIds) -> int:
         """Keep what the longest hit of whole chunks of ``prompt`` needs in the store until :meth:`unpin`;
@@ -526,12 +507,11 @@ class Store:
         """Finish what is under way and give everything back. Idempotent."""
         if self._hbm.forked:
             return  # nothing here is this process's
-        hbm = self._hbm
-        with hbm.lock:
-            if hbm.closed:
+        with self._hbm.lock:
+            if self._hbm.closed:
                 return
-            hbm.closed = True
-            hbm.changed.wait_for(lambda: not hbm.pending_saves, _CLOSE_S)
+            self._hbm.closed = True
+        self._hbm.wait_saved(_CLOSE_S)
         self._mover.drain()  # copies go on after their load, and need the backend's leases
         self.backend.close()
         self._mover.close()
@@ -546,6 +526,11 @@ class Store:
         if not 0 <= group < len(self.groups):
             raise UsageError(f"the model has layer groups 0 to {len(self.groups) - 1}, not {group}")
         return self.groups[group]
+
+    def _pool(self, group: int) -> PagePool:
+        """Raises :class:`UsageError` likewise, and for a store without pools."""
+        self._hbm.require_process()
+        return self._hbm.pool(self._group(group).number)
 
     def __enter__(self) -> Store:
         return self
@@ -568,7 +553,7 @@ def checked_pools(spec: KVSpec, pools: PagePool | Sequence[PagePool] | None) -> 
     """Raises :class:`UsageError` for chunks that are too short for a name, and for pools that are not those
     of the groups. Of a hashed layout the engine's own is the same without the hash: it knows tokens."""
     groups = groups_of(spec)
-    if any(group.named for group in groups) and spec.chunk_tokens < LEAST_NAMED_TOKENS:
+    if by_kind(groups)[1] and spec.chunk_tokens < LEAST_NAMED_TOKENS:
         raise UsageError(
             f"pages of windows and states are named by {LEAST_NAMED_TOKENS} tokens' worth of bytes: "
             f"chunks of {spec.chunk_tokens} tokens are too short"

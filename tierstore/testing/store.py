@@ -52,6 +52,7 @@ from tierstore import (
     TransferState,
     UsageError,
 )
+from tierstore.groups import by_kind
 from tierstore.testing import pages
 from tierstore.testing.clock import wait_until
 from tierstore.testing.layouts import LAYOUTS, ByGroup, Layout
@@ -95,9 +96,8 @@ def pages_of(tokens: Sequence[int]) -> list[bytes]:
     return pages.pages_of(tokens, SPEC)
 
 
-class StoreTests:
-    """What every store promises, for models of one layer group and of several. See the module's docstring for
-    how to use it."""
+class StoreFixtures:
+    """The stores that the tests are about."""
 
     has_disk = True
     """Whether stores can be opened with a disk tier."""
@@ -120,6 +120,10 @@ class StoreTests:
     def pooled(self, open_store: OpenStore, layout: Layout) -> Store:
         """A store with room for 16 HBM pages of each group."""
         return open_store(layout, identity=new_identity(layout.spec), pools=layout.pools(16))
+
+
+class VerbTests(StoreFixtures):
+    """What is found, loaded and saved, and what is said of it."""
 
     # -- finding and loading -------------------------------------------------------------------------
 
@@ -309,6 +313,97 @@ class StoreTests:
             thread.join()
         assert wrong == []
         assert [store.lookup(tokens).tokens for tokens in prompts] == [104] * 4
+
+    # -- advice --------------------------------------------------------------------------------------
+
+    def test_a_finished_session_counts_its_own_pages(self, store: Store, layout: Layout) -> None:
+        shared = TOKENS[:32]
+        layout.save(store, shared, session="first")
+        layout.save(store, [*shared, *range(500, 532)], session="second", hint=Hint(reuse="likely", ttl_s=60))
+        assert store.finish("second") == 2 * len(layout.groups)
+        assert store.finish("second") == 0
+        assert store.finish("nobody") == 0
+        assert store.lookup([*shared, *range(500, 532)]).tokens == 64
+
+    def test_promised_pages_are_waited_for(self, store: Store, layout: Layout) -> None:
+        layout.save(store, TOKENS[:32])
+        there = store.expect(TOKENS, Promise(32, 10.0))
+        there.wait(_WAIT_S)
+        assert there.state is TransferState.DONE
+        store.expect(TOKENS, Promise(64, 0.05)).wait(_WAIT_S)
+        assert store.lookup(TOKENS).tokens == 32
+
+    # -- mistakes, seeing, ending --------------------------------------------------------------------
+
+    def test_bad_arguments_are_said_and_lose_nothing(self, store: Store, layout: Layout) -> None:
+        layout.save(store, TOKENS)
+        last = layout.groups[-1].number
+        content = layout.pages_of(TOKENS, last)
+        with pytest.raises(UsageError, match="page buffer 0 has 3 bytes"):
+            store.save(TOKENS, [b"abc"], group=last)
+        with pytest.raises(UsageError, match="do not lie within"):
+            store.save(TOKENS, content, first=1, group=last)
+        with pytest.raises(UsageError, match=f"layer groups 0 to {last}, not {last + 1}"):
+            store.save(TOKENS, content, group=last + 1)
+        with pytest.raises(UsageError, match="there are 1" if layout.single else "buffers for 1"):
+            store.load(store.lookup(TOKENS), [bytearray(layout.groups[0].page_bytes)])
+        with pytest.raises(UsageError, match="no page pool"):
+            store.load(store.lookup(TOKENS))
+        with pytest.raises(UsageError, match="another page layout"):
+            store.lookup(Prompt(Identity("test", "float16 or so"), TOKENS, chunk_tokens=CHUNK))
+        with pytest.raises(UsageError, match="session"):
+            store.save(TOKENS, content, group=last, session="")
+        assert store.lookup(TOKENS).tokens == len(TOKENS)
+
+    def test_stats_count_what_happened(self, store: Store, layout: Layout) -> None:
+        layout.save(store, TOKENS)
+        layout.load(store, store.lookup([*TOKENS, 1, 2]))
+        stats = store.stats()
+        assert stats.counters["lookups"] == 1
+        assert stats.counters["lookup_tokens"] == 72
+        assert stats.counters["hit_tokens"]["host"] == 70  # type: ignore[index]
+        assert stats.counters["saved_pages"] == 5 * len(layout.groups)
+        assert stats.counters["loaded_pages"] == layout.num_pages(70)
+        assert stats.failed_tasks == 0
+        store.check()
+
+    def test_it_can_be_waited_for(self, store: Store, layout: Layout) -> None:
+        store.wait_ready()
+        assert layout.save(store, TOKENS) == len(TOKENS)
+
+    def test_a_closed_store_says_so(self, store: Store, layout: Layout) -> None:
+        before = store.closed
+        store.close()
+        store.close()
+        assert (before, store.closed) == (False, True)
+        with pytest.raises(StoreClosedError):
+            store.lookup(TOKENS)
+        with pytest.raises(StoreClosedError):
+            layout.save(store, TOKENS)
+
+    def test_closing_in_the_middle_ends_every_transfer(self, open_store: OpenStore, layout: Layout) -> None:
+        store = open_store(layout, identity=new_identity(layout.spec), pools=layout.pools(64))
+        tokens = list(range(CHUNK * 40))
+        layout.save(store, tokens)
+        hit = store.lookup(tokens)
+        buffers = layout.buffers(hit)
+        others = range(5000, 5000 + CHUNK * 40)
+        loading = layout.start_load(store, hit, buffers)
+        transfers: list[Transfer[Any]] = [
+            store.load(store.lookup(tokens)),
+            store.lookup(tokens).prefetch(),
+            *layout.start_save(store, others, [layout.pages_of(others, at) for at in range(len(buffers))]),
+        ]
+        store.close()
+        for transfer in transfers:
+            transfer.wait(_WAIT_S)
+        loaded = loading.wait(_WAIT_S)
+        assert isinstance(loaded, Loaded)
+        assert layout.came(hit.tokens, loaded.tokens, buffers) == layout.right(tokens, loaded.tokens)
+
+
+class TierTests(StoreFixtures):
+    """Where pages are: how much room there is, what stays, what leaves, and what comes back."""
 
     # -- capacity, leases, pins ----------------------------------------------------------------------
 
@@ -536,94 +631,10 @@ class StoreTests:
             assert layout.room(pooled) == [0] * len(room)
             pooled.release_hbm(everything, group=group.number)
 
-    # -- advice --------------------------------------------------------------------------------------
 
-    def test_a_finished_session_counts_its_own_pages(self, store: Store, layout: Layout) -> None:
-        shared = TOKENS[:32]
-        layout.save(store, shared, session="first")
-        layout.save(store, [*shared, *range(500, 532)], session="second", hint=Hint(reuse="likely", ttl_s=60))
-        assert store.finish("second") == 2 * len(layout.groups)
-        assert store.finish("second") == 0
-        assert store.finish("nobody") == 0
-        assert store.lookup([*shared, *range(500, 532)]).tokens == 64
-
-    def test_promised_pages_are_waited_for(self, store: Store, layout: Layout) -> None:
-        layout.save(store, TOKENS[:32])
-        there = store.expect(TOKENS, Promise(32, 10.0))
-        there.wait(_WAIT_S)
-        assert there.state is TransferState.DONE
-        store.expect(TOKENS, Promise(64, 0.05)).wait(_WAIT_S)
-        assert store.lookup(TOKENS).tokens == 32
-
-    # -- mistakes, seeing, ending --------------------------------------------------------------------
-
-    def test_bad_arguments_are_said_and_lose_nothing(self, store: Store, layout: Layout) -> None:
-        layout.save(store, TOKENS)
-        last = layout.groups[-1].number
-        content = layout.pages_of(TOKENS, last)
-        with pytest.raises(UsageError, match="page buffer 0 has 3 bytes"):
-            store.save(TOKENS, [b"abc"], group=last)
-        with pytest.raises(UsageError, match="do not lie within"):
-            store.save(TOKENS, content, first=1, group=last)
-        with pytest.raises(UsageError, match=f"layer groups 0 to {last}, not {last + 1}"):
-            store.save(TOKENS, content, group=last + 1)
-        with pytest.raises(UsageError, match="there are 1" if layout.single else "buffers for 1"):
-            store.load(store.lookup(TOKENS), [bytearray(layout.groups[0].page_bytes)])
-        with pytest.raises(UsageError, match="no page pool"):
-            store.load(store.lookup(TOKENS))
-        with pytest.raises(UsageError, match="another page layout"):
-            store.lookup(Prompt(Identity("test", "float16 or so"), TOKENS, chunk_tokens=CHUNK))
-        with pytest.raises(UsageError, match="session"):
-            store.save(TOKENS, content, group=last, session="")
-        assert store.lookup(TOKENS).tokens == len(TOKENS)
-
-    def test_stats_count_what_happened(self, store: Store, layout: Layout) -> None:
-        layout.save(store, TOKENS)
-        layout.load(store, store.lookup([*TOKENS, 1, 2]))
-        stats = store.stats()
-        assert stats.counters["lookups"] == 1
-        assert stats.counters["lookup_tokens"] == 72
-        assert stats.counters["hit_tokens"]["host"] == 70  # type: ignore[index]
-        assert stats.counters["saved_pages"] == 5 * len(layout.groups)
-        assert stats.counters["loaded_pages"] == layout.num_pages(70)
-        assert stats.failed_tasks == 0
-        store.check()
-
-    def test_it_can_be_waited_for(self, store: Store, layout: Layout) -> None:
-        store.wait_ready()
-        assert layout.save(store, TOKENS) == len(TOKENS)
-
-    def test_a_closed_store_says_so(self, store: Store, layout: Layout) -> None:
-        before = store.closed
-        store.close()
-        store.close()
-        assert (before, store.closed) == (False, True)
-        with pytest.raises(StoreClosedError):
-            store.lookup(TOKENS)
-        with pytest.raises(StoreClosedError):
-            layout.save(store, TOKENS)
-
-    def test_closing_in_the_middle_ends_every_transfer(self, open_store: OpenStore, layout: Layout) -> None:
-        store = open_store(layout, identity=new_identity(layout.spec), pools=layout.pools(64))
-        tokens = list(range(CHUNK * 40))
-        layout.save(store, tokens)
-        hit = store.lookup(tokens)
-        buffers = layout.buffers(hit)
-        others = range(5000, 5000 + CHUNK * 40)
-        loading = layout.start_load(store, hit, buffers)
-        transfers: list[Transfer[Any]] = [
-            store.load(store.lookup(tokens)),
-            store.lookup(tokens).prefetch(),
-            *layout.start_save(store, others, [layout.pages_of(others, at) for at in range(len(buffers))]),
-        ]
-        store.close()
-        for transfer in transfers:
-            transfer.wait(_WAIT_S)
-        loaded = loading.wait(_WAIT_S)
-        assert isinstance(loaded, Loaded)
-        assert layout.came(hit.tokens, loaded.tokens, buffers) == layout.right(tokens, loaded.tokens)
-
-    # -- against a model -----------------------------------------------------------------------------
+class StoreTests(VerbTests, TierTests):
+    """What every store promises, for models of one layer group and of several. See the module's docstring for
+    how to use it."""
 
     def test_any_sequence_of_verbs_agrees_with_a_dictionary(
         self, open_store: OpenStore, layout: Layout
@@ -670,7 +681,7 @@ class StoreMachine(RuleBasedStateMachine):
     def expected(self, tokens: Sequence[int]) -> int:
         """The longest hit that all groups can serve with what is held."""
         branch = self.branch(tokens)
-        named = [group for group in self.layout.groups if group.named]
+        _, named = by_kind(self.layout.groups)
         if not named:
             return branch
         whole = branch - branch % CHUNK

@@ -112,8 +112,7 @@ class Load:
                 if not self._stopped:
                     left = max(self._ends - self._clock(), 0.0)
                     for part, hit in zip(self._parts, hits, strict=True):
-                        if part.prompt.named:
-                            part.store.offer(hit)
+                        part.store.offer(hit)
                         transfer = part.store.load_to(hit, part.target, first=part.first, deadline_s=left)
                         started += 1
                         self._transfers.append(transfer)

@@ -70,7 +70,7 @@ def windows_of(pages, monkeypatch):
 
 def test_a_long_prompt_goes_by_windows(store, monkeypatch):
     windows_of(4, monkeypatch)
-    monkeypatch.setattr("tierstore.client.backend._WINDOW_PAGES", 3)
+    monkeypatch.setattr("tierstore.client.reading._WINDOW_PAGES", 3)
     monkeypatch.setattr("tierstore.store.load._COPY_BYTES", 2 * SPEC.page_bytes)
     tokens = list(range(16 * 30 + 5))
     transfer = store.save(tokens, pages_of(tokens))

@@ -10,7 +10,7 @@ import tierstore
 from tests.tierstore.daemon.client.conftest import SPEC, daemon_stats, load_bytes, pages_of, right_bytes
 from tests.tierstore.daemon.server.conftest import RunningDaemon
 from tierstore import Hint, UsageError
-from tierstore.client.backend import _part
+from tierstore.client.state import prompt_part
 from tierstore.daemon.settings import Settings
 from tierstore.keys import Identity, encode_tokens
 from tierstore.store.prompts import PromptCache
@@ -118,7 +118,7 @@ def test_what_makes_no_sense_is_refused(running, store):
 
     session = store.backend.connection.session
     request = PromptCache(SPEC.chunk_tokens).request_of(store.identity, SPEC.page_bytes, encode_tokens(A))
-    part = _part(session, request, None)
+    part = prompt_part(session, request, None)
     for hint, name in ((p.HintPart(-1.0), ""), (p.HintPart(None, "maybe"), ""), (None, "x" * 1000)):
         message = p.Reserve(0, part, 0, 1, hint, name)
         assert store.backend.connection.ask(message, p.Reserved) is None

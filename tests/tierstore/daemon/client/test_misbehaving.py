@@ -107,7 +107,7 @@ def test_a_hit_that_does_not_add_up_is_a_miss(fake, connect, answer):
 
 
 def test_what_comes_too_late_is_given_back(fake, connect, monkeypatch):
-    monkeypatch.setattr("tierstore.client.backend._SAVE_S", 0.0)  # no longer than a lookup
+    monkeypatch.setattr("tierstore.client.writing._SAVE_S", 0.0)  # no longer than a lookup
     daemon = fake()
     daemon.answers |= {Lookup: slowly(0.4, found())}
     store = connect(daemon.url, lookup_s=0.2)
@@ -205,7 +205,7 @@ def test_another_version_is_no_session(fake, connect):
 
 def test_a_load_goes_on_while_pages_come_from_disk(fake, connect, monkeypatch):
     """Windows of pages on disk are asked for two at a time, the next one when one has come."""
-    monkeypatch.setattr("tierstore.client.backend._DISK_BYTES", 2 * PAGE)
+    monkeypatch.setattr("tierstore.client.reading._DISK_BYTES", 2 * PAGE)
     daemon = fake()
     tokens = list(range(16 * 9))
     contents = pages_of(tokens)
@@ -222,7 +222,7 @@ def test_a_load_goes_on_while_pages_come_from_disk(fake, connect, monkeypatch):
 
 
 def test_a_load_that_runs_out_of_time_brings_what_came(fake, connect, monkeypatch):
-    monkeypatch.setattr("tierstore.client.backend._DISK_BYTES", 2 * PAGE)
+    monkeypatch.setattr("tierstore.client.reading._DISK_BYTES", 2 * PAGE)
     daemon = fake()
     contents = pages_of(TOKENS)
     daemon.arena.view(0, 5 * PAGE)[:] = b"".join(contents)

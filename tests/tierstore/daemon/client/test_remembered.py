@@ -6,7 +6,7 @@ import pytest
 
 from tests.tierstore.daemon.client.conftest import SPEC
 from tierstore.backend import PrefixHandle
-from tierstore.client.backend import _part
+from tierstore.client.state import prompt_part
 from tierstore.keys import Identity, Prompt, encode_tokens
 from tierstore.store.prompts import PromptCache, common_bytes
 
@@ -22,7 +22,7 @@ def question_of(remembered, tokens):
 
 
 def part_of(question, session, chunks=None):
-    return _part(session, question, question.handle_of(session, chunks))
+    return prompt_part(session, question, question.handle_of(session, chunks))
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 64, 1000, 200_000])

@@ -39,7 +39,7 @@ def tcp_daemon(make_daemon):
 
 def test_pages_go_as_frames(tcp_daemon, connect, monkeypatch):
     monkeypatch.setattr("tierstore.store.save._WRITE_BYTES", 2 * SPEC.page_bytes)
-    monkeypatch.setattr("tierstore.client.backend._FETCH_BYTES", 2 * SPEC.page_bytes)
+    monkeypatch.setattr("tierstore.client.reading._FETCH_BYTES", 2 * SPEC.page_bytes)
     remote, local = connect(tcp_daemon.tcp), connect(tcp_daemon.url)
     tokens = list(range(16 * 20 + 5))
     assert remote.save(tokens, pages_of(tokens)).wait(10) == len(tokens)

@@ -1,0 +1,333 @@
+"""Lookups at a daemon: what it has of a prompt, under leases.
+
+An answer that does not fit its question is a miss, and its leases are given back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from tierstore.backend import (
+    GroupLease,
+    HitLease,
+    HitRequest,
+    Lease,
+    LookupRequest,
+    NamedGroup,
+    Registration,
+)
+from tierstore.client.channel import numbers
+from tierstore.client.handshake import Session
+from tierstore.client.state import RemoteLease, RemoteState, handle_in, in_full, prompt_part
+from tierstore.transfer import Transfer, TransferState
+from tierstore.wire import messages
+
+R = TypeVar("R")
+
+_WAIT_SHARE = 0.8  # of a lookup's time, that the daemon may take
+
+
+class RemoteLookups:
+    """What one client asks a daemon for. Thread-safe."""
+
+    def __init__(self, state: RemoteState) -> None:
+        self._state = state
+        self._connection = state.connection
+
+    def find(
+        self, request: LookupRequest, *, patience_s: float, caller_receives: bool = False
+    ) -> Transfer[Lease | None]:
+        return self._once_known(
+            [request.registration],
+            patience_s,
+            lambda left_s, receives: self.ask(request, left_s, caller_receives and receives),
+            self._state.release,
+        )
+
+    def find_hit(self, request: HitRequest, *, patience_s: float) -> Transfer[HitLease | None]:
+        return self._once_known(
+            request.registrations,
+            patience_s,
+            lambda left_s, receives: self._find_hit(request, left_s, receives),
+            self._release_hit,
+        )
+
+    def _once_known(
+        self,
+        registrations: Sequence[Registration],
+        patience_s: float,
+        ask: Callable[[float, bool], Transfer[R | None]],
+        give_back: Callable[[R], None],
+    ) -> Transfer[R | None]:
+        """``ask`` when the daemon knows these identities, which it does in nearly all cases. ``ask`` is told
+        how many seconds are left, and whether the calling thread receives the answer. What nobody waits for
+        any more is given back."""
+        if not self._state.loads:
+            return Transfer.completed(None)
+        state = self._state
+        registering = [each for known in registrations if (each := state.registering(known)) is not None]
+        if not registering:
+            return ask(patience_s, True)
+        ends = time.monotonic() + patience_s
+        found: Transfer[R | None] | None = None
+
+        def settle(state: TransferState) -> R | None:
+            if found is None:
+                return None
+            if state is TransferState.DONE or not found.cancel():
+                lease = found.wait()
+                if state is TransferState.DONE:
+                    return lease
+                if lease is not None:
+                    give_back(lease)
+            return None
+
+        both: Transfer[R | None] = Transfer(settle, pages=0, nbytes=0, deadline_s=patience_s)
+        waited_for = iter(registering)
+
+        def go_on() -> None:
+            nonlocal found
+            following = next(waited_for, None)
+            if following is not None:
+                following.on_end(go_on)
+                return
+            left = ends - time.monotonic()
+            if left <= 0 or both.stopped:
+                both.finish()
+                return
+            found = ask(left, False)
+            found.on_end(both.finish)
+
+        go_on()
+        return both
+
+    def _release_hit(self, hit: HitLease) -> None:
+        for group in hit.groups:
+            self._state.release(group.lease)
+
+    def _find_hit(
+        self, request: HitRequest, patience_s: float, caller_receives: bool
+    ) -> Transfer[HitLease | None]:
+        session = self._state.session_for(*(each.identity for each in request.registrations))
+        if session is None:
+            return Transfer.completed(None)
+        at = self._state.clock()
+        declined = self._state.take_declined()
+
+        def message() -> messages.FindHit:
+            return messages.FindHit(
+                0,
+                _chain_parts(session, request.chains),
+                list(request.here),
+                [_named_part(session, group) for group in request.named],
+                b"".join(request.names),
+                request.root,
+                request.tail,
+                request.num_tokens,
+                min(patience_s * _WAIT_SHARE, messages.MOST_WAIT_S),
+                declined=declined,
+            )
+
+        def leased(found: messages.HitFound | None, _: object) -> HitLease | None:
+            return self._leased_hit(session, request, found, at) if found is not None else None
+
+        return self._connection.call(
+            session,
+            message(),
+            messages.HitFound,
+            leased,
+            patience_s=patience_s,
+            otherwise=in_full(message, *request.chains),
+            caller_receives=caller_receives,
+        )
+
+    def _leased_hit(
+        self, session: Session, request: HitRequest, found: messages.HitFound, at: float
+    ) -> HitLease:
+        """The answer as leases. An answer that does not fit the question is a miss, and is given back."""
+        self._state.note_ways(found.ways)
+        ends = at + session.lease_s
+        chains = [
+            self._group_lease(session, chain.cut(group.tokens), group, range(0), ends)
+            for chain, group in zip(request.chains, found.chains, strict=False)
+        ]
+        named = []
+        for kind, group in zip(request.named, found.named, strict=False):
+            needed = kind.rule.ends(found.tokens, request.chunk_tokens)
+            lacking = [end for end in needed if end not in kind.here]
+            named.append(self._group_lease(session, request.pages(kind, lacking), group, lacking, ends))
+        hit = HitLease(found.tokens, found.branch, chains, named, max(found.remote_tokens, 0))
+        sound = (
+            len(chains) == len(request.chains)
+            and len(named) == len(request.named)
+            and 0 <= found.tokens <= min(found.branch, request.num_tokens)
+            and all(
+                max(here, group.lease.tokens) >= found.tokens
+                for here, group in zip(request.here, chains, strict=True)
+            )
+            and all(group.lease.pages == len(group.ends) for group in named)
+        )
+        if not sound:
+            self._release_hit(hit)
+            empty = GroupLease(Lease(0, 0, 0, (), 0.0))
+            return HitLease(0, 0, [empty] * len(request.chains), [empty] * len(request.named))
+        return hit
+
+    def _group_lease(
+        self,
+        session: Session,
+        request: LookupRequest,
+        found: messages.GroupFound,
+        page_ends: Sequence[int],
+        ends: float,
+    ) -> GroupLease:
+        """The lease on what the daemon has found of one group, which is ``request``."""
+        remote_ends = numbers(found.remote_ends, "<u4").tolist()
+        pages = max(-(-found.tokens // request.chunk_tokens), 0)
+        sound = pages == request.num_chunks
+        return GroupLease(
+            self._lease(session, request, found, ends, range(pages), sound), page_ends, remote_ends
+        )
+
+    def _lease(
+        self,
+        session: Session,
+        request: LookupRequest,
+        found: messages.Found | messages.GroupFound,
+        ends: float,
+        positions: Sequence[int],
+        sound: bool,
+    ) -> Lease:
+        """The lease that an answer gives on pages of ``request``. If the answer is not ``sound`` the daemon's
+        is given back, and this is on nothing."""
+        handle = handle_in(session, found.path, found.known)
+        pages = -(-found.tokens // request.chunk_tokens)
+        if found.lease and pages > 0 and sound and pages == sum(count for _, count in found.tiers):
+            lease = RemoteLease(found.lease, found.tokens, pages, found.tiers, ends, handle, positions)
+            lease.page_bytes, lease.session, lease.request = request.page_bytes, session, request
+            return lease
+        if found.lease:
+            self._connection.release(session, found.lease)
+        return Lease(0, 0, 0, (), 0.0, handle)
+
+    def ask(self, request: LookupRequest, patience_s: float, caller_receives: bool) -> Transfer[Lease | None]:
+        """:meth:`find` of a prompt whose identity the daemon knows; a miss if it does not."""
+        session = self._state.session_for(request.identity)
+        if session is None or patience_s <= 0:
+            return Transfer.completed(None)
+        # The daemon's waiting is within our patience, not on top of it.
+        wait_s = min(patience_s * _WAIT_SHARE, messages.MOST_WAIT_S)
+        at = self._state.clock()
+        declined = self._state.take_declined()
+
+        def message() -> messages.Lookup:
+            prompt = prompt_part(session, request, request.handle_of(session))
+            return messages.Lookup(
+                0, prompt, request.num_tokens, wait_s, declined=declined, gain=request.gain
+            )
+
+        def leased(found: messages.Found | None, _: object) -> Lease | None:
+            return self._leased(session, request, found, at)
+
+        return self._connection.call(
+            session,
+            message(),
+            messages.Found,
+            leased,
+            patience_s=patience_s,
+            otherwise=in_full(message, request),  # what refused the first counted nothing as declined
+            caller_receives=caller_receives,
+        )
+
+    def expect(self, request: LookupRequest, *, wait_s: float) -> Transfer[None]:
+        wait_s = min(wait_s, messages.MOST_EXPECT_S)
+        if wait_s <= 0 or not self._state.loads or self._connection.session is None:
+            return Transfer.completed(None)
+        # Its own end: a request that ends unanswered is a sign that the daemon is not well.
+        stop: list[Callable[[], None]] = []
+
+        def settle(state: TransferState) -> None:
+            if state is TransferState.CANCELLED:  # the daemon, and its pool, need not look for it any more
+                for each in stop:
+                    each()
+
+        transfer: Transfer[None] = Transfer(settle, pages=0, nbytes=0, deadline_s=wait_s)
+
+        def ask() -> None:
+            asked = self._expect(request, transfer.remaining_s or 0.0, stop)
+            transfer.watch(asked)
+            asked.on_end(transfer.finish)
+            if transfer.state is TransferState.CANCELLED:  # in the meantime
+                settle(transfer.state)
+
+        registering = self._state.registering(request.registration)
+        if registering is None:
+            ask()
+        else:
+            transfer.watch(registering)
+            registering.on_end(ask)
+        return transfer
+
+    def _expect(
+        self, request: LookupRequest, wait_s: float, stop: list[Callable[[], None]]
+    ) -> Transfer[None]:
+        session = self._state.session_for(request.identity)
+        if session is None or wait_s <= 0:
+            return Transfer.completed(None)
+
+        def message() -> messages.Lookup:
+            prompt = prompt_part(session, request, request.handle_of(session))
+            return messages.Lookup(0, prompt, 0, 0.0, expect=request.num_tokens, expect_s=wait_s)
+
+        call = self._connection.call(
+            session,
+            message(),
+            messages.Found,
+            lambda *_: None,
+            wait_s=wait_s,
+            otherwise=in_full(message, request),
+        )
+        stop.append(lambda: None if call.done else self._connection.unexpect(session, call.number))
+        return call
+
+    def _leased(
+        self, session: Session, request: LookupRequest, found: messages.Found | None, at: float
+    ) -> Lease | None:
+        if found is None:
+            return None
+        self._state.note_ways(found.ways)
+        pages = -(-found.tokens // request.chunk_tokens)
+        positions = numbers(found.positions, "<u4").tolist()
+        sound = 0 <= found.tokens <= request.num_tokens and request.fits(pages, positions)
+        lease = self._lease(session, request, found, at + session.lease_s, positions, sound)
+        behind = len(request.keys) - lease.tokens // request.chunk_tokens
+        lease.remote_tokens = min(max(found.remote, 0), behind) * request.chunk_tokens
+        there = set(numbers(found.remote_positions, "<u4").tolist()).difference(positions)
+        lease.remote_positions = sorted(at for at in there if at < request.num_chunks)
+        return lease
+
+
+def _named_part(session: Session, group: NamedGroup) -> messages.NamedPart:
+    here = np.array(group.here, "<u4").tobytes()
+    number = session.identities[group.registration.identity.digest]
+    return messages.NamedPart(number, group.rule.past.value, group.rule.tokens, here)
+
+
+def _chain_parts(session: Session, chains: Sequence[LookupRequest]) -> list[messages.PromptPart]:
+    """The chains of one prompt as a message describes them. They go on behind equally many chunks, so that
+    a chain with the first one's keys and tokens need not say them again."""
+    handles = [chain.handle_of(session) for chain in chains]
+    common = min((0 if handle is None else handle.chunks for handle in handles), default=0)
+    parts: list[messages.PromptPart] = []
+    for chain in chains:
+        handle, first = chain.handle_of(session, common), chains[0]
+        if parts and chain.data is first.data and (chain.nbytes, chain.keys) == (first.nbytes, first.keys):
+            identity, path = session.identities[chain.identity.digest], handle.number if handle else 0
+            parts.append(messages.PromptPart(identity, b"", b"", path, common))
+        else:
+            parts.append(prompt_part(session, chain, handle))
+    return parts

@@ -1,0 +1,173 @@
+"""Reading pages under a daemon's leases: where they lie in the arena that is mapped here, or what comes of
+them as frames, and how they come into the daemon's memory.
+
+A lease ends ``lease_s`` after the daemon gave it; this side counts from when it *asked*, so its own end is
+the earlier one. After copying, a store looks at its clock: before the end the bytes are those that were
+promised, after it they are not used. Nothing has to be asked or shared for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from tierstore import memory
+from tierstore.backend import Lease, Located, LookupRequest
+from tierstore.client.channel import numbers
+from tierstore.client.handshake import Session
+from tierstore.client.lookups import RemoteLookups
+from tierstore.client.state import RemoteLease, RemoteState, in_full, pages_of, prompt_part, session_of
+from tierstore.index import Tier
+from tierstore.transfer import Transfer
+from tierstore.wire import messages
+
+_WINDOW_PAGES = 4096  # of those in the daemon's arena
+_DISK_BYTES = 16 << 20
+_FETCH_BYTES = messages.MAX_FETCH_BYTES // 2  # the daemon bounds what is on its way to one client
+_WAIT_S = 10.0  # how long the daemon is asked to try, where there is no deadline
+
+
+class RemoteReading:
+    """What one client may do with its leases. Thread-safe."""
+
+    def __init__(self, state: RemoteState, lookups: RemoteLookups) -> None:
+        self._state = state
+        self._connection = state.connection
+        self._lookups = lookups
+
+    def holds(self, lease: Lease) -> bool:
+        session = session_of(lease)
+        return session is not None and session.current and self._state.clock() < lease.ends
+
+    def window_pages(self, lease: Lease, first: int) -> int:
+        session = session_of(lease)
+        if session is not None and session.arena is None:
+            return max(_FETCH_BYTES // lease.page_bytes, 1)
+        tier, run = lease.run_at(first)
+        if tier == Tier.DISK.label:
+            return min(run, max(_DISK_BYTES // lease.page_bytes, 1))
+        return min(run, _WINDOW_PAGES)
+
+    def locate(
+        self, lease: Lease, first: int, count: int, *, wait_s: float | None
+    ) -> Transfer[Located | None]:
+        assert isinstance(lease, RemoteLease), "the lease is of another backend"
+        wait_s = _WAIT_S if wait_s is None else min(wait_s, messages.MOST_WAIT_S)
+        session = lease.session
+        if session is None:
+            return Transfer.completed(None)
+        if session.arena is None:
+
+            def fetched(answer: messages.Fetched | None, frames: Sequence[memoryview]) -> Located | None:
+                return self._fetched(lease, answer, frames, count)
+
+            fetch = messages.Fetch(0, lease.number, first, count, wait_s)
+            return self._connection.call(session, fetch, messages.Fetched, fetched, wait_s=wait_s)
+
+        def located(answer: messages.Located | None, _: object) -> Located | None:
+            return self._located(lease, session, answer, count)
+
+        load = messages.Load(0, lease.number, first, count, wait_s)
+        return self._connection.call(session, load, messages.Located, located, wait_s=wait_s)
+
+    def _located(
+        self, lease: RemoteLease, session: Session, answer: messages.Located | None, count: int
+    ) -> Located | None:
+        mapped = session.arena.memory if session.arena is not None else None
+        if answer is None or mapped is None:
+            return None
+        offsets = numbers(answer.offsets, "<u8")[:count]
+        # A wrong offset must not become a wrong address.
+        good = int(np.argmin(np.append(offsets <= mapped.nbytes - lease.page_bytes, False)))
+        if not good:
+            return None
+        with self._state.lock:
+            lease.copies += 1
+        addresses = [mapped.address + offset for offset in offsets[:good].tolist()]
+
+        def renew(then: Callable[[float], None]) -> None:
+            self._renew(lease, then)
+
+        def copied() -> None:
+            with self._state.lock:
+                lease.copies -= 1
+                unused = lease.released and not lease.copies
+            if unused:
+                self._state.give_back(lease)
+
+        checksums = numbers(answer.checksums, "<u8")[:good].tolist() if self._state.verify else ()
+        return Located(
+            addresses,
+            lease.ends,
+            checksums if len(checksums) == good else (),
+            release=copied,
+            renew=renew,
+            memory=mapped,
+        )
+
+    def _fetched(
+        self, lease: Lease, answer: messages.Fetched | None, frames: Sequence[memoryview], count: int
+    ) -> Located | None:
+        pages = [frame for frame in frames[:count] if frame.nbytes == lease.page_bytes]
+        checksums = numbers(answer.checksums if answer is not None else b"", "<u8").tolist()
+        good = min(len(pages), [*checksums, 0].index(0))
+        if not good:
+            return None
+        addresses = [memory.address_of(frame, writable=False) for frame in pages[:good]]
+        return Located(addresses, checksums=checksums[:good], memory=pages)
+
+    def suspect(self, lease: Lease, position: int) -> None:
+        session = session_of(lease)
+        if session is not None and session.arena is not None:  # else they were torn on the way
+            self._connection.suspect(session, lease.number, position)
+
+    def prefetch(self, lease: Lease, *, first: int = 0, wait_s: float | None) -> Transfer[int]:
+        session = session_of(lease)
+        if session is None:
+            return Transfer.completed(0)
+        wait_s = _WAIT_S if wait_s is None else min(wait_s, messages.MOST_WAIT_S)
+        message = messages.Prefetch(0, lease.number, wait_s, first)
+        return self._connection.call(session, message, messages.Prefetched, pages_of, wait_s=wait_s)
+
+    def _renew(self, lease: RemoteLease, then: Callable[[float], None]) -> None:
+        """Exchange a lease for one that ends later, if the daemon gives one; ``then`` is told the end."""
+        request = lease.request
+        assert request is not None, "a lease is on what was found of a prompt"
+        patience_s = self._connection.patience_s
+        found = self._lookups.ask(request.found(lease), patience_s, caller_receives=False)
+
+        def adopt() -> None:
+            newer = found.wait()
+            if isinstance(newer, RemoteLease):
+                with self._state.lock:
+                    if newer.tokens >= lease.tokens and lease.copies:
+                        lease.number, newer.number = newer.number, lease.number
+                        lease.session, newer.session = newer.session, lease.session
+                        lease.ends = newer.ends
+                self._state.give_back(newer)
+            then(lease.ends)
+
+        found.on_end(adopt)
+
+    def bring(self, request: LookupRequest, first: int, count: int, *, wait_s: float) -> Transfer[int]:
+        session = self._state.session_for(request.identity)
+        if session is None or not session.cluster:
+            return Transfer.completed(0)
+        wait_s = min(wait_s, messages.MOST_WAIT_S)
+
+        def message() -> messages.Bring:
+            prompt = prompt_part(session, request, request.handle_of(session))
+            return messages.Bring(0, prompt, first, count, wait_s)
+
+        def brought(answer: messages.Brought | None, _: object) -> int:
+            return answer.chunks if answer is not None else 0
+
+        return self._connection.call(
+            session,
+            message(),
+            messages.Brought,
+            brought,
+            wait_s=wait_s,
+            otherwise=in_full(message, request),
+        )

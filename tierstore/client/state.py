@@ -1,0 +1,150 @@
+"""What the parts of a :class:`~tierstore.client.backend.RemoteBackend` share: its connection and leases, what
+is to be told with the next lookup, and how a prompt is described to the daemon."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from tierstore.backend import Lease, LookupRequest, PrefixHandle, Registration
+from tierstore.client.connection import Connection
+from tierstore.client.handshake import Session
+from tierstore.keys import Identity
+from tierstore.planner import Way
+from tierstore.transfer import Transfer
+from tierstore.wire import messages
+from tierstore.wire.messages import Message
+
+
+@dataclass(slots=True, eq=False)
+class RemoteLease(Lease):
+    """Given back when it has been released and nothing is being copied under it. ``request`` is what was
+    found of the prompt. Guarded by the state's lock, except what never changes."""
+
+    session: Session | None = None
+    request: LookupRequest | None = None
+    copies: int = field(default=0)
+    released: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class RemoteState:
+    """Thread-safe. Identities are registered under ``model_name`` if they have no name of their own. The rest
+    is as for :class:`~tierstore.client.backend.RemoteBackend`."""
+
+    connection: Connection
+    model_name: str = ""
+    verify: bool = False
+    loads: bool = True
+    saves: bool = True
+    clock: Callable[[], float] = time.monotonic
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    # Guarded by the lock: both below.
+    _ways: Mapping[str, Way] = field(default_factory=dict)  # as the daemon told them last
+    _declined: Counter[str] = field(default_factory=Counter)  # to be told with the next lookup
+
+    # -- identities ----------------------------------------------------------------------------------
+
+    def introduce(self, registration: Registration) -> None:
+        registering = self.registering(registration)
+        if registering is not None:
+            registering.wait()
+
+    def registering(self, registration: Registration) -> Transfer[None] | None:
+        """What has to end before a prompt of this identity can be spoken of; None in nearly all cases."""
+        session = self.connection.session
+        if session is None or registration.identity.digest in session.identities:
+            return None
+        named = replace(registration, model_name=registration.model_name or self.model_name)
+        return self.connection.register(session, named)
+
+    def session_for(self, *identities: Identity, saving: bool = False) -> Session | None:
+        """The session, if there is one that knows these identities. Saves go on in one where a lookup was
+        answered too late: they have more time."""
+        session = self.connection.any_session if saving else self.connection.session
+        if session is None or any(each.digest not in session.identities for each in identities):
+            return None
+        return session
+
+    # -- leases --------------------------------------------------------------------------------------
+
+    def release(self, lease: Lease) -> None:
+        with self.lock:
+            if not isinstance(lease, RemoteLease) or lease.released:
+                return
+            lease.released = True
+            unused = not lease.copies
+        if unused:
+            self.give_back(lease)
+
+    def give_back(self, lease: RemoteLease) -> None:
+        """Tell the daemon that a lease has ended."""
+        if lease.session is not None:
+            self.connection.release(lease.session, lease.number)
+
+    # -- planning ------------------------------------------------------------------------------------
+
+    def ways(self) -> Mapping[str, Way]:
+        with self.lock:
+            return self._ways
+
+    def note_ways(self, figures: Mapping[str, tuple[float, float, float]]) -> None:
+        """Remember what bytes of the daemon's tiers cost, as far as the figures can be true."""
+        ways = {
+            tier: Way(*each)
+            for tier, each in figures.items()
+            if each[0] > 0 and all(0 <= figure < math.inf for figure in each)
+        }
+        with self.lock:
+            self._ways = ways
+
+    def declined(self, tokens: Mapping[str, int]) -> None:
+        with self.lock:
+            self._declined.update(tokens)
+
+    def take_declined(self) -> dict[str, int]:
+        """What was declined since the last lookup. The caller tells the daemon."""
+        with self.lock:
+            declined, self._declined = dict(self._declined), Counter()
+        return declined
+
+
+def session_of(lease: Lease) -> Session | None:
+    return lease.session if isinstance(lease, RemoteLease) else None
+
+
+def handle_in(session: Session, path: int, known: int) -> PrefixHandle | None:
+    """The handle that an answer gives: the session remembers ``known`` chunks of the prompt as ``path``."""
+    return PrefixHandle(session, path, known) if path and known > 0 else None
+
+
+def prompt_part(session: Session, request: LookupRequest, handle: PrefixHandle | None) -> messages.PromptPart:
+    """A prompt as a message describes it: by reference to what the session remembers, the rest in full."""
+    identity = session.identities[request.identity.digest]
+    if handle is None or not handle.chunks:
+        keys = b"".join(request.keys)
+        tokens = request.tokens_from(0)
+        return messages.PromptPart(identity, keys, tokens, known=request.depth, named=request.named)
+    keys = b"".join(request.keys[handle.chunks :])
+    return messages.PromptPart(
+        identity, keys, request.tokens_from(handle.chunks), handle.number, handle.chunks
+    )
+
+
+def in_full(message: Callable[[], Message], *requests: LookupRequest) -> Callable[[], Message]:
+    """Make ``message`` once more, if the session has forgotten what it refers to of these prompts."""
+
+    def again() -> Message:
+        for request in requests:
+            request.forget_handle()
+        return message()
+
+    return again
+
+
+def pages_of(answer: messages.Prefetched | messages.Committed | None, _: object) -> int:
+    return answer.pages if answer is not None else 0

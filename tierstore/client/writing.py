@@ -1,0 +1,143 @@
+"""Saving to a daemon: room for pages in its arena, or pages as frames behind a message.
+
+Requests are not repeated: a save that may or may not have been committed is found, or saved again, by the
+next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+
+from tierstore.backend import NO_HINTS, LookupRequest, PrefixHandle, Reservation, SaveHints
+from tierstore.client.channel import numbers
+from tierstore.client.handshake import Session
+from tierstore.client.state import RemoteState, handle_in, in_full, pages_of, prompt_part
+from tierstore.transfer import Transfer
+from tierstore.wire import messages
+from tierstore.wire.messages import Message
+
+A = TypeVar("A", bound=Message)
+R = TypeVar("R")
+
+_SAVE_S = 5.0  # for a daemon on a busy machine: nobody waits for a save
+
+
+class RemoteWriting:
+    """The saves of one client. Thread-safe."""
+
+    def __init__(self, state: RemoteState) -> None:
+        self._state = state
+        self._connection = state.connection
+
+    def reserve(
+        self,
+        request: LookupRequest,
+        first: int,
+        count: int,
+        *,
+        hints: SaveHints = NO_HINTS,
+        handle: PrefixHandle | None = None,
+    ) -> Transfer[Reservation | None]:
+        session = self._state.session_for(request.identity, saving=True)
+        if session is None:
+            return Transfer.completed(None)
+        hint = hints.hint
+        part = None
+        if hint is not None:
+            # A message has no room for an int of any size.
+            ttl_s = None if hint.ttl_s is None else float(hint.ttl_s)
+            part = messages.HintPart(ttl_s, hint.reuse, hint.priority, hint.elsewhere)
+
+        def message(handle: PrefixHandle | None) -> messages.Reserve:
+            # What is to be saved is spelled out, even where it begins like something the daemon knows.
+            if handle is None or handle.owner is not session:
+                handle = request.handle_of(session, first)
+            elif handle.chunks > first:
+                handle = replace(handle, chunks=first)
+            prompt = prompt_part(session, request, handle)
+            return messages.Reserve(0, prompt, first, count, part, hints.session or "")
+
+        def reserved(answer: messages.Reserved | None, _: object) -> Reservation | None:
+            return self._reserved(session, answer, count, request.page_bytes)
+
+        whole = in_full(partial(message, None), request)
+        return self._call(session, message(handle), messages.Reserved, reserved, otherwise=whole)
+
+    def _call(
+        self,
+        session: Session,
+        message: Message,
+        expected: type[A],
+        then: Callable[[A | None, Sequence[memoryview]], R],
+        *,
+        frames: Sequence[memoryview] = (),
+        otherwise: Callable[[], Message] | None = None,
+    ) -> Transfer[R]:
+        """A request of a save, which is nobody's latency."""
+        return self._connection.call(
+            session,
+            message,
+            expected,
+            then,
+            patience_s=max(_SAVE_S, self._connection.patience_s),
+            frames=frames,
+            otherwise=otherwise,
+            though_silent=True,
+        )
+
+    def _reserved(
+        self, session: Session, answer: messages.Reserved | None, count: int, page_bytes: int
+    ) -> Reservation | None:
+        if answer is None:
+            return None
+        positions = numbers(answer.positions, "<u4").tolist()
+        offsets = numbers(answer.offsets, "<u8").tolist()
+        mapped = session.arena.memory if session.arena is not None else None
+        sound = (
+            len(set(positions)) == len(positions) == len(offsets)
+            and bool(positions) == bool(answer.reservation)
+            and all(position < count for position in positions)
+        )
+        if session.arena is not None:
+            limit = mapped.nbytes - page_bytes if mapped is not None else -1
+            sound = sound and all(offset <= limit for offset in offsets)
+        if not sound:  # writing there could harm somebody
+            if answer.reservation:
+                self._connection.abort(session, answer.reservation)
+            return None
+        addresses = [mapped.address + offset for offset in offsets] if mapped is not None else None
+
+        def usable() -> bool:
+            return session.current if session.arena is None else session.arena.memory is not None
+
+        handle = handle_in(session, answer.path, answer.known)
+        reserved = Reservation(answer.reservation, positions, addresses, answer.stored_tokens, handle)
+        reserved.owner, reserved.memory, reserved.usable = session, mapped, usable
+        return reserved
+
+    def write(self, reservation: Reservation, first: int, frames: Sequence[memoryview]) -> Transfer[bool]:
+        session = reservation.owner
+        assert isinstance(session, Session), "the reservation is of another backend"
+
+        def written(answer: messages.Written | None, _: object) -> bool:
+            return answer is not None
+
+        message = messages.Write(0, reservation.number, first)
+        return self._call(session, message, messages.Written, written, frames=frames)
+
+    def commit(self, reservation: Reservation, checksums: dict[int, int]) -> Transfer[int]:
+        session = reservation.owner
+        assert isinstance(session, Session), "the reservation is of another backend"
+        done = np.array(list(checksums), "<u4").tobytes()
+        hashes = np.array(list(checksums.values()), "<u8").tobytes()
+        message = messages.Commit(0, reservation.number, done, hashes)
+        return self._call(session, message, messages.Committed, pages_of)
+
+    def abort(self, reservation: Reservation) -> None:
+        if reservation.number and isinstance(reservation.owner, Session):
+            self._connection.abort(reservation.owner, reservation.number)
