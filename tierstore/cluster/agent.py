@@ -22,6 +22,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 
 import msgspec
 
@@ -170,10 +171,8 @@ class Agent:
                 counts["damaged_pages"] += 1
                 self._pool.remove(part[good].name)
             if good:
-                # Named pages are saved by themselves, those of a chain behind the ones before them.
-                start = first if pages.named else 0
-                prompt = _prompt(pages, range(start, first + good))
-                saved = self._stores.of(pages).save_from(prompt, source, good, first=first - start)
+                prompt, start = _prompt(pages, first, good)
+                saved = self._stores.of(pages).save_from(prompt, source, good, first=start)
                 with suppress(TimeoutError):
                     saved.wait(max(ends - time.monotonic(), 0) + _SAVE_S)
                 saved.cancel()
@@ -251,9 +250,9 @@ class Agent:
         if not missing:
             return
         store = self._stores.of(pages)
-        with store.lookup(_prompt(pages, range(count))) as hit:
-            whole = hit.tokens // pages.chunk_tokens
-            held = [objects[at] for at in (hit.positions if pages.named else range(whole))]
+        with store.lookup(_prompt(pages, 0, count)[0]) as hit:
+            # Only a hit of named pages has positions: others are the leading pages.
+            held = [objects[at] for at in hit.positions or range(hit.tokens // pages.chunk_tokens)]
             wanted = {each.name for each in missing}
             for first, run in _runs(held, wanted, self._staging):
                 began = time.monotonic()
@@ -367,7 +366,7 @@ class _Outgoing:
 
 
 def _objects(pages: o.PromptPages, secret: bytes) -> list[PageObject]:
-    prompt = _prompt(pages)
+    prompt, _ = _prompt(pages, 0, len(pages.keys) // KEY_BYTES)
     return page_objects(
         prompt.identity.digest,
         pages.page_bytes,
@@ -379,17 +378,16 @@ def _objects(pages: o.PromptPages, secret: bytes) -> list[PageObject]:
     )
 
 
-def _prompt(pages: o.PromptPages, chunks: range | None = None) -> Prompt:
-    """These of its chunks (None: all); the first ones, unless they are named."""
-    chunks = range(len(pages.keys) // KEY_BYTES) if chunks is None else chunks
+def _prompt(pages: o.PromptPages, first: int, count: int) -> tuple[Prompt, int]:
+    """Return a prompt that ends with these chunks, and where the first of them is in it. Chunks of a chain
+    come with those before them, named ones by themselves."""
+    start, make = 0, Prompt.with_keys
+    if pages.named:
+        start, make = first, partial(Prompt.with_names, pages_before=pages.depth + first)
     width = pages.chunk_tokens * TOKEN_BYTES
-    tokens = pages.tokens[chunks.start * width : chunks.stop * width]
-    keys = [PageKey(pages.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]) for at in chunks]
-    identity = Identity(**pages.identity)
-    if not pages.named:
-        return Prompt.with_keys(identity, tokens, keys, chunk_tokens=pages.chunk_tokens)
-    before = pages.depth + chunks.start
-    return Prompt.with_names(identity, tokens, keys, chunk_tokens=pages.chunk_tokens, pages_before=before)
+    tokens = pages.tokens[start * width : (first + count) * width]
+    keys = [PageKey(pages.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]) for at in range(start, first + count)]
+    return make(Identity(**pages.identity), tokens, keys, chunk_tokens=pages.chunk_tokens), first - start
 
 
 def _room(objects: Sequence[PageObject]) -> int:

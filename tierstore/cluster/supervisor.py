@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import array
 import asyncio
-import hashlib
 import logging
 import socket
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -26,7 +25,7 @@ from tierstore.cluster.pool import check_url
 from tierstore.cluster.recent import Recent
 from tierstore.core.prompts import PromptView
 from tierstore.errors import UsageError
-from tierstore.planner import Way
+from tierstore.planner import CLUSTER, Way
 from tierstore.stats import ClusterStats
 from tierstore.wire.framing import LENGTH
 
@@ -129,9 +128,9 @@ class Cluster:
         """Of the agents that run."""
         return {agent.pid for agent in (self._getter, self._putter) if agent.pid}
 
-    def way(self) -> Way | None:
+    def ways(self) -> Mapping[str, Way]:
         """What bytes of the pool cost, as far as that was measured."""
-        return Way(self._bytes_per_s, self._latency_s, 0.0) if self._bytes_per_s else None
+        return {CLUSTER: Way(self._bytes_per_s, self._latency_s, 0.0)} if self._bytes_per_s else {}
 
     def stats(self) -> ClusterStats:
         return ClusterStats(
@@ -162,7 +161,7 @@ class Cluster:
     async def _look(self, view: PromptView, first: int, tokens: int) -> _Found | None:
         """None where it is not worth it, where there is no answer, or nothing."""
         now = time.monotonic()
-        if not self._shares(view) or tokens < self._options.min_tokens or now < self._paused_until:
+        if not self._shares(view) or tokens < max(self._options.min_tokens, 1) or now < self._paused_until:
             return None
         key = _key(view, first)
         if key in self._absent:
@@ -296,9 +295,8 @@ def _nothing() -> None:
 
 
 def _key(view: PromptView, chunk: int) -> tuple[bytes, bytes]:
-    """What a prompt up to one of its chunks is known by; of named chunks, which stand for themselves, all."""
-    digest = view.registration.identity.digest
-    return digest, hashlib.sha256(b"".join(view.keys)).digest() if view.named else view.chunk(chunk)[0]
+    """What a prompt up to one of its chunks is known by."""
+    return view.registration.identity.digest, view.key_up_to(chunk)
 
 
 def _pages(view: PromptView, chunks: int | None = None) -> o.PromptPages:

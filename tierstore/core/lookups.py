@@ -16,7 +16,7 @@ from tierstore.core.arrivals import Waiter
 from tierstore.core.clients import Client, LocalLease, Refusal
 from tierstore.core.core import Core
 from tierstore.core.hits import HitSearch, HitView
-from tierstore.core.prompts import Found, NamedView, PromptView
+from tierstore.core.prompts import Found, PromptView
 from tierstore.index import LABELS
 from tierstore.index.leases import PageLease
 from tierstore.transfer import Transfer, TransferState
@@ -140,10 +140,14 @@ class Lookups:
         with self._state.lock:
             return self.found(view, min(tokens, view.num_tokens)).tokens
 
-    def missing(self, view: NamedView, *, patience_s: float = 0.0) -> Transfer[Sequence[int]]:
-        """Which of these pages are in no tier that answers, after a look at the disk that takes at most
-        ``patience_s`` seconds. Nothing is leased or counted. Raises :class:`Refusal`."""
-        state, limit = self._state, view.num_tokens
+    def missing(
+        self, view: PromptView, tokens: int | None = None, *, patience_s: float = 0.0
+    ) -> Transfer[Sequence[int]]:
+        """Return the chunks of the first ``tokens`` tokens (None: all) that are in no tier that answers,
+        after looking at the disk for ``patience_s`` seconds at most. Leases and counts nothing. Raises
+        :class:`Refusal`."""
+        state = self._state
+        limit = view.num_tokens if tokens is None else min(tokens, view.num_tokens)
 
         def missing() -> Sequence[int]:
             return view.missing(self.found(view, limit), limit)

@@ -16,7 +16,7 @@ from itertools import groupby
 import xxhash
 
 from tierstore.backend import PrefixHandle, Registration
-from tierstore.core.clients import Client, Path, Refusal
+from tierstore.core.clients import NEVER, Client, Path, Refusal
 from tierstore.core.find import bring_named, find, frontier
 from tierstore.core.residency import AccessLog
 from tierstore.core.state import StoreState
@@ -96,6 +96,21 @@ class PromptView(ABC):
     def whole(self) -> Prompt:
         """Return the prompt without reference to what is remembered."""
 
+    def window(self, chunks: Sequence[int]) -> tuple[PromptView, int]:
+        """Return a view that has these chunks, and where the first of them is in it. Chunks of a chain follow
+        one another."""
+        return self, chunks[0] if chunks else 0
+
+    def shared(self, saved: range) -> Sequence[int]:
+        """Return the chunks that other hosts need for what a save of these is about: of a chain also those
+        before them. A save of no named pages is about all of them."""
+        return range(saved.stop)
+
+    def key_up_to(self, chunk: int) -> bytes:
+        """Return what tells the prompt up to this chunk from others under its identity. Of named pages, which
+        follow nothing, it tells all."""
+        return self.chunk(chunk)[0]
+
     def name(self) -> bytes:
         """Hash everything that tells this prompt from others: its identity, keys and tokens."""
         whole = self.whole()
@@ -120,8 +135,8 @@ class PromptView(ABC):
 
     @abstractmethod
     def missing(self, found: Found, limit: int) -> Sequence[int]:
-        """Return the chunks that have to come before anything else of the first ``limit`` tokens can be
-        used. Empty if nothing is lacking."""
+        """Return the chunks of the first ``limit`` tokens that are not held. (A named view's are all of its
+        pages.)"""
 
     @abstractmethod
     def may_be_on_disk(self, state: StoreState) -> bool:
@@ -142,6 +157,13 @@ class PromptView(ABC):
     @abstractmethod
     def remember(self, owner: object, client: Client, found: Found, changes: int) -> PrefixHandle | None:
         """Have ``client`` remember what was found. Return what later requests may call it, if anything."""
+
+    def remember_saved(
+        self, owner: object, client: Client, before: Sequence[Page], pages: Sequence[Page]
+    ) -> PrefixHandle | None:
+        """Have ``client`` remember the pages ``before`` and these whole ones behind them, which it saves: a
+        long prompt must not be sent and matched once more with every piece of it."""
+        return None
 
     @abstractmethod
     def first_pages(self, state: StoreState, chunks: int) -> Sequence[Page] | None:
@@ -222,12 +244,6 @@ class ChainView(PromptView):
     def all_keys(self) -> Sequence[PageKey]:
         return [*(page.key for page in self.head), *self.keys] if self.head else self.keys
 
-    def lengthens(self, client: Client) -> int:
-        """The number of the path that is this prompt's head, and nothing more; 0 if none is."""
-        path = self.path
-        ends_there = path is not None and len(self.head) == len(path.pages)
-        return self.path_number if ends_there and client.paths.get(self.path_number) is path else 0
-
     def _key_before_the_rest(self) -> bytes:
         if self.head:
             return self.head[-1].key
@@ -251,7 +267,9 @@ class ChainView(PromptView):
         return Found(pages, head_tokens + below.tokens, tail_tokens, _joined(head_runs, below.runs), more)
 
     def missing(self, found: Found, limit: int) -> Sequence[int]:
-        return [found.tokens // self.chunk_tokens] if found.tokens < limit else []
+        if found.tokens >= limit:
+            return ()
+        return range(found.tokens // self.chunk_tokens, -(-limit // self.chunk_tokens))
 
     def may_be_on_disk(self, state: StoreState) -> bool:
         # The remembered pages need not be complete for that, but there.
@@ -278,6 +296,17 @@ class ChainView(PromptView):
             return PrefixHandle(owner, self.path_number, known)
         path = Path(found.pages[:known], found.runs, changes)
         return PrefixHandle(owner, client.remember(path), known)
+
+    def remember_saved(
+        self, owner: object, client: Client, before: Sequence[Page], pages: Sequence[Page]
+    ) -> PrefixHandle | None:
+        path, head, number = Path((*before, *pages), (), NEVER), self.path, self.path_number
+        ends_there = head is not None and len(self.head) == len(head.pages)
+        if ends_there and client.paths.get(number) is head:
+            client.lengthen(number, path)
+        else:
+            number = client.remember(path)
+        return PrefixHandle(owner, number, len(path.pages))
 
     def first_pages(self, state: StoreState, chunks: int) -> Sequence[Page] | None:
         if chunks <= len(self.head):
@@ -403,6 +432,15 @@ class NamedView(PromptView):
         depth = self.depth + chunks[0] if chunks else 0
         keys, tokens = [key for key, _ in parts], b"".join([each for _, each in parts])
         return NamedView(self.registration, keys, tokens, depth=depth)
+
+    def window(self, chunks: Sequence[int]) -> tuple[PromptView, int]:
+        return self.part(chunks), 0
+
+    def shared(self, saved: range) -> Sequence[int]:
+        return saved or range(self.whole_chunks)
+
+    def key_up_to(self, chunk: int) -> bytes:
+        return hashlib.sha256(b"".join(self.keys)).digest()
 
     # -- in the tree ---------------------------------------------------------------------------------
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tierstore.backend import PrefixHandle, SaveHints
-from tierstore.core.clients import NEVER, Client, LocalReservation, Path
-from tierstore.core.prompts import ChainView, PromptView
+from tierstore.backend import SaveHints
+from tierstore.core.clients import Client, LocalReservation
+from tierstore.core.prompts import PromptView
 from tierstore.core.quotas import Quotas
 from tierstore.core.state import StoreState
 from tierstore.index import Page, Tier
@@ -166,26 +166,14 @@ class ReservationBuilder:
             return None
         reservation = self.reservation
         reservation.stored_tokens = self._stored_tokens
-        reservation.handle = self._remember()
+        whole = self._pages[: self._prompt.whole_chunks - self._chunks.start]
+        if whole:
+            before = self._before or ()
+            reservation.handle = self._prompt.remember_saved(self._owner, self._client, before, whole)
         if reservation.ended or not reservation.pages:
             return LocalReservation(0, [], [], self._stored_tokens, reservation.handle)
         reservation.addresses = [address + offset for offset in self._offsets]
         return reservation
-
-    def _remember(self) -> PrefixHandle | None:
-        """What the client may refer to when it saves what follows: a long prompt must not be sent and matched
-        once more with every piece of it."""
-        whole = self._pages[: self._prompt.whole_chunks - self._chunks.start]
-        if not whole or not isinstance(self._prompt, ChainView):
-            return None
-        assert self._before is not None, "there are pages behind a page that is not there"
-        path = Path((*self._before, *whole), (), NEVER)
-        number = self._prompt.lengthens(self._client)
-        if number:
-            self._client.lengthen(number, path)
-        else:
-            number = self._client.remember(path)
-        return PrefixHandle(self._owner, number, len(path.pages))
 
     def _page(self, *, following: int) -> Page | None:
         """The next page, in the host tier or about to be filled, which ``following`` pages come after in this

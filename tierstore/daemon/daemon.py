@@ -212,7 +212,7 @@ class Daemon:
             endpoint = self.server.listen(url, listening)
             _log.info("listening at %s", endpoint.address)
         if cluster is not None:
-            self._cluster = self.service.cluster = cluster
+            self._cluster = self.service.state.cluster = cluster
             cluster.start()
         if site is not None:
             await self._serve_http(self.core, site)

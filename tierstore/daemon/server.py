@@ -17,7 +17,8 @@ import zmq
 
 from tierstore.daemon.arena import ArenaListener
 from tierstore.daemon.endpoint import Endpoint, Received, Url
-from tierstore.daemon.service import PageFrames, Reply, Service, Session
+from tierstore.daemon.service import Service
+from tierstore.daemon.sessions import PageFrames, Reply, Session
 from tierstore.daemon.stats import ServerStats
 from tierstore.daemon.tcp_gate import Connection
 from tierstore.descriptors import require_room

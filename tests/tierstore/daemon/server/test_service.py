@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tests.tierstore.daemon.server.client import offsets, page_bytes, part, positions
 from tierstore.core.clients import MOST_WAITING
 from tierstore.daemon.daemon import open_core
-from tierstore.daemon.service import Service
+from tierstore.daemon.service import _VERBS, Service
 from tierstore.daemon.settings import Settings
 from tierstore.index import Tier
 from tierstore.keys import Identity, Prompt
@@ -399,6 +400,11 @@ def service(request):
     yield made
     made.close()
     assembly.close()
+
+
+def test_every_request_has_a_verb():
+    by_others = {p.Write, p.Hello, p.Bye}  # with frames behind it; the server's own
+    assert set(_VERBS) | by_others == set(get_args(p.Request))
 
 
 def save(service, session, tokens):

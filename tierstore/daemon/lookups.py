@@ -1,0 +1,208 @@
+"""The verbs that find pages: here, and on other hosts."""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Awaitable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+from tierstore.backend import GroupLease, HitLease, Lease
+from tierstore.core.clients import LocalLease, Refusal
+from tierstore.core.hits import HitView
+from tierstore.core.prompts import NamedView, PromptView
+from tierstore.daemon.sessions import PageFrames, Reply, Session, checked_wait, then
+from tierstore.errors import StoreClosedError
+from tierstore.groups import search
+from tierstore.planner import Way
+from tierstore.stats import DECLINED
+from tierstore.transfer import Transfer, TransferState
+from tierstore.wire import messages as p
+
+if TYPE_CHECKING:  # costs nothing where there is no cluster
+    from tierstore.cluster.supervisor import Cluster
+
+Ways: TypeAlias = dict[str, tuple[float, float, float]]
+
+
+def find_hit(session: Session, m: p.FindHit) -> Reply | Awaitable[Reply]:
+    wait_s = _begin(session, m)
+    view = session.hit_view(m)
+    hit = session.backend.find_hit(view, patience_s=wait_s)
+    ways = _told(session.backend.ways())
+    cluster = session.cluster
+    if cluster is None:
+        return then(hit, partial(_hit_found, m.id, ways))
+    return _find_hit_elsewhere(cluster, session, view, hit, m, ways)
+
+
+def lookup(session: Session, m: p.Lookup) -> Reply | Awaitable[Reply]:
+    wait_s = _begin(session, m)
+    view = session.view(m.prompt)
+    if m.max_tokens < 0:
+        raise Refusal("usage", f"max_tokens is {m.max_tokens}")
+    if m.expect and m.expect_s:
+        if m.expect < 0 or not 0 <= m.expect_s <= p.MOST_EXPECT_S:
+            between = f"expect_s lies between 0 and {p.MOST_EXPECT_S:.0f}"
+            raise Refusal("usage", f"{m.expect} tokens expected within {m.expect_s} s: {between}")
+        expected = session.backend.expect(view, tokens=m.expect, wait_s=m.expect_s)
+        if not expected.done:
+            session.service.promised_lookups += 1
+            return _find_later(session, view, m, wait_s, expected)
+    return _find(session, view, m, wait_s)
+
+
+def unexpect(session: Session, m: p.Unexpect) -> None:
+    expected = session.expected.get(m.lookup)
+    if expected is not None:
+        expected.cancel()
+
+
+async def bring(session: Session, m: p.Bring) -> Reply:
+    wait_s = checked_wait(m.wait_s)
+    view = session.view(m.prompt)
+    if m.first < 0 or m.count < 0:
+        raise Refusal("usage", f"there are no chunks {m.first} … {m.first} + {m.count}")
+    cluster = session.cluster
+    return p.Brought(m.id, await cluster.bring(view, m.first, m.count, wait_s) if cluster is not None else 0)
+
+
+def _begin(session: Session, m: p.Lookup | p.FindHit) -> float:
+    """Take in what comes with every lookup. Return how many seconds it may wait."""
+    session.release(m.released)
+    declined = {why: count for why, count in m.declined.items() if why in DECLINED and count > 0}
+    if declined:
+        session.backend.declined(declined)
+    return checked_wait(m.wait_s)
+
+
+async def _find_later(
+    session: Session, view: PromptView, m: p.Lookup, wait_s: float, expected: Transfer[None]
+) -> Reply:
+    """Find a prompt's pages when those that were promised have come, or are late."""
+    with ExitStack() as ending:
+        if (cluster := session.cluster) is not None:
+            missing = session.backend.lookups.missing(view, m.expect).wait()
+            if missing:
+                wanted, first = view.window(missing)
+                count = m.expect // view.chunk_tokens - first
+                ending.callback(cluster.expect(wanted, first, count, m.expect_s))
+        session.expected[m.id] = expected
+        ending.callback(session.expected.pop, m.id, None)
+        await expected
+    session.service.broken_promises += expected.state is TransferState.EXPIRED
+    reply = _find(session, view, m, wait_s)
+    return reply if reply is None or isinstance(reply, p.Message | PageFrames) else await reply
+
+
+def _find(session: Session, view: PromptView, m: p.Lookup, wait_s: float) -> Reply | Awaitable[Reply]:
+    if m.expect and not m.max_tokens:  # whoever only waits is not counted as one that has found nothing
+        return p.Found(m.id, 0, 0, 0, [], 0, 0)
+    lease = session.backend.find(view, patience_s=wait_s, max_tokens=m.max_tokens)
+    ways = _told(session.backend.ways())
+    cluster = session.cluster
+    if cluster is None:
+        return then(lease, partial(_found, m.id, ways))
+    return _look_further(cluster, view, lease, m, ways)
+
+
+async def _look_further(
+    cluster: Cluster, view: PromptView, lease: Transfer[Lease | None], m: p.Lookup, ways: Ways
+) -> Reply:
+    """Answer a lookup, and say whether other hosts have more of it."""
+    answer = _found(m.id, ways, await lease)
+    if isinstance(view, NamedView):
+        here = set(array.array("I", answer.positions))
+        lacking = [at for at in range(view.whole_chunks) if at not in here]
+        there = await cluster.look_for(view.part(lacking), m.gain)
+        answer.remote_positions = array.array("I", [lacking[at] for at in there]).tobytes()
+    else:
+        chunks = answer.tokens // view.chunk_tokens
+        cluster.used(view, chunks)
+        if chunks < min(view.whole_chunks, m.max_tokens // view.chunk_tokens):
+            answer.remote = await cluster.look(view, chunks)
+    if answer.remote or answer.remote_positions:
+        answer.ways = {**answer.ways, **_told(cluster.ways())}
+    return answer
+
+
+async def _find_hit_elsewhere(
+    cluster: Cluster,
+    session: Session,
+    view: HitView,
+    hit: Transfer[HitLease | None],
+    m: p.FindHit,
+    ways: Ways,
+) -> Reply:
+    """Answer with the hit, and say by how much it would be longer with what other hosts have."""
+    answer = _hit_found(m.id, ways, await hit)
+    chunk_tokens, lookups = view.chunk_tokens, session.backend.lookups
+    reach = view.num_tokens
+    held = [lookups.held(chain, view.num_tokens) // chunk_tokens for chain in view.chains]
+    for chain, here, chunks in zip(view.chains, view.here, held, strict=True):
+        cluster.used(chain, chunks)
+        more = 0
+        if chunks < min(chain.whole_chunks, view.num_tokens // chunk_tokens):
+            more = await cluster.look(chain, chunks)
+        reach = min(reach, max(here, (chunks + more) * chunk_tokens))
+    reach -= reach % chunk_tokens
+    if reach <= answer.tokens:
+        return answer
+    remote: dict[int, set[int]] = {}
+    looking = search({at: group.rule for at, group in enumerate(view.named)}, reach, chunk_tokens)
+    try:
+        wanted = next(looking)
+        while True:
+            there = {}
+            for at, ends in wanted.items():
+                group = view.named[at]
+                asked = [end for end in ends if end not in group.here]
+                pages = view.pages(group, asked)
+                lacking = await lookups.missing(pages, patience_s=m.wait_s)
+                far = await cluster.look_for(pages.part(lacking), reach - answer.tokens)
+                remote[at] = {asked[lacking[place]] for place in far}
+                nowhere = {asked[place] for place in lacking} - remote[at]
+                there[at] = [end for end in ends if end not in nowhere]
+            wanted = looking.send(there)
+    except StopIteration as end:
+        length = int(end.value)
+    if length <= answer.tokens:
+        return answer
+    answer.remote_tokens = length - answer.tokens
+    for group_found, chunks in zip(answer.chains, held, strict=True):
+        ends = range((chunks + 1) * chunk_tokens, length + 1, chunk_tokens)
+        group_found.remote_ends = array.array("I", ends).tobytes()
+    for at, group in enumerate(view.named):
+        needed = remote.get(at, set()).intersection(group.rule.ends(length, chunk_tokens))
+        answer.named[at].remote_ends = array.array("I", sorted(needed)).tobytes()
+    answer.ways = {**answer.ways, **_told(cluster.ways())}
+    return answer
+
+
+def _found(number: int, ways: Ways, lease: Lease | None) -> p.Found:
+    if lease is None:
+        raise StoreClosedError("the store is closed")
+    if not isinstance(lease, LocalLease) or not lease.number:
+        return p.Found(number, 0, 0, 0, [], 0, 0)
+    path, known = (lease.handle.number, lease.handle.chunks) if lease.handle is not None else (0, 0)
+    positions = array.array("I", lease.positions).tobytes()
+    runs = list(lease.runs)
+    return p.Found(number, lease.tokens, lease.tail_tokens, lease.number, runs, path, known, positions, ways)
+
+
+def _hit_found(number: int, ways: Ways, hit: HitLease | None) -> p.HitFound:
+    if hit is None:
+        raise StoreClosedError("the store is closed")
+    chains, named = map(_group_found, hit.chains), map(_group_found, hit.named)
+    return p.HitFound(number, hit.tokens, hit.branch, list(chains), list(named), ways=ways)
+
+
+def _group_found(group: GroupLease) -> p.GroupFound:
+    lease = group.lease
+    path, known = (lease.handle.number, lease.handle.chunks) if lease.handle is not None else (0, 0)
+    return p.GroupFound(lease.number, lease.tokens, list(lease.runs), path, known)
+
+
+def _told(ways: Mapping[str, Way]) -> Ways:
+    return {tier: (way.bytes_per_s, way.latency_s, way.backlog_s) for tier, way in ways.items()}

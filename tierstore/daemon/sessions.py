@@ -1,0 +1,251 @@
+"""The sessions of a daemon's clients, and what all of them share. A session reads its client's messages, and
+believes nothing that they say."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import struct
+import sys
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeAlias, TypeVar, cast
+
+from tierstore.backend import NamedGroup
+from tierstore.core.backend import LocalBackend
+from tierstore.core.clients import Client, LocalLease, Refusal
+from tierstore.core.core import Core
+from tierstore.core.hits import HitView
+from tierstore.core.prompts import ChainView, NamedView, PromptView
+from tierstore.daemon.stats import ClientStats
+from tierstore.errors import UsageError
+from tierstore.groups import GroupRule, Past
+from tierstore.keys import KEY_BYTES, LEAST_NAMED_TOKENS, NAME_BYTES, TOKEN_BYTES, PageKey
+from tierstore.transfer import Transfer
+from tierstore.wire import messages as p
+
+if TYPE_CHECKING:  # costs nothing where there is no cluster
+    from tierstore.cluster.supervisor import Cluster
+
+_WAIT_THREADS = 4  # for what waits long: flushes, surveys, evictions
+
+assert sys.byteorder == "little", "positions and offsets are sent as they are in memory"
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class PageFrames:
+    """An answer that is followed by pages. Call ``sent`` on the event loop when their memory is not needed
+    any more."""
+
+    answer: p.Fetched
+    frames: Sequence[memoryview]
+    sent: Callable[[], None]
+
+
+Reply: TypeAlias = "p.Answer | PageFrames | None"
+
+
+class ServiceState:
+    """What the sessions of a daemon share. ``stats_json`` makes the answer to :class:`p.Stats`. ``cluster``
+    is None while no pages come from other hosts."""
+
+    def __init__(self, core: Core, stats_json: Callable[[], bytes]) -> None:
+        self.core = core
+        self.stats_json = stats_json
+        self.cluster: Cluster | None = None
+        self.sessions: dict[int, Session] = {}
+        self.promised_lookups = 0
+        self.broken_promises = 0
+        self.threads = ThreadPoolExecutor(_WAIT_THREADS, thread_name_prefix="tierstore-wait")
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One client, by its messages. ``sending_bytes`` of pages are on their way to it, handed to ZMQ and not
+    yet sent; ``sent`` waits for that."""
+
+    service: ServiceState
+    backend: LocalBackend
+    sending_bytes: int = 0
+    sent: list[asyncio.Future[None]] = field(default_factory=list)
+    # Reservations whose pages other hosts are to have: the prompt, and how many of its chunks.
+    sharing: dict[int, tuple[PromptView, int]] = field(default_factory=dict)
+    expected: dict[int, Transfer[None]] = field(default_factory=dict)  # what lookups wait for, by their ids
+
+    @property
+    def client(self) -> Client:
+        return self.backend.client
+
+    @property
+    def number(self) -> int:
+        return self.client.number
+
+    @property
+    def local(self) -> bool:
+        return self.client.local
+
+    @property
+    def tenant(self) -> str:
+        return self.client.tenant
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """What this session's requests may ask for pages of other hosts. None also for the cluster's own
+        agents: their requests make no work for it."""
+        cluster, name = self.service.cluster, self.client.name
+        if cluster is None or (self.local and any(name.endswith(f", pid {pid}") for pid in cluster.pids)):
+            return None
+        return cluster
+
+    def lease(self, number: int) -> LocalLease | None:
+        """Return the lease of this number. None when it has ended."""
+        lease = self.client.leases.get(number)
+        return lease if lease is not None and self.backend.holds(lease) else None
+
+    def release(self, leases: Sequence[int]) -> None:
+        """Release these leases. Those of other sessions are passed over."""
+        for number in leases:
+            lease = self.client.leases.get(number)
+            if lease is not None:
+                self.backend.release(lease)
+
+    # -- messages (what does not fit together raises :class:`Refusal`) ---------------------------------
+
+    def view(self, part: p.PromptPart, like: PromptView | None = None) -> PromptView:
+        """Return a prompt as a message says it. Its keys are those of ``like`` where there is one."""
+        registration = self.client.registration(part.identity)
+        width = registration.chunk_tokens * TOKEN_BYTES
+        whole = len(part.tokens) // width
+        if len(part.tokens) % TOKEN_BYTES or len(part.keys) != whole * KEY_BYTES:
+            raise Refusal(
+                "usage",
+                f"{len(part.tokens)} bytes of tokens in chunks of {registration.chunk_tokens} need {whole} "
+                f"keys of {KEY_BYTES} bytes, not {len(part.keys)} bytes",
+            )
+        if not 0 <= part.known <= p.MAX_CHUNKS or part.known + whole > p.MAX_CHUNKS:
+            raise Refusal("usage", f"a prompt has {p.MAX_CHUNKS} chunks at most")
+        unpacked = struct.unpack(f"{KEY_BYTES}s" * whole, part.keys) if like is None else like.keys
+        keys = cast(Sequence[PageKey], unpacked)
+        if part.named:
+            if not registration.identity.whole_pages or len(part.tokens) != whole * width:
+                raise Refusal("usage", "named pages are whole, and of a layout whose pages are found whole")
+            return NamedView(registration, keys, part.tokens, depth=part.known)
+        if not part.path:
+            return ChainView(registration, keys, part.tokens)
+        path = self.client.path(part.path)
+        if part.known > len(path.pages):
+            raise Refusal("path", f"path {part.path} has {len(path.pages)} chunks, not {part.known}")
+        if path.pages and path.pages[0].identity != registration.identity.digest:
+            raise Refusal("path", f"path {part.path} is one of another identity")
+        return ChainView(registration, keys, part.tokens, path=path, path_number=part.path, known=part.known)
+
+    def hit_view(self, m: p.FindHit) -> HitView:
+        """Return a hit as a message asks for it."""
+        if len(m.chains) != len(m.here) or not 0 < len(m.chains) + len(m.named) <= p.MAX_GROUPS:
+            raise Refusal(
+                "usage", f"{len(m.chains)} chains, {len(m.here)} of them here, {len(m.named)} named groups"
+            )
+        chains: list[ChainView] = []
+        for part in m.chains:
+            like = chains[0] if chains and not part.keys else None
+            part.keys = part.keys or m.chains[0].keys
+            part.tokens = part.tokens or m.chains[0].tokens
+            if isinstance(view := self.view(part, like), ChainView):
+                chains.append(view)
+        named = [
+            NamedGroup(self.client.registration(part.identity), _rule(part), array.array("I", part.here))
+            for part in m.named
+            if len(part.here) % 4 == 0
+        ]
+        registrations = [*(chain.registration for chain in chains), *(group.registration for group in named)]
+        sizes = {each.chunk_tokens for each in registrations}
+        whole = [group.registration.identity.whole_pages for group in named]
+        if len(sizes) != 1 or len(named) != len(m.named) or not all(whole) or len(chains) < len(m.chains):
+            raise Refusal("usage", "these layer groups are not those of one model")
+        [chunk_tokens] = sizes
+        names = [m.names[at : at + NAME_BYTES] for at in range(0, len(m.names), NAME_BYTES)]
+        chunks, rest = divmod(m.num_tokens, chunk_tokens)
+        named_fit = not named or (
+            chunk_tokens >= LEAST_NAMED_TOKENS
+            and len(m.names) % NAME_BYTES == 0
+            and chunks <= len(names) <= p.MAX_CHUNKS
+            and (bool(chains) or len(m.tail) >= rest * TOKEN_BYTES)
+        )
+        if m.num_tokens < 0 or any(chain.num_tokens < m.num_tokens for chain in chains) or not named_fit:
+            raise Refusal("usage", f"{m.num_tokens} tokens are not all in the prompt, or have no names")
+        return HitView(chunk_tokens, m.num_tokens, chains, m.here, named, names, m.root, m.tail)
+
+    def pages_asked_for(self, m: p.Load | p.Fetch) -> tuple[LocalLease | None, int]:
+        """Return the lease, None when it has ended, and how many of the pages asked for there are."""
+        if m.first < 0 or m.count < 0:
+            raise Refusal("usage", f"pages {m.first} … {m.first} + {m.count}")
+        lease = self.lease(m.lease)
+        return lease, max(min(m.count, lease.pages - m.first), 0) if lease is not None else 0
+
+    # -- waiting -------------------------------------------------------------------------------------
+
+    def note_sent(self, nbytes: int) -> None:
+        """Count these bytes as sent: there is room for others."""
+        self.sending_bytes -= nbytes
+        for waits in self.sent:
+            if not waits.done():
+                waits.set_result(None)
+        self.sent.clear()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count a request that waits. Raises :class:`Refusal` when too many do."""
+        self.client.require_patience()
+        self.client.waiting += 1
+        try:
+            yield
+        finally:
+            self.client.waiting -= 1
+
+    async def aside(self, work: Callable[[], R]) -> R:
+        """Do something that may wait for long, on a thread."""
+        return await asyncio.get_running_loop().run_in_executor(self.service.threads, work)
+
+    def stats(self) -> ClientStats:
+        client = self.client
+        return ClientStats(
+            client.number,
+            client.name,
+            client.tenant,
+            client.local,
+            len(client.leases),
+            client.reserved_bytes,
+            self.sending_bytes,
+        )
+
+
+def then(transfer: Transfer[R], answer: Callable[[R], p.Answer]) -> p.Answer | Awaitable[Reply]:
+    """Return the answer that a transfer's result leads to: at once where the result is there."""
+    if transfer.done:
+        return answer(transfer.wait())
+
+    async def later() -> Reply:
+        return answer(await transfer)
+
+    return later()
+
+
+def _rule(part: p.NamedPart) -> GroupRule:
+    try:
+        rule = GroupRule(Past(part.past), part.past_tokens)
+    except (ValueError, UsageError) as error:
+        raise Refusal("usage", str(error)) from error
+    if rule.past is Past.ALL:
+        raise Refusal("usage", "a layer group that needs every token is a chain")
+    return rule
+
+
+def checked_wait(wait_s: float) -> float:
+    """Return ``wait_s``, in seconds."""
+    if not 0 <= wait_s <= p.MOST_WAIT_S:
+        raise Refusal("usage", f"wait_s is {wait_s}: it must lie between 0 and {p.MOST_WAIT_S:.0f}")
+    return wait_s
