@@ -66,3 +66,10 @@ def test_lists_arrays_and_dtypes_make_the_same_keys():
 def test_what_is_no_token_is_refused(tokens):
     with pytest.raises(UsageError, match="token"):
         prompt(tokens)
+
+
+def test_a_copy_of_named_pages_has_named_pages():
+    windows = Identity.of(KVSpec.opaque(4096, chunk_tokens=8), model="m")
+    prompt = Prompt.named_pages(windows, [bytes(32), b"1" * 32], chunk_tokens=8, pages_before=3)
+    twin = prompt.copy()
+    assert (twin.named, twin.pages_before, twin.keys) == (True, 3, prompt.keys)
