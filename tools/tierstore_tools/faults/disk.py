@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import TypeAlias
 
 from tierstore_tools.faults.recording import (
+    INDEX,
     Committed,
     Created,
     DirectorySynced,
     Event,
+    Freed,
     Removed,
     Renamed,
     Resized,
@@ -34,7 +36,7 @@ _META_PAGES = (0, 1)
 Image: TypeAlias = dict[str, bytes]
 """The files of a store directory: name → content."""
 
-_Change: TypeAlias = Written | Resized
+_Change: TypeAlias = Written | Resized | Freed
 
 
 @dataclass(slots=True)
@@ -147,11 +149,21 @@ def torn_commit(commit: Committed, sectors: Collection[int]) -> bytes:
 
 
 def write_image(image: Image, directory: Path) -> None:
-    """Make a store directory of an image. Every byte gets its block, as the preallocated original has."""
+    """Make a store directory of an image. Every byte of an extent gets its block, as the preallocated
+    original has. A page of an index that is all zeros gets none: it was freed, or never written."""
     for name, content in image.items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path.write_bytes(content)
+        if not name.startswith(INDEX):
+            path.write_bytes(content)
+            continue
+        with path.open("wb") as file:
+            for start in range(0, len(content), LMDB_PAGE):
+                page = content[start : start + LMDB_PAGE]
+                if page.strip(b"\0"):
+                    file.seek(start)
+                    file.write(page)
+            file.truncate(len(content))
 
 
 def _apply(content: bytearray, change: _Change) -> None:
@@ -159,9 +171,10 @@ def _apply(content: bytearray, change: _Change) -> None:
         del content[change.nbytes :]
         content.extend(bytes(change.nbytes - len(content)))
         return
-    end = change.offset + len(change.data)
+    data = bytes(change.nbytes) if isinstance(change, Freed) else change.data
+    end = change.offset + len(data)
     content.extend(bytes(max(end - len(content), 0)))
-    content[change.offset : end] = change.data
+    content[change.offset : end] = data
 
 
 # -- crashes --------------------------------------------------------------------------------------------

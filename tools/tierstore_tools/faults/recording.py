@@ -61,6 +61,15 @@ class Resized:
 
 
 @dataclass(frozen=True, slots=True)
+class Freed:
+    """A range of a file has lost its blocks, and reads as zeros."""
+
+    name: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Synced:
     """A sync has returned: what was done to the file before event ``began`` is durable."""
 
@@ -82,7 +91,9 @@ class Committed:
     after: bytes
 
 
-Event: TypeAlias = Created | Removed | Renamed | Written | Resized | Synced | DirectorySynced | Committed
+Event: TypeAlias = (
+    Created | Removed | Renamed | Written | Resized | Freed | Synced | DirectorySynced | Committed
+)
 
 
 class Journal:
@@ -158,6 +169,10 @@ class RecordingIO(FileIO):
     def allocate(self, fd: int, offset: int, nbytes: int) -> None:
         self._inner.allocate(fd, offset, nbytes)
         self._journal.add(Resized(self._names[fd], self._inner.size(fd)))
+
+    def free(self, fd: int, offset: int, nbytes: int) -> None:
+        self._inner.free(fd, offset, nbytes)
+        self._journal.add(Freed(self._names[fd], offset, nbytes))
 
     def sync(self, fd: int) -> None:
         began = len(self._journal)
