@@ -420,7 +420,11 @@ class TierTests(StoreFixtures):
         store = open_store(layout, identity=new_identity(layout.spec), host_chunks=4, disk=False)
         layout.save(store, range(64))
         hit = store.lookup(range(64))
-        assert layout.save(store, range(1000, 1064)) < 64
+        layout.save(store, range(1000, 1064))
+        with store.lookup(
+            range(1000, 1064)
+        ) as other:  # pages of one group may have left for those of another
+            assert other.tokens < 64
         assert layout.load(store, hit) == (64, layout.right(range(64), 64))
         wait_until(lambda: layout.save(store, range(1000, 1064)) == 64)
 
