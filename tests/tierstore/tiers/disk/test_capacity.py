@@ -109,8 +109,8 @@ def test_a_smaller_cap_keeps_the_most_recently_used_pages(open_shelf):
     shelf.verify()
 
 
-def test_pages_that_find_no_room_beside_a_full_index_leave_when_it_is_made_smaller(open_shelf, caplog):
-    """An index that is nearly all of a directory leaves little room for another; the cap comes first."""
+def test_pages_leave_when_a_full_index_is_made_smaller(open_shelf, caplog):
+    """An index that is nearly all of a directory has to give up blocks before another finds room beside it."""
     shelf = open_shelf(capacity_bytes=8 * MIB, page_bytes=16 * KIB)
     while shelf.save([16 * KIB] * 8):
         pass
@@ -118,7 +118,7 @@ def test_pages_that_find_no_room_beside_a_full_index_leave_when_it_is_made_small
     shelf.reopen(capacity_bytes=4 * MIB)
     assert max(sizes(shelf.path)) <= 4 * MIB
     assert "left that found no room" in caplog.text
-    assert shelf.saved.keys() <= set(range(newest - 64, newest + 1))
+    assert shelf.saved.keys() >= set(range(newest - 150, newest + 1))
     shelf.verify()
     assert shelf.save([16 * KIB] * 8)
 
