@@ -70,3 +70,27 @@ def test_what_the_locale_cannot_write_is_escaped(encoding):
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
     assert rb"\u6a21" in done.stderr
+
+
+def test_a_directory_whose_name_the_locale_cannot_read(tmp_path):
+    """The daemon and fsck work in it: a path is bytes."""
+    directory = tmp_path / "größe-模型"
+    plain = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    options = ["--listen", f"ipc://{directory}/s", "--disk", f"{directory}/kv", "--disk-bytes=4MiB"]
+    directory.mkdir()
+    serving = start(
+        "tierstore", "serve", "--host-bytes=4MiB", *options, env=os.environ | plain, stderr=subprocess.PIPE
+    )
+    while not (directory / "s.arena").exists():
+        assert serving.poll() is None, serving.stderr.read()
+        time.sleep(0.01)
+    serving.send_signal(signal.SIGTERM)
+    said = serving.communicate(timeout=60)[1]
+    assert serving.returncode == 0, said
+    assert b"Traceback" not in said
+    checked = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format("tierstore"), "fsck", f"{directory}/kv"],
+        capture_output=True,
+        env=os.environ | plain,
+    )
+    assert checked.returncode == 0, checked.stderr

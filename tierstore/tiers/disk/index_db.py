@@ -22,6 +22,7 @@ import bisect
 import errno
 import itertools
 import operator
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -307,7 +308,7 @@ class IndexDB:
         self.path = path
         try:
             self._env = lmdb.open(
-                str(path),
+                os.fsencode(path),  # which lmdb does strictly, and a path need not be text in this locale
                 subdir=False,
                 map_size=map_bytes,
                 max_dbs=len(TREES),

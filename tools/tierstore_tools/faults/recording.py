@@ -232,11 +232,11 @@ def recorded_index(journal: Journal) -> Iterator[None]:
     """Records the transactions on every index under the journal's directory that is opened in the block."""
     real = lmdb.open
 
-    def open_(path: str, **options: Any) -> Any:
-        inside = journal.root in Path(path).parents
-        if not inside or options.get("readonly"):
+    def open_(path: str | bytes, **options: Any) -> Any:
+        where = Path(os.fsdecode(path))
+        if journal.root not in where.parents or options.get("readonly"):
             return real(path, **options)
-        return _Environment(real, Path(path), options, journal)
+        return _Environment(real, where, options, journal)
 
     lmdb.open = open_  # type: ignore[assignment]
     try:
