@@ -280,10 +280,12 @@ class _Opening:
         make_index(self._directory, self._io)
         with ExitStack() as opened:
             index_db = self._open_index(opened)
-            if self._share_out(index_db):
+            stored = index_db.get_meta(STORE)
+            before = decode_meta(stored, self._directory.path) if stored else None
+            if before is not None and self._share_out(index_db, before):
                 index_db.close()
                 index_db = self._open_index(opened)
-            meta = self._meta(index_db)
+            meta = self._meta(before)
             serials = self._serials(index_db)
             extents = ExtentFiles(
                 self._directory.extents,
@@ -309,7 +311,8 @@ class _Opening:
                 scan.wait()
                 if scan.page_table is None:
                     raise scan.error or OSError("the index could not be read")
-                self._shrink_index(index_db, meta, scan.page_table)
+                index_db.close()
+                self._shrink_index(meta, scan.page_table)
                 self._index = None
                 index_db = self._open_index(opened)
                 space, scan = self._scan(index_db, meta)
@@ -348,26 +351,22 @@ class _Opening:
         opened.callback(index_db.close)
         return index_db
 
-    def _share_out(self, index_db: IndexDB) -> bool:
+    def _share_out(self, index_db: IndexDB, before: StoreMeta) -> bool:
         """Leave pages of another size, which an earlier life wrote, their room. Returns whether that changes
         how the cap is shared out. Raises :class:`OSError`."""
-        stored = index_db.get_meta(STORE)
         layout = self._layout
-        before = decode_meta(stored, self._directory.path) if stored else None
-        if before is None or before.extent_bytes == layout.extent_bytes:
+        if before.extent_bytes == layout.extent_bytes:
             return False
-        facts = index_db.facts()
-        facts = facts[(facts["serial"] < _SERIALS) & (facts["place"] != INLINE)]
-        ends = facts["place"].astype(np.int64) + facts["nbytes"]
-        needed = needed_index_bytes(index_db.usage), slot_bytes(int(ends.max(initial=0)))
+        # Pages in the extents are looked for only where these shrink below the half that they may keep.
+        reads = layout.extent_bytes < layout.capacity_bytes // 2
+        needed = needed_index_bytes(index_db.usage), _extents_end(index_db) if reads else 0
         share = min(layout.capacity_bytes / (before.capacity_bytes or layout.capacity_bytes), 1)
         index_bytes, extent_bytes = (int(nbytes * share) for nbytes in needed)
         self._layout = layout.keeping(index_bytes=index_bytes, extent_bytes=extent_bytes)
         return self._layout != layout
 
-    def _meta(self, index_db: IndexDB) -> StoreMeta:
-        stored = index_db.get_meta(STORE)
-        meta = decode_meta(stored, self._directory.path) if stored else None
+    def _meta(self, meta: StoreMeta | None) -> StoreMeta:
+        """What the directory knows of itself in this life; ``meta`` is what it knew before."""
         unit = unit_bytes(self._layout.extent_bytes, meta.unit_bytes if meta else None)
         if meta is not None:
             require_codecs(meta, self._directory.path)
@@ -456,32 +455,30 @@ class _Opening:
             fitted.moved_pages,
         )
 
-    def _shrink_index(self, old: IndexDB, meta: StoreMeta, page_table: PageTable) -> None:
+    def _shrink_index(self, meta: StoreMeta, page_table: PageTable) -> None:
         """Replace an index whose file is larger than its share. (LMDB's file never shrinks.)
 
         The new file holds the pages that the policy evicts last, as many as find room beside the old one.
-        Both files count against the larger of this cap and the last one. The old file is the index,
-        unchanged, until the new one takes its name. Takes pages out of ``page_table``. Raises
-        :class:`OSError`.
+        Both files count against the larger of this cap and the last one. The old file is the index until the
+        new one takes its name, and loses only pages that are to leave. Takes pages out of ``page_table``.
+        Raises :class:`OSError`.
         """
         most_bytes = max(meta.capacity_bytes or self._taken_before, self._layout.capacity_bytes)
         before = len(page_table)
-        old.close()
         # As large as it was: what leaves is deleted in it, which takes room.
-        old = IndexDB(self._directory.index, map_bytes=0)
-        self._make_room_beside(old, meta, page_table, most_bytes)
-        if most_bytes - self._directory.allocated_bytes() >= _EMPTY_INDEX:
+        with IndexDB(self._directory.index, map_bytes=0) as old:
+            self._make_room_beside(old, meta, page_table, most_bytes)
+            room = most_bytes - self._directory.allocated_bytes() >= _EMPTY_INDEX
             total = _index_cost(page_table)
-            while (copied := self._write_index(old, meta, page_table, most_bytes)) < total:
+            while room and (copied := self._write_index(old, meta, page_table, most_bytes)) < total:
                 self._directory.remove_leftovers(self._io)
                 total = evict_down_to(int(copied * _NEXT_TRY), total, page_table, self._policy)
-            old.close()
+        if room:
             self._io.rename(self._directory.new_index, self._directory.index)
             self._io.sync_directory(self._directory.path)
             self._directory.remove_leftovers(self._io)
             kept = len(page_table)
         else:
-            old.close()
             self._io.unlink(self._directory.index)
             make_index(self._directory, self._io)
             kept = 0
@@ -504,15 +501,12 @@ class _Opening:
             serials = set(page_table.places())
             evict_down_to(int(total * share), total, page_table, self._policy)
             old.forget(sorted(serials.difference(page_table.places())))
-        old.put_meta(
-            _encoded(meta), encoded=bool(meta.codecs)
-        )  # LMDB may come back to its last state but one
+        # Once more, since LMDB may come back to its last state but one.
+        old.put_meta(_encoded(meta), encoded=bool(meta.codecs))
         try:
             IndexFile(self._directory.index).give_back_free_pages(self._io)
         except OSError as error:  # not every file system can do it: fewer pages find room then
-            _log.warning(
-                "disk tier: %s keeps its size until it is replaced: %s", self._directory.index, error
-            )
+            _log.warning("disk tier: %s keeps its blocks for now: %s", self._directory.index, error)
 
     def _write_index(self, old: IndexDB, meta: StoreMeta, page_table: PageTable, most_bytes: int) -> int:
         """Write a new index with the pages of ``page_table``, as long as there is room. Returns the cost of
@@ -549,6 +543,14 @@ class _Opening:
         except OSError as error:  # a full disk is no reason not to start
             _log.warning("disk tier: could not measure the disk in %s: %s", self._directory.path, error)
             return None
+
+
+def _extents_end(index_db: IndexDB) -> int:
+    """Where the last page in the extents ends. Raises :class:`OSError`."""
+    facts = _read_facts(index_db).facts
+    facts = facts[facts["place"] != INLINE]
+    ends = facts["place"].astype(np.int64) + facts["nbytes"]
+    return slot_bytes(int(ends.max(initial=0)))
 
 
 def _index_cost(page_table: PageTable) -> int:
