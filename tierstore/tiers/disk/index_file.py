@@ -170,7 +170,7 @@ class IndexFile:
         self._file_pages = 0
         self._last = 1  # the last page that may be in use
         self._used: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
-        self._free = np.zeros(0, np.int64)
+        self._free = np.zeros(0, np.int64)  # pages, in order
         self._payloads: list[tuple[_Numbers, _Numbers]] = []  # overflow pages of the trees: first, count
 
     def get_format(self) -> bytes | None:
@@ -214,11 +214,10 @@ class IndexFile:
         """
         with self._open():
             self._check()
-        numbers = np.sort(self._free)
-        borders = np.flatnonzero(np.diff(numbers) != 1) + 1
+        borders = np.flatnonzero(np.diff(self._free) != 1) + 1
         fd = io.open(self.path, os.O_RDWR)
         try:
-            for run in np.split(numbers, borders) if len(numbers) else ():
+            for run in np.split(self._free, borders) if len(self._free) else ():
                 io.free(fd, int(run[0]) * self._page_bytes, len(run) * self._page_bytes)
             io.sync(fd)
         finally:

@@ -152,6 +152,7 @@ def _call(number: int, *arguments: object) -> int:
 
 
 _QUEUE_DEPTH = 128
+_FALLOCATE = {"x86_64": 285, "aarch64": 47}
 _PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
 
@@ -192,11 +193,10 @@ class FileIO:
 
     def free(self, fd: int, offset: int, nbytes: int) -> None:
         """Take the range's blocks on disk away. The file stays as long, and reads as zeros there."""
-        if ctypes.CDLL(None, use_errno=True).fallocate64(
-            fd, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(nbytes)
-        ):
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
+        if platform.machine() not in _FALLOCATE:
+            raise OSError(errno.ENOSYS, f"the system calls of {platform.machine()} are not known")
+        number = _FALLOCATE[platform.machine()]
+        _call(number, *map(ctypes.c_long, (fd, _PUNCH_HOLE, offset, nbytes)))
 
     def sync(self, fd: int) -> None:
         """On return everything written to the file, and its size, survives a power loss."""
