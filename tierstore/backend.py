@@ -28,7 +28,7 @@ from typing import ClassVar, Protocol, TypeVar
 from tierstore.errors import UsageError
 from tierstore.groups import GroupRule
 from tierstore.index import Index, Page
-from tierstore.keys import TOKEN_BYTES, Identity, PageKey, name_at, named_chunks
+from tierstore.keys import TOKEN_BYTES, Identity, PageKey, named_chunks, names_at
 from tierstore.memory import Memory
 from tierstore.planner import Way
 from tierstore.stats import StoreStats
@@ -310,7 +310,7 @@ class HitRequest:
 
     def pages(self, group: NamedGroup, ends: Sequence[int]) -> NamedRequest:
         """The pages of a group that end at these tokens."""
-        names = [name_at(end, self.chunk_tokens, self.names, self.root, self._chunk) for end in ends]
+        names = names_at(ends, self.chunk_tokens, self.names, self.root, self._chunk)
         keys, data = named_chunks(names, self.chunk_tokens)
         known = group.registration
         return NamedRequest(known.identity, known.page_bytes, self.chunk_tokens, data, len(data), keys)

@@ -294,8 +294,7 @@ class Prompt:
     def names_at(self, ends: Sequence[int]) -> list[bytes]:
         """The names of the pages that end behind so many tokens each, at least 1."""
         names = self.names(max(ends, default=0) // self.chunk_tokens)
-        # Fewer tokens than a chunk has: no other page's name is made of so many bytes behind the same ones.
-        return [name_at(end, self.chunk_tokens, names, self.identity.digest, self.chunk) for end in ends]
+        return names_at(ends, self.chunk_tokens, names, self.identity.digest, self.chunk)
 
     def names(self, chunks: int) -> list[bytes]:
         """The names of the first ``chunks`` whole chunks, or of more."""
@@ -347,14 +346,22 @@ def page_name(before: bytes, tokens: bytes) -> bytes:
     return hashlib.sha256(before + tokens).digest()
 
 
-def name_at(
-    end: int, chunk_tokens: int, names: Sequence[bytes], root: bytes, chunk: Callable[[int], bytes]
-) -> bytes:
-    """Return the name of the page that ends at token ``end``. ``names`` are those of the whole chunks, and
+def names_at(
+    ends: Sequence[int],
+    chunk_tokens: int,
+    names: Sequence[bytes],
+    root: bytes,
+    chunk: Callable[[int], bytes],
+) -> list[bytes]:
+    """Return the names of the pages that end at these tokens. ``names`` are those of the whole chunks, and
     ``chunk(i)`` returns the token bytes of chunk ``i``."""
-    whole, tokens = divmod(end, chunk_tokens)
-    before = names[whole - 1] if whole else root
-    return page_name(before, chunk(whole)[: tokens * TOKEN_BYTES]) if tokens else before
+    found = []
+    for end in ends:
+        whole, tokens = divmod(end, chunk_tokens)
+        before = names[whole - 1] if whole else root
+        # Fewer tokens than a chunk has: no other page's name is made of so many bytes behind the same ones.
+        found.append(page_name(before, chunk(whole)[: tokens * TOKEN_BYTES]) if tokens else before)
+    return found
 
 
 def named_chunks(names: Sequence[bytes], chunk_tokens: int) -> tuple[list[PageKey], bytes]:

@@ -18,7 +18,7 @@ from tierstore.core.prompts import ChainView, Found, NamedView
 from tierstore.core.state import StoreState
 from tierstore.groups import Search, search
 from tierstore.index.leases import PageLease
-from tierstore.keys import name_at, named_chunks
+from tierstore.keys import named_chunks, names_at
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class HitView:
 
     def pages(self, group: NamedGroup, ends: Sequence[int]) -> NamedView:
         """The pages of a group that end at these tokens."""
-        names = [name_at(end, self.chunk_tokens, self.names, self.root, self._chunk) for end in ends]
+        names = names_at(ends, self.chunk_tokens, self.names, self.root, self._chunk)
         return NamedView(group.registration, *named_chunks(names, self.chunk_tokens))
 
     def _chunk(self, index: int) -> bytes:
@@ -106,13 +106,19 @@ class HitSearch:
     def needed(self, at: int) -> tuple[Sequence[int], NamedView, Found]:
         """What the hit needs of a named group that the caller has not, and what the tree has of it. A search
         asks last for what the hit needs, so that is known in most cases."""
-        group, here = self.view.named[at], self._here[at]
-        ends = [end for end in group.rule.ends(self.length or 0, self.view.chunk_tokens) if end not in here]
-        last = self._last[at]
-        if last is not None and last[0] == ends:
-            return last
-        pages = self.view.pages(group, ends)
-        return ends, pages, pages.find(self._state, pages.num_tokens)
+        ends = self.view.named[at].rule.ends(self.length or 0, self.view.chunk_tokens)
+        lacking, last = self._lacking(at, ends), self._last[at]
+        return last if last is not None and last[0] == lacking else self._ask(at, lacking)
+
+    def _lacking(self, at: int, ends: Sequence[int]) -> list[int]:
+        """Those of a group's pages that the caller has not."""
+        return [end for end in ends if end not in self._here[at]]
+
+    def _ask(self, at: int, ends: Sequence[int]) -> tuple[Sequence[int], NamedView, Found]:
+        """What the tree has of a group's pages."""
+        pages = self.view.pages(self.view.named[at], ends)
+        self._last[at] = asked = ends, pages, pages.find(self._state, pages.num_tokens)
+        return asked
 
     def _find_chains(self) -> None:
         self._changes = self._state.index.changes
@@ -141,11 +147,8 @@ class HitSearch:
 
     def _held(self, at: int, ends: Sequence[int]) -> list[int]:
         """Those of a group's pages that there are. A look at the disk for the others is noted, once."""
-        here, looked = self._here[at], self._looked[at]
-        asked = [end for end in ends if end not in here]
-        pages = self.view.pages(self.view.named[at], asked)
-        found = pages.find(self._state, pages.num_tokens)
-        self._last[at] = asked, pages, found
+        looked = self._looked[at]
+        asked, pages, found = self._ask(at, self._lacking(at, ends))
         missing = {asked[position] for position in pages.missing(found, pages.num_tokens)}
         if found.look_on_disk and not self._concluding and not looked.issuperset(missing):
             self.looks.append(pages.bringing(self._state, pages.num_tokens))
