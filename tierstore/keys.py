@@ -397,7 +397,7 @@ def encode_tokens(tokens: TokenIds) -> bytes:
     """Token ids as little-endian uint32 bytes. Arrays cost nothing; a list of 100K ints costs 1–2 ms."""
     if isinstance(tokens, np.ndarray) and tokens.dtype == TOKEN_DTYPE and tokens.ndim == 1:
         return tokens.tobytes()
-    if isinstance(tokens, list):
+    if isinstance(tokens, list) and tokens and not isinstance(tokens[0], bool):
         try:
             return array.array("I", tokens).tobytes()  # a fifth of the time that numpy takes for a list
         except (TypeError, OverflowError):

@@ -73,3 +73,9 @@ def test_a_copy_of_named_pages_has_named_pages():
     prompt = Prompt.named_pages(windows, [bytes(32), b"1" * 32], chunk_tokens=8, pages_before=3)
     twin = prompt.copy()
     assert (twin.named, twin.pages_before, twin.keys) == (True, 3, prompt.keys)
+
+
+@pytest.mark.parametrize("tokens", [[True, False], [1.5], ["a"], [-1], [1 << 32], [[1]]])
+def test_a_list_of_what_is_no_token_is_refused(tokens):
+    with pytest.raises(UsageError, match="token"):
+        encode_tokens(tokens)
