@@ -421,9 +421,8 @@ class TierTests(StoreFixtures):
         layout.save(store, range(64))
         hit = store.lookup(range(64))
         layout.save(store, range(1000, 1064))
-        with store.lookup(
-            range(1000, 1064)
-        ) as other:  # pages of one group may have left for those of another
+        # What a save has stored may have left since, for pages of another group.
+        with store.lookup(range(1000, 1064)) as other:
             assert other.tokens < 64
         assert layout.load(store, hit) == (64, layout.right(range(64), 64))
         wait_until(lambda: layout.save(store, range(1000, 1064)) == 64)
