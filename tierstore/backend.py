@@ -252,10 +252,8 @@ class Lease:
     ends: float
     handle: PrefixHandle | None = None
     positions: Sequence[int] = ()
-    remote_tokens: int = 0
-    """Behind these, of other hosts' pages: :meth:`Backend.bring` may have them come. A hint."""
     remote_positions: Sequence[int] = ()
-    """Likewise of named chunks: those that are not held, and other hosts seem to have."""
+    """Of named chunks: those that are not held, and other hosts seem to have."""
     page_bytes: int = 0  # of each of its pages
 
     def run_at(self, position: int) -> tuple[str, int]:
@@ -413,10 +411,13 @@ class Backend(Protocol):
     def find(
         self, request: LookupRequest, *, patience_s: float, caller_receives: bool = False
     ) -> Transfer[Lease | None]:
-        """The longest held prefix of a prompt, under a lease; None when there was no answer in ``patience_s``
-        seconds. ``caller_receives``: this thread waits for the answer at once."""
+        """Lease what is held of one layer group: the leading pages of a prompt, or each of the named ones.
+        The result is None when there was no answer in ``patience_s`` seconds. ``caller_receives``: this
+        thread waits for the answer at once."""
 
-    def find_hit(self, request: HitRequest, *, patience_s: float) -> Transfer[HitLease | None]:
+    def find_hit(
+        self, request: HitRequest, *, patience_s: float, caller_receives: bool = False
+    ) -> Transfer[HitLease | None]:
         """The longest hit that all layer groups of a prompt support, with a lease on exactly the pages that
         it needs and that the caller does not have; None when there was no answer in ``patience_s`` seconds.
         Release each of ``HitLease.groups``."""

@@ -436,6 +436,10 @@ class Channel:
         """An answer that came too late for whoever asked: what it grants is not wanted."""
         if isinstance(answer, messages.Found) and answer.lease:
             self.release(answer.lease)
+        elif isinstance(answer, messages.HitFound):
+            for group in (*answer.chains, *answer.named):
+                if group.lease:
+                    self.release(group.lease)
         elif isinstance(answer, messages.Reserved) and answer.reservation:
             self.send(messages.Abort(answer.reservation))
 

@@ -48,11 +48,13 @@ class RemoteLookups:
             self._state.release,
         )
 
-    def find_hit(self, request: HitRequest, *, patience_s: float) -> Transfer[HitLease | None]:
+    def find_hit(
+        self, request: HitRequest, *, patience_s: float, caller_receives: bool = False
+    ) -> Transfer[HitLease | None]:
         return self._once_known(
             request.registrations,
             patience_s,
-            lambda left_s, receives: self._find_hit(request, left_s, receives),
+            lambda left_s, receives: self._find_hit(request, left_s, caller_receives and receives),
             self._release_hit,
         )
 
@@ -304,8 +306,6 @@ class RemoteLookups:
         positions = numbers(found.positions, "<u4").tolist()
         sound = 0 <= found.tokens <= request.num_tokens and request.fits(pages, positions)
         lease = self._lease(session, request, found, at + session.lease_s, positions, sound)
-        behind = len(request.keys) - lease.tokens // request.chunk_tokens
-        lease.remote_tokens = min(max(found.remote, 0), behind) * request.chunk_tokens
         there = set(numbers(found.remote_positions, "<u4").tolist()).difference(positions)
         lease.remote_positions = sorted(at for at in there if at < request.num_chunks)
         return lease

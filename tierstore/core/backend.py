@@ -150,7 +150,9 @@ class LocalBackend:
         limit = view.num_tokens if max_tokens is None else min(max_tokens, view.num_tokens)
         return self.lookups.find(view, limit, patience_s=patience_s)
 
-    def find_hit(self, request: HitRequest | HitView, *, patience_s: float) -> Transfer[HitLease | None]:
+    def find_hit(
+        self, request: HitRequest | HitView, *, patience_s: float, caller_receives: bool = False
+    ) -> Transfer[HitLease | None]:
         view = request if isinstance(request, HitView) else self._hit_view(request)
         return self.lookups.find_hit(view, patience_s=patience_s)
 

@@ -129,6 +129,8 @@ class HitSearch:
 
     def _search_names(self, limit: int, most: int) -> int | None:
         """The hit's length; None when the search has stopped before it was known."""
+        if not self.view.named:
+            return limit
         try:
             if self._search is None:
                 rules = {at: group.rule for at, group in enumerate(self.view.named)}

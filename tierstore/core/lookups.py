@@ -212,10 +212,8 @@ class Lookups:
         self._count_lookup(view.num_tokens)
         chains = []
         for chain, here, found in zip(view.chains, view.here, search.founds, strict=True):
-            lease = LocalLease(0, 0, 0, (), 0.0)
-            if here < tokens:
-                needed = found if found.tokens == tokens else self.found(chain, tokens)
-                lease = self._lease_found(chain, needed, view.num_tokens, known=found)
+            needed = found if found.tokens == tokens else self.found(chain, tokens)
+            lease = self._lease_found(chain, needed, view.num_tokens, known=found, lacking=here < tokens)
             chains.append(GroupLease(lease))
         named = []
         for at in range(len(view.named)):
@@ -227,10 +225,16 @@ class Lookups:
         return HitLease(tokens, search.branch, chains, named)
 
     def _lease_found(
-        self, view: PromptView, found: Found, limit: int, *, known: Found | None = None
+        self,
+        view: PromptView,
+        found: Found,
+        limit: int,
+        *,
+        known: Found | None = None,
+        lacking: bool = True,
     ) -> LocalLease:
         """Lease what was found of a prompt's first ``limit`` tokens, and note its use. The client may refer
-        to ``known`` (None: the same) afterwards."""
+        to ``known`` (None: the same) afterwards. The lease is on nothing if the client lacks nothing."""
         state, core = self._state, self.core
         if core.defer is None:
             self._note_use(view, limit, found)
@@ -238,6 +242,9 @@ class Lookups:
             core.defer(partial(self._note_use_later, view, limit, found))
         if not found.pages or self.client.ended:
             return LocalLease(0, 0, 0, (), 0.0)
+        handle = view.remember(self._owner, self.client, known or found, state.index.changes)
+        if not lacking:
+            return LocalLease(0, 0, 0, (), 0.0, handle)
         runs = []
         start = 0
         for tier, end in found.runs:
@@ -249,7 +256,7 @@ class Lookups:
             len(found.pages),
             runs,
             state.clock() + core.lease_s,
-            view.remember(self._owner, self.client, known or found, state.index.changes),
+            handle,
             found.positions,
             page_bytes=view.registration.page_bytes,
             tail_tokens=found.tail_tokens,

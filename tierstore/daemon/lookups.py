@@ -118,11 +118,8 @@ async def _look_further(
         there = await cluster.look_for(view.part(lacking), m.gain)
         answer.remote_positions = array.array("I", [lacking[at] for at in there]).tobytes()
     else:
-        chunks = answer.tokens // view.chunk_tokens
-        cluster.used(view, chunks)
-        if chunks < min(view.whole_chunks, m.max_tokens // view.chunk_tokens):
-            answer.remote = await cluster.look(view, chunks)
-    if answer.remote or answer.remote_positions:
+        cluster.used(view, answer.tokens // view.chunk_tokens)
+    if answer.remote_positions:
         answer.ways = {**answer.ways, **_told(cluster.ways())}
     return answer
 

@@ -63,18 +63,13 @@ class Part(ABC):
         self._lease = source.lease  # guarded by the store's lock
         self.rule = GroupRule.all()
         """What a hit needs of these pages."""
-        self.tokens = self.found = tokens
-        """``found`` are the tokens that it had before it was made shorter."""
+        self.tokens = tokens
         self.local = tuple(local)
         """The leading pages that are in HBM, under a lease of this process's own."""
         self.leased_from = leased_from
         """The first page that the backend's lease is on."""
         self.positions: Sequence[int] = ()
         """Of named pages: which of those asked for the part's pages are, those in HBM first."""
-        self.remote_positions: Sequence[int] = ()
-        """Of named pages: those that are not held, and other hosts seem to have."""
-        self.remote_tokens = 0
-        """Of a prompt, behind what was found: what other hosts seem to have."""
 
     # -- by the kind of its pages ----------------------------------------------------------------------
 
@@ -83,19 +78,9 @@ class Part(ABC):
     def request(self) -> LookupRequest:
         """What was found. Made when it is wanted: most hits are loaded, or released, without."""
 
-    @property
-    @abstractmethod
-    def remote_ends(self) -> Sequence[int]:
-        """Where in the prompt the pages end that other hosts seem to have."""
-
     @abstractmethod
     def _below(self) -> LookupRequest | None:
         """What the backend's lease is on; None where all of it is in HBM."""
-
-    @abstractmethod
-    def _remote(self, tokens: int | None) -> tuple[LookupRequest, int, int]:
-        """What other hosts seem to have, up to ``tokens`` of the prompt (None: all): the chunks of a request,
-        from one on, and how many."""
 
     @abstractmethod
     def to_tell(self) -> tuple[LookupRequest, int] | None:
@@ -242,14 +227,6 @@ class Part(ABC):
             self.with_lease(ask)
         return transfer
 
-    def bring(self, deadline_s: float, *, tokens: int | None = None) -> Transfer[int]:
-        """Have the pages come that other hosts seem to have: of chained ones those behind what was found, up
-        to ``tokens`` (None: all), of named ones those that are lacking. The leases may have been released."""
-        wanted, first, count = self._remote(tokens)
-        if count <= 0:
-            return Transfer.completed(0)
-        return self.backend.bring(wanted, first, count, wait_s=deadline_s)
-
     def release(self) -> None:
         """Give the leases back. Repeating it is harmless."""
         with self._hbm.lock:
@@ -261,34 +238,21 @@ class Part(ABC):
 
 class ChainPart(Part):
     """The leading pages of a prompt. ``lease`` is on those from the first one on, whatever ``match`` has of
-    them in HBM. Other hosts seem to have ``remote_tokens`` behind the lease's."""
+    them in HBM."""
 
-    def __init__(self, source: Source, request: LookupRequest, match: Match, remote_tokens: int = 0) -> None:
+    def __init__(self, source: Source, request: LookupRequest, match: Match) -> None:
         below = source.lease.tokens if source.lease is not None else 0
         here = match.tokens
         local = match.pages if here >= below else match.pages[: here // request.chunk_tokens]
         super().__init__(source, request, tokens=max(here, below), local=local)
         self._request = request
-        self.remote_tokens = max(below + remote_tokens - self.tokens, 0)
 
     @property
     def request(self) -> LookupRequest:
         return self._request.cut(self.tokens)
 
-    @property
-    def remote_ends(self) -> Sequence[int]:  # of whole pages only
-        chunk_tokens = self.chunk_tokens
-        first = (self.found // chunk_tokens + 1) * chunk_tokens
-        return range(first, self.found + self.remote_tokens + 1, chunk_tokens)
-
     def _below(self) -> LookupRequest | None:
         return self.request
-
-    def _remote(self, tokens: int | None) -> tuple[LookupRequest, int, int]:
-        first = self.found // self.chunk_tokens
-        stop = self.found + self.remote_tokens
-        stop = stop if tokens is None else min(stop, tokens)
-        return self._request, first, -(-stop // self.chunk_tokens) - first
 
     def to_tell(self) -> tuple[LookupRequest, int] | None:
         if self._lease is not None or not self.tokens:
@@ -299,7 +263,7 @@ class ChainPart(Part):
 
 class NamedPart(Part):
     """Pages that the caller has named: those ``here`` in HBM, by their positions, and those of ``asked`` that
-    the lease is on. Other hosts seem to have ``others``."""
+    the lease is on."""
 
     of_caller = True
 
@@ -309,7 +273,6 @@ class NamedPart(Part):
         request: NamedRequest,
         here: Mapping[int, Page],
         asked: Sequence[int],
-        others: Sequence[int] = (),
     ) -> None:
         there = [asked[at] for at in source.lease.positions] if source.lease is not None else []
         super().__init__(
@@ -321,15 +284,10 @@ class NamedPart(Part):
         )
         self._request = request
         self.positions = [*here, *there]
-        self.remote_positions = others
 
     @property
     def request(self) -> LookupRequest:
         return self._request.part(self.positions)
-
-    @property
-    def remote_ends(self) -> Sequence[int]:
-        return [(at + 1) * self.chunk_tokens for at in self.remote_positions]
 
     def _below(self) -> LookupRequest | None:
         below = self.positions[self.leased_from :]
@@ -338,9 +296,6 @@ class NamedPart(Part):
     def _covers(self, lease: Lease) -> bool:
         # Where some have left, the others are not where the hit's were.
         return lease.tokens >= self.tokens - self.leased_from * self.chunk_tokens
-
-    def _remote(self, tokens: int | None) -> tuple[LookupRequest, int, int]:
-        return self._request.part(self.remote_positions), 0, len(self.remote_positions)
 
     def to_tell(self) -> tuple[LookupRequest, int] | None:
         return self.request, 0
@@ -366,10 +321,6 @@ class RulePart(NamedPart):
     @property
     def ends(self) -> Sequence[int]:
         return [self._asked_ends[at] for at in self.positions]
-
-    @property
-    def remote_ends(self) -> Sequence[int]:
-        return [self._asked_ends[at] for at in self.remote_positions]
 
     def brought(self, first: int, stop: int, *, last: bool) -> range | None:
         return range(self.num_pages) if last else None
@@ -430,7 +381,7 @@ class Hit:
         *,
         branch: int,
         remote_tokens: int = 0,
-        others: Sequence[Part | RemotePages] = (),
+        others: Sequence[RemotePages] = (),
     ) -> None:
         self._hbm = hbm
         self.backend = backend
@@ -505,17 +456,14 @@ class Hit:
     @property
     def remote_positions(self) -> Sequence[int]:
         """Likewise, those that are not held, and other hosts seem to have. See :meth:`bring`."""
-        return self.parts[0].remote_positions if self.simple else ()
+        if not self.simple or not self.parts[0].of_caller:
+            return ()
+        return [end // self.chunk_tokens - 1 for other in self.others for end in other.remote_ends]
 
     @property
     def whole_chunks(self) -> Sequence[int]:
         """Which whole chunks of what was asked for the hit has, in order: of a prompt the leading ones."""
         return sorted(self.positions) or range(self.tokens // self.chunk_tokens)
-
-    @property
-    def found(self) -> int:
-        """Tokens of group 0 that were found."""
-        return self.parts[0].found if self.parts else 0
 
     @property
     def request(self) -> LookupRequest:

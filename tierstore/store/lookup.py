@@ -1,10 +1,10 @@
 """Lookups: what is in HBM, what the backend has, and the longest hit that all layer groups support.
 
-For a model with one layer group of chained pages, HBM is matched here and the backend is asked for the rest.
-For a model with several groups, the backend is told which pages are here and finds the longest hit of all
-groups itself (:meth:`Backend.find_hit <tierstore.backend.Backend.find_hit>`): one question, one answer. A hit
+HBM is matched here. The backend is told which pages are here and finds the longest hit of all layer groups
+itself (:meth:`Backend.find_hit <tierstore.backend.Backend.find_hit>`): one question, one answer. A hit
 is a whole number of chunks, or it ends inside the chunk that the chains reach, where all groups have a page
-that ends at that token.
+that ends at that token. Pages that the caller has named are found one by one (:meth:`Backend.find
+<tierstore.backend.Backend.find>`).
 
 Other hosts may have what would make the hit longer. :meth:`Store.bring <tierstore.Store.bring>` fetches it.
 """
@@ -12,7 +12,6 @@ Other hosts may have what would make the hit longer. :meth:`Store.bring <tiersto
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -192,21 +191,16 @@ class Lookup:
         self._ends = ends
         self._asked = False
         self._found: FoundHit | None = None
-        self._request: PartLookup | HitLookup
+        self._request: NamedLookup | HitLookup
         single = finder.single(prompt)
         if single is None:
             prompt = finder.prompt(prompt)
-            self._request = HitLookup(
-                finder, prompt, len(prompt) if limit is None else min(limit, len(prompt))
-            )
+            chains = [finder.chain(prompt, group) for group in finder.chained]
+            self._request = HitLookup(finder, finder.chained, chains, limit, prompt)
+        elif isinstance(single[1], NamedRequest):
+            self._request = NamedLookup(finder, single[0], single[1], gain)
         else:
-            group, request = single
-            request = request if limit is None else request.limited(limit)
-            self._request = (
-                NamedLookup(finder, group, request, gain)
-                if isinstance(request, NamedRequest)
-                else ChainLookup(finder, group, request)
-            )
+            self._request = HitLookup(finder, [single[0]], [single[1]], limit)
 
     def ask(self, *, caller_receives: bool = False) -> None:
         """Ask, once. ``caller_receives``: this thread waits for the answer."""
@@ -260,37 +254,53 @@ class FoundHit:
     branch: int
     parts: Sequence[Part]
     remote_tokens: int = 0
-    others: Sequence[Part | RemotePages] = ()
+    others: Sequence[RemotePages] = ()
 
 
-class PartLookup(ABC):
-    """The request for one group's pages, from the moment that it is asked to its answer."""
+class NamedLookup:
+    """The request for pages that the caller has named, from the moment that it is asked to its answer.
+    ``gain``: see :func:`tierstore.lookup_all`."""
 
-    def __init__(self, finder: Finder, limit: int) -> None:
-        self.limit = limit
+    def __init__(self, finder: Finder, group: Group, request: NamedRequest, gain: int) -> None:
+        self.limit = request.num_tokens
         self.answer: Transfer[Lease | None] | None = None
         self._finder = finder
+        self._group = group
+        self._request = request
+        self._gain = gain
+        self._asked: Sequence[int] = ()  # of the backend
 
     def ask(self, patience_s: float, *, caller_receives: bool) -> None:
         """Ask for what is below HBM, if there is something to ask for and still time."""
-        request = self._lacking()
-        if request is not None and patience_s > 0:
-            backend = self._finder.backend
-            self.answer = backend.find(request, patience_s=patience_s, caller_receives=caller_receives)
+        finder, request = self._finder, self._request
+        here = finder.hbm.match_named(request, self._group.number)
+        self._asked = [at for at in range(request.num_chunks) if at not in here]
+        if not self._asked or patience_s <= 0:
+            return
+        if here:
+            request = request.part(self._asked)
+        request.gain = self._gain
+        self.answer = finder.backend.find(request, patience_s=patience_s, caller_receives=caller_receives)
 
     def found(self) -> FoundHit:
-        """What was found; waits for it."""
-        part = self._part(self.answer.wait() if self.answer is not None else None)
-        return FoundHit(part.tokens, part.tokens, [part], part.remote_tokens, [part])
-
-    @abstractmethod
-    def _lacking(self) -> LookupRequest | None:
-        """What the backend is to be asked for; None where all of it is in HBM."""
-
-    @abstractmethod
-    def _part(self, answer: Lease | None) -> Part:
-        """What was found. HBM is looked at again, because the answer took its time and nothing was held
-        meanwhile."""
+        """What was found; waits for it. HBM is looked at again, because the answer took its time and nothing
+        was held meanwhile."""
+        finder, request, group = self._finder, self._request, self._group
+        hbm, backend = finder.hbm, finder.backend
+        answer = self.answer.wait() if self.answer is not None else None
+        asked = set(self._asked)
+        found = hbm.match_named(request, group.number)
+        here = {at: page for at, page in found.items() if at not in asked}
+        with hbm.lock:
+            held = hbm.use(request, list(here.values()), backend.lease_s, positions=here)
+        lease = answer if answer is not None and answer.tokens else None
+        part = NamedPart(finder.source(group, held, lease), request, here, self._asked)
+        others = []
+        if answer is not None and answer.remote_positions:
+            far = [self._asked[at] for at in answer.remote_positions]
+            ends = [(at + 1) * request.chunk_tokens for at in far]
+            others.append(RemotePages(backend, request.part(far), request.page_bytes, 0, ends))
+        return FoundHit(part.tokens, part.tokens, [part], others=others)
 
     def give_up(self) -> None:
         """Give back what is held for the answer, now or when it comes."""
@@ -301,74 +311,27 @@ class PartLookup(ABC):
                 self._finder.backend.release(lease)
 
 
-class ChainLookup(PartLookup):
-    """Of a prompt's leading pages."""
-
-    def __init__(self, finder: Finder, group: Group, request: LookupRequest) -> None:
-        super().__init__(finder, request.num_tokens)
-        self._group = group
-        self._request = request
-
-    def _lacking(self) -> LookupRequest | None:
-        request = self._request
-        here = self._finder.hbm.match(request, self._group.number).tokens
-        return request if here < request.num_tokens else None
-
-    def _part(self, answer: Lease | None) -> Part:
-        finder, request, group = self._finder, self._request, self._group
-        hbm, backend = finder.hbm, finder.backend
-        if answer is not None:
-            finder.prompts.remember(request, answer.handle)
-        match, held = hbm.match(request, group.number), PageLease()
-        if match.pages:
-            with hbm.lock:
-                held = hbm.use(request, match.pages, backend.lease_s)
-        lease = answer if answer is not None and answer.tokens else None
-        remote = answer.remote_tokens if answer is not None else 0
-        return ChainPart(finder.source(group, held, lease), request, match, remote)
-
-
-class NamedLookup(PartLookup):
-    """Of pages that the caller has named. ``gain``: see :func:`tierstore.lookup_all`."""
-
-    def __init__(self, finder: Finder, group: Group, request: NamedRequest, gain: int) -> None:
-        super().__init__(finder, request.num_tokens)
-        self._group = group
-        self._request = request
-        self._gain = gain
-        self._asked: Sequence[int] = ()  # of the backend
-
-    def _lacking(self) -> LookupRequest | None:
-        request = self._request
-        here = self._finder.hbm.match_named(request, self._group.number)
-        self._asked = [at for at in range(request.num_chunks) if at not in here]
-        if here and self._asked:
-            request = request.part(self._asked)
-        request.gain = self._gain
-        return request if self._asked else None
-
-    def _part(self, answer: Lease | None) -> Part:
-        finder, request, group = self._finder, self._request, self._group
-        hbm, backend = finder.hbm, finder.backend
-        asked = set(self._asked)
-        found = hbm.match_named(request, group.number)
-        here = {at: page for at, page in found.items() if at not in asked}
-        with hbm.lock:
-            held = hbm.use(request, list(here.values()), backend.lease_s, positions=here)
-        lease = answer if answer is not None and answer.tokens else None
-        others = [self._asked[at] for at in answer.remote_positions] if answer is not None else []
-        return NamedPart(finder.source(group, held, lease), request, here, self._asked, others)
-
-
 class HitLookup:
-    """The request for the hit of all layer groups, from the moment that it is asked to its answer."""
+    """The request for the longest hit of a prompt, from the moment that it is asked to its answer. ``chains``
+    are the prompt in the ``chained`` groups. The model's groups with named pages take part if there is a
+    ``prompt``."""
 
-    def __init__(self, finder: Finder, prompt: Prompt, limit: int) -> None:
-        self.limit = limit
+    def __init__(
+        self,
+        finder: Finder,
+        chained: Sequence[Group],
+        chains: Sequence[LookupRequest],
+        limit: int | None,
+        prompt: Prompt | None = None,
+    ) -> None:
+        tokens = chains[0].num_tokens if prompt is None else len(prompt)
+        self.limit = tokens if limit is None else min(limit, tokens)
         self.answer: Transfer[HitLease | None] | None = None
         self._finder = finder
         self._prompt = prompt
-        self._chains = [finder.chain(prompt, group).cut(limit) for group in finder.chained]
+        self._chained = chained
+        self._named = finder.named if prompt is not None else ()
+        self._chains = [chain.cut(self.limit) for chain in chains]
         self._matches: Sequence[Match] = ()
         self._here: Mapping[int, Mapping[int, Page]] = {}  # by named group: pages in HBM, by where they end
         self._held = PageLease()  # on all of these, until the hit is known
@@ -377,30 +340,33 @@ class HitLookup:
 
     def ask(self, patience_s: float, *, caller_receives: bool) -> None:
         """Ask for what is below HBM, if there is something to ask for and still time."""
-        finder, hbm, prompt = self._finder, self._finder.hbm, self._prompt
-        groups = zip(self._chains, finder.chained, strict=True)
+        finder, hbm = self._finder, self._finder.hbm
+        groups = zip(self._chains, self._chained, strict=True)
         self._matches = [hbm.match(chain, group.number) for chain, group in groups]
         self._branch = min([*(match.tokens for match in self._matches), self.limit])
-        self._here = {group.number: self._pages_here(group) for group in finder.named}
+        self._here = {group.number: self._pages_here(group) for group in self._named}
         with hbm.lock:
-            chained = (page for match in self._matches for page in match.pages)
+            last = (page for match in self._matches for page in match.pages[-1:])  # leaves before the others
             named = (page for pages in self._here.values() for page in pages.values())
-            self._held = hbm.hold([*chained, *named], finder.lookup_s)
+            self._held = hbm.hold([*last, *named], finder.lookup_s)
         self._local = self._longest_here()
-        if self._local == self.limit or patience_s <= 0:
-            return
-        here = [sorted(self._here[group.number]) for group in finder.named]
-        request = HitRequest(
-            finder.chunk_tokens,
-            self.limit,
-            self._chains,
-            [match.tokens for match in self._matches],
-            [finder.named_group(prompt, *each) for each in zip(finder.named, here, strict=True)],
-            prompt.names(self.limit // finder.chunk_tokens) if finder.named else (),
-            prompt.identity.digest,
-            prompt.chunk(self.limit // finder.chunk_tokens),
-        )
-        self.answer = finder.backend.find_hit(request, patience_s=patience_s)
+        if self._local < self.limit and patience_s > 0:
+            self.answer = finder.backend.find_hit(
+                self._hit_request(), patience_s=patience_s, caller_receives=caller_receives
+            )
+
+    def _hit_request(self) -> HitRequest:
+        finder, prompt = self._finder, self._prompt
+        here = [match.tokens for match in self._matches]
+        request = HitRequest(finder.chunk_tokens, self.limit, self._chains, here)
+        if prompt is not None and self._named:
+            chunks = self.limit // finder.chunk_tokens
+            request.named = [
+                finder.named_group(prompt, group, sorted(self._here[group.number])) for group in self._named
+            ]
+            request.names, request.tail = prompt.names(chunks), prompt.chunk(chunks)
+            request.root = prompt.identity.digest
+        return request
 
     def _pages_here(self, group: Group) -> Mapping[int, Page]:
         """The pages of a group that are in HBM, by where they end: whole ones, and those that end inside the
@@ -413,12 +379,19 @@ class HitLookup:
         for end in (self.limit, self._branch):
             ends.update(range(end - end % chunk_tokens + 1, end + 1))
         asked = sorted(ends)
-        found = hbm.match_named(finder.pages_at(self._prompt, group, asked), group.number)
+        found = hbm.match_named(self._pages_at(group, asked), group.number)
         return {asked[at]: page for at, page in found.items()}
+
+    def _pages_at(self, group: Group, ends: Sequence[int]) -> NamedRequest:
+        """The pages of a group with named pages that end at these tokens."""
+        assert self._prompt is not None, "groups with named pages take part for a model's prompt only"
+        return self._finder.pages_at(self._prompt, group, ends)
 
     def _longest_here(self) -> int:
         """The longest hit that the pages in HBM support."""
-        rules = {group.number: group.rule for group in self._finder.named}
+        if not self._named:
+            return self._branch
+        rules = {group.number: group.rule for group in self._named}
         looking = search(rules, self._branch, self._finder.chunk_tokens)
         try:
             wanted = next(looking)
@@ -438,13 +411,13 @@ class HitLookup:
             for chain, each in zip(self._chains, found.chains, strict=True):
                 finder.prompts.remember(chain, each.lease.handle)
         else:
-            chains, others = [_NOTHING] * len(self._chains), [_NOTHING] * len(finder.named)
+            chains, others = [_NOTHING] * len(self._chains), [_NOTHING] * len(self._named)
             found = HitLease(self._local, self._branch, chains, others)
-        tokens, branch = found.tokens, found.branch if finder.chained else found.tokens
+        tokens, branch = found.tokens, found.branch if self._chained else found.tokens
         parts: list[Part] = []
         if tokens:
             parts += [self._chain_part(at, tokens, each.lease) for at, each in enumerate(found.chains)]
-            named = zip(finder.named, found.named, strict=True)
+            named = zip(self._named, found.named, strict=True)
             parts += [
                 self._named_part(group, ends, each.lease)
                 for group, each in named
@@ -453,9 +426,10 @@ class HitLookup:
             parts.sort(key=lambda part: part.group)
         with hbm.lock:
             hbm.leases.release(self._held)
-        for group in finder.named if tokens else ():
+        if tokens and self._prompt is not None:
             points = self._prompt.points
-            points[group.number] = sorted({*points.get(group.number, ()), tokens})
+            for group in self._named:
+                points[group.number] = sorted({*points.get(group.number, ()), tokens})
         if not found.remote_tokens:
             return FoundHit(tokens, branch, parts)
         return FoundHit(tokens, branch, parts, found.remote_tokens, self._others(found))
@@ -463,7 +437,7 @@ class HitLookup:
     def _chain_part(self, at: int, tokens: int, lease: Lease) -> Part:
         """What a hit of so many tokens needs of the chain ``at``."""
         finder, hbm, match = self._finder, self._finder.hbm, self._matches[at]
-        chain, group = self._chains[at], finder.chained[at]
+        chain, group = self._chains[at], self._chained[at]
         used = match.pages[: -(-min(tokens, match.tokens) // finder.chunk_tokens)]
         with hbm.lock:
             held = hbm.use(chain, used, finder.backend.lease_s)
@@ -474,7 +448,7 @@ class HitLookup:
     def _named_part(self, group: Group, ends: Sequence[int], lease: Lease) -> Part:
         """The pages of a group that end at these tokens, which a hit needs."""
         finder, hbm, pages = self._finder, self._finder.hbm, self._here[group.number]
-        request = finder.pages_at(self._prompt, group, ends)
+        request = self._pages_at(group, ends)
         here = {at: pages[end] for at, end in enumerate(ends) if end in pages}
         with hbm.lock:
             held = hbm.use(request, list(here.values()), finder.backend.lease_s, positions=here)
@@ -489,9 +463,9 @@ class HitLookup:
             if ends := each.remote_ends:
                 first = ends[0] // finder.chunk_tokens - 1
                 others.append(RemotePages(finder.backend, chain, chain.page_bytes, first, ends))
-        for group, each in zip(finder.named, found.named, strict=True):
+        for group, each in zip(self._named, found.named, strict=True):
             if ends := each.remote_ends:
-                named = finder.pages_at(self._prompt, group, ends)
+                named = self._pages_at(group, ends)
                 others.append(RemotePages(finder.backend, named, group.page_bytes, 0, ends))
         return others
 

@@ -167,8 +167,8 @@ class Found(Message):
     later messages of this session, with up to ``known`` chunks. Of named chunks, ``positions`` (uint32) are
     those that are held, and the lease's pages in their order. ``ways`` says what bytes of a tier cost now:
     bytes a second, the latency and the queue in front of it, both in seconds; see
-    :mod:`tierstore.planner`. ``remote`` chunks behind these can perhaps be brought from other hosts; of named
-    chunks, those at ``remote_positions`` (uint32), which are not held."""
+    :mod:`tierstore.planner`. Of named chunks, those at ``remote_positions`` (uint32), which are not held, can
+    perhaps be brought from other hosts."""
 
     id: int
     tokens: int
@@ -179,7 +179,6 @@ class Found(Message):
     known: int
     positions: Payload = b""
     ways: Annotated[dict[Text, tuple[float, float, float]], Meta(max_length=256)] = {}
-    remote: int = 0
     remote_positions: Payload = b""
 
 

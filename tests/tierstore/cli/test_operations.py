@@ -40,7 +40,7 @@ def test_stats_as_json_are_what_the_daemon_says(daemon):
     assert document["pid"] == daemon.process.pid
     assert document["store"]["tiers"]["host"]["pages"] == PAGES
     assert document["store"]["counters"]["hit_tokens"]["host"] == len(TOKENS)
-    assert document["service"]["requests"]["Lookup"] == 1
+    assert document["service"]["requests"]["FindHit"] == 1
 
 
 def test_stats_as_a_table_leave_out_what_is_zero(daemon):

@@ -85,8 +85,15 @@ class FakeDaemon:
                 return p.Pong(m.id)
             case p.Lookup():
                 return p.Found(m.id, 0, 0, 0, [], 0, 0)
+            case p.FindHit():
+                return hit_found(m)
             case _:
                 return None
+
+
+def hit_found(m, tokens=0, tiers=(), lease=0, path=0, known=0):
+    """The answer to a lookup of one chain."""
+    return p.HitFound(m.id, tokens, tokens, [p.GroupFound(lease, tokens, list(tiers), path, known)], [])
 
 
 def slowly(seconds, answer):

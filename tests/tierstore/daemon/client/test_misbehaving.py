@@ -10,16 +10,16 @@ from dataclasses import replace
 import pytest
 
 from tests.tierstore.daemon.client.conftest import SPEC, TOKENS, load_bytes, pages_of, wait_until
-from tests.tierstore.daemon.client.fake_daemon import slowly
+from tests.tierstore.daemon.client.fake_daemon import hit_found, slowly
 from tierstore.keys import Identity
 from tierstore.wire import messages as p
-from tierstore.wire.messages import Abort, Found, Located, Lookup, Release, Reserve, Reserved
+from tierstore.wire.messages import Abort, FindHit, Located, Release, Reserve, Reserved
 
 PAGE = SPEC.page_bytes
 
 
 def found(tokens=70, tiers=(("host", 5),), lease=9, path=0, known=0):
-    return lambda m: Found(m.id, tokens, tokens % 16 or 16, lease, list(tiers), path, known)
+    return lambda m: hit_found(m, tokens, tiers, lease, path, known)
 
 
 def located(*offsets):
@@ -37,7 +37,7 @@ def located(*offsets):
 )
 def test_offsets_outside_the_arena_are_not_read(fake, connect, offsets):
     daemon = fake()
-    daemon.answers |= {Lookup: found(), p.Load: located(*offsets)}
+    daemon.answers |= {FindHit: found(), p.Load: located(*offsets)}
     store = connect(daemon.url)
     assert load_bytes(store, store.lookup(TOKENS))[0] == 0
 
@@ -45,7 +45,7 @@ def test_offsets_outside_the_arena_are_not_read(fake, connect, offsets):
 def test_fewer_pages_than_asked_for_are_a_shorter_hit(fake, connect):
     daemon = fake()
     two, none = located(0, PAGE), located()
-    daemon.answers |= {Lookup: found(), p.Load: lambda m: none(m) if m.first else two(m)}
+    daemon.answers |= {FindHit: found(), p.Load: lambda m: none(m) if m.first else two(m)}
     store = connect(daemon.url)
     contents = pages_of(TOKENS)
     daemon.arena.view(0, 2 * PAGE)[:] = b"".join(contents[:2])
@@ -74,7 +74,7 @@ def test_reservations_that_make_no_sense_are_not_written_to(fake, connect, posit
 def test_ragged_numbers_are_none(fake, connect):
     daemon = fake()
     daemon.answers |= {
-        Lookup: found(),
+        FindHit: found(),
         p.Load: lambda m: Located(m.id, b"x" * 39),
         Reserve: lambda m: Reserved(m.id, 7, b"x" * 3, b"y" * 9, 70),
     }
@@ -85,7 +85,7 @@ def test_ragged_numbers_are_none(fake, connect):
 
 def test_a_bug_in_what_follows_an_answer_does_not_end_the_connection(fake, connect):
     daemon = fake()
-    daemon.answers[Lookup] = found()
+    daemon.answers[FindHit] = found()
     store = connect(daemon.url)
     connection = store.backend.connection
     call = connection.call(connection.session, p.Ping(0), p.Pong, lambda answer, _: answer)
@@ -100,7 +100,7 @@ def test_a_bug_in_what_follows_an_answer_does_not_end_the_connection(fake, conne
 )
 def test_a_hit_that_does_not_add_up_is_a_miss(fake, connect, answer):
     daemon = fake()
-    daemon.answers[Lookup] = answer
+    daemon.answers[FindHit] = answer
     store = connect(daemon.url)
     assert store.lookup(TOKENS).tokens == 0
     wait_until(lambda: [9] in [message.leases for message in daemon.of(Release)])
@@ -109,7 +109,7 @@ def test_a_hit_that_does_not_add_up_is_a_miss(fake, connect, answer):
 def test_what_comes_too_late_is_given_back(fake, connect, monkeypatch):
     monkeypatch.setattr("tierstore.client.writing._SAVE_S", 0.0)  # no longer than a lookup
     daemon = fake()
-    daemon.answers |= {Lookup: slowly(0.4, found())}
+    daemon.answers |= {FindHit: slowly(0.4, found())}
     store = connect(daemon.url, lookup_s=0.2)
     assert store.lookup(TOKENS).tokens == 0
     wait_until(lambda: [9] in [message.leases for message in daemon.of(Release)])
@@ -121,23 +121,23 @@ def test_what_comes_too_late_is_given_back(fake, connect, monkeypatch):
 
 def test_a_forgotten_path_is_spelled_out_once(fake, connect):
     daemon = fake()
-    daemon.answers[Lookup] = found(path=5, known=4)
+    daemon.answers[FindHit] = found(path=5, known=4)
     store = connect(daemon.url)
     store.lookup(TOKENS).release()
-    daemon.answers[Lookup] = lambda m: (
-        p.Refused(m.id, "path", "forgotten") if m.prompt.path else found(path=6, known=4)(m)
+    daemon.answers[FindHit] = lambda m: (
+        p.Refused(m.id, "path", "forgotten") if m.chains[0].path else found(path=6, known=4)(m)
     )
     assert store.lookup([*TOKENS, 1, 2]).tokens == 70
-    first, second, third = (message.prompt for message in daemon.of(Lookup))
+    first, second, third = (message.chains[0] for message in daemon.of(FindHit))
     assert (first.path, second.path, second.known, third.path) == (0, 5, 4, 0)
     assert second.tokens == first.tokens[4 * 64 :] + struct.pack("<2I", 1, 2)
     assert len(third.keys) == 4 * 16
     # The new path is used from then on.
-    daemon.answers[Lookup] = found()
+    daemon.answers[FindHit] = found()
     store.lookup(TOKENS)
-    assert daemon.of(Lookup)[-1].prompt.path == 6
+    assert daemon.of(FindHit)[-1].chains[0].path == 6
     # And when even the whole prompt is refused, it is a miss.
-    daemon.answers[Lookup] = lambda m: p.Refused(m.id, "path", "forgotten")
+    daemon.answers[FindHit] = lambda m: p.Refused(m.id, "path", "forgotten")
     assert store.lookup(TOKENS).tokens == 0
 
 
@@ -157,7 +157,7 @@ def test_many_identities_are_registered_in_one_round_trip(fake, connect):
             return None
         return [p.Registered(each.id, wanted[Identity(**each.identity)]) for each in reversed(new)]
 
-    daemon.answers |= {p.Register: all_at_once, Lookup: lambda m: p.Refused(m.id, "session", "who are you?")}
+    daemon.answers |= {p.Register: all_at_once, FindHit: lambda m: p.Refused(m.id, "session", "who are you?")}
     session = store.backend.connection.session
     assert store.lookup(TOKENS).tokens == 0
     wait_until(lambda: store.backend.connection.session not in (None, session))
@@ -168,9 +168,9 @@ def test_many_identities_are_registered_in_one_round_trip(fake, connect):
 def test_a_session_that_is_refused_is_greeted_again(fake, connect):
     daemon = fake()
     store = connect(daemon.url)
-    daemon.answers[Lookup] = lambda m: p.Refused(m.id, "session", "who are you")
+    daemon.answers[FindHit] = lambda m: p.Refused(m.id, "session", "who are you")
     assert store.lookup(TOKENS).tokens == 0
-    daemon.answers[Lookup] = found()
+    daemon.answers[FindHit] = found()
     wait_until(lambda: store.lookup(TOKENS).tokens == 70)
     assert len(daemon.of(p.Hello)) == len(daemon.of(p.Register)) == 2
 
@@ -179,10 +179,10 @@ def test_a_session_that_is_refused_is_greeted_again(fake, connect):
 def test_garbage_ends_the_session(fake, connect, garbage):
     daemon = fake()
     store = connect(daemon.url)
-    daemon.answers[Lookup] = lambda m: garbage
+    daemon.answers[FindHit] = lambda m: garbage
     assert store.lookup(TOKENS).tokens == 0
     assert store.stats().counters["connection"]["malformed_answers"] == 1
-    daemon.answers[Lookup] = found()
+    daemon.answers[FindHit] = found()
     wait_until(lambda: store.lookup(TOKENS).tokens == 70)
 
 
@@ -215,7 +215,7 @@ def test_a_load_goes_on_while_pages_come_from_disk(fake, connect, monkeypatch):
         time.sleep(0.01)
         return located(*range(m.first * PAGE, (m.first + m.count) * PAGE, PAGE))(m)
 
-    daemon.answers |= {Lookup: found(144, [("host", 3), ("disk", 6)]), p.Load: answer}
+    daemon.answers |= {FindHit: found(144, [("host", 3), ("disk", 6)]), p.Load: answer}
     store = connect(daemon.url)
     assert load_bytes(store, store.lookup(tokens)) == (144, contents)
     assert [(m.first, m.count) for m in daemon.of(p.Load)] == [(0, 3), (3, 2), (5, 2), (7, 2)]
@@ -234,7 +234,7 @@ def test_a_load_that_runs_out_of_time_brings_what_came(fake, connect, monkeypatc
             over.wait(60)
         return located(*range(m.first * PAGE, (m.first + m.count) * PAGE, PAGE))(m)
 
-    daemon.answers |= {Lookup: found(70, [("disk", 5)]), p.Load: answer}
+    daemon.answers |= {FindHit: found(70, [("disk", 5)]), p.Load: answer}
     store = connect(daemon.url)
     assert load_bytes(store, store.lookup(TOKENS), deadline_s=2.0) == (32, contents[:2])
     over.set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -48,7 +47,7 @@ def test_positions_that_cannot_be_are_passed_over(daemon, store, said, held):
     there = b"".join(at.to_bytes(4, "little") for at in sorted(held))
     tiers = [("host", len(held))] if held else []
     daemon.answers[p.Lookup] = lambda m: p.Found(
-        m.id, 16 * len(held), 16, 7 if held else 0, tiers, 0, 0, there, {}, 5, raw
+        m.id, 16 * len(held), 16, 7 if held else 0, tiers, 0, 0, there, {}, raw
     )
     hit = look(store)
     assert list(hit.positions) == sorted(held)
@@ -64,7 +63,7 @@ def test_positions_that_cannot_be_are_passed_over(daemon, store, said, held):
 
 def test_those_and_no_others_are_brought(daemon, store):
     daemon.answers[p.Lookup] = lambda m: p.Found(
-        m.id, 16, 16, 7, [("host", 1)], 0, 0, b"\2\0\0\0", {}, 0, b"\0\0\0\0\4\0\0\0"
+        m.id, 16, 16, 7, [("host", 1)], 0, 0, b"\2\0\0\0", {}, b"\0\0\0\0\4\0\0\0"
     )
     daemon.answers[p.Bring] = lambda m: p.Brought(m.id, m.count)
     hit = look(store)
@@ -76,57 +75,10 @@ def test_those_and_no_others_are_brought(daemon, store):
     hit.release()
 
 
-class OldLookup(p.Message, tag="Lookup"):
-    """As it was before."""
-
-    id: int
-    prompt: p.PromptPart
-    max_tokens: int
-    wait_s: float
-    released: list[int] = msgspec.field(default_factory=list)
-    declined: dict[str, int] = msgspec.field(default_factory=dict)
-    expect: int = 0
-    expect_s: float = 0.0
-
-
-class OldFound(p.Message, tag="Found"):
-    """Likewise."""
-
-    id: int
-    tokens: int
-    tail_tokens: int
-    lease: int
-    tiers: list[tuple[str, int]]
-    path: int
-    known: int
-    positions: bytes = b""
-    ways: dict[str, tuple[float, float, float]] = msgspec.field(default_factory=dict)
-    remote: int = 0
-
-
-def test_a_daemon_that_knows_nothing_of_it(daemon, store):
-    """It reads the question, and its answer says of no page that it lies elsewhere; asked to bring named
-    pages all the same, it brings none."""
-    old = msgspec.msgpack.Decoder(OldLookup)
-
-    def answer(m):
-        assert old.decode(p.encode(m)).prompt == m.prompt
-        return p.encode(OldFound(m.id, 0, 0, 0, [], 0, 0, b"", {}, 3))
-
-    daemon.answers[p.Lookup] = answer
+def test_a_daemon_that_names_none_is_not_asked_for_any(daemon, store):
     hit = look(store)
     assert daemon.of(p.Lookup)[-1].gain == 1000
     assert (hit.tokens, hit.remote_tokens, list(hit.remote_positions)) == (0, 0, [])
     assert store.bring(hit) is None
     assert hit.bring(1.0).wait(10) == 0
     assert not daemon.of(p.Bring)
-
-
-def test_a_client_that_knows_nothing_of_it():
-    """It reads an answer with what it has not asked for; and what it asks does not say that it would gain."""
-    new = p.Found(4, 16, 16, 7, [("host", 1)], 0, 0, b"\0\0\0\0", {}, 0, b"\1\0\0\0")
-    read = msgspec.msgpack.decode(p.encode(new), type=OldFound)
-    assert (read.tokens, read.positions, read.remote) == (16, b"\0\0\0\0", 0)
-    asked = p.decode_request(p.encode(OldLookup(4, p.PromptPart(0, b"", b"", named=True), 0, 0.0)))
-    assert isinstance(asked, p.Lookup)
-    assert asked.gain == 0

@@ -16,7 +16,7 @@ from tests.tierstore.daemon.client.conftest import (
     pages_of,
     wait_until,
 )
-from tests.tierstore.daemon.client.fake_daemon import slowly
+from tests.tierstore.daemon.client.fake_daemon import hit_found, slowly
 from tierstore import lookup_all
 from tierstore.errors import StoreClosedError, UsageError
 from tierstore.keys import Identity, Prompt
@@ -116,14 +116,14 @@ def test_one_that_raises_leaves_no_lease(shared_daemon, connect, prompts):
 def test_one_whose_answer_cannot_be_taken_leaves_no_lease(shared_daemon, connect, prompts, monkeypatch):
     store, failing = connect(shared_daemon.url), connect(shared_daemon.url)
     save_some(store, prompts[:20])
-    match, matches = failing._hbm.match, itertools.count()
+    use, uses = failing._hbm.use, itertools.count()
 
-    def match_some(*args):  # each lookup looks at HBM when it asks, and when its answer has come
-        if next(matches) == 9 + 2:
+    def use_some(*args):  # each lookup does, when its answer has come
+        if next(uses) == 2:
             raise RuntimeError("the third answer cannot be taken")
-        return match(*args)
+        return use(*args)
 
-    monkeypatch.setattr(failing._hbm, "match", match_some)
+    monkeypatch.setattr(failing._hbm, "use", use_some)
     with pytest.raises(RuntimeError, match="third answer"):
         lookup_all((failing if at > 10 else store, prompt) for at, prompt in enumerate(prompts[:20]))
     wait_until(lambda: leases(store) == 0)
@@ -165,11 +165,11 @@ def test_a_slow_daemon_has_one_deadline_for_all_and_late_leases_go_back(fake, co
 
     def found(message):
         granted.append(1000 + len(granted))
-        return p.Found(message.id, 70, 6, granted[-1], [("host", 5)], 0, 0)
+        return hit_found(message, 70, [("host", 5)], granted[-1])
 
     # All together take 0.7 s. None of the 32 that are on their way waits for half a second by itself.
     daemon = fake()
-    daemon.answers[p.Lookup] = slowly(0.01, found)
+    daemon.answers[p.FindHit] = slowly(0.01, found)
     store = connect(daemon.url, lookup_s=0.5)
     hits = in_one(store, prompts)
     in_time = sum(hit.tokens == 70 for hit in hits)
@@ -179,18 +179,18 @@ def test_a_slow_daemon_has_one_deadline_for_all_and_late_leases_go_back(fake, co
 
     def given_back():
         released = [lease for message in daemon.of(p.Release) for lease in message.leases]
-        released += [lease for message in daemon.of(p.Lookup) for lease in message.released]
+        released += [lease for message in daemon.of(p.FindHit) for lease in message.released]
         return sorted(released)
 
-    wait_until(lambda: len(granted) == len(daemon.of(p.Lookup)) and given_back() == granted)
+    wait_until(lambda: len(granted) == len(daemon.of(p.FindHit)) and given_back() == granted)
 
 
 def test_not_too_many_are_on_their_way(fake, connect, prompts):
     daemon = fake()
-    daemon.answers[p.Lookup] = lambda message: None
+    daemon.answers[p.FindHit] = lambda message: None
     store = connect(daemon.url, lookup_s=0.3)
     assert [hit.tokens for hit in in_one(store, prompts)] == [0] * MANY
-    assert len(daemon.of(p.Lookup)) == 32
+    assert len(daemon.of(p.FindHit)) == 32
 
 
 def test_from_several_threads(shared_daemon, connect, prompts):
@@ -210,7 +210,7 @@ def test_from_several_threads(shared_daemon, connect, prompts):
 def test_a_task_that_is_cancelled_leaves_no_lease(shared_daemon, connect, stopped):
     store, watching = connect(shared_daemon.url), connect(shared_daemon.url)
     store.save(TOKENS, pages_of(TOKENS)).wait(10)
-    lookups = daemon_stats(watching)["service"]["requests"].get("Lookup", 0)
+    lookups = daemon_stats(watching)["service"]["requests"].get("FindHit", 0)
     stopped(shared_daemon)
 
     async def cancelled():
@@ -224,5 +224,5 @@ def test_a_task_that_is_cancelled_leaves_no_lease(shared_daemon, connect, stoppe
 
     asyncio.run(cancelled())
     shared_daemon.signal(18)  # SIGCONT
-    wait_until(lambda: daemon_stats(watching)["service"]["requests"].get("Lookup", 0) == lookups + 1)
+    wait_until(lambda: daemon_stats(watching)["service"]["requests"].get("FindHit", 0) == lookups + 1)
     wait_until(lambda: leases(watching) == 0)

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tests.tierstore.daemon.client.conftest import TOKENS, in_threads, pages_of, wait_until
-from tests.tierstore.daemon.client.fake_daemon import slowly
+from tests.tierstore.daemon.client.fake_daemon import hit_found, slowly
 from tierstore.client import arena
 from tierstore.wire import messages as p
 
@@ -89,7 +89,7 @@ def test_an_answer_that_nobody_waits_for_any_more_is_received_soon(make_daemon, 
 def test_after_a_slow_answer_the_next_that_nobody_waits_for_is_still_received_soon(fake, connect):
     """A thread receives its own answer for so long that the connection's thread has gone to sleep."""
     daemon = fake()
-    daemon.answers[p.Lookup] = slowly(0.4, lambda m: p.Found(m.id, 0, 0, 0, [], 0, 0))
+    daemon.answers[p.FindHit] = slowly(0.4, hit_found)
     store = connect(daemon.url, lookup_s=120.0)
     connection = store.backend.connection
     store.lookup(TOKENS)
@@ -103,7 +103,7 @@ def test_who_waits_while_another_receives_is_not_forgotten_when_that_one_ends(fa
     """The first receives for itself until long after the connection's thread has gone to sleep, and the
     second's answer comes when nobody receives any more."""
     daemon = fake()
-    daemon.answers[p.Lookup] = slowly(0.4, lambda m: p.Found(m.id, 0, 0, 0, [], 0, 0))
+    daemon.answers[p.FindHit] = slowly(0.4, hit_found)
     store = connect(daemon.url, lookup_s=20.0)
 
     def look_up(after_s):
