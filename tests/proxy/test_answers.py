@@ -41,7 +41,7 @@ def test_a_prompt_is_computed_here_and_continued_there(
 ) -> None:
     store = daemon().url
     prefill, decode, alone = engine(store), engine(store), engine()
-    live = proxy(prefill=(prefill.url,), decode=(decode.url,), daemon=(store,))
+    live = proxy(prefill=(prefill.url,), decode=(decode.url,), daemon=(store,), look_s=2.0)
     answer = complete(live, asked)
     assert answer.choices[0].text == complete(alone, asked).choices[0].text
     assert live.ways() == HANDED
@@ -57,7 +57,7 @@ def test_a_prompt_is_computed_here_and_continued_there(
 def test_a_chat(daemon: Daemon, engine: Engine, proxy: Proxy, stream: bool) -> None:
     store = daemon().url
     prefill, decode, alone = engine(store), engine(store), engine()
-    live = proxy(prefill=(prefill.url,), decode=(decode.url,), daemon=(store,))
+    live = proxy(prefill=(prefill.url,), decode=(decode.url,), daemon=(store,), look_s=2.0)
 
     def say(server: Any) -> str:
         options: dict[str, Any] = {"model": "tiny", "messages": MESSAGES, "temperature": 0, "seed": 1}
@@ -77,7 +77,7 @@ def test_a_prompt_goes_to_where_it_is_held(daemon: Daemon, engine: Engine, proxy
     daemons = [daemon().url for _ in range(2)]
     engines = [engine(store) for store in daemons]
     for _ in range(2):
-        live = proxy(decode=tuple(each.url for each in engines), daemon=tuple(daemons))
+        live = proxy(decode=tuple(each.url for each in engines), daemon=tuple(daemons), look_s=2.0)
         for seed in range(4):
             complete(engines[seed % 2], prompt(seed))
         before = [each.stats().computed_tokens for each in engines]

@@ -76,7 +76,8 @@ def test_everything_is_killed_once(
     flags = ("--store", store.url, "--prefill-chunk", "64")
     prefill, decode = engine(*flags), engine(*flags)
     alone = engine()
-    options = ("--prefill", prefill.url, "--decode", decode.url, "--daemon", store.url, "--prefill-s", "300")
+    options = ("--prefill", prefill.url, "--decode", decode.url, "--daemon", store.url)
+    options += ("--prefill-s", "300", "--look-s", "2")
 
     first = proxy(*options)
     expected = complete(alone, 1)

@@ -19,7 +19,7 @@ _KEEP_ALIVE_S = (
 )
 _HEALTH_S = 1.0
 _HEALTH_WAIT_S = 5.0  # an engine may be in the midst of a long step
-_LATE_CHECKS = 2  # in a row that take an engine for down
+_LATE_CHECKS = 2  # in a row, then the engine counts as down
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Upstream:
                 begun = True
                 yield answer
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            self._take_down(f"cannot connect: {error}")
+            self._note_unreachable(error)
             raise UpstreamError(f"{self.url} cannot be reached", sent=False) from error
         except (httpx.HTTPError, httpx.StreamError) as error:
             # Not taken down for it: a connection may break. The next check, or request, finds out.
@@ -92,11 +92,9 @@ class Upstream:
         try:
             answer = await within(_HEALTH_WAIT_S, self._http.get("/health"))
         except asyncio.TimeoutError:
-            self._late += 1
-            if self._late >= _LATE_CHECKS:
-                self._take_down(f"/health did not answer within {_HEALTH_WAIT_S:g} s")
+            self._note_late(f"/health did not answer within {_HEALTH_WAIT_S:g} s")
         except httpx.HTTPError as error:
-            self._take_down(f"cannot connect: {error or type(error).__name__}")
+            self._note_unreachable(error)
         except Exception as error:  # noqa: BLE001  # whatever it is, it is asked again
             if not self.problem:
                 _log.error("%s engine %s cannot be checked", self.role, self.url, exc_info=error)
@@ -110,6 +108,17 @@ class Upstream:
 
     async def close(self) -> None:
         await self._http.aclose()
+
+    def _note_unreachable(self, error: httpx.HTTPError) -> None:
+        if isinstance(error, httpx.ConnectTimeout):  # once, also because this process was busy
+            self._note_late(f"no connection within {_CONNECT_S:g} s")
+        else:
+            self._take_down(f"cannot connect: {str(error) or type(error).__name__}")
+
+    def _note_late(self, problem: str) -> None:
+        self._late += 1
+        if self._late >= _LATE_CHECKS:
+            self._take_down(problem)
 
     def _take_down(self, problem: str) -> None:
         if not self.problem:
