@@ -212,7 +212,7 @@ class Lookups:
         self._count_lookup(view.num_tokens)
         chains = []
         for chain, here, found in zip(view.chains, view.here, search.founds, strict=True):
-            needed = found if found.tokens == tokens else self.found(chain, tokens)
+            needed = found if found.tokens <= tokens else self.found(chain, tokens)
             lease = self._lease_found(chain, needed, view.num_tokens, known=found, lacking=here < tokens)
             chains.append(GroupLease(lease))
         named = []
