@@ -110,17 +110,17 @@ def _find(session: Session, view: PromptView, m: p.Lookup, wait_s: float) -> Rep
 async def _look_further(
     cluster: Cluster, view: PromptView, lease: Transfer[Lease | None], m: p.Lookup, ways: Ways
 ) -> Reply:
-    """Answer a lookup, and say whether other hosts have more of it."""
+    """Answer a lookup, and say which of the named pages that it lacks other hosts have."""
     answer = _found(m.id, ways, await lease)
     if isinstance(view, NamedView):
         here = set(array.array("I", answer.positions))
         lacking = [at for at in range(view.whole_chunks) if at not in here]
         there = await cluster.look_for(view.part(lacking), m.gain)
-        answer.remote_positions = array.array("I", [lacking[at] for at in there]).tobytes()
+        if there:
+            answer.remote_positions = array.array("I", [lacking[at] for at in there]).tobytes()
+            answer.ways = {**answer.ways, **_told(cluster.ways())}
     else:
         cluster.used(view, answer.tokens // view.chunk_tokens)
-    if answer.remote_positions:
-        answer.ways = {**answer.ways, **_told(cluster.ways())}
     return answer
 
 
