@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 
 import pytest
 
@@ -73,3 +75,25 @@ def test_a_check_that_fails_as_nobody_expected_is_a_check_that_failed() -> None:
         assert engine.failures == 1
 
     asyncio.run(main())
+
+
+def test_one_late_connect_takes_no_engine_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second in a row does. Nobody accepts, and the queue of connections is full: the kernel answers
+    nothing."""
+    monkeypatch.setattr("tierstore_proxy.upstream._CONNECT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as queued:
+        for _ in range(2):
+            client = queued.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(full.getsockname())
+
+        async def main() -> None:
+            engine = Upstream(f"http://127.0.0.1:{full.getsockname()[1]}", "decode")
+            await engine.check()
+            assert engine.load.up
+            await engine.check()
+            assert not engine.load.up
+            assert engine.problem == "no connection within 0.2 s"
+            await engine.close()
+
+        asyncio.run(main())
