@@ -14,13 +14,13 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from tierstore.printable import printable
+from tierstore.tables import print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
     from rich.text import Text
 
-_WIDTH = 140  # of a table that goes into a file or a pipe
 _AGES = (("d", 86_400), ("h", 3_600), ("min", 60), ("s", 1))
 
 
@@ -41,15 +41,8 @@ def text(value: str, style: str = "") -> Text:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> None:
-    """The first ``left`` columns are words, and the others numbers, aligned to the right."""
-    from rich.table import Table
-
-    shown = Table(box=None, pad_edge=False, header_style="bold")
-    for number, column in enumerate(columns):
-        shown.add_column(column, justify="left" if number < left else "right", no_wrap=number >= left)
-    for row in rows:
-        shown.add_row(*map(text, row))
-    _console().print(shown)
+    """Write a table to stdout. The first ``left`` columns are words, the others numbers."""
+    print_table(columns, rows, left=left)
 
 
 def percent(part: float, whole: float) -> str:
@@ -68,7 +61,7 @@ def age(at_s: float | None) -> str:
     return "now"
 
 
-class Meter:
+class ProgressMeter:
     """Progress of a run through pages, on stderr. Thread-safe; off a terminal it shows nothing."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
@@ -94,7 +87,7 @@ class Meter:
 
 
 @contextmanager
-def meter(text: str) -> Iterator[Meter]:
+def meter(text: str) -> Iterator[ProgressMeter]:
     """A bar with pages, bytes and bytes per second, for as long as the block runs."""
     from rich.progress import (
         BarColumn,
@@ -106,7 +99,7 @@ def meter(text: str) -> Iterator[Meter]:
         TransferSpeedColumn,
     )
 
-    console = _console(stderr=True)
+    console = _console()
     with Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -119,13 +112,13 @@ def meter(text: str) -> Iterator[Meter]:
         transient=True,
         disable=not console.is_terminal,
     ) as progress:
-        yield Meter(progress, progress.add_task(text, total=None, pages="0", all_pages="?"))
+        yield ProgressMeter(progress, progress.add_task(text, total=None, pages="0", all_pages="?"))
 
 
 @contextmanager
 def waiting(text: str) -> Iterator[None]:
     """A spinner on stderr for as long as the block runs; off a terminal nothing."""
-    console = _console(stderr=True)
+    console = _console()
     if not console.is_terminal:
         yield
         return
@@ -133,8 +126,7 @@ def waiting(text: str) -> Iterator[None]:
         yield
 
 
-def _console(*, stderr: bool = False) -> Console:
+def _console() -> Console:
     from rich.console import Console
 
-    stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else _WIDTH)
+    return Console(stderr=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +22,17 @@ from tierstore.cli.show import percent
 from tierstore.cli.stats import health, quantile, slowest
 from tierstore.errors import StoreUnavailableError
 from tierstore.stats import StoreRates
+from tierstore.tables import table_lines, terminal_width
 from tierstore.units import format_size
 
 if TYPE_CHECKING:
     from rich.console import Group
-    from rich.table import Table
+    from rich.text import Text
 
     from tierstore.daemon.stats import DaemonStats, LatencyStats
 
 _REFRESH_S = 1.0
-_BAR = 24
+_BAR = 16  # cells
 _MOST_CLIENTS = 12
 
 
@@ -46,13 +47,13 @@ def command(
     q or Ctrl-C ends it. Off a terminal it shows one snapshot. Rates of a single snapshot, and of the first
     one, are those since the daemon started.
     """
-    watch = _Watch(connect, keys, server_key)
+    watch = _TopView(connect, keys, server_key)
     try:
         first = watch.look()
         if once or not (sys.stdout.isatty() and sys.stdin.isatty()):
             from rich.console import Console
 
-            Console(width=None if sys.stdout.isatty() else 110).print(first)
+            Console().print(first, soft_wrap=True)
         else:
             _live(watch, first)
     except KeyboardInterrupt:
@@ -61,7 +62,7 @@ def command(
         watch.close()
 
 
-def _live(watch: _Watch, first: Group) -> None:
+def _live(watch: _TopView, first: Group) -> None:
     from rich.console import Group
     from rich.live import Live
 
@@ -106,7 +107,7 @@ class _Snapshot:
     stats: DaemonStats
 
 
-class _Watch:
+class _TopView:
     """Looks at one daemon again and again, also at the one that comes after it."""
 
     def __init__(self, url: str | None, keys: Path | None, server_key: Path | None) -> None:
@@ -149,7 +150,7 @@ def view(operator: Operator, now: DaemonStats, before: DaemonStats | None, secon
             f"lookups/s {rates.of('lookups'):,.1f}, pages on their way to disk {store.pending_writes:,}"
         ),
         show.text(
-            f"clients {service.sessions - 1:,}, leases {service.leases:,}, reservations "
+            f"clients {service.connections - 1:,}, leases {service.leases:,}, reservations "
             f"{service.reservations:,} ({format_size(service.reserved_bytes)})"
         ),
         "",
@@ -182,23 +183,17 @@ def _share(share: float | None) -> str:
     return percent(share, 1) if share is not None else percent(0, 0)
 
 
-def _table(*columns: str) -> Table:
-    from rich.table import Table
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> Text:
+    from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number else "left", no_wrap=True)
-    return table
+    return Text("\n".join(table_lines(columns, rows, left=left, width=terminal_width())))
 
 
-def _tiers(now: DaemonStats, rates: _Rates) -> Table:
-    from rich.progress_bar import ProgressBar
-
-    table = _table("tier", "", "full", "used", "capacity", "pages", "leased", "GB/s in", "GB/s out")
-    for name, tier in now.store.tiers.items():
-        table.add_row(
+def _tiers(now: DaemonStats, rates: _Rates) -> Text:
+    rows = [
+        (
             name,
-            ProgressBar(total=max(tier.capacity_bytes, 1), completed=tier.used_bytes, width=_BAR),
+            _bar(tier.used_bytes, tier.capacity_bytes),
             percent(tier.used_bytes, tier.capacity_bytes),
             format_size(tier.used_bytes),
             format_size(tier.capacity_bytes),
@@ -207,35 +202,44 @@ def _tiers(now: DaemonStats, rates: _Rates) -> Table:
             f"{rates.gb_per_s_in(name):.3f}",
             f"{rates.gb_per_s_out(name):.3f}",
         )
-    return table
+        for name, tier in now.store.tiers.items()
+    ]
+    columns = ("tier", "", "full", "used", "capacity", "pages", "leased", "GB/s in", "GB/s out")
+    return _table(columns, rows, left=2)
 
 
-def _requests(now: DaemonStats, rates: _Rates) -> Table:
-    table = _table("requests", "per second", "half of them", "99 of 100")
+def _bar(part: float, whole: float) -> str:
+    filled = min(round(_BAR * part / whole), _BAR) if whole else 0
+    return "█" * filled + "░" * (_BAR - filled)
+
+
+def _requests(now: DaemonStats, rates: _Rates) -> Text:
+    rows = []
     for name in now.service.latency:
         latency, per_s = rates.latency(name)
-        table.add_row(name, f"{per_s:,.1f}", quantile(latency, 0.5), quantile(latency, 0.99))
-    return table
+        rows.append((name, f"{per_s:,.1f}", quantile(latency, 0.5), quantile(latency, 0.99)))
+    return _table(("requests", "per second", "p50", "p99"), rows)
 
 
 def _clients(operator: Operator, now: DaemonStats) -> Iterator[Any]:
     """The clients that hold most."""
-    clients = [client for client in now.service.clients if client.session != operator.session]
+    clients = [client for client in now.service.clients if client.number != operator.connection]
     if not clients:
         return
     clients.sort(
         key=lambda client: (client.reserved_bytes + client.sending_bytes, client.leases), reverse=True
     )
-    table = _table("client", "tenant", "leases", "reserved", "sending")
-    for client in clients[:_MOST_CLIENTS]:
-        table.add_row(
-            show.text(client.client),
-            show.text(client.tenant or "–"),
+    rows = [
+        (
+            client.client,
+            client.tenant or "–",
             f"{client.leases:,}",
             format_size(client.reserved_bytes),
             format_size(client.sending_bytes),
         )
+        for client in clients[:_MOST_CLIENTS]
+    ]
     yield ""
-    yield table
+    yield _table(("client", "tenant", "leases", "reserved", "sending"), rows, left=2)
     if len(clients) > _MOST_CLIENTS:
         yield show.text(f"… and {len(clients) - _MOST_CLIENTS:,} more")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from tierstore.errors import UsageError
+from tierstore.tables import print_table
 
 stdout = Console(width=None if sys.stdout.isatty() else 120)
 stderr = Console(stderr=True)
@@ -80,13 +80,8 @@ def require_targets(json: str | None, plot: Path | None = None) -> None:
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], *, to_stderr: bool) -> None:
-    """Right-aligned columns but the first."""
-    shown = Table(title=title, title_justify="left")
-    for number, column in enumerate(columns):
-        shown.add_column(column, justify="left" if number == 0 else "right", no_wrap=True)
-    for row in rows:
-        shown.add_row(*row)
-    (stderr if to_stderr else stdout).print(shown)
+    """Print a table under ``title``. The first column is words, the others are numbers."""
+    print_table(columns, rows, title=title, stream=sys.stderr if to_stderr else sys.stdout)
 
 
 def seconds(value: float | None) -> str:
