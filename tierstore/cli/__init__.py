@@ -9,14 +9,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from tierstore.cli import doctor, evict, fsck, ls, pack, pin, prefetch, serve, size, stats, top
-from tierstore.command_line import one_line_errors
+from tierstore.command_line import make_app, one_line_errors, version_option
 
-app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
-)
+app = make_app()
 
 
 def main() -> None:
@@ -25,21 +21,8 @@ def main() -> None:
         app()
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        from importlib import metadata
-
-        typer.echo(f"tierstore {metadata.version('tierstore')}")
-        raise typer.Exit
-
-
 @app.callback()
-def _commands(
-    version: Annotated[
-        bool,
-        typer.Option("--version", help="Show the version and exit", callback=_print_version, is_eager=True),
-    ] = False,
-) -> None:
+def _commands(version: Annotated[bool, version_option("tierstore")] = False) -> None:
     """Keep the KV cache of LLM inference in tiers."""
 
 

