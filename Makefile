@@ -1,13 +1,15 @@
 # Commands on a fresh machine with Python 3.10+ and nothing else:
+#   make quick    lint, types and tests of the store itself, without torch or daemons
+#   make test     lint, types and the whole test suite
+#   make lowest   the store's tests with the lowest version of each dependency
 #   make bench    the 100K-token benchmark with its defaults
-#   make test     lint, types and the test suite
 #   make docs     the documents as a site, in site/
-#   make peers    the daemon beside LMCache's, Mooncake Store and Redis, each where it can be had (3 GB)
-# and one with Python 3.11+ on x86-64 or arm64:
-#   make test-vllm    the vLLM connector against a real vLLM on the CPU, in an environment of its own
-#   make test-sglang  likewise SGLang's storage backend
-#   make test-cluster the daemon beside Mooncake, and beside Dynamo's indexer and selector, likewise
-#   make test-vllm-cluster vLLM over two such daemons, one beside each
+#   make peers    the daemon beside LMCache's, Mooncake Store and Redis, if they can be installed (3 GB)
+# With Python 3.11+ on x86-64 or arm64, each in an environment of its own:
+#   make test-vllm         the vLLM connector with a real vLLM on the CPU
+#   make test-sglang       SGLang's storage backend with a real SGLang on the CPU
+#   make test-cluster      daemons with Mooncake, and with Dynamo's indexer and selector
+#   make test-vllm-cluster vLLM over two such daemons
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -23,7 +25,7 @@ CLUSTER_VENV ?= .venv-cluster
 CLUSTER_BIN  := $(CLUSTER_VENV)/bin
 NATIVE := hatch_build.py tierstore/native/pages.c tierstore/native/codec.c
 
-.PHONY: bench peers test lint types docs suite soak test-vllm test-vllm-cluster soak-vllm test-sglang test-cluster gpu-check gpu-check-here clean
+.PHONY: bench peers quick test lint types docs suite lowest soak test-vllm test-vllm-cluster soak-vllm test-sglang test-cluster gpu-check gpu-check-here clean
 
 bench: $(VENV)/bench.stamp
 	$(BIN)/tierstore-bench longctx
@@ -42,6 +44,17 @@ test: lint types suite
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tests/prose.py
+	$(BIN)/codespell
+
+# A contributor's loop. With VENV=.venv-quick it installs neither torch nor compilers for CUDA.
+QUICK_TESTS := tests/tierstore --ignore=tests/tierstore/daemon --ignore=tests/tierstore/cluster \
+	--ignore=tests/tierstore/cli --ignore=tests/tierstore/dashboard --ignore=tests/tierstore/packs
+quick: $(VENV)/test.stamp
+	$(BIN)/ruff check .
+	$(BIN)/python tests/prose.py
+	$(BIN)/mypy -p tierstore
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q $(QUICK_TESTS)
 
 types: $(VENV)/dev.stamp
 	$(BIN)/mypy
@@ -54,6 +67,13 @@ docs: $(VENV)/docs.stamp
 # Two at a time: half of the tests wait for processes, sockets and disks.
 suite: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+lowest: $(VENV)/bin/python
+	$(BIN)/python tests/lowest.py packs codecs > $(VENV)/lowest.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/lowest.txt -e '.[test,packs,codecs]'
+	$(BIN)/tierstore --help > $(VENV)/help.txt
+	$(BIN)/python examples/embedded_store.py
+	$(BIN)/python -m pytest -n 2 --dist worksteal -q tests/tierstore/store tests/tierstore/tiers tests/tierstore/api
 
 soak: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -m soak
@@ -94,6 +114,10 @@ $(VENV)/bin/python:
 
 $(VENV)/bench.stamp: pyproject.toml constraints.txt $(NATIVE) | $(VENV)/bin/python
 	$(INSTALL) -e '.[bench]'
+	touch $@
+
+$(VENV)/test.stamp: pyproject.toml constraints.txt $(NATIVE) | $(VENV)/bin/python
+	$(INSTALL) -e '.[test]'
 	touch $@
 
 $(VENV)/dev.stamp: pyproject.toml constraints.txt $(NATIVE) | $(VENV)/bin/python
